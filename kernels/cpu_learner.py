@@ -1,7 +1,8 @@
-"""TTT-Linear's forward pass as a loop that numba compiles for CPUs: a head's state stays in the cache from its first chunk to its last.
+"""TTT-Linear's forward pass as a loop that numba compiles for CPUs: a head's state stays in the cache from its first
+chunk to its last.
 
-See `cpu_loops` for what such loops are. The head's width is a constant to the compiler, which then sees that rows do not overlap, and
-keeps several of them in flight. Shape letters as in `ttt_linear.reference`.
+See `cpu_loops` for what such loops are. The head's width is a constant to the compiler, which then sees that rows do
+not overlap, and keeps several of them in flight. Shape letters as in `ttt_linear.reference`.
 """
 
 import numba
@@ -35,7 +36,8 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, back
     """TTT-Linear: task = (image, direction, head).
 
     Args:
-        constant: a tuple of as many elements as a head is wide, a multiple of 4: its length is what the compiler knows of it.
+        constant: a tuple of as many elements as a head is wide, a multiple of 4: its length is what the compiler knows
+            of it.
         q, k, v: (B,T,R,H,D). lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
         out: (B,T,R,H,D), which is written.
@@ -49,7 +51,8 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, back
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
     zeros = np.zeros(2, dtype)
     nothing, width = zeros[0], zeros[1] + D
-    X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)  # keys, then queries; and what the state makes of them
+    # keys, then queries; and what the state makes of them
+    X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     target, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
     P, S = np.zeros((D, held), dtype), np.zeros((D + 1, D), dtype)
     for task in range(first, last):
@@ -74,7 +77,8 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, back
             _multiply(constant, X, 2 * rows, S, D, Y)
             for j in range(rows):
                 square, offset, mean, along = nothing, nothing, nothing, nothing
-                for c in range(D):  # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
+                # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
+                for c in range(D):
                     offset += Y[j, c]
                 offset /= width
                 for c in range(D):

@@ -1,9 +1,10 @@
 """The scans as loops that numba compiles for CPUs: one pass over memory where batched operations make many.
 
-A loop reads a few tokens at a time into the cache, whole rows as memory likes to be read, and then goes through blocks of channels,
-whose states stay in the cache. The innermost loops over channels are what LLVM vectorises, as long as they use few arrays, of which
-it must see at run time that they do not overlap. Sums may be reassociated, but nothing is assumed about NaN and infinity. Tasks write
-disjoint memory, and the result does not depend on how many threads share them.
+A loop reads a few tokens at a time into the cache, whole rows as memory likes to be read, and then goes through blocks
+of channels, whose states stay in the cache. The innermost loops over channels are what LLVM vectorises, as long as they
+use few arrays, of which it must see at run time that they do not overlap. Sums may be reassociated, but nothing is
+assumed about NaN and infinity. Tasks write disjoint memory, and the result does not depend on how many threads share
+them.
 
 Here are what loops share and the selective scan; `cpu_wkv` and `cpu_learner` have the others.
 Arrays are contiguous, of one dtype, fp32 or fp64. Shape letters as in the operators' references.
@@ -31,7 +32,8 @@ _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 def compile_loop(function: Callable) -> Callable:
     """The function compiled when first called, without Python's lock; kept on disk where there is a place for it.
 
-    numba's cache looks at the function's own file and name. The name therefore has the hash of this file, whose functions are inlined.
+    numba's cache looks at the function's own file and name. The name therefore has the hash of this file, whose
+    functions are inlined.
     """
     function.__qualname__ += f"_{_SOURCE}"
     try:
@@ -50,7 +52,10 @@ def _float_of_bits(context: Any, bits: Any) -> Any:
 
 def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
     """Of numba's type: the float, the integer of the same size, the bias of its exponent, and the bits of its mantissa."""
-    known = {numba.types.float32: (np.float32, np.int32, 127, 23), numba.types.float64: (np.float64, np.int64, 1023, 52)}
+    known = {
+        numba.types.float32: (np.float32, np.int32, 127, 23),
+        numba.types.float64: (np.float64, np.int64, 1023, 52),
+    }
     return known.get(x)
 
 
@@ -61,7 +66,9 @@ def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) ->
 
 
 def exp2(x: Any) -> Any:
-    """2ˣ to rounding: a polynomial on [−½, ½] times a power of two. Below the normal numbers it is the smallest of them."""
+    """2ˣ to rounding: a polynomial on [−½, ½] times a power of two. Below the normal numbers it is the smallest of
+    them.
+    """
     raise NotImplementedError("numba compiles it")
 
 
@@ -128,14 +135,16 @@ def _softplus(x: Any) -> Callable | None:
 
 @compile_loop
 def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
-    """The selective scan with its gate: task = (image, route, `span` channels), routes that share a sequence of u by their number.
+    """The selective scan with its gate: task = (image, route, `span` channels), routes that share a sequence of u by
+    their number.
 
     Args:
         span: a multiple of BLOCK.
         u: (B,T,K,E). delta: (B,T,R,E). exponents: (R,N,E), A log₂e. B, C: (B,T,R,N). D, bias: (R,E).
         z: (B,T,E), or no elements.
         out: (B,T,R,E), which is written.
-        states: (B,groups,R,N,E), at the start of every group of tokens except the first, which are written; or no elements.
+        states: (B,groups,R,N,E), at the start of every group of tokens except the first, which are written; or no
+            elements.
         back: (R,), 1 for a route that is scanned from the last token, else 0.
     """
     _, T, R, E = delta.shape
@@ -156,7 +165,10 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
                 t = origin + j * forth
                 for block, e in enumerate(range(start, end, BLOCK)):
                     until, row = min(e + BLOCK, end), work[j, block]
-                    u_row, delta_row, D_row, bias_row = u[b, t, k, e:until], delta[b, t, r, e:until], D[r, e:until], bias[r, e:until]
+                    u_row = u[b, t, k, e:until]
+                    delta_row = delta[b, t, r, e:until]
+                    D_row = D[r, e:until]
+                    bias_row = bias[r, e:until]
                     for c in range(len(u_row)):
                         row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
                     for c in range(len(u_row)):
@@ -189,11 +201,13 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
 
 
 @compile_loop
-def scan_backward(first, last, span, u, delta, exponents, B, C, D, bias, z, dout, states, back, du, ddelta, dA, dB, dC, dD, dbias, dz):
+def scan_backward(
+    first, last, span, u, delta, exponents, B, C, D, bias, z, dout, states, back, du, ddelta, dA, dB, dC, dD, dbias, dz
+):
     """The gradients of `scan_forward`, with its tasks; dout: (B,T,R,E).
 
-    What tasks share is written apart: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC (spans,B,T,R,N), dD and dbias (B,R,E), dz (B,T,R,E)
-    or no elements.
+    What tasks share is written apart: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC (spans,B,T,R,N), dD and dbias
+    (B,R,E), dz (B,T,R,E) or no elements.
     """
     _, T, R, E = delta.shape
     N, K, dtype = exponents.shape[1], u.shape[2], delta.dtype
@@ -218,7 +232,10 @@ def scan_backward(first, last, span, u, delta, exponents, B, C, D, bias, z, dout
                 t = origin + j * forth
                 for block, e in enumerate(range(start, end, BLOCK)):
                     until, row = min(e + BLOCK, end), work[j, block]
-                    u_row, delta_row, D_row, bias_row = u[b, t, k, e:until], delta[b, t, r, e:until], D[r, e:until], bias[r, e:until]
+                    u_row = u[b, t, k, e:until]
+                    delta_row = delta[b, t, r, e:until]
+                    D_row = D[r, e:until]
+                    bias_row = bias[r, e:until]
                     dout_row = dout[b, t, r, e:until]
                     for c in range(len(u_row)):
                         row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
@@ -269,7 +286,10 @@ def scan_backward(first, last, span, u, delta, exponents, B, C, D, bias, z, dout
                 t = origin + j * forth
                 for block, e in enumerate(range(start, end, BLOCK)):
                     until, row, sum_row = min(e + BLOCK, end), work[j, block], sums[block]
-                    u_row, delta_row, D_row, bias_row = u[b, t, k, e:until], delta[b, t, r, e:until], D[r, e:until], bias[r, e:until]
+                    u_row = u[b, t, k, e:until]
+                    delta_row = delta[b, t, r, e:until]
+                    D_row = D[r, e:until]
+                    bias_row = bias[r, e:until]
                     du_row, ddelta_row = du[b, t, r, e:until], ddelta[b, t, r, e:until]
                     for c in range(len(u_row)):
                         du_row[c] = row[SIZE, c] * row[DFED, c] + D_row[c] * row[DY, c]

@@ -1,4 +1,6 @@
-"""Bi-WKV as loops that numba compiles for CPUs; see `cpu_loops` for what such loops are. Shape letters as in `bi_wkv.reference`."""
+"""Bi-WKV as loops that numba compiles for CPUs; see `cpu_loops` for what such loops are. Shape letters as in
+`bi_wkv.reference`.
+"""
 
 import numba
 import numpy as np
@@ -11,8 +13,8 @@ from .cpu_loops import BLOCK, GROUP, INLINE, compile_loop, exp2
 def _add_token(state, w, exponents, xs, ys, c):
     """Move channel c of a state one token farther away, and add 2^exponent (x, y).
 
-    A state (5,BLOCK) is m, a, b, which stand for 2^m a and 2^m b, and of which exponent m comes, as it was how many tokens ago: m − w,
-    token after token, would lose a noticeable part of w near m = 1.
+    A state (5,BLOCK) is m, a, b, which stand for 2^m a and 2^m b, and of which exponent m comes, as it was how many
+    tokens ago: m − w, token after token, would lose a noticeable part of w near m = 1.
     """
     away = state[4, c] + exponents.dtype.type(1)
     before, exponent = state[3, c] - away * w[c], exponents[c]
@@ -37,9 +39,11 @@ def _start(state, edge):
 
 @numba.njit(**INLINE)
 def _add_group(state, group, tokens, farthest, w, sums):
-    """Add a group's tokens to a state, `tokens` places farther away; `farthest` is the index of the token that is farthest from there.
+    """Add a group's tokens to a state, `tokens` places farther away; `farthest` is the index of the token that is
+    farthest from there.
 
-    From group to group a state is fp64. In fp32, m − w loses a noticeable part of w near m = 1, at each of thousands of tokens.
+    From group to group a state is fp64. In fp32, m − w loses a noticeable part of w near m = 1, at each of thousands of
+    tokens.
 
     Args:
         state: (3,BLOCK), fp64, m, a and b, which are written. group: (GROUP,3,BLOCK), exponent, x and y of each token.
@@ -72,13 +76,15 @@ def _add_group(state, group, tokens, farthest, w, sums):
 
 @compile_loop
 def wkv_forward(first, last, span, w, u, k, v, out, states):
-    """Bi-WKV: task = (image, `span` channels). It goes back through the tokens to the state behind each group, and then forth.
+    """Bi-WKV: task = (image, `span` channels). It goes back through the tokens to the state behind each group, and then
+    forth.
 
     Args:
         span: a multiple of BLOCK.
         w, u: (C,), times log₂e. k: (B,T,C), times log₂e. v: (B,T,C).
         out: (B,T,C), which is written.
-        states: (B,T,3,C), the exponent and the sum of an output's weights, and the output, which are written; or no elements.
+        states: (B,T,3,C), the exponent and the sum of an output's weights, and the output, which are written; or no
+            elements.
     """
     _, T, C = k.shape
     kind, floor = k.dtype.type, EMPTY
@@ -144,10 +150,11 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
 
 @compile_loop
 def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
-    """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image. They are those by natural w, u and k.
+    """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image. They are those by natural w, u and
+    k.
 
-    The gradient is the same kind of sum, of adjoint tokens: the exponent −top, the values (g, g out) with g = dout / sum. A pair of
-    tokens i < t < j, of which one is adjoint, has e^{−w} once for t.
+    The gradient is the same kind of sum, of adjoint tokens: the exponent −top, the values (g, g out) with g = dout /
+    sum. A pair of tokens i < t < j, of which one is adjoint, has e^{−w} once for t.
     """
     _, T, C = k.shape
     kind, floor = k.dtype.type, EMPTY
@@ -180,9 +187,16 @@ def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
                 for j in range(tokens):
                     t, its = origin + j, token[j]
                     k_row, v_row, dout_row = k[b, t, e:until], v[b, t, e:until], dout[b, t, e:until]
-                    top_row, sum_row, out_row = states[b, t, 0, e:until], states[b, t, 1, e:until], states[b, t, 2, e:until]
+                    top_row = states[b, t, 0, e:until]
+                    sum_row = states[b, t, 1, e:until]
+                    out_row = states[b, t, 2, e:until]
                     for c in range(count):
-                        its[K, c], its[V, c], its[E, c], its[X, c] = k_row[c], v_row[c], -top_row[c], dout_row[c] / sum_row[c]
+                        its[K, c], its[V, c], its[E, c], its[X, c] = (
+                            k_row[c],
+                            v_row[c],
+                            -top_row[c],
+                            dout_row[c] / sum_row[c],
+                        )
                         its[Y, c] = its[X, c] * out_row[c]
                 if step < groups:
                     behind[group, block] = edge[block, 1]

@@ -1,8 +1,10 @@
-"""How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and FLOP formulas.
+"""How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and
+FLOP formulas.
 
-To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque operation.
-Which of the backends `torch`, `triton` and `numba` runs is decided inside it, from device, dtype and sizes. The files of Triton and
-numba, and these packages with them, are imported nowhere else. The backend `reference` is plain operations under autograd.
+To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque
+operation. Which of the backends `torch`, `triton` and `numba` runs is decided inside it, from device, dtype and sizes.
+The files of Triton and numba, and these packages with them, are imported nowhere else. The backend `reference` is plain
+operations under autograd.
 """
 
 import itertools
@@ -34,14 +36,14 @@ SCHEMA_TYPES = {
 class CustomOp:
     """An operator, registered as `vision_ttt::<name>`; calling it gives the operator's output.
 
-    `forward` is the operation itself: (*arguments, backend, keep_states) -> (out, states), where states are for the backward pass. If
-    the backward pass needs nothing but the inputs, it is (*arguments, backend) -> out.
-    `backward` is `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, which is
-    empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
+    `forward` is the operation itself: (*arguments, backend, keep_states) -> (out, states), where states are for the
+    backward pass. If the backward pass needs nothing but the inputs, it is (*arguments, backend) -> out.
+    `backward` is `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor
+    argument, which is empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
 
-    A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), of one object x with all arguments:
-    out in the leading argument's dtype, or in `x.out_dtype` where the arguments have one; each gradient in its argument's shape and
-    dtype.
+    A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), of one object x with
+    all arguments: out in the leading argument's dtype, or in `x.out_dtype` where the arguments have one; each gradient
+    in its argument's shape and dtype.
 
     Args:
         name: of the operator.
@@ -85,12 +87,18 @@ class CustomOp:
         self.forward = self._register(name, f"({inputs}{more}) -> {results}", self._run_forward, self._fake_forward)
         given = "".join(f"Tensor {result}, " for result in ("dout", *kept))
         gradients = ", ".join(["Tensor"] * sum(self._is_tensor))
-        self.backward = self._register(f"{name}_backward", f"({given}{inputs}) -> ({gradients})", self._run_backward, self._fake_backward)
+        self.backward = self._register(
+            f"{name}_backward", f"({given}{inputs}) -> ({gradients})", self._run_backward, self._fake_backward
+        )
         self.forward.register_autograd(self._differentiate, setup_context=self._save_for_backward)
         self.backward.register_autograd(self._refuse_second_derivative)
         operations = getattr(torch.ops, NAMESPACE)
-        register_flop_formula(getattr(operations, name))(lambda *shapes, **_: forward_flops(self._split_forward(shapes)[0]))
-        register_flop_formula(getattr(operations, f"{name}_backward"))(lambda *shapes, **_: backward_flops(self._split_backward(shapes)[1]))
+        register_flop_formula(getattr(operations, name))(
+            lambda *shapes, **_: forward_flops(self._split_forward(shapes)[0])
+        )
+        register_flop_formula(getattr(operations, f"{name}_backward"))(
+            lambda *shapes, **_: backward_flops(self._split_backward(shapes)[1])
+        )
 
     def _register(self, name: str, schema: str, run: Callable, fake: Callable) -> Any:
         operation = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
@@ -145,7 +153,9 @@ class CustomOp:
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
         leading = getattr(x, self.leading)
         out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
-        return (out, leading.new_empty(states_shape[0], dtype=compute_dtype(leading.dtype))) if self._has_states else out
+        return (
+            (out, leading.new_empty(states_shape[0], dtype=compute_dtype(leading.dtype))) if self._has_states else out
+        )
 
     def _run_backward(self, *values: Any) -> Any:
         results, x, backend = self._split_backward(values)
@@ -156,7 +166,11 @@ class CustomOp:
 
     def _fake_backward(self, *values: Any) -> Any:
         results, x, _ = self._split_backward(values)
-        return _unpack_one(tuple(results[0].new_empty(0) if value is None else value.new_empty(value.shape) for value in self._tensors(x)))
+        return _unpack_one(
+            tuple(
+                results[0].new_empty(0) if value is None else value.new_empty(value.shape) for value in self._tensors(x)
+            )
+        )
 
     def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         x, ctx.backend, _ = self._split_forward(inputs)
@@ -169,7 +183,9 @@ class CustomOp:
     def _differentiate(self, ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
         results = [next(saved) for _ in self.kept]
-        arguments = [next(saved) if is_tensor else other for other, is_tensor in zip(ctx.others, self._is_tensor, strict=True)]
+        arguments = [
+            next(saved) if is_tensor else other for other, is_tensor in zip(ctx.others, self._is_tensor, strict=True)
+        ]
         found = self.backward(dout, *results, *arguments, ctx.backend)
         gradients: Iterator[Tensor] = iter([found] if isinstance(found, Tensor) else found)
         aligned = [next(gradients) if is_tensor else None for is_tensor in self._is_tensor]

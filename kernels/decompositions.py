@@ -1,8 +1,9 @@
-"""The operators as plain PyTorch: decompositions for an exported program, which then runs where this package is not installed.
+"""The operators as plain PyTorch: decompositions for an exported program, which then runs where this package is not
+installed.
 
-The number of graph nodes does not depend on the number of tokens: what learns or decays along the sequence is PyTorch's higher-order
-`scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size. The functions take
-what the custom ops take: the operator's arguments, the backend and `keep_states`.
+The number of graph nodes does not depend on the number of tokens: what learns or decays along the sequence is PyTorch's
+higher-order `scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size. The
+functions take what the custom ops take: the operator's arguments, the backend and `keep_states`.
 
 Shape letters: B images, T tokens, R directions, G groups of B·R·H, and those of each operator in its own module.
 """
@@ -20,7 +21,9 @@ from .ttt_linear.reference import inner_gradient, normalise
 
 
 def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
-    """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0: nothing is learned there."""
+    """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0: nothing
+    is learned there.
+    """
     q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, _, _ = values
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
@@ -62,32 +65,47 @@ def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
         h = torch.exp(delta[..., None] * A) * h + (delta * u)[..., None] * B[:, :, None]
         return h, (h * C[:, :, None]).sum(-1)
 
-    xs = [_scan_order(x, reverse).transpose(0, 1).contiguous() for x in (u, F.softplus(delta + delta_bias), B, C)]  # (T,B,R,·)
+    # (T,B,R,·)
+    xs = [_scan_order(x, reverse).transpose(0, 1).contiguous() for x in (u, F.softplus(delta + delta_bias), B, C)]
     h = u.new_zeros(u.shape[0], *A.shape)
     y = _scan_order(scan_op(step, [h], xs, [A.clone()])[-1].transpose(0, 1), reverse) + D * u
     return y if z is None else y * F.silu(z.unsqueeze(2)), u.new_empty(0)
 
 
-def bi_wkv_by_scan(w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens before t and, scanned backward, after t, each without its largest exponent p; then both with token t."""
+def bi_wkv_by_scan(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, keep_states: bool
+) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens before t and, scanned backward, after t, each without its largest exponent p; then both with
+    token t.
+    """
 
     def step(p, numerator, denominator, k, v, w):
         top = torch.maximum(p - w, k)
         old, new = torch.exp(p - w - top), torch.exp(k - top)
-        return top, old * numerator + new * v, old * denominator + new, p.clone(), numerator.clone(), denominator.clone()
+        return (
+            top,
+            old * numerator + new * v,
+            old * denominator + new,
+            p.clone(),
+            numerator.clone(),
+            denominator.clone(),
+        )
 
-    both = [_scan_order(torch.stack((x, x), 2), (False, True)).transpose(0, 1).contiguous() for x in (k, v)]  # (T,B,2,C)
+    # (T,B,2,C)
+    both = [_scan_order(torch.stack((x, x), 2), (False, True)).transpose(0, 1).contiguous() for x in (k, v)]
     zero = torch.zeros_like(both[0][0])
     sums = scan_op(step, [zero - torch.inf, zero, zero.clone()], both, [w.clone()])[3:]
     p, numerator, denominator = (_scan_order(x.transpose(0, 1), (False, True)) for x in sums)
     p = torch.cat((p, (k + u).unsqueeze(2)), 2)
     weight = torch.exp(p - p.amax(2, keepdim=True))
-    numerator, denominator = torch.cat((numerator, v.unsqueeze(2)), 2), torch.cat((denominator, torch.ones_like(v).unsqueeze(2)), 2)
+    numerator = torch.cat((numerator, v.unsqueeze(2)), 2)
+    denominator = torch.cat((denominator, torch.ones_like(v).unsqueeze(2)), 2)
     return (weight * numerator).sum(2) / (weight * denominator).sum(2), k.new_empty(0)
 
 
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
-    """A convolution. A depth-wise one in which every image of the batch has its own window becomes sums over shifted images.
+    """A convolution. A depth-wise one in which every image of the batch has its own window becomes sums over shifted
+    images.
 
     Its number of groups depends on the batch, and ONNX wants a constant.
     """
@@ -97,7 +115,9 @@ def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1)
     return sum(shifted * weight[:, 0, i, j, None, None] for i, j, shifted in _shifts(x, height, width, padding))
 
 
-def _convolution_backward(dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+def _convolution_backward(
+    dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+):
     """The weight's gradient of that convolution: Σ_p x[p + offset] dout[p] for each offset."""
     if not isinstance(groups, torch.SymInt) or list(output_mask) != [False, True, False]:
         return NotImplemented

@@ -34,13 +34,18 @@ def check_backend(backend: str) -> None:
 
 
 def choose_backend(
-    backend: str, device: torch.device | str, leading: str, load_triton: LoadTriton, *sizes: Any, has_loops: bool = False
+    backend: str,
+    device: torch.device | str,
+    leading: str,
+    load_triton: LoadTriton,
+    *sizes: Any,
+    has_loops: bool = False,
 ) -> str:
     """The backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
 
-    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes; on a CPU `numba`, where the package is
-    installed and the operator has loops for it; else `torch`. Where a machine with a GPU lacks the compiler that Triton needs, a
-    warning says so once.
+    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes; on a CPU `numba`, where
+    the package is installed and the operator has loops for it; else `torch`. Where a machine with a GPU lacks the
+    compiler that Triton needs, a warning says so once.
 
     Args:
         backend: the request.
@@ -79,7 +84,9 @@ def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str |
 
 @functools.cache
 def package_obstacle(device: torch.device) -> str | None:
-    """What keeps Triton from working on this machine at all, or None. Where it is the compiler for a GPU that is there, a warning says it."""
+    """What keeps Triton from working on this machine at all, or None. Where it is the compiler for a GPU that is there,
+    a warning says it.
+    """
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if find_gpu(device) is None or (obstacle := compiler_obstacle()) is None:
@@ -94,7 +101,9 @@ def find_compiler() -> str | None:
 
 
 def compiler_obstacle() -> str | None:
-    """What keeps Triton from building the launcher of a kernel, for which it needs a C compiler and Python.h, with the fix; or None."""
+    """What keeps Triton from building the launcher of a kernel, for which it needs a C compiler and Python.h, with the
+    fix; or None.
+    """
     chosen = find_compiler()
     if chosen is None:
         return "there is no C compiler, neither $CC nor gcc nor clang: install gcc, or set CC"
@@ -124,7 +133,9 @@ def find_gpu(device: torch.device | str) -> Any:
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast; an empty one where autocast is off already, so that an exported graph holds no trace of it."""
+    """A context without autocast; an empty one where autocast is off already, so that an exported graph holds no trace
+    of it.
+    """
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -147,7 +158,9 @@ def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[i
         letters: its axes as the operator's docstring writes them, such as `(B,T,2,H,D)`.
         sizes: the size that each axis must have; None for any size from 1 on.
     """
-    if x.dim() != len(sizes) or any(want is not None and size != want for size, want in zip(x.shape, sizes, strict=True)):
+    if x.dim() != len(sizes) or any(
+        want is not None and size != want for size, want in zip(x.shape, sizes, strict=True)
+    ):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {letters}")
     if any(size < 1 for size in x.shape):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {letters} with every size at least 1")
@@ -156,7 +169,12 @@ def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[i
 
 
 def check_others(
-    op: str, leading: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple], same_dtype: Collection[str], beside: str = ""
+    op: str,
+    leading: str,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple],
+    same_dtype: Collection[str],
+    beside: str = "",
 ) -> None:
     """Raise a ValueError or TypeError that names the first tensor that does not fit the leading one.
 

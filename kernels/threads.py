@@ -11,7 +11,9 @@ import torch
 
 
 def run(loop: Callable, tasks: int, *arguments: Any) -> None:
-    """Call `loop(first, last, *arguments)` for ranges that cover the tasks, on as many threads as PyTorch has; tensors go as arrays."""
+    """Call `loop(first, last, *arguments)` for ranges that cover the tasks, on as many threads as PyTorch has; tensors
+    go as arrays.
+    """
     arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in arguments]
     threads = min(torch.get_num_threads(), tasks)
     if threads == 1:
@@ -25,7 +27,9 @@ def run(loop: Callable, tasks: int, *arguments: Any) -> None:
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:
-    """(tasks, channels of each) for so many scans of channels: all, or a multiple of `block` where there would be fewer tasks than threads."""
+    """(tasks, channels of each) for so many scans of channels: all, or a multiple of `block` where there would be fewer
+    tasks than threads.
+    """
     blocks = -(-channels // block)
     span = -(-blocks // min(blocks, -(-torch.get_num_threads() // scans))) * block
     return scans * -(-channels // span), span

@@ -39,11 +39,16 @@ def launch(
 ) -> None:
     """Run `kernel` with `config`; without one, tune it, or take the first candidate where nothing can be tried.
 
-    That is where torch is to be deterministic, and while a CUDA graph is captured: tuning synchronises, which would end the capture.
-    `candidates` gives the configs for `sizes`.
+    That is where torch is to be deterministic, and while a CUDA graph is captured: tuning synchronises, which would end
+    the capture. `candidates` gives the configs for `sizes`.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        tries = config is None and not INTERPRETED and not torch.are_deterministic_algorithms_enabled() and not is_capturing(device)
+        tries = (
+            config is None
+            and not INTERPRETED
+            and not torch.are_deterministic_algorithms_enabled()
+            and not is_capturing(device)
+        )
         if tries:
             if "bucket" in arguments and device.type == "cuda":
                 multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -61,13 +66,16 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def device_bucket(bucket: int, multiprocessors: int) -> int:
-    """A tuning key's bucket for GPUs with so many multiprocessors: two GPUs of one architecture do not share a choice, in memory or on disk."""
+    """A tuning key's bucket for GPUs with so many multiprocessors: two GPUs of one architecture do not share a choice,
+    in memory or on disk.
+    """
     return (multiprocessors << 16) + bucket
 
 
 @functools.cache
 def tuned(kernel, candidates: Candidates, *sizes: object):
-    """The kernel with its candidates for `sizes`, tuned per value of `TUNING_KEYS` and dtypes; the choice is kept on disk.
+    """The kernel with its candidates for `sizes`, tuned per value of `TUNING_KEYS` and dtypes; the choice is kept on
+    disk.
 
     A candidate that does not fit the device's shared memory or registers counts as infinitely slow.
     """

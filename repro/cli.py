@@ -1,4 +1,6 @@
-"""The command line: finds the verbs in the table of stages, loads the one called, and turns errors into one line and an exit code."""
+"""The command line: finds the verbs in the table of stages, loads the one called, and turns errors into one line and an
+exit code.
+"""
 
 import os
 import sys
@@ -69,7 +71,11 @@ def main() -> None:
             raise
         print_error(error)
         # by a plain `dvc repro`; `repro run` says it itself, at its end
-        if "DVC_STAGE" in os.environ and PARENT not in os.environ and (missing := describe_missing_results(find_root().root)):
+        if (
+            "DVC_STAGE" in os.environ
+            and PARENT not in os.environ
+            and (missing := describe_missing_results(find_root().root))
+        ):
             print(missing, file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all

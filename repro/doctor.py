@@ -1,7 +1,8 @@
-"""What a machine and a checkout have and lack: packages, compiler, GPU, kernels, parameters, data and disk, a line for each.
+"""What a machine and a checkout have and lack: packages, compiler, GPU, kernels, parameters, data and disk, a line for
+each.
 
-torch, torchvision and the kernels are imported while they are checked and nowhere else, so that this works where they are broken;
-other packages are looked up by their metadata.
+torch, torchvision and the kernels are imported while they are checked and nowhere else, so that this works where they
+are broken; other packages are looked up by their metadata.
 """
 
 import importlib.util
@@ -32,7 +33,9 @@ MMSEG_CLASHES = ("mmsegmentation", "mmcv", "mmcv-full", "mmcv-lite", "mmengine",
 
 
 def examine(paths: Paths) -> dict[str, list[Line]]:
-    """The title of each section -> its lines. Wrong parameters are a line too; what depends on them then takes the defaults."""
+    """The title of each section -> its lines. Wrong parameters are a line too; what depends on them then takes the
+    defaults.
+    """
     try:
         runtime, problem = load_runtime(paths), None
     except UserError as error:
@@ -60,7 +63,9 @@ def check_machine(gpus: list[str]) -> Iterator[Line]:
 
 
 def check_floors(project: Path) -> Iterator[Line]:
-    """A line for Python if it is too old, and for each dependency of a pyproject.toml, of extras only if they are installed."""
+    """A line for Python if it is too old, and for each dependency of a pyproject.toml, of extras only if they are
+    installed.
+    """
     from packaging.requirements import Requirement
 
     if not project.is_file():
@@ -69,7 +74,11 @@ def check_floors(project: Path) -> Iterator[Line]:
     about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     python, found = Requirement(f"python{about['requires-python']}"), platform.python_version()
     if not python.specifier.contains(found, prereleases=True):
-        yield "error", "Python", f"{found}, {python.specifier} is needed: make a virtual environment with a newer Python"
+        yield (
+            "error",
+            "Python",
+            f"{found}, {python.specifier} is needed: make a virtual environment with a newer Python",
+        )
     extras = [text for texts in about.get("optional-dependencies", {}).values() for text in texts]
     for text in dict.fromkeys([*about["dependencies"], *extras]):
         wanted, optional = Requirement(text), text not in about["dependencies"]
@@ -84,17 +93,23 @@ def check_floors(project: Path) -> Iterator[Line]:
 
 
 def check_lock(lock: Path) -> Iterator[Line]:
-    """A warning that lists the versions which differ from the pins of a lock file, and one for packages that are missing."""
+    """A warning that lists the versions which differ from the pins of a lock file, and one for packages that are
+    missing.
+    """
     from packaging.requirements import Requirement
 
     if not lock.is_file():
         yield "note", lock.name, "not in this folder; versions are not compared"
         return
-    pins = [Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    pins = [
+        Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+    ]
     pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     pairs = [(pin.name, str(pin.specifier).removeprefix("=="), installed_version(pin.name)) for pin in pins]
     # the build's tag does not count: 2.14.1+cu130 is 2.14.1
-    differ = [f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin]
+    differ = [
+        f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin
+    ]
     absent = [name for name, _, found in pairs if found is None]
     for what, names in (("differ", differ), ("are not installed", absent)):
         if names:
@@ -117,7 +132,9 @@ def check_mmseg() -> Iterator[Line]:
 
 
 def check_names(paths: Paths) -> Iterator[Line]:
-    """Whether `import kernels` gives this project's package, not Hugging Face's of that name, and `repro` the one of this checkout."""
+    """Whether `import kernels` gives this project's package, not Hugging Face's of that name, and `repro` the one of
+    this checkout.
+    """
     spec = importlib.util.find_spec("kernels")
     found, installed = Path(spec.origin).parent if spec and spec.origin else None, installed_version("kernels")
     if found is None or not (found / "ttt_linear").is_dir():
@@ -127,7 +144,11 @@ def check_names(paths: Paths) -> Iterator[Line]:
         clash = f"Hugging Face's package kernels {installed} has our package's name, and transformers would import ours"
         yield "warning", "kernels", f"{clash}: python -m pip uninstall kernels, or give it an environment of its own"
     else:
-        yield "ok", "kernels", "`import kernels` gives this project's; Hugging Face's package of that name is not installed"
+        yield (
+            "ok",
+            "kernels",
+            "`import kernels` gives this project's; Hugging Face's package of that name is not installed",
+        )
     code = Path(__file__).parent.resolve()
     if code == (paths.root / "repro").resolve():
         yield "ok", "repro", "the code that runs is this folder's"
@@ -136,7 +157,9 @@ def check_names(paths: Paths) -> Iterator[Line]:
 
 
 def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
-    """torch, the compiler that Triton and torch.compile need, torchvision, the device of the stages, and which backend of TTT-Linear runs on each device."""
+    """torch, the compiler that Triton and torch.compile need, torchvision, the device of the stages, and which backend
+    of TTT-Linear runs on each device.
+    """
     try:
         import torch
 
@@ -148,7 +171,11 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
     cuda = torch.cuda.is_available()
     yield "ok", "torch", f"{torch.__version__}, CUDA runtime {torch.version.cuda or 'none (a CPU build)'}"
     if not cuda and (gpus or runtime.device == "cuda"):
-        fix = "update the driver, and look at CUDA_VISIBLE_DEVICES" if torch.version.cuda else f"install a CUDA build: {INSTALL}"
+        fix = (
+            "update the driver, and look at CUDA_VISIBLE_DEVICES"
+            if torch.version.cuda
+            else f"install a CUDA build: {INSTALL}"
+        )
         mark = "error" if runtime.device == "cuda" else "warning"
         yield mark, "torch", f"sees no CUDA device (runtime.device: {runtime.device}): {fix}"
     if obstacle := compiler_obstacle():
@@ -171,12 +198,18 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
             if device == "cpu" and (obstacle := loops_obstacle(torch.device(device), "", True)):
                 yield "note", "scans", f"torch on cpu, several times slower than numba: {obstacle}: {INSTALL}"
         else:
-            fix = INSTALL if installed_version("triton") is None else "slower than it could be; use an NVIDIA GPU from sm_80 on"
+            fix = (
+                INSTALL
+                if installed_version("triton") is None
+                else "slower than it could be; use an NVIDIA GPU from sm_80 on"
+            )
             yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"
 
 
 def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Iterator[Line]:
-    """Whether params.yaml can be loaded (`problem` is what is wrong with `runtime:`), and the data sets of its cells are in place."""
+    """Whether params.yaml can be loaded (`problem` is what is wrong with `runtime:`), and the data sets of its cells
+    are in place.
+    """
     try:
         if problem:
             raise UserError(problem)
@@ -186,7 +219,11 @@ def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Ite
     except UserError as error:
         yield "error", "params.yaml", f"{error}: correct it, or `repro profile use mini --force`"
         return
-    yield ("ok" if profile else "note"), "params.yaml", f"equals the {profile} profile" if profile else "edited, equals no profile"
+    yield (
+        ("ok" if profile else "note"),
+        "params.yaml",
+        f"equals the {profile} profile" if profile else "edited, equals no profile",
+    )
     users: dict[str, list[str]] = {key: [] for key in runtime.data_roots}
     for cell, params in cells.items():
         users.setdefault(cell if cell in runtime.data_roots else params.kind, []).append(cell)
@@ -202,11 +239,17 @@ def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Ite
         elif folder is not None and any(cells[cell].settings for cell in needed_by):
             yield "note", subject, f"{state} yet; `repro prepare-data` writes it for {used}"
         else:
-            yield "error", subject, f"{state}, and {used} needs it: lay the data out as docs/data.md says, and set {subject}"
+            yield (
+                "error",
+                subject,
+                f"{state}, and {used} needs it: lay the data out as docs/data.md says, and set {subject}",
+            )
 
 
 def check_space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
-    """Free disk space for runs and for data sets that are not there yet, and shared memory for the processes that load data."""
+    """Free disk space for runs and for data sets that are not there yet, and shared memory for the processes that load
+    data.
+    """
     wanted = {"project folder": (paths.root, WORK_GB), ".runs": (paths.root / ".runs", WORK_GB)}
     for key in runtime.data_roots:
         root, known = runtime.data_root(paths, key), KINDS.get(key)
@@ -223,7 +266,11 @@ def check_space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
     gib = shutil.disk_usage(SHM).total / 2**30
     small = runtime.workers > 0 and gib < 1
     fix = ", too small for loading processes: give the container more (--shm-size=8g), or set runtime.workers: 0"
-    yield ("warning" if small else "ok"), SHM, f"{gib:.2g} GiB, runtime.workers is {runtime.workers}{fix if small else ''}"
+    yield (
+        ("warning" if small else "ok"),
+        SHM,
+        f"{gib:.2g} GiB, runtime.workers is {runtime.workers}{fix if small else ''}",
+    )
 
 
 def _first_line(error: Exception) -> str:

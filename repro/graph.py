@@ -1,4 +1,5 @@
-"""The graph of dvc.yaml: which sources each stage depends on, what is fresh, stale, missing or interrupted, and which records are old.
+"""The graph of dvc.yaml: which sources each stage depends on, what is fresh, stale, missing or interrupted, and which
+records are old.
 
 `table` is everywhere the table of stages, name -> `stages.Stage`.
 """
@@ -19,16 +20,20 @@ from .core.record import DETAILS_FILE, read_record, write_json
 
 
 class OldRecord(NamedTuple):
-    """A record that the code here would not give: its file, relative to the checkout, and the command that made it, where it names one."""
+    """A record that the code here would not give: its file, relative to the checkout, and the command that made it,
+    where it names one.
+    """
 
     path: str
     command: str | None
 
 
 def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any) -> list[str]:
-    """The files on which the results of a stage, with the params of its section or of a cell, depend, relative to the checkout's root.
+    """The files on which the results of a stage, with the params of its section or of a cell, depend, relative to the
+    checkout's root.
 
-    These are the first-party modules that the stage's module and its models' families import, and the files that the stage names.
+    These are the first-party modules that the stage's module and its models' families import, and the files that the
+    stage names.
     """
     stage = table[name]
     # a family's module begins the names of its models; timm's own models have none here
@@ -39,11 +44,17 @@ def find_sources(paths: Paths, table: Mapping[str, Any], name: str, params: Any)
 
 def _find_named_files(paths: Paths, stage: Any) -> list[str]:
     """The files that a stage names in its row of the table, relative to the checkout's root."""
-    return [file.relative_to(paths.root).as_posix() for pattern in stage.files for file in paths.root.glob(pattern) if file.is_file()]
+    return [
+        file.relative_to(paths.root).as_posix()
+        for pattern in stage.files
+        for file in paths.root.glob(pattern)
+        if file.is_file()
+    ]
 
 
 def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
-    """Write results/code/<stage>.json, or <stage>/<cell>.json, for every stage of the graph but the ones that always run.
+    """Write results/code/<stage>.json, or <stage>/<cell>.json, for every stage of the graph but the ones that always
+    run.
 
     Raises:
         UserError: wrong parameters in a section; the files of the other stages are written.
@@ -65,7 +76,9 @@ def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
 
 
 def list_units(paths: Paths, table: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """(stage, cell or None) for each unit of dvc.yaml that depends on code hashes, in its order; sections may be absent."""
+    """(stage, cell or None) for each unit of dvc.yaml that depends on code hashes, in its order; sections may be
+    absent.
+    """
     sections = load_yaml(paths.params)
     for name, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
         if definition.get("always_changed"):
@@ -85,8 +98,8 @@ def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | N
 def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(stage, status, why) per stage and cell of dvc.yaml, in its order.
 
-    `interrupted`: a run was stopped and its saved state waits under .runs; `missing`: an output is not there; `stale`: a
-    dependency, a parameter or an output changed since the result was made; else `fresh`.
+    `interrupted`: a run was stopped and its saved state waits under .runs; `missing`: an output is not there; `stale`:
+    a dependency, a parameter or an output changed since the result was made; else `fresh`.
 
     Raises:
         RunError: DVC cannot say. UserError: wrong parameters.
@@ -118,7 +131,8 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
 
 
 def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
-    """Why records are old -> those records under results/, the ones that were measured by hand among them, in the order of their paths.
+    """Why records are old -> those records under results/, the ones that were measured by hand among them, in the order
+    of their paths.
 
     See `repro.core.freshness.find_old`.
 
@@ -137,7 +151,9 @@ def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
-    """The newest saved state of a training cell, for its parameters as they are now; of several seeds the last one begun."""
+    """The newest saved state of a training cell, for its parameters as they are now; of several seeds the last one
+    begun.
+    """
     stage, _, cell = name.partition("@")
     row = table.get(stage)
     if row is None or row.task is None:
@@ -148,7 +164,9 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
         params = load_params(paths, table, stage, cell)
     except (UserError, OSError):  # no run can have started with these
         return None
-    of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, paths=paths, runtime=None, folder=paths.cell(stage, cell))
+    of_cell = Cell(
+        stage=stage, name=cell, params=params, spec=row.task, paths=paths, runtime=None, folder=paths.cell(stage, cell)
+    )
     folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)
 

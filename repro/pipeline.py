@@ -1,4 +1,6 @@
-"""Running the stages of dvc.yaml, or the commands of results/measured/steps.yaml, several at once where none needs another's output."""
+"""Running the stages of dvc.yaml, or the commands of results/measured/steps.yaml, several at once where none needs
+another's output.
+"""
 
 import contextlib
 import dataclasses
@@ -68,7 +70,8 @@ def read_units(root: Path) -> list[Unit]:
 
 
 def release_dead_locks(root: Path) -> None:
-    """Take the locks of dead processes out of DVC's list: a process that gets the number of one would seem to hold them.
+    """Take the locks of dead processes out of DVC's list: a process that gets the number of one would seem to hold
+    them.
 
     DVC itself takes one out where it is in the way, if no process has its number.
     """
@@ -79,10 +82,16 @@ def release_dead_locks(root: Path) -> None:
         folder, hardlink = repo.tmp_dir, repo.config["core"].get("hardlink_lock", False)
     file = Path(folder) / "rwlock"
     # a list that is broken, or that another DVC keeps busy, is left to DVC
-    with contextlib.suppress(FileNotFoundError, ValueError, LockError), make_lock(f"{file}.lock", tmp_dir=folder, hardlink_lock=hardlink):
+    with (
+        contextlib.suppress(FileNotFoundError, ValueError, LockError),
+        make_lock(f"{file}.lock", tmp_dir=folder, hardlink_lock=hardlink),
+    ):
         locks = json.loads(file.read_text(encoding="utf-8"))
         write = {path: holder for path, holder in locks.get("write", {}).items() if _is_alive(holder["pid"])}
-        read = {path: [each for each in holders if _is_alive(each["pid"])] for path, holders in locks.get("read", {}).items()}
+        read = {
+            path: [each for each in holders if _is_alive(each["pid"])]
+            for path, holders in locks.get("read", {}).items()
+        }
         kept = {"write": write, "read": {path: holders for path, holders in read.items() if holders}}
         if kept != {"write": {}, "read": {}} | locks:
             write_json(file, kept)
@@ -110,8 +119,8 @@ def choose_jobs(runtime: Runtime) -> int:
 def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs: int, force: bool) -> None:
     """Bring every stage up to date by `dvc repro`, `jobs` of them at once, each with its share of the threads.
 
-    A stage that measures speed runs while nothing else does, with all threads. Where a stage fails, those that need it do not run, and
-    the others do.
+    A stage that measures speed runs while nothing else does, with all threads. Where a stage fails, those that need it
+    do not run, and the others do.
 
     Args:
         table: name -> `stages.Stage`.
@@ -178,12 +187,18 @@ def read_steps(paths: Paths, here: str, jobs: int) -> list[Step]:
                 words = shlex.split(command.format_map(named))
                 begin = next(place for place, word in enumerate(words) if "=" not in word)
                 variables = dict(word.split("=", 1) for word in words[:begin])
-                steps.append(Step(group, variables, tuple(words[begin:]), tuple(each.format_map(named) for each in group.records)))
+                steps.append(
+                    Step(
+                        group, variables, tuple(words[begin:]), tuple(each.format_map(named) for each in group.records)
+                    )
+                )
     return steps
 
 
 def choose_steps(paths: Paths, steps: Iterable[Step], stale: Set[str] | None) -> list[Step]:
-    """The steps that are to run: without `stale`, all but those whose file is there; else those with a record in it, or with none."""
+    """The steps that are to run: without `stale`, all but those whose file is there; else those with a record in it, or
+    with none.
+    """
     chosen = []
     for step in steps:
         if step.group.makes:
@@ -200,8 +215,8 @@ def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] |
     """Run the steps of results/measured/steps.yaml; each keeps what is finished, so that a second call continues.
 
     Args:
-        stale: run only what wrote one of these records, or has written none; what is stale moves to .runs/replaced first, since a
-            command continues what it finds. None runs all.
+        stale: run only what wrote one of these records, or has written none; what is stale moves to .runs/replaced
+            first, since a command continues what it finds. None runs all.
 
     Raises:
         RunError: a step failed, and those behind it did not run; Interrupted: a signal came.
@@ -236,7 +251,9 @@ def _list_records(paths: Paths, pattern: str) -> list[str]:
 
 
 def _put_aside(paths: Paths, record: str) -> None:
-    """Move a record that was measured by hand to .runs/replaced, with its cell's folder; those of the graph are made again in place."""
+    """Move a record that was measured by hand to .runs/replaced, with its cell's folder; those of the graph are made
+    again in place.
+    """
     file = paths.root / record
     what = file.parent if file.name == "metrics.json" else file
     if what.exists() and file.is_relative_to(paths.results / "measured"):

@@ -1,8 +1,10 @@
-"""The verbs of the command line, one module each. A module declares `STAGE`, a row of the table, and `command` (or, for a verb with
-verbs of its own, `app`). A new module here is found by itself: the command line, `status`, `plan`, the report and the tests read the
-table and nothing else.
+"""The verbs of the command line, one module each. A module declares `STAGE`, a row of the table, and `command` (or, for
+a verb with
+verbs of its own, `app`). A new module here is found by itself: the command line, `status`, `plan`, the report and the
+tests read the table and nothing else.
 
-Stage modules import nothing heavy, so that `repro --help` answers at once and `repro doctor` starts where torch is broken.
+Stage modules import nothing heavy, so that `repro --help` answers at once and `repro doctor` starts where torch is
+broken.
 """
 
 import dataclasses
@@ -18,13 +20,20 @@ import typer
 CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
 GpusOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes on this machine, one per GPU, started by torchrun; without GPUs only by runtime.device: cpu."),
+    typer.Option(
+        min=1,
+        help="Processes on this machine, one per GPU, started by torchrun; without GPUs only by runtime.device: cpu.",
+    ),
 ]
 SeedsOption = Annotated[
-    int | None, typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured.")
+    int | None,
+    typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured."),
 ]
 Sha256Option = Annotated[
-    str | None, typer.Option("--sha256", help="The SHA-256 of the file of weights, or its first 8 digits or more; another file is refused.")
+    str | None,
+    typer.Option(
+        "--sha256", help="The SHA-256 of the file of weights, or its first 8 digits or more; another file is refused."
+    ),
 ]
 
 # the headings under which the verbs are listed, in the order of use
@@ -43,13 +52,16 @@ class Stage:
 
     Args:
         purpose: the heading under which the verb is listed; `graph` for the stages of dvc.yaml.
-        params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None without a section.
+        params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None
+            without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: of a stage that trains, its task.
-        cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows; None where it costs
-            nothing. It is a name, because an import would make the results of the stage depend on the sources of the plan.
+        cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows;
+            None where it costs nothing. It is a name, because an import would make the results of the stage depend on
+            the sources of the plan.
         models: params (of a cell) -> the names of the models on whose sources its results depend.
-        modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement names.
+        modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement
+            names.
         files: patterns of other files than modules on which its results depend, from the checkout's root.
         alone: whether other work on the machine would change its results, since they are times.
     """
@@ -95,7 +107,10 @@ def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
 
 def list_families() -> list[str]:
     """The modules of `repro.models`, found without importing them."""
-    return [f"repro.models.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])]
+    return [
+        f"repro.models.{module.name}"
+        for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])
+    ]
 
 
 def verb_of(name: str) -> str:

@@ -1,4 +1,6 @@
-"""`repro ablate`: what a paper ablates, trained alike over several seeds (the mini profile trains two designs of Vittt on digits)."""
+"""`repro ablate`: what a paper ablates, trained alike over several seeds (the mini profile trains two designs of Vittt
+on digits).
+"""
 
 from typing import Annotated
 
@@ -18,16 +20,28 @@ PAPER = "vision_ttt"
 def command(
     cell: CellOption = None,
     gpus: GpusOption = None,
-    grid: Annotated[bool, typer.Option("--all", help="Train all variants of the paper, into results/measured/<device>/ablate/.")] = False,
+    grid: Annotated[
+        bool, typer.Option("--all", help="Train all variants of the paper, into results/measured/<device>/ablate/.")
+    ] = False,
     variant: Annotated[str | None, typer.Option(help="Train only this one of the variants, in this process.")] = None,
-    paper: Annotated[str, typer.Option(help="With --all and --variant: whose variants, a folder of repro/papers.")] = PAPER,
+    paper: Annotated[
+        str, typer.Option(help="With --all and --variant: whose variants, a folder of repro/papers.")
+    ] = PAPER,
     teacher: Annotated[
-        str | None, typer.Option(help="With --paper linearize: weights of another softmax model than that of the recipe.")
+        str | None,
+        typer.Option(help="With --paper linearize: weights of another softmax model than that of the recipe."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="With --all: a cell of prepare_data; by default that of the shared recipe.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="With --all: a cell of prepare_data; by default that of the shared recipe.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="With --all: how many seeds of each variant to train: 0, 1, ...")] = 3,
-    epochs: Annotated[int | None, typer.Option(help="With --all: epochs of each training; by default as many as in the recipe.")] = None,
-    jobs: Annotated[int, typer.Option(help="With --all: variants that train at once, over the GPUs; on a CPU they share the threads.")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option(help="With --all: epochs of each training; by default as many as in the recipe.")
+    ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(help="With --all: variants that train at once, over the GPUs; on a CPU they share the threads."),
+    ] = 1,
     speed: Annotated[bool, typer.Option(help="With --all: measure the throughput when all are trained.")] = True,
 ) -> None:
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
@@ -37,11 +51,15 @@ def command(
 
     if not grid and variant is None:
         if paper != PAPER:
-            raise UserError(f"ablate: --paper {paper}: give --all or --variant with it; the cells of params.yaml are of {PAPER}")
+            raise UserError(
+                f"ablate: --paper {paper}: give --all or --variant with it; the cells of params.yaml are of {PAPER}"
+            )
         if teacher is not None:
             raise UserError("ablate: --teacher goes with --paper linearize and --all or --variant")
         train_cells("ablate", SPEC, cell, gpus, recipe=describe_recipe)
         return
     if cell is not None or gpus is not None:
-        raise UserError("ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant")
+        raise UserError(
+            "ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant"
+        )
     run_variants(load_grid(paper, teacher), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)

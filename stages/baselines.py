@@ -6,6 +6,8 @@ from .pretrain import STAGE, ReplayOption, train
 __all__ = ["STAGE", "command"]
 
 
-def command(cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, replay_bad_step: ReplayOption = None) -> None:
+def command(
+    cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, replay_bad_step: ReplayOption = None
+) -> None:
     """Train a classifier of another family; everything else is as in `repro pretrain`."""
     train("baselines", cell, gpus, seeds, replay_bad_step)

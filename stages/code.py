@@ -1,4 +1,5 @@
-"""Stage `code`: the hash of the sources on which each stage depends, so that an edit restarts what it concerns and nothing else.
+"""Stage `code`: the hash of the sources on which each stage depends, so that an edit restarts what it concerns and
+nothing else.
 
 It always runs. dvc.yaml makes every stage, or cell, depend on its file under results/code.
 """

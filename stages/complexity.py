@@ -1,4 +1,6 @@
-"""`repro complexity`: parameters and multiply-adds of the models of Tables 1 to 4 (those of Table 2 with adapters), Fig. 1 and Fig. 6."""
+"""`repro complexity`: parameters and multiply-adds of the models of Tables 1 to 4 (those of Table 2 with adapters),
+Fig. 1 and Fig. 6.
+"""
 
 from repro.benchmark.params import ComplexityParams
 from repro.core.config import load_section

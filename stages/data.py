@@ -24,9 +24,13 @@ def check(
     sample: Annotated[int, typer.Option(min=0, help="Number of images to decode.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
     speed: Annotated[bool, typer.Option("--speed", help="Also time the training loader (class folders only).")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; by default one per usable core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes; by default one per usable core.")
+    ] = None,
 ) -> None:
-    """Check layout, counts, annotations and files of a data set; one line per finding, exit code 1 if there is an error."""
+    """Check layout, counts, annotations and files of a data set; one line per finding, exit code 1 if there is an
+    error.
+    """
     from repro.data.check.run import Depth, run_check
     from repro.data.pixels import limit_pixels
 

@@ -1,7 +1,8 @@
-"""`repro doctor`: machine, packages, kernels, parameters, data and disk as plain text, to read and to paste into an issue.
+"""`repro doctor`: machine, packages, kernels, parameters, data and disk as plain text, to read and to paste into an
+issue.
 
-Every line begins with its mark: `ok`; `note`, nothing to do; `warning`, works but not as intended; `error`, a command will fail.
-A warning or an error ends with its fix.
+Every line begins with its mark: `ok`; `note`, nothing to do; `warning`, works but not as intended; `error`, a command
+will fail. A warning or an error ends with its fix.
 """
 
 from repro.core.errors import RunError

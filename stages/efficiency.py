@@ -23,31 +23,46 @@ STAGE = Stage(
 
 def command(
     res: Annotated[
-        str | None, typer.Option(help="Image sizes in pixels: 224,512, or 224..1280 (nine sizes), or 224..1280:64 (every 64).")
+        str | None,
+        typer.Option(help="Image sizes in pixels: 224,512, or 224..1280 (nine sizes), or 224..1280:64 (every 64)."),
     ] = None,
     families: Annotated[
-        str | None, typer.Option(help="Some of vittt,deit,deit_fused,vim,vrwkv,vit3,vmamba,mambavision. Default: all of them.")
+        str | None,
+        typer.Option(help="Some of vittt,deit,deit_fused,vim,vrwkv,vit3,vmamba,mambavision. Default: all of them."),
     ] = None,
     sizes: Annotated[str | None, typer.Option(help="Some of T,S,B. Default: T on a CPU, all of them on a GPU.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "--batch", min=1, help="Images per step. Default: 1 on a CPU, 64 on a GPU.")
+        int | None,
+        typer.Option("--batch-size", "--batch", min=1, help="Images per step. Default: 1 on a CPU, 64 on a GPU."),
     ] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Dtype of weights and inputs. Default: fp32 on a CPU, bf16 on a GPU.")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Dtype of weights and inputs. Default: fp32 on a CPU, bf16 on a GPU."),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Measure on this device.")] = None,
-    mode: Annotated[Literal["infer", "train"] | None, typer.Option(help="A step: forward only, or forward, backward and AdamW.")] = None,
+    mode: Annotated[
+        Literal["infer", "train"] | None, typer.Option(help="A step: forward only, or forward, backward and AdamW.")
+    ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Run the models through torch.compile.")] = False,
     graphs: Annotated[
         bool,
-        typer.Option("--graphs", help="Infer through CUDA graphs, which spares the time between launches: for small batches on a GPU."),
+        typer.Option(
+            "--graphs",
+            help="Infer through CUDA graphs, which spares the time between launches: for small batches on a GPU.",
+        ),
     ] = False,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Limit for all rows; image sizes beyond it are left out. Default: 10 on a CPU, no limit on a GPU."),
+        typer.Option(
+            min=0.1,
+            help="Limit for all rows; image sizes beyond it are left out. Default: 10 on a CPU, no limit on a GPU.",
+        ),
     ] = None,
     runs: Annotated[
-        int | None, typer.Option(min=1, max=9, help="Measure every row so often, each time in a process of its own; five make an interval.")
+        int | None,
+        typer.Option(
+            min=1, max=9, help="Measure every row so often, each time in a process of its own; five make an interval."
+        ),
     ] = None,
 ) -> None:
     """Measure speed and peak memory, each row in a fresh process.

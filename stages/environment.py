@@ -1,8 +1,8 @@
 """Stage environment: what machine and which versions this is, so that DVC never restores another machine's benchmark.
 
-It always runs, takes under a second, does not import torch, and writes nothing that changes from run to run: no date, no host name,
-no commit. That is why the record is written here and not by `record.write_record`, whose identity has the commit and the hash of the
-code: with these, every edit would make every benchmark stale.
+It always runs, takes under a second, does not import torch, and writes nothing that changes from run to run: no date,
+no host name, no commit. That is why the record is written here and not by `record.write_record`, whose identity has the
+commit and the hash of the code: with these, every edit would make every benchmark stale.
 """
 
 from repro.core.paths import find_root

@@ -1,4 +1,6 @@
-"""`repro evaluate`: accuracy of any registered model, or of published weights, on a prepared data set, at any image sizes."""
+"""`repro evaluate`: accuracy of any registered model, or of published weights, on a prepared data set, at any image
+sizes.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,27 +21,45 @@ def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data`, e.g. digits or imagenet.")],
     weights: Annotated[
         Path | None,
-        typer.Option(help="A .safetensors file of this project, which names its model; or, with --model, an official file of that model."),
+        typer.Option(
+            help="A .safetensors file of this project, which names its model; or, with --model, an official file of that model."
+        ),
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "--models", help="A registered name; several with --pretrained; with --weights, the file's model."),
+        typer.Option(
+            "--model",
+            "--models",
+            help="A registered name; several with --pretrained; with --weights, the file's model.",
+        ),
     ] = None,
     pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="With --model: the weights that timm publishes, trained on ImageNet-1K alone if possible.")
+        bool,
+        typer.Option(
+            "--pretrained",
+            help="With --model: the weights that timm publishes, trained on ImageNet-1K alone if possible.",
+        ),
     ] = False,
     table1: Annotated[
-        bool, typer.Option("--table1", help="Every model of the paper's Table 1 with published weights, at the table's image size.")
+        bool,
+        typer.Option(
+            "--table1", help="Every model of the paper's Table 1 with published weights, at the table's image size."
+        ),
     ] = False,
     image_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Image size (side in pixels), if not that of the training; several give a curve.")
+        list[int] | None,
+        typer.Option(min=1, help="Image size (side in pixels), if not that of the training; several give a curve."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 64,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate only this many images, drawn with a fixed seed: a quick look, not a full score.")
+        int | None,
+        typer.Option(
+            min=1, help="Evaluate only this many images, drawn with a fixed seed: a quick look, not a full score."
+        ),
     ] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option(help="bf16 and fp16 run under autocast; the papers evaluate in fp32.")
+        Literal["fp32", "bf16", "fp16"],
+        typer.Option(help="bf16 and fp16 run under autocast; the papers evaluate in fp32."),
     ] = "fp32",
     sha256: Sha256Option = None,
 ) -> None:

@@ -17,25 +17,41 @@ STAGE = Stage(purpose="use")
 
 
 def command(
-    images: Annotated[list[Path] | None, typer.Argument(help="Pictures of any size; a folder stands for the pictures in it.")] = None,
+    images: Annotated[
+        list[Path] | None, typer.Argument(help="Pictures of any size; a folder stands for the pictures in it.")
+    ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(help="A file of this project, or with --model an official file; by default that of the first cell of `pretrain`."),
+        typer.Option(
+            help="A file of this project, or with --model an official file; by default that of the first cell of `pretrain`."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A registered name; without --weights, the weights that timm publishes for it.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A registered name; without --weights, the weights that timm publishes for it.")
+    ] = None,
     map: Annotated[
         Literal["gmm", "erf", "reconstruction", "attention"],
-        typer.Option(help="Gradient Magnitude Map, effective receptive field, the inner loss of each token, or where a ViT's tokens look."),
+        typer.Option(
+            help="Gradient Magnitude Map, effective receptive field, the inner loss of each token, or where a ViT's tokens look."
+        ),
     ] = "gmm",
     probe: Annotated[
-        str | None, typer.Option(help="Instead of a map, measure the accuracy with a changed inner loop: steps=K, ascent or q_is_k.")
+        str | None,
+        typer.Option(
+            help="Instead of a map, measure the accuracy with a changed inner loop: steps=K, ascent or q_is_k."
+        ),
     ] = None,
     teacher: Annotated[
-        Path | None, typer.Option(help="With --map attention: the softmax model from which the model was linearised; shown beside it.")
+        Path | None,
+        typer.Option(
+            help="With --map attention: the softmax model from which the model was linearised; shown beside it."
+        ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="A cell of `prepare_data`: with --probe (by default digits), or in place of pictures with --map attention."),
+        typer.Option(
+            help="A cell of `prepare_data`: with --probe (by default digits), or in place of pictures with --map attention."
+        ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("explained.png"),
     sha256: Sha256Option = None,
@@ -44,7 +60,9 @@ def command(
     paths = find_root()
     of_data = map == "attention" and data is not None and probe is None
     if bool(images) + bool(probe) + of_data != 1:
-        raise UserError("explain: give pictures to draw a map, or --probe NAME; --map attention takes --data NAME in place of pictures")
+        raise UserError(
+            "explain: give pictures to draw a map, or --probe NAME; --map attention takes --data NAME in place of pictures"
+        )
     if teacher is not None and (probe or map != "attention"):
         raise UserError("explain: --teacher goes with --map attention")
     if images and data is not None:

@@ -13,15 +13,23 @@ STAGE = Stage(purpose="use")
 
 
 def command(
-    weights: Annotated[Path, typer.Option(help="A .safetensors file of a classifier of this project; it names its model.")],
+    weights: Annotated[
+        Path, typer.Option(help="A .safetensors file of a classifier of this project; it names its model.")
+    ],
     format: Annotated[
-        Literal["safetensors", "onnx", "torch_export"], typer.Option(help="safetensors writes a folder as on the Hugging Face hub.")
+        Literal["safetensors", "onnx", "torch_export"],
+        typer.Option(help="safetensors writes a folder as on the Hugging Face hub."),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file or folder to write; by default <model>_<size> in this folder.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file or folder to write; by default <model>_<size> in this folder."),
     ] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")] = None,
-    verify: Annotated[bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")] = True,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")
+    ] = True,
     sha256: Sha256Option = None,
 ) -> None:
     """Write a classifier for timm, ONNX or torch.export."""

@@ -1,4 +1,6 @@
-"""`repro kernels check|bench|resources`: are the Triton kernels right and fast, and what does the compiler make of them?"""
+"""`repro kernels check|bench|resources`: are the Triton kernels right and fast, and what does the compiler make of
+them?
+"""
 
 from typing import Annotated
 
@@ -13,14 +15,17 @@ app = typer.Typer(help="Check and time the Triton kernels.", no_args_is_help=Tru
 STAGE = Stage(purpose="prove")
 
 Op = Annotated[
-    str | None, typer.Option("--op", help="Only this operator, such as ttt_linear or selective_scan; an unknown name lists them.")
+    str | None,
+    typer.Option("--op", help="Only this operator, such as ttt_linear or selective_scan; an unknown name lists them."),
 ]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Stop after this time; the next call continues.")]
 
 
 @app.command()
 def check(op: Op = None, minutes: Minutes = None) -> None:
-    """Compare outputs and all gradients with the fp64 reference; on a CPU: TRITON_INTERPRET=1 repro kernels check (minutes)."""
+    """Compare outputs and all gradients with the fp64 reference; on a CPU: TRITON_INTERPRET=1 repro kernels check
+    (minutes).
+    """
     from repro.benchmark.kernels import run_check
 
     run_check(find_root(), op, minutes)
@@ -29,7 +34,9 @@ def check(op: Op = None, minutes: Minutes = None) -> None:
 @app.command()
 def bench(
     op: Op = None,
-    compared: Annotated[bool, typer.Option("--compared", help="Only the shape of each operator that its goals are about.")] = False,
+    compared: Annotated[
+        bool, typer.Option("--compared", help="Only the shape of each operator that its goals are about.")
+    ] = False,
     minutes: Minutes = None,
 ) -> None:
     """Run the check, then time the kernels on the GPU beside the torch backend, kernels of other projects and a copy."""
@@ -42,10 +49,13 @@ def bench(
 def resources(
     op: Op = None,
     defaults: Annotated[
-        bool, typer.Option("--defaults", help="Only the default configurations, into a record named after Triton's version.")
+        bool,
+        typer.Option("--defaults", help="Only the default configurations, into a record named after Triton's version."),
     ] = False,
 ) -> None:
-    """Compile every configuration for sm_80, sm_89 and sm_90, without a GPU: registers, spills, shared memory, instructions."""
+    """Compile every configuration for sm_80, sm_89 and sm_90, without a GPU: registers, spills, shared memory,
+    instructions.
+    """
     from repro.benchmark.kernels import run_resources
 
     run_resources(find_root(), op, defaults=defaults)

@@ -12,7 +12,11 @@ from repro.tasks.linearization.spec import SPEC
 from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(
-    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_classification"
+    params=SPEC.params,
+    cells=True,
+    task=SPEC,
+    models=lambda params: [params.model],
+    cost="repro.planning.costs:charge_classification",
 )
 Inner = Literal["linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
 KeyNorm = Literal["none", "instance", "no_std", "no_mean", "layer", "rms"]
@@ -24,19 +28,28 @@ def command(
     gpus: GpusOption = None,
     seeds: SeedsOption = None,
     source: Annotated[
-        str | None, typer.Option("--from", help="Linearise this ViT in place of a cell: a file of weights, or a name of timm's.")
+        str | None,
+        typer.Option("--from", help="Linearise this ViT in place of a cell: a file of weights, or a name of timm's."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="With --from: the ViT's registered name, where its file does not say it.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --from: the ViT's registered name, where its file does not say it.")
+    ] = None,
     inner: Annotated[Inner, typer.Option(help="With --from: what takes the place of softmax attention.")] = "swiglu",
     key_norm: Annotated[KeyNorm, typer.Option(help="With --from: the norm of the keys.")] = "instance",
     dwc: Annotated[Dwc, typer.Option(help="With --from: what gets a depth-wise convolution.")] = "qk",
     neighbours: Annotated[
         int, typer.Option(min=0, help="With --from: side of the window of neighbourhood attention beside; 0 for none.")
     ] = 0,
-    freeze: Annotated[bool, typer.Option("--freeze/--finetune", help="With --from: train new parameters alone, or all.")] = False,
-    data: Annotated[str | None, typer.Option(help="With --from: a cell of prepare_data; by default that of the recipe.")] = None,
+    freeze: Annotated[
+        bool, typer.Option("--freeze/--finetune", help="With --from: train new parameters alone, or all.")
+    ] = False,
+    data: Annotated[
+        str | None, typer.Option(help="With --from: a cell of prepare_data; by default that of the recipe.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="With --from: epochs of the training.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="With --from: images per step, over all GPUs together.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="With --from: images per step, over all GPUs together.")
+    ] = None,
     sha256: Sha256Option = None,
 ) -> None:
     """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
@@ -57,7 +70,19 @@ def command(
     require_hash(Path(source), sha256)
     sizes = {"epochs": epochs, "batch_size": batch_size, "seeds": seeds}
     made = make_cell(source, model=model, options=options, freeze=freeze, data=data, **sizes, recipe=describe_recipe)
-    arguments = {"--from": source, "--model": model, "--inner": inner, "--key-norm": key_norm, "--dwc": dwc, "--neighbours": neighbours}
-    arguments |= {"--sha256": sha256, "--data": data, "--seeds": seeds, **{f"--{name}": value for name, value in lengths.items()}}
+    arguments = {
+        "--from": source,
+        "--model": model,
+        "--inner": inner,
+        "--key-norm": key_norm,
+        "--dwc": dwc,
+        "--neighbours": neighbours,
+    }
+    arguments |= {
+        "--sha256": sha256,
+        "--data": data,
+        "--seeds": seeds,
+        **{f"--{name}": value for name, value in lengths.items()},
+    }
     flags = [part for name, value in arguments.items() if value is not None for part in (name, str(value))]
     run_cells([made], gpus, ["linearize", *flags, "--freeze" if freeze else "--finetune"])

@@ -1,4 +1,6 @@
-"""`repro plan`: what the parameters would run, for which tables and figures of the paper, and what it costs. Nothing is started."""
+"""`repro plan`: what the parameters would run, for which tables and figures of the paper, and what it costs. Nothing is
+started.
+"""
 
 import shutil
 from collections.abc import Mapping
@@ -20,12 +22,18 @@ STAGE = Stage(purpose="check")
 def command(
     profile: Annotated[str | None, typer.Option(help="Plan this profile instead of params.yaml.")] = None,
     img_per_s: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL=NUMBER", help="Training images per second on one device; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="MODEL=NUMBER", help="Training images per second on one device; may be repeated."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Plan for this GPU, e.g. H100. Default: the device here; A100 for a profile in bf16.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Plan for this GPU, e.g. H100. Default: the device here; A100 for a profile in bf16."
+        ),
     ] = None,
-    tflops: Annotated[float | None, typer.Option(help="Peak of the GPU, for models of unknown speed. Default: by its data sheet.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Peak of the GPU, for models of unknown speed. Default: by its data sheet.")
+    ] = None,
     utilisation: Annotated[float, typer.Option(help="The share of that peak that training reaches.")] = 0.3,
     gpus: Annotated[int, typer.Option(help="Number of GPUs that share the work.")] = 1,
 ) -> None:
@@ -43,10 +51,14 @@ def command(
     if name and tflops is None:
         tflops = find_peak(name)
         if tflops is None:
-            raise UserError(f"plan: {name}: its peak is not in our table ({', '.join(PEAK_TFLOPS)}); say it with --tflops")
+            raise UserError(
+                f"plan: {name}: its peak is not in our table ({', '.join(PEAK_TFLOPS)}); say it with --tflops"
+            )
     rates = Rates(given=given, gpu=name, tflops=1.0 if tflops is None else tflops, utilisation=utilisation)
     if name is None and (gpus > 1 or tflops is not None):
-        raise UserError(f"plan: --gpus and --tflops are of GPUs, and the plan is for {planned_for}; name a GPU with --gpu")
+        raise UserError(
+            f"plan: --gpus and --tflops are of GPUs, and the plan is for {planned_for}; name a GPU with --gpu"
+        )
     plan = plan_costs(load_stages(), file, paths, rates)
 
     if profile is not None and active_profile(paths) != profile:
@@ -54,7 +66,9 @@ def command(
     table = []
     for row in plan.rows:
         places = ", ".join(f"{place} ({count})" for place, count in plan.find_places(row).items()) or "–"
-        table.append([row.command, places, *map(_format_number, (*_times(row.hours, name, gpus), row.disk_gb)), row.basis])
+        table.append(
+            [row.command, places, *map(_format_number, (*_times(row.hours, name, gpus), row.disk_gb)), row.basis]
+        )
     header = ["GPU-hours", f"days on {gpus}"] if name else ["CPU minutes"]
     print_table(["command", "for (numbers that need it)", *header, "disk GB", "basis"], table)
     for note in dict.fromkeys(row.note for row in plan.rows if row.note):
@@ -73,7 +87,9 @@ def command(
     if plan.unknown:
         named = ", ".join(plan.unknown) if len(plan.unknown) <= 4 else f"{len(plan.unknown)} of {len(plan.rows)} rows"
         print(f"of unknown cost, not in the total: {named}")
-    covered = ", ".join(f"{place} {ours} of {all_numbers}" for place, (ours, all_numbers) in plan.count_covered().items())
+    covered = ", ".join(
+        f"{place} {ours} of {all_numbers}" for place, (ours, all_numbers) in plan.count_covered().items()
+    )
     print(f"the paper's numbers that could then be compared with ours: {covered}")
 
 
@@ -86,9 +102,18 @@ def _choose_device(profile: Mapping[str, Any]) -> tuple[str | None, str]:
     if torch.cuda.is_available() and profile.get("runtime", {}).get("device") != "cpu":
         name = torch.cuda.get_device_name()
         return name, f"{name}, the GPU here"
-    cells = [cell for section in profile.values() if isinstance(section, dict) for cell in section.values() if isinstance(cell, dict)]
+    cells = [
+        cell
+        for section in profile.values()
+        if isinstance(section, dict)
+        for cell in section.values()
+        if isinstance(cell, dict)
+    ]
     if any(cell.get("precision") in ("bf16", "fp16") for cell in cells):
-        return "A100", "one A100, since the profile trains in bf16 or fp16 and there is no GPU here; --gpu names another"
+        return (
+            "A100",
+            "one A100, since the profile trains in bf16 or fp16 and there is no GPU here; --gpu names another",
+        )
     return None, f"the CPU here, {cpu_name()}"
 
 

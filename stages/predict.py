@@ -14,12 +14,18 @@ STAGE = Stage(purpose="use")
 
 def command(
     images: Annotated[list[Path], typer.Argument(help="Pictures of any size; a folder stands for those in it.")],
-    weights: Annotated[Path, typer.Option(help="A .safetensors file of this project; it names its model and its task.")],
-    task: Annotated[Literal["classify", "detect", "segment"] | None, typer.Option(help="Refuse weights of another task.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the annotated pictures and predictions.json.")] = Path(
-        "predictions"
-    ),
-    json: Annotated[Path | None, typer.Option(help="File for the predictions; without it, classes are only printed.")] = None,
+    weights: Annotated[
+        Path, typer.Option(help="A .safetensors file of this project; it names its model and its task.")
+    ],
+    task: Annotated[
+        Literal["classify", "detect", "segment"] | None, typer.Option(help="Refuse weights of another task.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the annotated pictures and predictions.json.")
+    ] = Path("predictions"),
+    json: Annotated[
+        Path | None, typer.Option(help="File for the predictions; without it, classes are only printed.")
+    ] = None,
     min_score: Annotated[float, typer.Option(min=0, max=1, help="Do not draw detections below this score.")] = 0.5,
     sha256: Sha256Option = None,
 ) -> None:

@@ -1,4 +1,6 @@
-"""Stage prepare_data: check a data set, or write an embedded one, and record it as a manifest on which later stages depend."""
+"""Stage prepare_data: check a data set, or write an embedded one, and record it as a manifest on which later stages
+depend.
+"""
 
 from typing import Annotated
 
@@ -11,11 +13,18 @@ from repro.data.kinds import KINDS, PrepareData
 
 from . import Stage
 
-STAGE = Stage(params=PrepareData, cells=True, modules=lambda params: KINDS[params.kind].modules, cost="repro.planning.costs:charge_data")
+STAGE = Stage(
+    params=PrepareData,
+    cells=True,
+    modules=lambda params: KINDS[params.kind].modules,
+    cost="repro.planning.costs:charge_data",
+)
 
 
 def command(
-    cell: Annotated[str | None, typer.Option(help="One cell of the `prepare_data:` section; without it, all cells.")] = None,
+    cell: Annotated[
+        str | None, typer.Option(help="One cell of the `prepare_data:` section; without it, all cells.")
+    ] = None,
 ) -> None:
     """Check a data set, or write an embedded one, and record its manifest."""
     from repro.data.prepare import prepare

@@ -11,12 +11,20 @@ from repro.tasks.classification.spec import SPEC
 from . import CellOption, GpusOption, SeedsOption, Stage
 
 STAGE = Stage(
-    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_classification"
+    params=SPEC.params,
+    cells=True,
+    task=SPEC,
+    models=lambda params: [params.model],
+    cost="repro.planning.costs:charge_classification",
 )
-ReplayOption = Annotated[Path | None, typer.Option(help="Run the step of this dump again, and show what each layer gave.")]
+ReplayOption = Annotated[
+    Path | None, typer.Option(help="Run the step of this dump again, and show what each layer gave.")
+]
 
 
-def command(cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, replay_bad_step: ReplayOption = None) -> None:
+def command(
+    cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, replay_bad_step: ReplayOption = None
+) -> None:
     """Train a classifier; a stopped run continues where it was."""
     train("pretrain", cell, gpus, seeds, replay_bad_step)
 

@@ -12,7 +12,8 @@ from repro.core.record import write_text
 from . import Stage
 
 app = typer.Typer(
-    help="Show or choose a profile: `mini` runs on a laptop CPU in minutes, `paper` has the scale of ImageNet-1K.", no_args_is_help=True
+    help="Show or choose a profile: `mini` runs on a laptop CPU in minutes, `paper` has the scale of ImageNet-1K.",
+    no_args_is_help=True,
 )
 
 STAGE = Stage(purpose="check")
@@ -20,7 +21,9 @@ STAGE = Stage(purpose="check")
 
 @app.command()
 def show(
-    name: Annotated[str | None, typer.Argument(help="The profile to print; without it, list them and name the active one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="The profile to print; without it, list them and name the active one.")
+    ] = None,
 ) -> None:
     """Print a profile, or say which one params.yaml equals."""
     paths = find_root()
@@ -42,6 +45,8 @@ def use(
     paths = find_root()
     load_yaml(source := find_profile(paths, name))  # an error, where it is not valid
     if not force and paths.params.is_file() and active_profile(paths) is None:
-        raise UserError(f"{paths.params}: has edits that are in no profile and would be lost; keep a copy, then use --force")
+        raise UserError(
+            f"{paths.params}: has edits that are in no profile and would be lost; keep a copy, then use --force"
+        )
     write_text(paths.params, source.read_text(encoding="utf-8"))
     print(f"params.yaml is now the {name} profile; `repro status` shows what it makes stale")

@@ -14,19 +14,27 @@ STAGE = Stage(models=lambda params: ["vittt_tiny_patch16_224"], files=("repro/pa
 
 
 def command(
-    train: Annotated[bool, typer.Option("--train", help="Train a nano by each reading, into results/measured/<device>/readings/.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train a nano by each reading, into results/measured/<device>/readings/.")
+    ] = False,
     variant: Annotated[str | None, typer.Option(help="With --train: only this reading, in this process.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="With --train: a cell of prepare_data; by default that of pretrain's first Vittt.")
+        str | None,
+        typer.Option(help="With --train: a cell of prepare_data; by default that of pretrain's first Vittt."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="With --train: how many seeds of each reading to train: 0, 1, ...")] = 3,
-    epochs: Annotated[int | None, typer.Option(help="With --train: epochs of each training; by default as many as in pretrain.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="With --train: epochs of each training; by default as many as in pretrain.")
+    ] = None,
     jobs: Annotated[
-        int, typer.Option(help="With --train: readings that train at once, over the GPUs; on a CPU they share the threads.")
+        int,
+        typer.Option(help="With --train: readings that train at once, over the GPUs; on a CPU they share the threads."),
     ] = 1,
     speed: Annotated[bool, typer.Option(help="With --train: measure the throughput when all are trained.")] = False,
 ) -> None:
-    """Count what each reading of the paper changes: parameters and multiply-adds, of pairs too; with --train, its accuracy."""
+    """Count what each reading of the paper changes: parameters and multiply-adds, of pairs too; with --train, its
+    accuracy.
+    """
     from repro.papers.grid import run_variants
     from repro.papers.vision_ttt.grid import GRID
     from repro.papers.vision_ttt.readings import list_trained, record_fits

@@ -17,7 +17,9 @@ from .selftest import describe_faults
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportParams:
-    """The `report:` section: the precision of rows that are compared with the paper's speed and memory; the paper does not name its own."""
+    """The `report:` section: the precision of rows that are compared with the paper's speed and memory; the paper does
+    not name its own.
+    """
 
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
@@ -34,8 +36,12 @@ STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES)
 
 
 def command(
-    html: Annotated[bool, typer.Option("--html/--no-html", help="Also write report.html, one page for a browser.")] = True,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; name each page that is not what the records give.")] = False,
+    html: Annotated[
+        bool, typer.Option("--html/--no-html", help="Also write report.html, one page for a browser.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; name each page that is not what the records give.")
+    ] = False,
 ) -> None:
     """Set the paper's numbers beside ours: write results/tables.md, report.html, claims.csv and claims.json."""
     paths = find_root()
@@ -43,7 +49,8 @@ def command(
 
 
 def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = False) -> None:
-    """Report on every paper that has a room; see `write_report` and, for `check`, `find_outdated` in `repro.report.pages`.
+    """Report on every paper that has a room; see `write_report` and, for `check`, `find_outdated` in
+    `repro.report.pages`.
 
     Raises:
         RunError: `check`, and a page is not what the records give.

@@ -1,4 +1,6 @@
-"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once; or all that is measured beside it."""
+"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once; or all that is measured beside
+it.
+"""
 
 from typing import Annotated
 
@@ -11,18 +13,24 @@ STAGE = Stage(purpose="run")
 
 def command(
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="How many stages run at once. Default: one for each GPU, or for each CPU core.")
+        int | None,
+        typer.Option(min=1, help="How many stages run at once. Default: one for each GPU, or for each CPU core."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Run all stages, also those whose results are up to date.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run all stages, also those whose results are up to date.")
+    ] = False,
     measured: Annotated[
         bool, typer.Option("--measured", help="Run the commands of results/measured/steps.yaml instead, for hours.")
     ] = False,
-    stale: Annotated[bool, typer.Option("--stale", help="With --measured: only those whose records are missing or of older code.")] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="With --measured: only those whose records are missing or of older code.")
+    ] = False,
 ) -> None:
     """Run the stages of dvc.yaml, several at once where none needs another; measurements of speed run alone.
 
-    Each stage is run by `dvc repro --single-item`, so DVC's records are those of a plain `dvc repro`. Their output goes to .runs/logs/run.
-    What runs beside the graph, `--measured`, keeps what is finished, so that a second call continues.
+    Each stage is run by `dvc repro --single-item`, so DVC's records are those of a plain `dvc repro`. Their output goes
+    to .runs/logs/run. What runs beside the graph, `--measured`, keeps what is finished, so that a second call
+    continues.
     """
     from repro.core.errors import UserError
     from repro.core.freshness import REPEATED

@@ -6,12 +6,20 @@ from . import CellOption, GpusOption, SeedsOption, Stage
 from .detect import EpochsOption, RandomOption
 
 STAGE = Stage(
-    params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model], cost="repro.planning.costs:charge_segmentation"
+    params=SPEC.params,
+    cells=True,
+    task=SPEC,
+    models=lambda params: [params.model],
+    cost="repro.planning.costs:charge_segmentation",
 )
 
 
 def command(
-    cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, random: RandomOption = False, epochs: EpochsOption = None
+    cell: CellOption = None,
+    gpus: GpusOption = None,
+    seeds: SeedsOption = None,
+    random: RandomOption = False,
+    epochs: EpochsOption = None,
 ) -> None:
     """Train a segmenter on a pretrained backbone, and measure mIoU; a stopped run continues where it was."""
     from repro.training.cells import train_cells

@@ -12,12 +12,15 @@ STAGE = Stage(purpose="run")
 
 def command(
     stale: Annotated[
-        bool, typer.Option("--stale", help="List the records that older code made, each with the command that renews it.")
+        bool,
+        typer.Option("--stale", help="List the records that older code made, each with the command that renews it."),
     ] = False,
 ) -> None:
-    """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that older code made.
+    """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that
+    older code made.
 
-    A record is fresh while the files that its numbers depend on are as they were, or while a training of the present code repeats it.
+    A record is fresh while the files that its numbers depend on are as they were, or while a training of the present
+    code repeats it.
     """
     from repro.core.freshness import REPEATED
     from repro.core.paths import describe_missing_results, find_root
@@ -29,7 +32,9 @@ def command(
     if stale:
         listed = [record for why, records in old.items() if why != REPEATED for record in records]
         if listed:
-            print_table(["record", "command"], sorted((record.path, record.command or "none is named") for record in listed))
+            print_table(
+                ["record", "command"], sorted((record.path, record.command or "none is named") for record in listed)
+            )
         else:
             print("no record is stale")
         return
@@ -47,7 +52,9 @@ def command(
 
 
 def group_records(records: Iterable[str]) -> list[str]:
-    """A line for each folder of cells: `results/pretrain: a, b`; of a record that is not its cell's only one, the file's name goes along."""
+    """A line for each folder of cells: `results/pretrain: a, b`; of a record that is not its cell's only one, the
+    file's name goes along.
+    """
     groups: dict[str, list[str]] = {}
     for record in records:
         *folders, cell, file = record.removesuffix(".json").split("/")

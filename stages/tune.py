@@ -1,4 +1,6 @@
-"""`repro tune`: the same small search of learning rate and warm-up for each classifier on embedded data, by its score on `tune`."""
+"""`repro tune`: the same small search of learning rate and warm-up for each classifier on embedded data, by its score
+on `tune`.
+"""
 
 from typing import Annotated
 
@@ -13,9 +15,15 @@ STAGE = Stage(purpose="run")
 
 def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data` of an embedded kind, e.g. digits.")],
-    cell: Annotated[str | None, typer.Option(help="One cell of `pretrain` or `baselines`; without it, all on this data.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials that train at once, over the GPUs; on a CPU they share the threads.")] = 1,
-    trial: Annotated[int | None, typer.Option(help="With --cell: train only this one of its trials, in this process.")] = None,
+    cell: Annotated[
+        str | None, typer.Option(help="One cell of `pretrain` or `baselines`; without it, all on this data.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Trials that train at once, over the GPUs; on a CPU they share the threads.")
+    ] = 1,
+    trial: Annotated[
+        int | None, typer.Option(help="With --cell: train only this one of its trials, in this process.")
+    ] = None,
 ) -> None:
     """Choose learning rates; the records go to results/measured."""
     from repro.core.errors import UserError

@@ -1,4 +1,6 @@
-"""`repro visualize`: gradient magnitude maps, receptive fields and reconstruction losses (Fig. 3, 8 to 11), and their numbers."""
+"""`repro visualize`: gradient magnitude maps, receptive fields and reconstruction losses (Fig. 3, 8 to 11), and their
+numbers.
+"""
 
 from repro.core.config import load_section
 from repro.core.paths import find_root
@@ -8,7 +10,9 @@ from repro.inference.params import VisualizeParams
 from . import Stage, list_families
 
 # the weights files name their models
-STAGE = Stage(params=VisualizeParams, modules=lambda params: list_families(), cost="repro.planning.planner:charge_unknown")
+STAGE = Stage(
+    params=VisualizeParams, modules=lambda params: list_families(), cost="repro.planning.planner:charge_unknown"
+)
 
 
 def command() -> None:

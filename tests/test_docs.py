@@ -1,4 +1,5 @@
-"""The pages in docs/ are true: commands and options exist, links lead somewhere, examples are those that tests run, and the diagram of
+"""The pages in docs/ are true: commands and options exist, links lead somewhere, examples are those that tests run, and
+the diagram of
 imports is the one that the code follows."""
 
 import ast
@@ -25,7 +26,12 @@ from tests.test_layout import imported, tracked
 
 ROOT = Path(__file__).parents[1]
 SIZES = "tiny|small|base|xlarge|large"
-PAGES = [ROOT / "README.md", ROOT / "results/measured/README.md", ROOT / "results/speed.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "results/measured/README.md",
+    ROOT / "results/speed.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 REPRO = typer.main.get_command(app)
@@ -35,26 +41,38 @@ EXAMPLES = re.compile(r"stages/(toy|halve)\.py|repro/models/toy\.py|repro/tasks/
 
 def fenced(page: str, language: str) -> list[str]:
     """The code blocks of a page in docs/ in a language, without the last line's end."""
-    return [code.rstrip("\n") for found, code in FENCED.findall((ROOT / "docs" / page).read_text(encoding="utf-8")) if found == language]
+    return [
+        code.rstrip("\n")
+        for found, code in FENCED.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+        if found == language
+    ]
 
 
 def spans(page: Path) -> list[str]:
     """What stands in backticks, outside code blocks."""
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))]
+    return [
+        " ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
+    ]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Each command line of `repro`, `make` or `dvc` on a page, as words."""
     text = page.read_text(encoding="utf-8")
     shown = [code for language, code in FENCED.findall(text) if not language]
-    lines = [line for code in (*shown, *re.findall(r"^    (.*)$", text, re.M)) for line in code.replace("\\\n", " ").splitlines()]
+    lines = [
+        line
+        for code in (*shown, *re.findall(r"^    (.*)$", text, re.M))
+        for line in code.replace("\\\n", " ").splitlines()
+    ]
     for line in (*lines, *spans(page)):
         if found := re.match(r"(?:.*-m |(?:\w+=\S+ )*)((?:repro|make|dvc) .*)", line):
             yield re.sub(r"\s#.*|[\[\]'`;,]", "", found[1]).split()
 
 
 def find_verb(words: list[str]) -> Any:
-    """The command that words after `repro` call, and that is taken off them; None for a placeholder. Fails where there is none."""
+    """The command that words after `repro` call, and that is taken off them; None for a placeholder. Fails where there
+    is none.
+    """
     command: Any = REPRO
     while hasattr(command, "get_command") and words and not words[0].startswith("-"):
         names = words.pop(0).split("|")
@@ -67,12 +85,18 @@ def find_verb(words: list[str]) -> Any:
 
 
 def options_of(command: Any) -> dict[str, Any]:
-    return {option: parameter for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return {
+        option: parameter for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
 
 
 def known_cells(page: Path) -> dict[str, set[str]]:
     """Section -> the cells of both profiles, and of the examples on the page."""
-    examples = [yaml.safe_load(code) for language, code in FENCED.findall(page.read_text(encoding="utf-8")) if language == "yaml"]
+    examples = [
+        yaml.safe_load(code)
+        for language, code in FENCED.findall(page.read_text(encoding="utf-8"))
+        if language == "yaml"
+    ]
     found: dict[str, set[str]] = {}
     for content in (*map(load_yaml, (ROOT / "profiles").glob("*.yaml")), *examples):
         for section, cells in (*content.items(), *content.get("by_hand", {}).items()):
@@ -145,7 +169,9 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 def constants() -> dict[str, object]:
-    """The names that tests/test_extension.py gives to plain values: the stage, the task and the family that it adds and runs."""
+    """The names that tests/test_extension.py gives to plain values: the stage, the task and the family that it adds and
+    runs.
+    """
     found = {}
     for node in ast.parse((ROOT / "tests/test_extension.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):
@@ -156,7 +182,9 @@ def constants() -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize(("language", "names"), [("python", ["STAGE", "TASK", "TASK_STAGE", "FAMILY"]), ("yaml", ["STAGE_IN_THE_GRAPH"])])
+@pytest.mark.parametrize(
+    ("language", "names"), [("python", ["STAGE", "TASK", "TASK_STAGE", "FAMILY"]), ("yaml", ["STAGE_IN_THE_GRAPH"])]
+)
 def test_the_examples_are_those_that_are_tested(language, names):
     tested = constants()
     assert fenced("extending.md", language)[: len(names)] == [tested[name].strip("\n") for name in names]
@@ -187,7 +215,9 @@ def test_the_example_of_a_paper_loads(tmp_path):
     (room / "ledger.yaml").write_text(fenced("extending.md", "yaml")[-1])
     (room / "paper.py").write_text(fenced("extending.md", "python")[-1])
     code = "from repro.papers import load_papers; print(*load_papers()['deit'].ledger.entries)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [*(f"table1.deit_{size}.params_m" for size in "tsb"), "text.abstract.top1_b"]
 
@@ -205,7 +235,8 @@ def test_the_pages_are_in_the_index_and_short_together():
 
 
 def arrows() -> tuple[dict[str, set[str]], set[str]]:
-    """The diagram of imports in docs/architecture.md: room -> the rooms it points to; and the modules of training that are `jobs`.
+    """The diagram of imports in docs/architecture.md: room -> the rooms it points to; and the modules of training that
+    are `jobs`.
 
     `graph` and `end` are keywords of Mermaid, with which nothing is drawn; a node `NAME_py` is the room NAME.
     """
@@ -262,7 +293,8 @@ ALLOWED = {
 
 
 def find_typed_numbers(text: str) -> list[tuple[int, str]]:
-    """(line, number) of each number in the prose of a page: outside generated blocks, code, links' targets and names, but `ALLOWED`.
+    """(line, number) of each number in the prose of a page: outside generated blocks, code, links' targets and names,
+    but `ALLOWED`.
 
     A number may be broken over two lines from its unit, so that line breaks count as spaces.
     """
@@ -274,7 +306,8 @@ def find_typed_numbers(text: str) -> list[tuple[int, str]]:
         text = re.sub(hidden, blank, text, flags=re.S | re.M)
     for allowed in ALLOWED:
         text = re.sub(allowed.replace(" ", r"\s+"), blank, text)
-    text = re.sub(r"^\d+\. |[A-Za-z][\w-]*\d\S*", blank, text, flags=re.M)  # items of a list; names: ImageNet-1K, sm_80, Apache-2.0
+    # items of a list; names: ImageNet-1K, sm_80, Apache-2.0
+    text = re.sub(r"^\d+\. |[A-Za-z][\w-]*\d\S*", blank, text, flags=re.M)
     return [(text.count("\n", 0, match.start()) + 1, match[0]) for match in re.finditer(r"\d[\d.,]*\d|\d", text)]
 
 
@@ -317,7 +350,9 @@ def test_the_page_of_models_names_them_all():
     import repro.models  # noqa: F401
     from repro.models.registry import list_denoisers
 
-    rows = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.M
+    )
     own = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("repro.models.")]
     left = {name for name in (*own, *list_denoisers()) if not re.search("_nano|_deep", name)}
     for pattern, sizes in rows:

@@ -1,4 +1,6 @@
-"""The house takes in a new stage, a new task and a new family without a change anywhere else: in a copy of the tree each gets its one room."""
+"""The house takes in a new stage, a new task and a new family without a change anywhere else: in a copy of the tree
+each gets its one room.
+"""
 
 import json
 import shutil
@@ -193,7 +195,9 @@ def house(tmp_path_factory) -> Path:
 
 
 def run(root: Path, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "repro", *arguments], cwd=root, capture_output=True, text=True, env=environment(root))
+    done = subprocess.run(
+        [sys.executable, "-m", "repro", *arguments], cwd=root, capture_output=True, text=True, env=environment(root)
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -45,7 +45,14 @@ ALLOWED = {
     "repro.explain": ("kernels", "repro.core", "repro.models"),
     "repro.tasks": ("repro.core", "repro.data", "repro.models", "repro.training"),
     "repro.inference": ("kernels", "repro.core", "repro.data", "repro.models", "repro.explain", "repro.tasks"),
-    "repro.training.job": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks", "repro.measure"),
+    "repro.training.job": (
+        "repro.core",
+        "repro.data",
+        "repro.models",
+        "repro.training",
+        "repro.tasks",
+        "repro.measure",
+    ),
     "repro.benchmark": ("kernels", "repro.core", "repro.models", "repro.measure", "repro.tasks", "repro.training.job"),
     "repro.graph": ("repro.core", "repro.training.job"),
     "repro.pipeline": ("repro.core", "repro.training.job"),
@@ -67,7 +74,8 @@ ALLOWED["stages"] = tuple(ALLOWED)
 ALLOWED["repro.cli"] = ("repro.core", "stages")
 # the part of repro.training that builds and records what the engine trains
 JOBS = ("job", "cells", "from_weights", "grid", "tune", "pool")
-# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors, huggingface_hub)
+# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors,
+# huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.measure")
 # `kernels.cpu_loops` is imported only where numba is installed
 LIGHT_IMPORTS = {"numba", "llvmlite", "torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}
@@ -86,7 +94,9 @@ def imported(path: Path, package: str) -> set[str]:
 
 
 def sources(package: str) -> list[Path]:
-    return [ROOT / name for name in tracked() if name.endswith(".py") and name.startswith(package.replace(".", "/") + "/")]
+    return [
+        ROOT / name for name in tracked() if name.endswith(".py") and name.startswith(package.replace(".", "/") + "/")
+    ]
 
 
 def room_of(module: str) -> str:
@@ -109,12 +119,16 @@ def modules() -> dict[str, Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the first-party modules that it imports, anywhere in its file; the packages that it lies in are left out."""
+    """Module -> the first-party modules that it imports, anywhere in its file; the packages that it lies in are left
+    out.
+    """
     known = modules()
     graph = {}
     for name, path in known.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        graph[name] = {target for target in imported(path, package) if target in known and not f"{name}.".startswith(f"{target}.")}
+        graph[name] = {
+            target for target in imported(path, package) if target in known and not f"{name}.".startswith(f"{target}.")
+        }
     return graph
 
 
@@ -149,7 +163,8 @@ def test_there_are_no_import_cycles():
 def test_no_room_opens_files_of_another_by_path():
     """`__file__` leads to files in the module's own folder or below; the checkout's root is `repro.core.paths`."""
     own = re.compile(r"Path\(__file__\)\.(with_name\(|parent\b(?!s|\.parent))")
-    exceptions = {"stages/__init__.py", "repro/measure/speed.py"}  # the families without importing them; the path of a new process
+    # the families without importing them; the path of a new process
+    exceptions = {"stages/__init__.py", "repro/measure/speed.py"}
     for path in modules().values():
         name = path.relative_to(ROOT).as_posix()
         for line in path.read_text().splitlines():
@@ -172,7 +187,9 @@ def test_model_code_needs_torch_numpy_and_timm_alone(package):
         path = ROOT / name
         for module in imported(path, ".".join(path.relative_to(ROOT).parent.parts)):
             top = module.split(".")[0]
-            assert top in LIGHT_IMPORTS | {"repro", "kernels"} or top in sys.stdlib_module_names, f"{name} imports {module}"
+            assert top in LIGHT_IMPORTS | {"repro", "kernels"} or top in sys.stdlib_module_names, (
+                f"{name} imports {module}"
+            )
 
 
 def test_triton_is_imported_by_triton_files_and_their_tools_alone():
@@ -186,13 +203,29 @@ def test_mmsegmentation_is_imported_in_one_place():
     """It is slow to import, prints meanwhile, and must not be needed for anything else."""
     theirs = {"mmseg", "mmcv", "mmengine", "cv2"}
     modules = [path for package in ALLOWED for path in sources(package)]
-    users = {path.relative_to(ROOT).as_posix() for path in modules if theirs & {name.split(".")[0] for name in imported(path, "")}}
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in modules
+        if theirs & {name.split(".")[0] for name in imported(path, "")}
+    }
     assert users == {"repro/tasks/segmentation/openmmlab.py"}
 
 
 def test_only_the_mixers_reach_the_kernels_from_the_models():
-    users = {p.name for p in sources("repro.models") if any(name.split(".")[0] == "kernels" for name in imported(p, "repro.models"))}
-    assert users == {"adapter.py", "fused_block.py", "mambavision.py", "ttt_mixer.py", "vim.py", "vmamba.py", "vrwkv.py"}
+    users = {
+        p.name
+        for p in sources("repro.models")
+        if any(name.split(".")[0] == "kernels" for name in imported(p, "repro.models"))
+    }
+    assert users == {
+        "adapter.py",
+        "fused_block.py",
+        "mambavision.py",
+        "ttt_mixer.py",
+        "vim.py",
+        "vmamba.py",
+        "vrwkv.py",
+    }
 
 
 def test_nothing_names_a_machine_or_a_package_index():

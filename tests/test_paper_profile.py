@@ -1,5 +1,8 @@
-"""A made-up batch goes through every cell of profiles/paper.yaml: images are tiny where the size is free, all widths, options and class
-counts are real. What would fail on the first step of a run of days fails here. `make test` takes one cell of each family and task, `make test-all` every cell."""
+"""A made-up batch goes through every cell of profiles/paper.yaml: images are tiny where the size is free, all widths,
+options and class
+counts are real. What would fail on the first step of a run of days fails here. `make test` takes one cell of each
+family and task, `make test-all` every cell.
+"""
 
 import copy
 import dataclasses
@@ -44,12 +47,17 @@ def classify(params, classes):
 
 def detect(params, classes):
     """An object of the first class and one of the last, on images of different sizes."""
-    images = [torch.randint(0, 256, (3, SIDE, SIDE), dtype=torch.uint8), torch.randint(0, 256, (3, SIDE, 96), dtype=torch.uint8)]
+    images = [
+        torch.randint(0, 256, (3, SIDE, SIDE), dtype=torch.uint8),
+        torch.randint(0, 256, (3, SIDE, 96), dtype=torch.uint8),
+    ]
     targets = []
     for image, label in zip(images, (1, classes), strict=True):
         masks = torch.zeros(1, *image.shape[1:], dtype=torch.uint8)
         masks[0, 8:40, 8:48] = 1
-        targets.append({"boxes": torch.tensor([[8.0, 8.0, 48.0, 40.0]]), "labels": torch.tensor([label]), "masks": masks})
+        targets.append(
+            {"boxes": torch.tensor([[8.0, 8.0, 48.0, 40.0]]), "labels": torch.tensor([label]), "masks": masks}
+        )
     return params, (images, targets)
 
 
@@ -63,7 +71,10 @@ def segment(params, classes):
 def generate(params, classes):
     """Latents of small pictures, of the first class and the last."""
     transform = dataclasses.replace(params.transform, image_size=SIDE)
-    return dataclasses.replace(params, transform=transform), (torch.randn(2, *transform.shape), torch.tensor([0, classes - 1]))
+    return dataclasses.replace(params, transform=transform), (
+        torch.randn(2, *transform.shape),
+        torch.tensor([0, classes - 1]),
+    )
 
 
 MADE_UP = {"classify": classify, "linearize": classify, "detect": detect, "segment": segment, "generate": generate}
@@ -75,9 +86,17 @@ def softmax_weights(tmp_path_factory):
     cell = load_section(TRAINING["baselines"].task.params, PROFILE, "baselines", "t5_softmax_tiny_imagenet")
     options = {**cell.options, "img_size": SIDE, "num_classes": 1000}
     file = tmp_path_factory.mktemp("softmax") / "weights.safetensors"
-    shown = {"input_size": (3, SIDE, SIDE), "interpolation": "bicubic", "crop_pct": 0.875, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    shown = {
+        "input_size": (3, SIDE, SIDE),
+        "interpolation": "bicubic",
+        "crop_pct": 0.875,
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+    }
     classes = [str(index) for index in range(1000)]
-    save_weights(file, build_model(cell.model, **options), name=cell.model, options=options, preprocessing=shown, classes=classes)
+    save_weights(
+        file, build_model(cell.model, **options), name=cell.model, options=options, preprocessing=shown, classes=classes
+    )
     return file
 
 
@@ -94,7 +113,13 @@ def test_a_batch_goes_through_every_cell(stage, cell, softmax_weights):
     model, _ = spec.build_model(params, names, init, f"{stage}.{cell}")
     loader = Loader([batch])
     datasets = Datasets(train=loader.dataset, held_out={"val": loader.dataset}, classes=names)
-    parts = {"model": model.train(), "train": loader, "held_out": {"val": loader}, "batch_size": 2, "device": torch.device("cpu")}
+    parts = {
+        "model": model.train(),
+        "train": loader,
+        "held_out": {"val": loader},
+        "batch_size": 2,
+        "device": torch.device("cpu"),
+    }
     task = spec.build_task(datasets, params, **parts)
     if params.teacher_from is not None:
         task.teacher = copy.deepcopy(model).eval()

@@ -25,10 +25,23 @@ def run(tmp_path_factory):
         shutil.copy(ROOT / name, source / name)
     empty.mkdir()
     offline = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*offline, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(base), str(source)]
+    build = [
+        *offline,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        str(base),
+        str(source),
+    ]
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     (wheel,) = base.glob("*.whl")
-    subprocess.run([*offline, "install", "--no-deps", "--no-index", "--target", str(installed), str(wheel)], check=True, timeout=300)
+    subprocess.run(
+        [*offline, "install", "--no-deps", "--no-index", "--target", str(installed), str(wheel)],
+        check=True,
+        timeout=300,
+    )
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         # the wheel first: an environment where the project is installed from its checkout has it as well
@@ -43,15 +56,16 @@ def run(tmp_path_factory):
 
 def test_it_has_every_file_that_the_code_reads(run):
     expected = {
-        file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.*") if file.suffix in (".yaml", ".html", ".py")
+        file.relative_to(ROOT)
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.*")
+        if file.suffix in (".yaml", ".html", ".py")
     }
     assert {file for file in expected if not (run.installed / file).is_file()} == set()
 
 
 def test_timm_builds_its_models(run):
-    code = (
-        "import repro.models, timm, torch; print(timm.create_model('vittt_nano_patch16_144')(torch.ones(1, 3, 144, 144)).isfinite().all())"
-    )
+    code = "import repro.models, timm, torch; print(timm.create_model('vittt_nano_patch16_144')(torch.ones(1, 3, 144, 144)).isfinite().all())"
     done = run("-c", code)
     assert (done.returncode, done.stdout.strip()) == (0, "tensor(True)"), done.stderr
 

@@ -3,8 +3,8 @@
     python docs/examples/sd_vae.py encode VAE data/imagenet data/imagenet_latents
     python docs/examples/sd_vae.py decoder VAE decoder.pt2
 
-VAE is an `AutoencoderKL` as diffusers (`pip install diffusers`) loads it: a folder, or a name on the Hugging Face hub. Both commands have
-`--help`; docs/training.md says more.
+VAE is an `AutoencoderKL` as diffusers (`pip install diffusers`) loads it: a folder, or a name on the Hugging Face hub.
+Both commands have `--help`; docs/training.md says more.
 """
 
 import io
@@ -49,12 +49,16 @@ def encode(
 
 
 def write_latents(vae: Any, pictures: Path, latents: Path, *, kind: str, image_size: int, batch_size: int) -> None:
-    """Write <latents>/<split>/<class>/<file of the picture>.npy, fp16 (2, K, h, w), without the scale; each is drawn from what the encoder gives."""
+    """Write <latents>/<split>/<class>/<file of the picture>.npy, fp16 (2, K, h, w), without the scale; each is drawn
+    from what the encoder gives.
+    """
     tree, device = scan_tree(pictures, kind), next(vae.parameters()).device
     for split, own in tree.splits.items():
         named = zip(own.targets, own.names, strict=True)
         files = [latents / split / tree.classes[target] / f"{name.decode()}.npy" for target, name in named]
-        loader = EvalLoader(open_split(tree, split, InputSettings(image_size=image_size, hflip=0.0)), batch_size=batch_size)
+        loader = EvalLoader(
+            open_split(tree, split, InputSettings(image_size=image_size, hflip=0.0)), batch_size=batch_size
+        )
         with Progress(f"latents of {split}", len(files), unit="images") as progress, torch.inference_mode():
             for batch, _ in loader:
                 asked = files[progress.done : progress.done + len(batch)]

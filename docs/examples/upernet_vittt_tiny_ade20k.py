@@ -1,10 +1,14 @@
-"""mmsegmentation's own training of UperNet with a backbone of this project: `Runner.from_cfg(Config.fromfile(this file)).train()`.
+"""mmsegmentation's own training of UperNet with a backbone of this project: `Runner.from_cfg(Config.fromfile(this
+file)).train()`.
 
-`repro segment` needs no such file. This one shows how a config of your own names the backbone; beside the model it has Vision-RWKV's
-recipe for its tiny size, without the layer-wise decay of the learning rate, for which mmengine has no rule for this backbone.
+`repro segment` needs no such file. This one shows how a config of your own names the backbone; beside the model it has
+Vision-RWKV's recipe for its tiny size, without the layer-wise decay of the learning rate, for which mmengine has no
+rule for this backbone.
 """
 
-custom_imports = dict(imports=["mmseg.models", "mmseg.datasets", "mmseg.evaluation", "repro.tasks.segmentation.mmseg_backbone"])
+custom_imports = dict(
+    imports=["mmseg.models", "mmseg.datasets", "mmseg.evaluation", "repro.tasks.segmentation.mmseg_backbone"]
+)
 default_scope = "mmseg"
 
 data_root = "data/ADEChallengeData2016"

@@ -1,7 +1,8 @@
 """The public operators around the scan: choice of a backend, checks of shapes, FLOP counts.
 
-Each is one launch forward. The models call them where `selected_backend` says `triton`, and plain PyTorch elsewhere; the backend
-`torch` is the reference, for tests and for tensors that the kernels cannot take. Shape letters as in `reference`.
+Each is one launch forward. The models call them where `selected_backend` says `triton`, and plain PyTorch elsewhere;
+the backend `torch` is the reference, for tests and for tensors that the kernels cannot take. Shape letters as in
+`reference`.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,14 @@ from .reference import (
 
 
 def conv_norm(
-    tokens: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, *, height: int, eps: float = 1e-6, backend: str = "auto"
+    tokens: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    *,
+    height: int,
+    eps: float = 1e-6,
+    backend: str = "auto",
 ) -> Tensor:
     """Tokens with their depth-wise convolution on the grid added, and the LayerNorm of that.
 
@@ -55,7 +63,9 @@ def conv_norm(
     return CONV_NORM(ConvNorm(tokens, weight, gamma, beta, height, eps), backend)
 
 
-def scan_convs(x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, *, backend: str = "auto") -> Tensor:
+def scan_convs(
+    x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, *, backend: str = "auto"
+) -> Tensor:
     """Keys and queries of both directions: causal depth-wise convolutions over four tokens of the same input.
 
     Args:
@@ -77,7 +87,9 @@ def scan_convs(x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_
     return SCAN_CONVS(ScanConvs(x, k_weight, k_bias, q_weight, q_bias), backend)
 
 
-def gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+def gated_norm(
+    z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6, backend: str = "auto"
+) -> Tensor:
     """GELU(gate) ⊙ LN(z of both directions), with the tanh approximation of GELU.
 
     Args:
@@ -117,7 +129,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str = "aut
     return GATED_LINEAR(GatedLinear(x, weight, bias), backend)
 
 
-def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32, leading: str = "tokens") -> str:
+def selected_backend(
+    backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32, leading: str = "tokens"
+) -> str:
     """The backend that will run for a request, of all four operators; errors are those of `dispatch.choose_backend`.
 
     `dtype` is that of the activations, and `leading` the name of the first one.
@@ -145,20 +159,31 @@ def _check_first(op: str, tensors: dict[str, Any], letters: str, sizes: tuple[in
     return tuple(tensors[leading].shape)
 
 
-def _check_others(op: str, tensors: dict[str, Tensor], shapes: dict[str, tuple], same_dtype: tuple[str, ...] = ()) -> None:
+def _check_others(
+    op: str, tensors: dict[str, Tensor], shapes: dict[str, tuple], same_dtype: tuple[str, ...] = ()
+) -> None:
     leading = next(iter(tensors))
-    dispatch.check_others(op, leading, tensors, {leading: tuple(tensors[leading].shape), **shapes}, (leading, *same_dtype))
+    dispatch.check_others(
+        op, leading, tensors, {leading: tuple(tensors[leading].shape), **shapes}, (leading, *same_dtype)
+    )
 
 
 def _register(
-    name: str, arguments: type, leading: str, formula: Callable[[Any], Tensor], shape: Callable[[Any], tuple], macs: Callable[[Any], int]
+    name: str,
+    arguments: type,
+    leading: str,
+    formula: Callable[[Any], Tensor],
+    shape: Callable[[Any], tuple],
+    macs: Callable[[Any], int],
 ) -> CustomOp:
     path = SimpleNamespace(forward=getattr(torch_path, name), backward=getattr(torch_path, f"{name}_backward"))
     return CustomOp(
         name,
         arguments,
         leading=leading,
-        select=lambda backend, x: selected_backend(backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype, leading=leading),
+        select=lambda backend, x: selected_backend(
+            backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype, leading=leading
+        ),
         reference=formula,
         torch_path=path,
         load_triton=partial(_load, name),
@@ -169,8 +194,12 @@ def _register(
     )
 
 
-CONV_NORM = _register("conv_norm", ConvNorm, "tokens", conv_norm_formula, lambda x: (2, *x.tokens.shape), lambda x: 9 * _size(x.tokens))
-SCAN_CONVS = _register("scan_convs", ScanConvs, "x", scan_convs_formula, lambda x: (2, *x.x.shape), lambda x: 8 * _size(x.x))
+CONV_NORM = _register(
+    "conv_norm", ConvNorm, "tokens", conv_norm_formula, lambda x: (2, *x.tokens.shape), lambda x: 9 * _size(x.tokens)
+)
+SCAN_CONVS = _register(
+    "scan_convs", ScanConvs, "x", scan_convs_formula, lambda x: (2, *x.x.shape), lambda x: 8 * _size(x.x)
+)
 GATED_NORM = _register("gated_norm", GatedNorm, "z", gated_norm_formula, lambda x: x.gate.shape, lambda x: 0)
 GATED_LINEAR = _register(
     "gated_linear",

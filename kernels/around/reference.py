@@ -12,7 +12,9 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 TAPS = 4  # of the causal convolutions
-ONES = 8  # columns of ones that `gated_linear` adds: eight two-byte numbers are the 16 bytes to which a GPU's products are aligned
+# columns of ones that `gated_linear` adds: eight two-byte numbers are the 16 bytes to which a GPU's products are
+# aligned
+ONES = 8
 
 
 class ConvNorm(NamedTuple):
@@ -47,7 +49,9 @@ class GatedNorm(NamedTuple):
 
 
 class GatedLinear(NamedTuple):
-    """x (B,T,D), weight (2F,D) and bias (2F,): first of the input of the sigmoid linear unit, then of what it is multiplied with."""
+    """x (B,T,D), weight (2F,D) and bias (2F,): first of the input of the sigmoid linear unit, then of what it is
+    multiplied with.
+    """
 
     x: Tensor
     weight: Tensor

@@ -38,7 +38,9 @@ def conv_norm_backward(dout: Tensor, x: ConvNorm) -> tuple[Tensor, ...]:
     image = tokens.transpose(1, 2).unflatten(2, (x.height, -1))
     y = tokens + F.conv2d(image, weight[:, None], padding=1, groups=len(weight)).flatten(2).transpose(1, 2)
     var, mean = torch.var_mean(y, -1, correction=0, keepdim=True)
-    g, dgamma, dbeta = _ops.native_layer_norm_backward(dnorm, y, gamma.shape, mean, (var + x.eps).rsqrt(), gamma, beta, _BOTH)
+    g, dgamma, dbeta = _ops.native_layer_norm_backward(
+        dnorm, y, gamma.shape, mean, (var + x.eps).rsqrt(), gamma, beta, _BOTH
+    )
     g = g + dy
     dimage = g.transpose(1, 2).unflatten(2, (x.height, -1))
     given = weight[:, None], None, [1, 1], [1, 1], [1, 1], False, [0, 0], len(weight), [True, True, False]

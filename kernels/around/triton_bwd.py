@@ -1,7 +1,8 @@
-"""The operators around the scan in Triton: the backward passes, which compute again what they need of the forward passes.
+"""The operators around the scan in Triton: the backward passes, which compute again what they need of the forward
+passes.
 
-Every program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that tokens share; torch adds them up.
-There are no atomics: two runs give the same bits. Shape letters as in `reference`.
+Every program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that tokens share;
+torch adds them up. There are no atomics: two runs give the same bits. Shape letters as in `reference`.
 """
 
 import torch
@@ -33,7 +34,8 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """g, the gradient of y, from those of y and its norm, which lie `size` numbers apart; the sums are those of gamma and beta.
+    """g, the gradient of y, from those of y and its norm, which lie `size` numbers apart; the sums are those of gamma
+    and beta.
 
     y itself is computed again: in the dtype in which it was written, it would not give gradients to fp32.
     """
@@ -74,7 +76,8 @@ def conv_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of the tokens, from that of the convolution and of the tokens that it is added to; the sums are those of
+    """The gradient of the tokens, from that of the convolution and of the tokens that it is added to; the sums are
+    those of
     the nine taps.
     """
     b = tl.program_id(1).to(tl.int64)
@@ -118,7 +121,9 @@ def scan_convs_backward_kernel(
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of x from those of k and q, `size` numbers apart. The rows of `sums` are k's four taps, q's four, and both biases."""
+    """The gradient of x from those of k and q, `size` numbers apart. The rows of `sums` are k's four taps, q's four,
+    and both biases.
+    """
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(2).to(tl.int64)
     some = c < 2 * D
@@ -136,8 +141,12 @@ def scan_convs_backward_kernel(
         for i in tl.static_range(4):
             away = (3 - i) * back[None, :]
             at = t[:, None] + away
-            x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=inside & (at >= 0) & (at < T), other=0.0).to(tl.float32)
-            sums += tl.where(n == i, tl.sum(dk * x, 0)[None, :], 0.0) + tl.where(n == 4 + i, tl.sum(dq * x, 0)[None, :], 0.0)
+            x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=inside & (at >= 0) & (at < T), other=0.0).to(
+                tl.float32
+            )
+            sums += tl.where(n == i, tl.sum(dk * x, 0)[None, :], 0.0) + tl.where(
+                n == 4 + i, tl.sum(dq * x, 0)[None, :], 0.0
+            )
             # this token is tap i of the one as far on the other side
             at = t[:, None] - away
             there = inside & (at >= 0) & (at < T)
@@ -186,7 +195,11 @@ def gated_norm_backward_kernel(
         opened, s = gelu(g)
         d = tl.load(dout_ptr + t[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
         slope = s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        tl.store(dgate_ptr + t[:, None] * D + c[None, :], (d * (x * weight + bias) * slope).to(dgate_ptr.dtype.element_ty), mask=here)
+        tl.store(
+            dgate_ptr + t[:, None] * D + c[None, :],
+            (d * (x * weight + bias) * slope).to(dgate_ptr.dtype.element_ty),
+            mask=here,
+        )
         d *= opened
         dweight += d * x
         dbias += d
@@ -218,23 +231,31 @@ def activation_backward_kernel(
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs untuned."""
+    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs
+    untuned.
+    """
     rows = max(1, 1024 // triton.next_power_of_2(width))
     return [triton.Config({"ROWS": each, "LOOP": LOOP}, num_warps=4, num_stages=1) for each in (rows, 2 * rows)]
 
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the causal convolutions."""
-    return [triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (16, 32)]
+    return [
+        triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (16, 32)
+    ]
 
 
 def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the activation."""
-    return [triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))]
+    return [
+        triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))
+    ]
 
 
 def _most_programs(count: int, candidates: list[triton.Config], name: str) -> int:
-    """The programs along the tokens with the config that needs the most: as many rows of partial sums are held, zeros at the end."""
+    """The programs along the tokens with the config that needs the most: as many rows of partial sums are held, zeros
+    at the end.
+    """
     return max(triton.cdiv(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 
 
@@ -248,7 +269,13 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     shared = {"tokens_ptr": tokens, "weight_ptr": x.weight.contiguous(), "g_ptr": g, "T": T, "width": T // x.height}
     shared |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
     grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
-    arguments = {"dout_ptr": dout.contiguous(), "gamma_ptr": x.gamma.contiguous(), "sums_ptr": norm, "size": B * T * D, "eps": x.eps}
+    arguments = {
+        "dout_ptr": dout.contiguous(),
+        "gamma_ptr": x.gamma.contiguous(),
+        "sums_ptr": norm,
+        "size": B * T * D,
+        "eps": x.eps,
+    }
     launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, shared | arguments, tokens.device, config)
     arguments = shared | {"dtokens_ptr": dtokens, "sums_ptr": conv}
     launch(conv_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
@@ -263,7 +290,12 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
     (given, rows), dout = as_rows(x.x), dout.contiguous()
     dx = x.x.new_empty(B, T, E)
     sums = dx.new_zeros(B * _most_programs(T, block_configs(dx.dtype, E), "TOKENS"), 10, E, dtype=torch.float32)
-    arguments = {"dout_ptr": dout, "x_ptr": given, "k_weight_ptr": x.k_weight.contiguous(), "q_weight_ptr": x.q_weight.contiguous()}
+    arguments = {
+        "dout_ptr": dout,
+        "x_ptr": given,
+        "k_weight_ptr": x.k_weight.contiguous(),
+        "q_weight_ptr": x.q_weight.contiguous(),
+    }
     arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     grid = lambda c: (triton.cdiv(T, c["TOKENS"] * c["LOOP"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
     launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
@@ -278,8 +310,20 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
     gate, rows = as_rows(x.gate)
     dz, dgate = x.z.new_empty(x.z.shape), gate.new_empty(B, T, D)
     sums = dz.new_zeros(_most_programs(B * T, row_configs(dz.dtype, D), "ROWS"), 2, D, dtype=torch.float32)
-    arguments = {"dout_ptr": dout.contiguous(), "z_ptr": x.z.contiguous(), "gate_ptr": gate, "dz_ptr": dz, "dgate_ptr": dgate}
-    arguments |= {"weight_ptr": x.weight.contiguous(), "bias_ptr": x.bias.contiguous(), "sums_ptr": sums, "count": B * T, "rows": rows}
+    arguments = {
+        "dout_ptr": dout.contiguous(),
+        "z_ptr": x.z.contiguous(),
+        "gate_ptr": gate,
+        "dz_ptr": dz,
+        "dgate_ptr": dgate,
+    }
+    arguments |= {
+        "weight_ptr": x.weight.contiguous(),
+        "bias_ptr": x.bias.contiguous(),
+        "sums_ptr": sums,
+        "count": B * T,
+        "rows": rows,
+    }
     arguments |= {"eps": x.eps, "D": D, "WIDTH": triton.next_power_of_2(D)}
     grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
     launch(gated_norm_backward_kernel, row_configs, (dz.dtype, D), grid, arguments, dz.device, config)
@@ -288,7 +332,9 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
 
 
 def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias; h, which the forward pass does not write, is computed again by PyTorch's product."""
+    """The gradients of x, weight and bias; h, which the forward pass does not write, is computed again by PyTorch's
+    product.
+    """
     (B, T, D), hidden = x.x.shape, len(x.weight) // 2
     dtype, tokens, weight = x.x.dtype, x.x.reshape(B * T, D), x.weight.to(x.x.dtype)
     h = torch.addmm(x.bias.to(dtype), tokens, weight.T)

@@ -1,8 +1,8 @@
 """The operators around the scan in Triton: the forward passes.
 
-All are limited by memory: each reads its inputs and writes its output once. Values are fp32 in registers, one program for a few tokens
-and, where a norm needs a whole row, all channels. Rows may be longer than what is used of them: gate and x are slices of a
-projection's output, taken as they lie. Shape letters as in `reference`.
+All are limited by memory: each reads its inputs and writes its output once. Values are fp32 in registers, one program
+for a few tokens and, where a norm needs a whole row, all channels. Rows may be longer than what is used of them: gate
+and x are slices of a projection's output, taken as they lie. Shape letters as in `reference`.
 """
 
 import torch
@@ -35,7 +35,9 @@ def gelu(g):
 
 @triton.jit
 def convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D: tl.constexpr):
-    """Tokens t of an image, whose channels c lie at `tile`, with the sum of their nine weighted neighbours on the grid added."""
+    """Tokens t of an image, whose channels c lie at `tile`, with the sum of their nine weighted neighbours on the grid
+    added.
+    """
     y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
     column = t % width
     for i in tl.static_range(9):
@@ -49,7 +51,18 @@ def convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "width"])
 def conv_norm_kernel(
-    tokens_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, T, width, size, eps, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+    tokens_ptr,
+    weight_ptr,
+    gamma_ptr,
+    beta_ptr,
+    out_ptr,
+    T,
+    width,
+    size,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """`size` is B·T·D, the distance from y to its norm."""
     b = tl.program_id(1).to(tl.int64)
@@ -81,7 +94,9 @@ def scan_convs_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. Tap i is 3 − i tokens back."""
+    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. Tap i is 3 −
+    i tokens back.
+    """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(2).to(tl.int64)
@@ -91,7 +106,9 @@ def scan_convs_kernel(
     q = tl.load(q_bias_ptr + c, mask=some, other=0.0).to(tl.float32)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(4):
         at = t[:, None] + (3 - i) * back[None, :]
-        x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=(at >= 0) & (at < T) & some[None, :], other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=(at >= 0) & (at < T) & some[None, :], other=0.0).to(
+            tl.float32
+        )
         k += x * tl.load(k_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
         q += x * tl.load(q_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
     tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
@@ -102,7 +119,17 @@ def scan_convs_kernel(
 
 @triton.jit(do_not_specialize=["count", "rows"])
 def gated_norm_kernel(
-    z_ptr, gate_ptr, weight_ptr, bias_ptr, out_ptr, count, rows, eps, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+    z_ptr,
+    gate_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    count,
+    rows,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """`count` is B·T; a token of the gate has `rows` numbers, of which D are used."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -131,11 +158,19 @@ def gated_linear_kernel(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """`count` is B·T. HIDDEN is F, PAD the number of columns of ones. Both products of a tile of outputs share their tile of x."""
+    """`count` is B·T. HIDDEN is F, PAD the number of columns of ones. Both products of a tile of outputs share their
+    tile of x.
+    """
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.zeros((TOKENS, BLOCK), tl.float32) + tl.load(bias_ptr + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
-    b = tl.zeros((TOKENS, BLOCK), tl.float32) + tl.load(bias_ptr + HIDDEN + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    a = (
+        tl.zeros((TOKENS, BLOCK), tl.float32)
+        + tl.load(bias_ptr + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    )
+    b = (
+        tl.zeros((TOKENS, BLOCK), tl.float32)
+        + tl.load(bias_ptr + HIDDEN + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    )
     for start in tl.range(0, D, DEPTH):
         d = start + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=(t < count)[:, None] & (d < D)[None, :], other=0.0)
@@ -148,34 +183,52 @@ def gated_linear_kernel(
 
 
 def unsupported(dtype: torch.dtype, leading: str) -> str | None:
-    """Why these kernels cannot run activations of this dtype, the first of which is called `leading`, or None where they can."""
+    """Why these kernels cannot run activations of this dtype, the first of which is called `leading`, or None where
+    they can.
+    """
     return dtype_obstacle(leading, dtype, DTYPES)
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs untuned."""
+    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs
+    untuned.
+    """
     rows = max(1, 2048 // triton.next_power_of_2(width))
-    return [triton.Config({"ROWS": each}, num_warps=4, num_stages=1) for each in dict.fromkeys((rows, max(1, rows // 2), 2 * rows))]
+    return [
+        triton.Config({"ROWS": each}, num_warps=4, num_stages=1)
+        for each in dict.fromkeys((rows, max(1, rows // 2), 2 * rows))
+    ]
 
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the causal convolutions."""
-    return [triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1) for tokens in (TOKENS, 2 * TOKENS)]
+    return [
+        triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1) for tokens in (TOKENS, 2 * TOKENS)
+    ]
 
 
 def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the product with its activation."""
     if dtype == torch.float32:
-        return [triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": depth}, num_warps=4, num_stages=2) for depth in (16, 32)]
+        return [
+            triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": depth}, num_warps=4, num_stages=2) for depth in (16, 32)
+        ]
     sizes = (128, 64, 8), (64, 64, 4), (128, 128, 8)
-    return [triton.Config({"TOKENS": tokens, "BLOCK": block, "DEPTH": 64}, num_warps=warps, num_stages=3) for tokens, block, warps in sizes]
+    return [
+        triton.Config({"TOKENS": tokens, "BLOCK": block, "DEPTH": 64}, num_warps=warps, num_stages=3)
+        for tokens, block, warps in sizes
+    ]
 
 
 def row_stride(x: Tensor) -> int | None:
     """Numbers from one token of x (B,T,·) to the next, if this number describes its layout; else None."""
     B, T, _ = x.shape
     expected = (T * x.stride(1), x.stride(1), 1)
-    return x.stride(1) if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), expected, strict=True)) else None
+    return (
+        x.stride(1)
+        if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), expected, strict=True))
+        else None
+    )
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -192,7 +245,15 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("weight", "gamma", "beta")}
     arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": T // x.height, "size": B * T * D, "eps": x.eps}
     arguments |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
-    launch(conv_norm_kernel, row_configs, (tokens.dtype, D), lambda c: (triton.cdiv(T, c["ROWS"]), B), arguments, tokens.device, config)
+    launch(
+        conv_norm_kernel,
+        row_configs,
+        (tokens.dtype, D),
+        lambda c: (triton.cdiv(T, c["ROWS"]), B),
+        arguments,
+        tokens.device,
+        config,
+    )
     return out
 
 
@@ -213,9 +274,29 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
     B, T, D = x.gate.shape
     gate, rows = as_rows(x.gate)
     out = x.z.new_empty(B, T, D)
-    arguments = {"z_ptr": x.z.contiguous(), "gate_ptr": gate, "weight_ptr": x.weight.contiguous(), "bias_ptr": x.bias.contiguous()}
-    arguments |= {"out_ptr": out, "count": B * T, "rows": rows, "eps": x.eps, "D": D, "WIDTH": triton.next_power_of_2(D)}
-    launch(gated_norm_kernel, row_configs, (out.dtype, D), lambda c: (triton.cdiv(B * T, c["ROWS"]),), arguments, out.device, config)
+    arguments = {
+        "z_ptr": x.z.contiguous(),
+        "gate_ptr": gate,
+        "weight_ptr": x.weight.contiguous(),
+        "bias_ptr": x.bias.contiguous(),
+    }
+    arguments |= {
+        "out_ptr": out,
+        "count": B * T,
+        "rows": rows,
+        "eps": x.eps,
+        "D": D,
+        "WIDTH": triton.next_power_of_2(D),
+    }
+    launch(
+        gated_norm_kernel,
+        row_configs,
+        (out.dtype, D),
+        lambda c: (triton.cdiv(B * T, c["ROWS"]),),
+        arguments,
+        out.device,
+        config,
+    )
     return out
 
 
@@ -223,7 +304,11 @@ def gated_linear(x: GatedLinear, config: triton.Config | None = None) -> Tensor:
     """(B,T,F+8)."""
     (B, T, D), hidden = x.x.shape, len(x.weight) // 2
     out = x.x.new_empty(B, T, hidden + ONES)
-    arguments = {"x_ptr": x.x.contiguous(), "weight_ptr": x.weight.to(out.dtype).contiguous(), "bias_ptr": x.bias.contiguous()}
+    arguments = {
+        "x_ptr": x.x.contiguous(),
+        "weight_ptr": x.weight.to(out.dtype).contiguous(),
+        "bias_ptr": x.bias.contiguous(),
+    }
     arguments |= {"out_ptr": out, "count": B * T, "D": D, "HIDDEN": hidden, "PAD": ONES}
     grid = lambda c: (triton.cdiv(B * T, c["TOKENS"]), triton.cdiv(hidden + ONES, c["BLOCK"]))  # noqa: E731
     launch(gated_linear_kernel, product_configs, (out.dtype, D), grid, arguments, out.device, config)

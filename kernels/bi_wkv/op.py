@@ -16,13 +16,15 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
 
         out_t = [Σ_{i≠t} e^{k_i − (|t−i| − 1) w} v_i + e^{k_t + u} v_t] / [the same without v]
 
-    w and u come ALREADY DIVIDED BY T, as the equation has them here: a model divides its decay and bonus itself. This is the
-    paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula` for how and by how much.
+    w and u come ALREADY DIVIDED BY T, as the equation has them here: a model divides its decay and bonus itself. This
+    is the paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula` for how and by
+    how much.
 
     Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Their relative error is
-    about 1e-7 times the largest exponent that matters, at any T. |w| T is at most 1e7, of either sign: more is refused, and on a GPU,
-    where to look would stall it, gives NaN. |u| and |k| stay below 1e29. Inputs are not written to. NaN in a channel of an image
-    fills that channel. Every argument has a gradient. Second derivatives need the reference backend.
+    about 1e-7 times the largest exponent that matters, at any T. |w| T is at most 1e7, of either sign: more is refused,
+    and on a GPU, where to look would stall it, gives NaN. |u| and |k| stay below 1e29. Inputs are not written to. NaN
+    in a channel of an image fills that channel. Every argument has a gradient. Second derivatives need the reference
+    backend.
 
     Args:
         w: (C,), the decay per token; if negative, far tokens weigh more.
@@ -34,7 +36,8 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
         out (B,T,C) in k's dtype.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
+            argument.
     """
     tensors = {"w": w, "u": u, "k": k, "v": v}
     dispatch.check_are_tensors("bi_wkv", tensors)
@@ -47,10 +50,11 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
 def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
     """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
-    under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched PyTorch operations with a hand-written backward pass, for any device.
-    `reference` is the equation over all pairs of tokens under autograd. `auto` takes `triton` on a GPU that can run it, `numba` on a CPU
-    where it is installed, else `torch`. `dtype` is k's. Errors are those of `dispatch.choose_backend`.
+    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
+    slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched
+    PyTorch operations with a hand-written backward pass, for any device. `reference` is the equation over all pairs of
+    tokens under autograd. `auto` takes `triton` on a GPU that can run it, `numba` on a CPU where it is installed, else
+    `torch`. `dtype` is k's. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "k", _load_triton, dtype, has_loops=True)
 
@@ -70,8 +74,8 @@ def _load_loops():
 def forward_flops(shape: Sequence[int]) -> int:
     """For k of shape (B,T,C): 2 for each of the 6 multiply-adds of a token and channel.
 
-    These are e^{−w} times the state plus the token, for numerator and denominator in two directions, and the token itself with e^u.
-    The paper's own count is 29 per token and channel.
+    These are e^{−w} times the state plus the token, for numerator and denominator in two directions, and the token
+    itself with e^u. The paper's own count is 29 per token and channel.
     """
     B, T, C = shape
     return 2 * 6 * B * T * C

@@ -1,23 +1,26 @@
 """Bi-WKV in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other device.
 
-Everything is in powers of two. A pair (e, x) of exponents (B,T,C) and values (2,B,T,C) stands for 2^e x; the two values are a
-weighted sum and the sum of its weights, the output's numerator and denominator. With tokens as (k log2 e, [v, 1]), decay W =
-w log2 e and bonus U = u log2 e, a direction's state before token t and the sum that is divided are
+Everything is in powers of two. A pair (e, x) of exponents (B,T,C) and values (2,B,T,C) stands for 2^e x; the two values
+are a weighted sum and the sum of its weights, the output's numerator and denominator. With tokens as (k log2 e, [v,
+1]), decay W = w log2 e and bonus U = u log2 e, a direction's state before token t and the sum that is divided are
 
-    left_t = Σ_{i<t} 2^{−(t−i−1) W} token_i,      total_t = left_t + right_t + 2^U token_t,      out_t = total_t[0] / total_t[1]
+    left_t = Σ_{i<t} 2^{−(t−i−1) W} token_i,      total_t = left_t + right_t + 2^U token_t,      out_t = total_t[0] /
+    total_t[1]
 
-`_scan` takes eight neighbouring tokens as a chunk, all chunks side by side. A sweep gives the states within the chunks and the
-chunks' sums; a scan over these sums (the same function, with decay 8 W) gives the states at the chunks' starts, which are added.
-Time is linear in T, and the number of operations grows with log T. The exponents that are carried along are running maxima, which
-is right for any k, w and u. Where the powers of a whole sequence fit a float, as in a trained model, e is None and 2^e is in x.
+`_scan` takes eight neighbouring tokens as a chunk, all chunks side by side. A sweep gives the states within the chunks
+and the chunks' sums; a scan over these sums (the same function, with decay 8 W) gives the states at the chunks' starts,
+which are added. Time is linear in T, and the number of operations grows with log T. The exponents that are carried
+along are running maxima, which is right for any k, w and u. Where the powers of a whole sequence fit a float, as in a
+trained model, e is None and 2^e is in x.
 
-The backward pass repeats the scans. The gradient is the same kind of sum: with the adjoint tokens (−E, [g, g out] / den), where
-total = 2^E [num, den] and g is out's gradient, and with ⟨a, b⟩ = a[0] b[0] − a[1] b[1],
+The backward pass repeats the scans. The gradient is the same kind of sum: with the adjoint tokens (−E, [g, g out] /
+den), where total = 2^E [num, den] and g is out's gradient, and with ⟨a, b⟩ = a[0] b[0] − a[1] b[1],
 
     dv = 2^k adjoint_total[0]       dk = ⟨token, adjoint_total⟩       du = Σ_t 2^U ⟨token, adjoint_token⟩
     dw = −Σ_t 2^{−W} (⟨left_t, adjoint_right_t⟩ + ⟨right_t, adjoint_left_t⟩)
 
-since a token between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair. Shape letters as in `reference`.
+since a token between i and t stands for one of the |t−i| − 1 factors e^{−w} of that pair. Shape letters as in
+`reference`.
 """
 
 import functools
@@ -33,8 +36,8 @@ from .reference import EMPTY, Arguments, check_decay
 
 _CHUNK = 8
 _BLOCK = 2**18  # elements of the tokens' values that are handled at once: scratch memory stays in the cache
-# Without exponents the powers of a sequence stay within 2^±_POWERS and |v| below 2^_VALUES: they, and the product of both with a
-# gradient of any usual size, fit an fp32's 2^±126.
+# Without exponents the powers of a sequence stay within 2^±_POWERS and |v| below 2^_VALUES: they, and the product of
+# both with a gradient of any usual size, fit an fp32's 2^±126.
 _POWERS, _VALUES = 60, 40
 
 Weighted = tuple[Tensor | None, Tensor]
@@ -50,7 +53,8 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     w, u, k, v = x
     out, T = torch.empty_like(k, memory_format=torch.contiguous_format), k.shape[1]
     blocks = _blocks(k.shape)
-    memory = _memory(k[blocks[0]], 3)  # once for all blocks, since the first is the largest: new pages cost more than a scan
+    # once for all blocks, since the first is the largest: new pages cost more than a scan
+    memory = _memory(k[blocks[0]], 3)
     for here in blocks:
         B, _, C = k[here].shape
         values, left, right = memory[:, :, :B, :, :C]
@@ -95,7 +99,11 @@ def _blocks(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
     B, T, C = shape
     images = max(1, _BLOCK // (2 * T * C))
     channels = min(C, max(32, _BLOCK // (2 * T)))
-    return [(slice(b, b + images), slice(None), slice(c, c + channels)) for b in range(0, B, images) for c in range(0, C, channels)]
+    return [
+        (slice(b, b + images), slice(None), slice(c, c + channels))
+        for b in range(0, B, images)
+        for c in range(0, C, channels)
+    ]
 
 
 def _memory(k: Tensor, number: int) -> Tensor:

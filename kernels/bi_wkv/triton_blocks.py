@@ -1,4 +1,6 @@
-"""What Bi-WKV's Triton kernels do with a block of tokens, a tuple of rows: loads, states, sums, outputs. See `triton_fwd`."""
+"""What Bi-WKV's Triton kernels do with a block of tokens, a tuple of rows: loads, states, sums, outputs. See
+`triton_fwd`.
+"""
 
 import triton
 import triton.language as tl
@@ -49,8 +51,8 @@ def add_block(w, m, a, b, exponents, xs, ys):
 def load_rows(pointer, left, there, C: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = 0):
     """A tuple of BLOCK tokens in fp32; zeros from the `left`-th on.
 
-    WHOLE: 1 where all tokens exist, 2 where all channels do as well. Without a mask for each row, all loads are under way at once:
-    there are few registers for masks, and a load waits for one until an earlier one has come back.
+    WHOLE: 1 where all tokens exist, 2 where all channels do as well. Without a mask for each row, all loads are under
+    way at once: there are few registers for masks, and a load waits for one until an earlier one has come back.
     """
     rows = ()
     for j in tl.static_range(BLOCK):
@@ -115,7 +117,9 @@ def products(xs, ys):
 
 @triton.jit
 def sums_behind(decay, state, xs):
-    """At each token the sum of the rows behind it, times `decay` for each token in between; `state` is the sum behind the block."""
+    """At each token the sum of the rows behind it, times `decay` for each token in between; `state` is the sum behind
+    the block.
+    """
     sums = ()
     for j in tl.static_range(len(xs) - 1, -1, -1):
         sums = (state,) + sums
@@ -194,7 +198,9 @@ def sum_rows(w, offset, exponents, xs):
 
 
 @triton.jit
-def go_back(w, m, a, b, k_ptr, v_ptr, behind_ptr, i, T, there, one, C: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr):
+def go_back(
+    w, m, a, b, k_ptr, v_ptr, behind_ptr, i, T, there, one, C: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr
+):
     """Write the state behind block i, and give the one in front of it."""
     at, left = tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
@@ -223,7 +229,9 @@ def go_gently(
     KEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Write the outputs of block i, with one exponent for each direction, from the state in front of it; give the one behind it."""
+    """Write the outputs of block i, with one exponent for each direction, from the state in front of it; give the one
+    behind it.
+    """
     at, left = tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)
@@ -262,7 +270,23 @@ def go_gently(
 
 @triton.jit
 def go_on(
-    w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, one, C: tl.constexpr, BLOCK_T: tl.constexpr, KEEP: tl.constexpr
+    w,
+    u,
+    m,
+    a,
+    b,
+    k_ptr,
+    v_ptr,
+    behind_ptr,
+    out_ptr,
+    lse_ptr,
+    i,
+    T,
+    there,
+    one,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """As `go_gently`, with an exponent for each token."""
     at, left = tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T

@@ -4,17 +4,17 @@ Token i has the weight p_ti = e^{s_ti − L_t} in output t, and with g the gradi
 
     dv_i = Σ_t p_ti g_t        dk_i = v_i dv_i − Σ_t p_ti g_t out_t        du = Σ_t p_tt g_t (v_t − out_t)
 
-These are sums of the same kind as the output's, of adjoint tokens with the exponents −L_t and the values g_t and g_t out_t. They
-need no maximum beyond the running ones, since p ≤ 1. A token c between i and t stands for one of the |t−i| − 1 factors e^{−w} of
-that pair,
+These are sums of the same kind as the output's, of adjoint tokens with the exponents −L_t and the values g_t and g_t
+out_t. They need no maximum beyond the running ones, since p ≤ 1. A token c between i and t stands for one of the |t−i|
+− 1 factors e^{−w} of that pair,
 
     dw = −Σ_c e^{−w} (a G' − b H' + a' G − b' H)
 
 with the states (a, b) of the tokens before c, (a', b') of those behind it, and (G, H), (G', H') of the adjoint tokens.
 
-The kernel goes through the tokens as the forward kernel does, with two states in each direction, 24 bytes of scratch memory for a
-block and channel. Every program writes its own sums of dw and du, and torch adds them up. There are no atomics: two runs give the
-same bits. Shape letters as in `triton_fwd`.
+The kernel goes through the tokens as the forward kernel does, with two states in each direction, 24 bytes of scratch
+memory for a block and channel. Every program writes its own sums of dw and du, and torch adds them up. There are no
+atomics: two runs give the same bits. Shape letters as in `triton_fwd`.
 """
 
 import torch
@@ -135,7 +135,11 @@ def backward(
     arguments = shared_arguments(x)
     dk, dv = torch.empty_like(arguments["k_ptr"]), torch.empty_like(arguments["v_ptr"])
     dw, du = (x.k.new_empty((B, C), dtype=torch.float32) for _ in range(2))
-    arguments |= {"dout_ptr": dout.to(x.k.dtype).contiguous(), "out_ptr": out.contiguous(), "lse_ptr": states.contiguous()}
+    arguments |= {
+        "dout_ptr": dout.to(x.k.dtype).contiguous(),
+        "out_ptr": out.contiguous(),
+        "lse_ptr": states.contiguous(),
+    }
     arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv}
     run(backward_kernel, arguments, 6, x, config)
     return dw.sum(0).to(x.w.dtype), du.sum(0).to(x.u.dtype), dk, dv

@@ -1,20 +1,23 @@
 """Bi-WKV in Triton: the forward pass, and what it shares with the backward pass.
 
-One program walks through some tokens of one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T tokens at a
-time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own registers. Its latency is
-hidden by the other programs, of which there are many: the operator is associative, and a long sequence is cut into segments. Then
-there are three launches: the sum of each segment in both directions, a short scan over the segments for the states at their ends, and
-the outputs, each segment from these states. k and v are read once more for that.
+One program walks through some tokens of one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T
+tokens at a time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own
+registers. Its latency is hidden by the other programs, of which there are many: the operator is associative, and a long
+sequence is cut into segments. Then there are three launches: the sum of each segment in both directions, a short scan
+over the segments for the states at their ends, and the outputs, each segment from these states. k and v are read once
+more for that.
 
-Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b, where m is a running maximum of exponents. This
-is right for any k, w and u. The kernel goes through the tokens twice. Backward, it adds up blocks to the state behind each block,
-which goes to scratch memory, 12 bytes for a block and channel. Forward, it has the state before the block in registers, fetches the
-one behind it, and goes from both through the block. The second time k and v come from the cache where a segment is short.
+Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b, where m is a running maximum of
+exponents. This is right for any k, w and u. The kernel goes through the tokens twice. Backward, it adds up blocks to
+the state behind each block, which goes to scratch memory, 12 bytes for a block and channel. Forward, it has the state
+before the block in registers, fetches the one behind it, and goes from both through the block. The second time k and v
+come from the cache where a segment is short.
 
-Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one exponent for each
-direction serves a whole block: the token or state that it comes from has a weight of at least 2^−GENTLE in all outputs of the block,
-and what is too small for a float beside it does not matter, whatever k is. That saves a fifth of the instructions, which are what
-limits this kernel. Otherwise every token has its own maximum. Shape letters as in `reference`.
+Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one
+exponent for each direction serves a whole block: the token or state that it comes from has a weight of at least
+2^−GENTLE in all outputs of the block, and what is too small for a float beside it does not matter, whatever k is. That
+saves a fifth of the instructions, which are what limits this kernel. Otherwise every token has its own maximum. Shape
+letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -50,9 +53,19 @@ SEGMENT = 256  # tokens, a multiple of every BLOCK_T
 
 @triton.jit(do_not_specialize=["T", "bucket"])
 def sums_kernel(
-    w_ptr, k_ptr, v_ptr, sums_ptr, T, bucket, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr
+    w_ptr,
+    k_ptr,
+    v_ptr,
+    sums_ptr,
+    T,
+    bucket,
+    C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
-    """What each segment adds to the state behind it, and to the one in front of it: both, one after the other, to sums (B,S,2,3,C).
+    """What each segment adds to the state behind it, and to the one in front of it: both, one after the other, to sums
+    (B,S,2,3,C).
 
     The first is not that of the last segment where that is shorter, which nothing needs.
     """
@@ -152,7 +165,9 @@ def forward_kernel(
     if full < blocks:
         m, a, b = go_back(w, m, a, b, k_ptr + start, v_ptr + start, behind_ptr, full, T, there, one, C, BLOCK_T, 0)
     for done in tl.range(0, full):
-        m, a, b = go_back(w, m, a, b, k_ptr + start, v_ptr + start, behind_ptr, full - 1 - done, T, there, one, C, BLOCK_T, WHOLE)
+        m, a, b = go_back(
+            w, m, a, b, k_ptr + start, v_ptr + start, behind_ptr, full - 1 - done, T, there, one, C, BLOCK_T, WHOLE
+        )
 
     m, a, b = nothing(BLOCK_C)
     if SEGMENT:
@@ -163,12 +178,18 @@ def forward_kernel(
     lse_ptr += start
     if is_gentle(w, u, BLOCK_T):
         for i in tl.range(0, full):
-            m, a, b = go_gently(w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, C, BLOCK_T, KEEP, WHOLE)
+            m, a, b = go_gently(
+                w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, C, BLOCK_T, KEEP, WHOLE
+            )
         if full < blocks:
-            m, a, b = go_gently(w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, full, T, there, C, BLOCK_T, KEEP, 0)
+            m, a, b = go_gently(
+                w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, full, T, there, C, BLOCK_T, KEEP, 0
+            )
     else:
         for i in tl.range(0, blocks):
-            m, a, b = go_on(w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, one, C, BLOCK_T, KEEP)
+            m, a, b = go_on(
+                w, u, m, a, b, k_ptr, v_ptr, behind_ptr, out_ptr, lse_ptr, i, T, there, one, C, BLOCK_T, KEEP
+            )
 
 
 def unsupported(dtype: torch.dtype) -> str | None:
@@ -177,7 +198,9 @@ def unsupported(dtype: torch.dtype) -> str | None:
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
-    """The shape of `forward`'s states for k of shape (B,T,C): a logarithm for each output, or none. Takes symbolic sizes."""
+    """The shape of `forward`'s states for k of shape (B,T,C): a logarithm for each output, or none. Takes symbolic
+    sizes.
+    """
     return tuple(shape) if keep_states else (0,)
 
 
@@ -204,7 +227,8 @@ def config_of(tokens: int, warps: int) -> triton.Config:
 def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: contiguous k and v, w and u in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of channels in all images: the best config depends on how full the device is.
+    `bucket` has the powers of two of T and of the number of channels in all images: the best config depends on how full
+    the device is.
     """
     B, T, C = x.k.shape
     return {
@@ -218,7 +242,9 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     }
 
 
-def run(kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int = 1) -> None:
+def run(
+    kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int = 1
+) -> None:
     """Launch either kernel, with memory for `states` numbers of each block of a sequence.
 
     The blocks are those of the config with the most of them if it is not yet known which one will run.
@@ -249,7 +275,15 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
         grid = lambda c: (B, triton.cdiv(C, c["BLOCK_C"]), segments)  # noqa: E731
         launch(sums_kernel, configs, (out.dtype,), grid, given, out.device, config)
         given = shared | {"ends_ptr": ends, "segments": segments}
-        launch(ends_kernel, ends_configs, (), lambda c: (B, triton.cdiv(C, c["BLOCK_C"])), given, out.device, ends_configs()[0])
+        launch(
+            ends_kernel,
+            ends_configs,
+            (),
+            lambda c: (B, triton.cdiv(C, c["BLOCK_C"])),
+            given,
+            out.device,
+            ends_configs()[0],
+        )
         split = {"ends_ptr": ends, "SEGMENT": SEGMENT}
     given = arguments | {"out_ptr": out, "lse_ptr": states, "KEEP": keep_states} | split
     run(forward_kernel, given, 3, x, config, segments)

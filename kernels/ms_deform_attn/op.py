@@ -17,21 +17,25 @@ from .reference import Arguments, ms_deform_attn_formula
 def ms_deform_attn(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """For each query, a weighted sum of bilinear samples at points of its own on the maps of several levels, head by head.
+    """For each query, a weighted sum of bilinear samples at points of its own on the maps of several levels, head by
+    head.
 
-        out_q = Σ_l Σ_p weight_qlp · value_l(x, y)    with the pixel coordinates (x, y) = location_qlp · (w_l, h_l) − 0.5
+        out_q = Σ_l Σ_p weight_qlp · value_l(x, y)    with the pixel coordinates (x, y) = location_qlp · (w_l, h_l) −
+        0.5
 
-    value_l(x, y) interpolates between the four pixels around (x, y), whose centres have whole coordinates; outside the map
-    everything is zero. It is `grid_sample(2 · location − 1, bilinear, padding zeros, align_corners=False)`. The weights are used as
-    they are: the softmax over all points of all levels belongs to the layer.
+    value_l(x, y) interpolates between the four pixels around (x, y), whose centres have whole coordinates; outside the
+    map everything is zero. It is `grid_sample(2 · location − 1, bilinear, padding zeros, align_corners=False)`. The
+    weights are used as they are: the softmax over all points of all levels belongs to the layer.
 
-    Coordinates, samples and sums are fp32 (fp64 for fp64 inputs), whatever the dtype and under autocast. Inputs are not written
-    to. NaN in a location or a weight, or infinity, fills the output of its query and head with NaN. Only the inputs are kept for
-    the backward pass. Every tensor has a gradient; second derivatives need the reference backend. The derivative with respect to
-    locations exists almost everywhere; where a point lies on a pixel's row or column, it is the one from the right.
+    Coordinates, samples and sums are fp32 (fp64 for fp64 inputs), whatever the dtype and under autocast. Inputs are not
+    written to. NaN in a location or a weight, or infinity, fills the output of its query and head with NaN. Only the
+    inputs are kept for the backward pass. Every tensor has a gradient; second derivatives need the reference backend.
+    The derivative with respect to locations exists almost everywhere; where a point lies on a pixel's row or column, it
+    is the one from the right.
 
     Args:
-        value: (B,S,M,C), of one dtype: fp64, fp32, bf16 or fp16. The levels' maps row by row, one after the other, S = Σ h·w.
+        value: (B,S,M,C), of one dtype: fp64, fp32, bf16 or fp16. The levels' maps row by row, one after the other, S =
+            Σ h·w.
         shapes: (h, w) of each of the L levels, ints.
         locations: (B,Q,M,L,P,2), (x, y) in [0,1] from a map's upper left corner to its lower right one, or outside.
         weights: (B,Q,M,L,P). locations and weights are fp32 or of value's dtype.
@@ -41,7 +45,8 @@ def ms_deform_attn(
         out (B,Q,M,C) in value's dtype.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
+            argument.
     """
     _check(value, shapes, locations, weights)
     return CUSTOM_OP(Arguments(value, [size for shape in shapes for size in shape], locations, weights), backend)
@@ -52,11 +57,11 @@ def selected_backend(
 ) -> str:
     """The backend that will run for a request, `triton`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and two, with a sort between them, for the backward pass, for NVIDIA GPUs from sm_80
-    on (and, slowly, for the CPU under Triton's interpreter). It has no atomics: two runs give the same bits. `torch` is
-    `grid_sample` with its own backward pass, for any device and any size; on CUDA, that pass adds up the gradient of value in any
-    order, and refuses to run where torch is to be deterministic. `reference` is the equation point by point under autograd. `auto`
-    takes `triton` on a GPU that can run these sizes, else `torch`.
+    `triton` is one kernel for the forward pass and two, with a sort between them, for the backward pass, for NVIDIA
+    GPUs from sm_80 on (and, slowly, for the CPU under Triton's interpreter). It has no atomics: two runs give the same
+    bits. `torch` is `grid_sample` with its own backward pass, for any device and any size; on CUDA, that pass adds up
+    the gradient of value in any order, and refuses to run where torch is to be deterministic. `reference` is the
+    equation point by point under autograd. `auto` takes `triton` on a GPU that can run these sizes, else `torch`.
     `head_dim`, `levels` and `dtype` are C, L and value's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "value", _load_triton, dtype, int(head_dim), levels)
@@ -73,10 +78,16 @@ def _check(value, shapes, locations, weights):
     op, tensors = "ms_deform_attn", {"value": value, "locations": locations, "weights": weights}
     dispatch.check_are_tensors(op, tensors)
     pairs = isinstance(shapes, Sequence) and all(isinstance(shape, Sequence) and len(shape) == 2 for shape in shapes)
-    if not pairs or not shapes or not all(isinstance(size, int | torch.SymInt) and size > 0 for shape in shapes for size in shape):
+    if (
+        not pairs
+        or not shapes
+        or not all(isinstance(size, int | torch.SymInt) and size > 0 for shape in shapes for size in shape)
+    ):
         raise ValueError(f"{op}: shapes is {shapes!r}, expected a pair (h, w) of ints of at least 1 for each level")
     S, L = sum(h * w for h, w in shapes), len(shapes)
-    dispatch.check_leading(op, "value", value, f"(B,S,M,C) with S {S}, the sum of h·w over shapes", (None, S, None, None))
+    dispatch.check_leading(
+        op, "value", value, f"(B,S,M,C) with S {S}, the sum of h·w over shapes", (None, S, None, None)
+    )
     if locations.dim() != 6 or locations.shape[1] < 1 or locations.shape[4] < 1:
         expected = "(B,Q,M,L,P,2) with every size at least 1"
         raise ValueError(f"{op}: locations has shape {tuple(locations.shape)}, expected {expected}")
@@ -87,17 +98,19 @@ def _check(value, shapes, locations, weights):
 
 
 def forward_flops(samples_shape: Sequence[int], channels: int) -> int:
-    """For weights of shape (B,Q,M,L,P): 2 for each of 5 multiply-adds per channel of a sample, its 4 neighbours and its weight.
+    """For weights of shape (B,Q,M,L,P): 2 for each of 5 multiply-adds per channel of a sample, its 4 neighbours and its
+    weight.
 
-    Coordinates and the neighbours' shares do not depend on the channel and count as free, as do all operations of the reference
-    backend in PyTorch's counter.
+    Coordinates and the neighbours' shares do not depend on the channel and count as free, as do all operations of the
+    reference backend in PyTorch's counter.
     """
     B, Q, M, L, P = samples_shape
     return 2 * 5 * B * Q * M * L * P * channels
 
 
 def backward_flops(samples_shape: Sequence[int], channels: int) -> int:
-    """2 for each of 8 multiply-adds per channel of a sample: dout times each of the 4 neighbours, from which the gradients of the
+    """2 for each of 8 multiply-adds per channel of a sample: dout times each of the 4 neighbours, from which the
+    gradients of the
     location and the weight follow, and dout added to the gradient of each neighbour.
     """
     B, Q, M, L, P = samples_shape
@@ -111,7 +124,9 @@ CUSTOM_OP = CustomOp(
     select=lambda backend, x: selected_backend(
         backend, x.value.device, head_dim=x.value.shape[3], levels=len(x.shapes) // 2, dtype=x.value.dtype
     ),
-    reference=lambda x: ms_deform_attn_formula(x.value, list(zip(x.shapes[::2], x.shapes[1::2], strict=True)), x.locations, x.weights),
+    reference=lambda x: ms_deform_attn_formula(
+        x.value, list(zip(x.shapes[::2], x.shapes[1::2], strict=True)), x.locations, x.weights
+    ),
     torch_path=torch_path,
     load_triton=_load_triton,
     result_shapes=lambda module, x: ((*x.locations.shape[:3], x.value.shape[3]),),

@@ -1,7 +1,8 @@
-"""The arguments of multi-scale deformable attention, and its equation as it is written: what every backend is tested against.
+"""The arguments of multi-scale deformable attention, and its equation as it is written: what every backend is tested
+against.
 
-A loop over levels, points and the four neighbours of a point. Plain PyTorch operations, differentiable by autograd, in fp64 for
-fp64 inputs and in fp32 otherwise.
+A loop over levels, points and the four neighbours of a point. Plain PyTorch operations, differentiable by autograd, in
+fp64 for fp64 inputs and in fp32 otherwise.
 
 Shape letters: B images, S tokens of all levels, Q queries, M heads, L levels, P points, C channels of a head.
 """
@@ -24,17 +25,21 @@ class Arguments(NamedTuple):
     weights: Tensor
 
 
-def ms_deform_attn_formula(value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """out_q = Σ_l Σ_p weight · Σ over the neighbours (i, j) of (x, y) of (1 − |x − j|) (1 − |y − i|) value_ij, head by head.
+def ms_deform_attn_formula(
+    value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor
+) -> Tensor:
+    """out_q = Σ_l Σ_p weight · Σ over the neighbours (i, j) of (x, y) of (1 − |x − j|) (1 − |y − i|) value_ij, head by
+    head.
 
-    (x, y) = location · (w, h) − 0.5 are the point's pixel coordinates on level l, a map of h rows and w columns. Its neighbours
-    are in the rows ⌊y⌋, ⌊y⌋ + 1 and the columns ⌊x⌋, ⌊x⌋ + 1, as far as these exist: outside the map everything is zero. On a pixel,
-    the derivative is the one from the right.
+    (x, y) = location · (w, h) − 0.5 are the point's pixel coordinates on level l, a map of h rows and w columns. Its
+    neighbours are in the rows ⌊y⌋, ⌊y⌋ + 1 and the columns ⌊x⌋, ⌊x⌋ + 1, as far as these exist: outside the map
+    everything is zero. On a pixel, the derivative is the one from the right.
 
     Args:
         value: (B,S,M,C), any floating dtype, the levels' maps row by row, one after the other.
         shapes: (h, w) of each level.
-        locations: (B,Q,M,L,P,2), (x, y) in [0,1] from the map's upper left corner to its lower right one. weights: (B,Q,M,L,P).
+        locations: (B,Q,M,L,P,2), (x, y) in [0,1] from the map's upper left corner to its lower right one. weights:
+            (B,Q,M,L,P).
 
     Returns:
         (B,Q,M,C) in value's dtype.

@@ -1,8 +1,9 @@
-"""Multi-scale deformable attention by PyTorch's `grid_sample`, forward and backward: what CPUs run, and any other device.
+"""Multi-scale deformable attention by PyTorch's `grid_sample`, forward and backward: what CPUs run, and any other
+device.
 
-A level's map is sampled for all heads at once, each head as a sample of the batch, and its points are then summed with their weights.
-The backward pass keeps only the inputs and samples again. On CUDA, `grid_sample` adds up the gradient of the map in no fixed order.
-Shape letters as in `reference`, and N = B·M.
+A level's map is sampled for all heads at once, each head as a sample of the batch, and its points are then summed with
+their weights. The backward pass keeps only the inputs and samples again. On CUDA, `grid_sample` adds up the gradient of
+the map in no fixed order. Shape letters as in `reference`, and N = B·M.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def backward(dout: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     for level, (tokens, map_NChw, grid_NQP2, weight_NQP) in enumerate(_levels(x)):
         dweight_NQP = (_sampled(map_NChw, grid_NQP2) * dout_NCQ[..., None]).sum(1)
         dsampled_NCQP = dout_NCQ[..., None] * weight_NQP[:, None]
-        dmap_NChw, dgrid_NQP2 = torch.ops.aten.grid_sampler_2d_backward(dsampled_NCQP, map_NChw, grid_NQP2, 0, 0, False, [True, True])
+        dmap_NChw, dgrid_NQP2 = torch.ops.aten.grid_sampler_2d_backward(
+            dsampled_NCQP, map_NChw, grid_NQP2, 0, 0, False, [True, True]
+        )
         dvalue[:, tokens] = dmap_NChw.view(B, M, -1, dmap_NChw.shape[2] * dmap_NChw.shape[3]).permute(0, 3, 1, 2)
         dlocations[:, :, :, level] = 2 * dgrid_NQP2.view(B, M, Q, -1, 2).transpose(1, 2)
         dweights[:, :, :, level] = dweight_NQP.view(B, M, Q, -1).transpose(1, 2)
@@ -43,7 +46,9 @@ def backward(dout: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _levels(x: Arguments) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Level by level, in the compute dtype: its tokens, its map (N,C,h,w), its points (N,Q,P,2) from −1 to 1, their weights."""
+    """Level by level, in the compute dtype: its tokens, its map (N,C,h,w), its points (N,Q,P,2) from −1 to 1, their
+    weights.
+    """
     value, shapes, locations, weights = x
     B, Q, M, _, P = weights.shape
     dtype, first = compute_dtype(value.dtype), 0

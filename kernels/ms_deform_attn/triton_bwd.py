@@ -1,17 +1,20 @@
 """Multi-scale deformable attention in Triton: the backward pass, in two kernels with a sort between them.
 
-With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and their shares
-(1 − |x − j|) (1 − |y − i|) in it,
+With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and their
+shares (1 − |x − j|) (1 − |y − i|) in it,
 
-    dweight = Σ_ij share_ij d_ij        dx, dy = weight · Σ_ij (∂share_ij / ∂x, y) d_ij        dvalue_ij = Σ weight · share_ij g
+    dweight = Σ_ij share_ij d_ij        dx, dy = weight · Σ_ij (∂share_ij / ∂x, y) d_ij        dvalue_ij = Σ weight ·
+    share_ij g
 
-The first kernel works by rows, as the forward kernel does. It has everything that the gradients of weights and locations need, and
-writes down each sample's cell, which is the square between four pixels where it lies; a map of h by w pixels has h + 1 by w + 1.
+The first kernel works by rows, as the forward kernel does. It has everything that the gradients of weights and
+locations need, and writes down each sample's cell, which is the square between four pixels where it lies; a map of h by
+w pixels has h + 1 by w + 1.
 
-The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order. Here the samples are sorted by
-their cell, with torch's stable sort of one int for each. The second kernel works by pixels: a program for each pixel and head adds up
-the samples of the four cells around it in their sorted order, and two runs give the same bits. Neighbouring cells of a row follow
-each other in the order; the four cells are two stretches of it. Shape letters as in `reference`.
+The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order. Here the samples
+are sorted by their cell, with torch's stable sort of one int for each. The second kernel works by pixels: a program for
+each pixel and head adds up the samples of the four cells around it in their sorted order, and two runs give the same
+bits. Neighbouring cells of a row follow each other in the order; the four cells are two stretches of it. Shape letters
+as in `reference`.
 """
 
 import torch
@@ -59,7 +62,9 @@ def points_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write dlocations, dweights, and each sample's cell: one of `cells` for each image and head, or their total for one outside."""
+    """Write dlocations, dweights, and each sample's cell: one of `cells` for each image and head, or their total for
+    one outside.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     there = row < rows
@@ -67,7 +72,9 @@ def points_kernel(
     map_ptr = value_ptr + (image * S * M + head) * C
     first = (image * M + head) * cells
     none = tl.cast(rows, tl.int64) // Q * cells
-    g = tl.load(dout_ptr + row[:, None] * C + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    g = tl.load(dout_ptr + row[:, None] * C + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0).to(
+        tl.float32
+    )
     sizes = (h0, w0, h1, w1, h2, w2, h3, w3)
     for level in tl.static_range(L):
         h = sizes[2 * level]
@@ -116,7 +123,9 @@ def value_kernel(
     SAMPLES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write dvalue on a level whose tokens begin at `first` and whose cells at `first_cell`. `starts`: where each cell begins in `order`."""
+    """Write dvalue on a level whose tokens begin at `first` and whose cells at `first_cell`. `starts`: where each cell
+    begins in `order`.
+    """
     program = tl.program_id(0)
     head, pixel, image = program % M, program // M % (h * w), (program // M // (h * w)).to(tl.int64)
     i, j = pixel // w, pixel % w
@@ -170,7 +179,11 @@ def backward(
     ordered, order = cell_of_sample.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(B * M * cells + 1, dtype=index, device=device))
     taken = "dout_ptr", "locations_ptr", "weights_ptr", "S", "cells", "bucket", "M", "C", "L", "P", "WIDTH"
-    arguments = {name: arguments[name] for name in taken} | {"order_ptr": order, "starts_ptr": starts, "dvalue_ptr": dvalue}
+    arguments = {name: arguments[name] for name in taken} | {
+        "order_ptr": order,
+        "starts_ptr": starts,
+        "dvalue_ptr": dvalue,
+    }
     first = first_cell = 0
     for h, w in levels:
         arguments |= {"h": h, "w": w, "first": first, "first_cell": first_cell}

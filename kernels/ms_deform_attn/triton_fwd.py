@@ -1,11 +1,11 @@
 """Multi-scale deformable attention in Triton: the forward pass, and what it shares with the backward pass.
 
-A row is one head of one query. A program takes the points of some rows one after the other. For each point, the channels of all four
-neighbours are loaded at once, and a thread has a few neighbouring channels of a row, which it loads together. Rows that follow each
-other are the heads of one query, and these lie side by side in the value, too.
+A row is one head of one query. A program takes the points of some rows one after the other. For each point, the
+channels of all four neighbours are loaded at once, and a thread has a few neighbouring channels of a row, which it
+loads together. Rows that follow each other are the heads of one query, and these lie side by side in the value, too.
 
-The levels' sizes are plain arguments and not compile-time constants, so that images of a new size compile nothing; hence the bound
-on the number of levels. Coordinates, samples and sums are fp32. Shape letters as in `reference`.
+The levels' sizes are plain arguments and not compile-time constants, so that images of a new size compile nothing;
+hence the bound on the number of levels. Coordinates, samples and sums are fp32. Shape letters as in `reference`.
 """
 
 import torch
@@ -33,10 +33,11 @@ def pixel_coordinates(locations_ptr, sample, there, h, w):
 
 @triton.jit
 def cell_of(x, y, h, w):
-    """The row and the column of the upper left neighbour, from −1 on, and whether any neighbour is on the map; 0, 0 where none is.
+    """The row and the column of the upper left neighbour, from −1 on, and whether any neighbour is on the map; 0, 0
+    where none is.
 
-    A point that is far away need not fit an int. The shares that follow from 0, 0 are shares of zeros; those of a NaN are NaN, which
-    shows in the output.
+    A point that is far away need not fit an int. The shares that follow from 0, 0 are shares of zeros; those of a NaN
+    are NaN, which shows in the output.
     """
     near = (x >= -1.0) & (x < w) & (y >= -1.0) & (y < h)
     return tl.where(near, tl.floor(y), 0.0).to(tl.int32), tl.where(near, tl.floor(x), 0.0).to(tl.int32), near
@@ -99,7 +100,11 @@ def forward_kernel(
             lower = v10 * (1.0 - right) + v11 * right
             out += weight * (upper * (1.0 - down) + lower * down)
         map_ptr += tl.cast(h, tl.int64) * w * (M * C)
-    tl.store(out_ptr + row[:, None] * C + c[None, :], out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (c < C)[None, :])
+    tl.store(
+        out_ptr + row[:, None] * C + c[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=there[:, None] & (c < C)[None, :],
+    )
 
 
 def unsupported(dtype: torch.dtype, head_dim: int, levels: int) -> str | None:

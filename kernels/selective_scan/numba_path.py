@@ -1,6 +1,7 @@
 """The selective scan on CPUs, by the loops of `cpu_loops`.
 
-Activations are converted to the compute dtype, some images at a time; sums over images are PyTorch's. Shape letters as in `reference`.
+Activations are converted to the compute dtype, some images at a time; sums over images are PyTorch's. Shape letters as
+in `reference`.
 """
 
 import math
@@ -19,7 +20,9 @@ _ELEMENTS = 2**20  # of an activation that is handled at once
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic
+    sizes.
+    """
     images, T, R, E = shape
     return images, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, R, state_dim, E
 
@@ -39,7 +42,9 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s
+    states.
+    """
     K, N = x.u.shape[2], x.A.shape[-1]
     du, ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype) for like in (x.u, x.delta, x.B, x.C))
     dz = None if x.z is None else torch.empty(x.z.shape, dtype=x.z.dtype)
@@ -47,7 +52,9 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
     for images in _blocks(x.delta.shape):
         part = _Part(x, images)
         b, T, R, E = shape = x.delta[images].shape
-        of_u, of_delta, of_z = (states.new_empty(size) for size in (shape, shape, (0, 0, 0, 0) if dz is None else shape))
+        of_u, of_delta, of_z = (
+            states.new_empty(size) for size in (shape, shape, (0, 0, 0, 0) if dz is None else shape)
+        )
         of_A, of_D, of_bias = (states.new_empty((b, *like.shape)) for like in (dA, dD, dbias))
         of_B, of_C = (states.new_empty((part.spans, b, T, R, N)) for _ in range(2))
         given = *part.arrays, dout[images].to(states.dtype).contiguous(), states[images], part.back

@@ -36,8 +36,8 @@ def selective_scan(
         Δ_t = softplus(delta_t + delta_bias),  h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t
         y_t[e] = Σ_n C_t[n] h_t[e,n] + D[e] u_t[e],  out_t = y_t · SiLU(z_t)
 
-    State and accumulators are fp32 (fp64 for fp64 inputs). Inputs are not written to and may be strided; NaN propagates.
-    Every tensor argument has a gradient. Second derivatives need the reference backend.
+    State and accumulators are fp32 (fp64 for fp64 inputs). Inputs are not written to and may be strided; NaN
+    propagates. Every tensor argument has a gradient. Second derivatives need the reference backend.
 
     Args:
         u, delta: (B,T,E), of one dtype: fp64, fp32, bf16 or fp16.
@@ -45,7 +45,8 @@ def selective_scan(
         B, C: (B,T,N), u's dtype.
         D: (E,). delta_bias: (E,).
         z: (B,T,E), u's dtype; None leaves the gate out.
-        reverse: scan from t = T−1 to 0: the same as flipping u, delta, B, C and z along T, scanning forward, and flipping the output.
+        reverse: scan from t = T−1 to 0: the same as flipping u, delta, B, C and z along T, scanning forward, and
+            flipping the output.
         full_precision: return out in the dtype of the state instead of u's.
         backend: `auto`, `triton`, `numba`, `torch` or `reference`; see `selected_backend`.
 
@@ -53,7 +54,8 @@ def selective_scan(
         out (B,T,E) in u's dtype, or with `full_precision` in that of the state.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
+            argument.
     """
     _check("selective_scan", (), u, delta, A, B, C, D, z, delta_bias, full_precision)
     if not isinstance(reverse, bool):
@@ -76,10 +78,11 @@ def selective_scan_bidir(
     full_precision: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Both directions at once, as a Vim layer calls it: direction 0 scans forward, direction 1 backward, each with parameters of its own.
+    """Both directions at once, as a Vim layer calls it: direction 0 scans forward, direction 1 backward, each with
+    parameters of its own.
 
-    It equals `selective_scan` on each index of the direction axis, the second one with reverse=True, both with the same z.
-    Arguments and errors are the same except for these shapes.
+    It equals `selective_scan` on each index of the direction axis, the second one with reverse=True, both with the same
+    z. Arguments and errors are the same except for these shapes.
 
     Args:
         u, delta: (B,T,2,E). B, C: (B,T,2,N).
@@ -109,9 +112,10 @@ def selective_scan_routes(
 ) -> Tensor:
     """Any number of scans at once, as a VMamba layer calls it: each route has a direction and parameters of its own.
 
-    Route r scans the sequence u[:, :, r mod K], so that routes may share one. VMamba's four routes over a grid are the K = 2 sequences
-    of its rows and of its columns, each forward and back: reverse=(False, False, True, True). The result equals `selective_scan` on
-    each route, all with the same z. Arguments and errors are the same except for these.
+    Route r scans the sequence u[:, :, r mod K], so that routes may share one. VMamba's four routes over a grid are the
+    K = 2 sequences of its rows and of its columns, each forward and back: reverse=(False, False, True, True). The
+    result equals `selective_scan` on each route, all with the same z. Arguments and errors are the same except for
+    these.
 
     Args:
         u: (B,T,K,E), where K divides R.
@@ -125,7 +129,9 @@ def selective_scan_routes(
     """
     flags = list(reverse) if isinstance(reverse, Sequence) else []
     if not flags or not all(isinstance(flag, bool) for flag in flags):
-        raise TypeError(f"selective_scan_routes: reverse is {reverse!r}, expected a flag, True or False, for each route")
+        raise TypeError(
+            f"selective_scan_routes: reverse is {reverse!r}, expected a flag, True or False, for each route"
+        )
     _check("selective_scan_routes", (len(flags),), u, delta, A, B, C, D, z, delta_bias, full_precision)
     return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, flags, full_precision), backend)
 
@@ -136,14 +142,17 @@ def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | 
     return [u[:, :, r % u.shape[2]], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r]]
 
 
-def selected_backend(backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32) -> str:
+def selected_backend(
+    backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> str:
     """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
-    under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any size.
-    `reference` is the recurrence under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU
-    that can run these sizes, `numba` on a CPU where it is installed, else `torch`.
-    `state_dim` and `dtype` are N and u's dtype. Errors are those of `dispatch.choose_backend`.
+    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
+    slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched
+    PyTorch operations with a hand-written backward pass, for any device and any size. `reference` is the recurrence
+    under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these
+    sizes, `numba` on a CPU where it is installed, else `torch`. `state_dim` and `dtype` are N and u's dtype. Errors are
+    those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "u", _load_triton, int(state_dim), dtype, has_loops=True)
 
@@ -191,7 +200,13 @@ def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
     if not isinstance(full_precision, bool):
         raise TypeError(f"{op}: full_precision is {full_precision!r}, expected True or False")
     N = A.shape[-1]
-    expected = {"u": tuple(u.shape), "delta": (*tokens, *routes, E), "A": (*routes, E, N), "D": (*routes, E), "delta_bias": (*routes, E)}
+    expected = {
+        "u": tuple(u.shape),
+        "delta": (*tokens, *routes, E),
+        "A": (*routes, E, N),
+        "D": (*routes, E),
+        "delta_bias": (*routes, E),
+    }
     expected |= {"z": (*tokens, E)} | dict.fromkeys(("B", "C"), (*tokens, *routes, N))
     dispatch.check_others(op, "u", tensors, expected, ("u", "delta", "B", "C", "z"), f" and N {N}")
 
@@ -199,8 +214,8 @@ def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
 def forward_flops(shape: Sequence[int], state_dim: int) -> int:
     """For delta of shape (B,T,R,E): 2 for each of the `MACS_PER_STATE` multiply-adds of every state at every token.
 
-    Per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the skip D·u and the gate are element-wise and
-    count as free, as do all operations of the reference backend in PyTorch's counter.
+    Per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the skip D·u and the gate are element-wise
+    and count as free, as do all operations of the reference backend in PyTorch's counter.
     """
     B, T, R, E = shape
     return 2 * MACS_PER_STATE * B * T * R * E * state_dim
@@ -220,7 +235,10 @@ CUSTOM_OP = CustomOp(
     torch_path=torch_path,
     load_triton=_load_triton,
     load_loops=_load_loops,
-    result_shapes=lambda module, x, keep_states: (x.delta.shape, module.states_shape(x.delta.shape, x.A.shape[-1], keep_states)),
+    result_shapes=lambda module, x, keep_states: (
+        x.delta.shape,
+        module.states_shape(x.delta.shape, x.A.shape[-1], keep_states),
+    ),
     forward_flops=lambda x: forward_flops(x.delta, x.A[-1]),
     backward_flops=lambda x: backward_flops(x.delta, x.A[-1]),
 )

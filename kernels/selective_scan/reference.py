@@ -2,8 +2,9 @@
 
 Plain PyTorch operations, token by token, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
 
-Shape letters: B images, T tokens, K sequences of the tokens, R routes, E channels, N states of a channel; the tensors B, C and D
-are those of the equations. A route is one scan: over one of the sequences, in one direction, with parameters of its own.
+Shape letters: B images, T tokens, K sequences of the tokens, R routes, E channels, N states of a channel; the tensors
+B, C and D are those of the equations. A route is one scan: over one of the sequences, in one direction, with parameters
+of its own.
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from ..dispatch import compute_dtype
 class Arguments(NamedTuple):
     """What a backend gets, for R routes.
 
-    u: (B,T,K,E), where K divides R: route r scans the sequence u[:, :, r mod K]. delta: (B,T,R,E), u's dtype. A: (R,E,N). B, C:
-    (B,T,R,N). D, delta_bias: (R,E). z: (B,T,E), shared by the routes, or None. reverse: R flags; a route with True is scanned from
-    the last token. full_precision: whether the output is left in the compute dtype.
+    u: (B,T,K,E), where K divides R: route r scans the sequence u[:, :, r mod K]. delta: (B,T,R,E), u's dtype. A:
+    (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E). z: (B,T,E), shared by the routes, or None. reverse: R flags; a route
+    with True is scanned from the last token. full_precision: whether the output is left in the compute dtype.
     """
 
     u: Tensor

@@ -1,22 +1,24 @@
-"""The selective scan in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other device.
+"""The selective scan in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other
+device.
 
-The states of a tile, some tokens of some images on all routes, are laid out with channels innermost. Everything except the
-recurrence itself is done for the whole tile at once, in buffers that are allocated once and stay in the cache. A token of the
-recurrence is then one operation over images, routes, states and channels. From some two thousand elements a token on, combining
-several tokens into one step would cost more passes over the tile than it saves operations. A route that scans back is gathered in
-scan order.
+The states of a tile, some tokens of some images on all routes, are laid out with channels innermost. Everything except
+the recurrence itself is done for the whole tile at once, in buffers that are allocated once and stay in the cache. A
+token of the recurrence is then one operation over images, routes, states and channels. From some two thousand elements
+a token on, combining several tokens into one step would cost more passes over the tile than it saves operations. A
+route that scans back is gathered in scan order.
 
-exp(Δ A) is 2^(Δ A log₂e), which has a vectorised form on every CPU. Its exponent is never positive for A < 0, and nothing is divided
-by a decay: no step size overflows.
+exp(Δ A) is 2^(Δ A log₂e), which has a vectorised form on every CPU. Its exponent is never positive for A < 0, and
+nothing is divided by a decay: no step size overflows.
 
-The backward pass has the state at the start of every tile except the first. It repeats a tile's scan and goes back through it. With
-a_t = exp(Δ_t A), dy = dL/dy and g_t = dL/dh_t:
+The backward pass has the state at the start of every tile except the first. It repeats a tile's scan and goes back
+through it. With a_t = exp(Δ_t A), dy = dL/dy and g_t = dL/dh_t:
 
     g_t = C_t dy_t + a_{t+1} g_{t+1}        p_t = g_t a_t h_{t−1}
     dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
     dΔ_t = u_t Σ_n g_t B_t + Σ_n p_t A      dA = Σ_t Δ_t p_t                     dD = Σ_t dy_t u_t
 
-Shape letters as in `reference`, and b images and L tokens of a tile. A row is one vector of width E or N; there are B·T·R.
+Shape letters as in `reference`, and b images and L tokens of a tile. A row is one vector of width E or N; there are
+B·T·R.
 """
 
 import math
@@ -29,14 +31,17 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 from .reference import Arguments
 
-# elements of a token's states that make its step worth its dispatch, and elements of a tile's buffer that keep it in the cache
+# elements of a token's states that make its step worth its dispatch, and elements of a tile's buffer that keep it in
+# the cache
 _STEP_ELEMENTS = 32768
 _TILE_ELEMENTS = 786432
 _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per tile except the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per tile except the first. Takes symbolic
+    sizes.
+    """
     images, T, R, E = shape
     tokens = _tile_tokens(shape, state_dim)
     return (T + tokens - 1) // tokens - 1 if keep_states else 0, images, R, state_dim, E
@@ -60,13 +65,18 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s
+    states.
+    """
     u, z, shape = x.u, x.z, x.delta.shape
-    # where routes share a sequence, and for the gate, which they all share, the gradient is summed in the compute dtype, and then rounded
+    # where routes share a sequence, and for the gate, which they all share, the gradient is summed in the compute
+    # dtype, and then rounded
     du = torch.empty(shape, dtype=u.dtype if u.shape == shape else states.dtype, device=u.device)
     dz = None if z is None else torch.empty(shape, dtype=states.dtype, device=u.device)
     ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype, device=u.device) for like in (x.delta, x.B, x.C))
-    dA, dD, dbias = (torch.zeros(like.shape, dtype=states.dtype, device=u.device) for like in (x.A.mT, x.D, x.delta_bias))
+    dA, dD, dbias = (
+        torch.zeros(like.shape, dtype=states.dtype, device=u.device) for like in (x.A.mT, x.D, x.delta_bias)
+    )
     for images in _blocks(shape, x.A.shape[-1]):
         scan = _Scan(images, x, buffers=3, vectors=9)
         dout_rows, carry = dout[images].flatten(1, 2), torch.zeros_like(scan.start)
@@ -99,7 +109,8 @@ def _blocks(shape: Sequence[int], state_dim: int) -> list[slice]:
 
 
 class _Scan:
-    """What the tiles of a block of images share: inputs by rows, parameters with states before channels, memory, the start state.
+    """What the tiles of a block of images share: inputs by rows, parameters with states before channels, memory, the
+    start state.
 
     `memory` has `buffers` pieces for a tile's states, then `vectors` pieces for its channels.
     """
@@ -174,11 +185,13 @@ class _Tile:
         """y (b,L,R,E)."""
         return _over_states(self.C, self.h, self.free[-1]).addcmul_(self.whole.D, self.u)
 
-    def backward(self, dout_rows: Tensor, carry: Tensor, dA: Tensor, dD: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, dout_rows: Tensor, carry: Tensor, dA: Tensor, dD: Tensor, dbias: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """The gradients of u, delta, B, C, z over the tile.
 
-        `carry`, a_t g_t of the token that follows the tile in scan order, becomes that of the tile's first token. The tile's part is
-        added to dA, dD and dbias.
+        `carry`, a_t g_t of the token that follows the tile in scan order, becomes that of the tile's first token. The
+        tile's part is added to dA, dD and dbias.
         """
         a, h, g = self.a, self.h, self.free.pop(0)
         dz, dy = None, self.gather(dout_rows, self.rows)

@@ -1,23 +1,26 @@
 """The selective scan in Triton: the backward pass, by recomputation.
 
-One program, a single warp as in `triton_fwd`, walks the channels of one image and route from the last group of tokens to the
-first, with the gradient of the state in fp32 registers. A group is done in two loops:
+One program, a single warp as in `triton_fwd`, walks the channels of one image and route from the last group of tokens
+to the first, with the gradient of the state in fp32 registers. A group is done in two loops:
 
- 1. Forward from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, which is that of one
+ 1. Forward from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, which is
+   that of one
     group, whatever T is.
- 2. Backward, span by span: its decays and states again, all in registers, and then, with a_t = exp(Δ_t A), dy = dL/dy, g_t = dL/dh_t,
+ 2. Backward, span by span: its decays and states again, all in registers, and then, with a_t = exp(Δ_t A), dy = dL/dy,
+     g_t = dL/dh_t,
 
         g_t = C_t dy_t + a_{t+1} g_{t+1}        p_t = g_t a_t h_{t−1}
         dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
         dΔ_t = u_t Σ_n g_t B_t + Σ_n p_t A      dA = Σ_t Δ_t p_t                     dD = Σ_t dy_t u_t
 
-Sums over states and sums over channels are both needed here. A state tile has the shape (n1,e1,n2,e2), with four n2 and eight e2:
-Triton then spreads these over the 32 threads, and each thread has all n1 and e1. A sum over states or over channels thus takes two or
-three shuffles instead of five. Neighbours in memory are neighbours in n1 or e1: if they were neighbours in e2, the wide loads would
-lead Triton to another layout. With a single state, every thread has a channel.
+Sums over states and sums over channels are both needed here. A state tile has the shape (n1,e1,n2,e2), with four n2 and
+eight e2: Triton then spreads these over the 32 threads, and each thread has all n1 and e1. A sum over states or over
+channels thus takes two or three shuffles instead of five. Neighbours in memory are neighbours in n1 or e1: if they were
+neighbours in e2, the wide loads would lead Triton to another layout. With a single state, every thread has a channel.
 
-Every program writes its own part of dB, dC and the parameters' gradients, and of du where routes share a sequence, and torch adds them
-up. There are no atomics: two runs give the same bits. A token beyond T has Δ = 0 and changes no state. Shape letters as in `triton_fwd`.
+Every program writes its own part of dB, dC and the parameters' gradients, and of du where routes share a sequence, and
+torch adds them up. There are no atomics: two runs give the same bits. A token beyond T has Δ = 0 and changes no state.
+Shape letters as in `triton_fwd`.
 """
 
 import torch
@@ -141,7 +144,9 @@ def backward_kernel(
     dbias = tl.zeros_like(skip)
     for behind in tl.range(0, groups, disable_licm=True):
         group = groups - 1 - behind
-        h = tl.load(states_ptr + (group - 1).to(tl.int64) * (N * E) + tile, mask=channels(inside) & (group > 0), other=0.0)
+        h = tl.load(
+            states_ptr + (group - 1).to(tl.int64) * (N * E) + tile, mask=channels(inside) & (group > 0), other=0.0
+        )
         spans = (tl.minimum(GROUP, T - group * GROUP) + SPAN - 1) // SPAN
         for j in tl.range(0, spans, disable_licm=True):
             tl.store(scratch_ptr + j * (N * BLOCK) + flat, h)
@@ -194,7 +199,10 @@ def backward_kernel(
                 i = group * GROUP + j * SPAN + (SPAN - 1 - ahead)
                 at = step * i.to(tl.int64)
                 here = inside & (i < T)
-                u, raw, size, dy = us[SPAN - 1 - ahead], raws[SPAN - 1 - ahead], sizes[SPAN - 1 - ahead], dys[SPAN - 1 - ahead]
+                u = us[SPAN - 1 - ahead]
+                raw = raws[SPAN - 1 - ahead]
+                size = sizes[SPAN - 1 - ahead]
+                dy = dys[SPAN - 1 - ahead]
                 g = states(Cs[SPAN - 1 - ahead]) * channels(dy) + carry
                 carry = decays[SPAN - 1 - ahead] * g
                 dB = over_channels(g * channels(size * u))
@@ -224,8 +232,12 @@ def span(state_dim: int) -> int:
     return max(1, 32 // state_dim) if state_dim > 1 else SPAN_OF_ONE_STATE
 
 
-def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s states."""
+def backward(
+    dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s
+    states.
+    """
     u, z = x.u, x.z
     images, T, R, E = shape = x.delta.shape
     K, N = u.shape[2], x.A.shape[-1]
@@ -241,7 +253,12 @@ def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config |
     dB, dC = (fp32(images, T, R, blocks, N) for _ in range(2))
     dA, dD, dbias = fp32(images, R, N, E), fp32(images, R, E), fp32(images, R, E)
     dz = fp32(0) if z is None else fp32(images, T, R, E)
-    arguments |= {"dout_ptr": dout.to(x.out_dtype).contiguous(), "states_ptr": states.contiguous(), "du_ptr": du, "ddelta_ptr": ddelta}
+    arguments |= {
+        "dout_ptr": dout.to(x.out_dtype).contiguous(),
+        "states_ptr": states.contiguous(),
+        "du_ptr": du,
+        "ddelta_ptr": ddelta,
+    }
     arguments |= {"dA_ptr": dA, "dB_ptr": dB, "dC_ptr": dC, "dD_ptr": dD, "dz_ptr": dz, "dbias_ptr": dbias}
     arguments |= {"scratch_ptr": fp32(count, arguments["GROUP"] // SPAN, N, arguments["BLOCK"]), "SPAN": SPAN}
     launch(backward_kernel, configs, (), (count,), arguments, u.device, config or configs()[0])

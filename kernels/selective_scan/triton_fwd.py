@@ -1,14 +1,14 @@
 """The selective scan in Triton: the forward pass, and what it shares with the backward pass.
 
-One program, a single warp, scans 32 channels of one image on one route. A thread holds all states of a channel in fp32 registers,
-and the sum over the states needs no exchange and no barrier. All routes are one launch: a route that scans back counts its tokens
-from the end, and a route finds its sequence of u by its number. The next AHEAD tokens are loaded while these are computed: one
-where a token has work enough for its loads, several where a channel has a single state.
+One program, a single warp, scans 32 channels of one image on one route. A thread holds all states of a channel in fp32
+registers, and the sum over the states needs no exchange and no barrier. All routes are one launch: a route that scans
+back counts its tokens from the end, and a route finds its sequence of u by its number. The next AHEAD tokens are loaded
+while these are computed: one where a token has work enough for its loads, several where a channel has a single state.
 
 exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
-u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be slices of a
-projection's output. Shape letters as in `reference`.
+u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be slices
+of a projection's output. Shape letters as in `reference`.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,9 @@ def place(T, R, E, reverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|. With w the rounded 1 + e, log(1 + e) is log w + (e − (w − 1)) / w."""
+    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|. With w the rounded 1 + e, log(1 + e) is log w + (e − (w − 1)) /
+    w.
+    """
     e = tl.exp2(tl.abs(x) * -LOG2E)
     w = 1.0 + e
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) / w)
@@ -92,7 +94,9 @@ def forward_kernel(
     AHEAD: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Write out and, with KEEP, the state at the start of every group of GROUP tokens except the first. `x_b`, `x_t`, `x_r`: x's strides."""
+    """Write out and, with KEEP, the state at the start of every group of GROUP tokens except the first. `x_b`, `x_t`,
+    `x_r`: x's strides.
+    """
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     e, n = channel + tl.arange(0, BLOCK), tl.arange(0, N)
     inside = e < E
@@ -164,7 +168,9 @@ def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic
+    sizes.
+    """
     images, T, R, E = shape
     return images, R, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, state_dim, E
 
@@ -175,19 +181,27 @@ def ahead(state_dim: int) -> int:
 
 
 def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:
-    """The compile-time constants of both kernels; `shared` is K where routes share sequences, and 0 where each has its own."""
+    """The compile-time constants of both kernels; `shared` is K where routes share sequences, and 0 where each has its
+    own.
+    """
     return {"N": state_dim, "K": shared, "BLOCK": BLOCK, "GROUP": GROUP, "GATE": gate}
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: activations with their strides, parameters in fp32, and the sizes."""
     activations = {"u": x.u, "delta": x.delta, "B": x.B, "C": x.C}
-    activations = {name: tensor if tensor.stride(-1) == 1 else tensor.contiguous() for name, tensor in activations.items()}
+    activations = {
+        name: tensor if tensor.stride(-1) == 1 else tensor.contiguous() for name, tensor in activations.items()
+    }
     arguments = {f"{name}_ptr": tensor for name, tensor in activations.items()}
-    arguments |= {f"{name}_{axis}": tensor.stride(i) for name, tensor in activations.items() for i, axis in enumerate("btr")}
+    arguments |= {
+        f"{name}_{axis}": tensor.stride(i) for name, tensor in activations.items() for i, axis in enumerate("btr")
+    }
     gate = x.u if x.z is None else x.z if x.z.stride(-1) == 1 else x.z.contiguous()
     arguments |= {"z_ptr": gate, "z_b": gate.stride(0), "z_t": gate.stride(1)}
-    arguments |= {f"{name}_ptr": tensor.float().contiguous() for name, tensor in (("A", x.A), ("D", x.D), ("bias", x.delta_bias))}
+    arguments |= {
+        f"{name}_ptr": tensor.float().contiguous() for name, tensor in (("A", x.A), ("D", x.D), ("bias", x.delta_bias))
+    }
     _, T, R, E = x.delta.shape
     K = x.u.shape[2]
     arguments |= {"T": T, "R": R, "E": E, "reverse": direction_bits(x.reverse)}

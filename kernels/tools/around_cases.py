@@ -36,12 +36,19 @@ class Sizes(cases.Sizes):
 
     def tensor_bytes(self) -> tuple[int, int]:
         D, F = self.channels, self.hidden
-        inputs, out = {"conv_norm": (D, 2 * D), "scan_convs": (2 * D, 4 * D), "gated_norm": (3 * D, D), "gated_linear": (D, F)}[self.kind]
+        inputs, out = {
+            "conv_norm": (D, 2 * D),
+            "scan_convs": (2 * D, 4 * D),
+            "gated_norm": (3 * D, D),
+            "gated_linear": (D, F),
+        }[self.kind]
         return 2 * self.batch * self.tokens * inputs, 2 * self.batch * self.tokens * out
 
     def flop_of(self, passes: str) -> int:
         D = self.channels
-        macs = {"conv_norm": 9 * D, "scan_convs": 16 * D, "gated_norm": 0, "gated_linear": 2 * D * self.hidden}[self.kind]
+        macs = {"conv_norm": 9 * D, "scan_convs": 16 * D, "gated_norm": 0, "gated_linear": 2 * D * self.hidden}[
+            self.kind
+        ]
         return 2 * self.batch * self.tokens * macs * (1 if passes == "forward" else 2)
 
 
@@ -71,7 +78,12 @@ class AroundCases(cases.Cases):
             "gated_norm": {"weight": (D,), "bias": (D,)},
             "gated_linear": {"weight": (2 * F, D), "bias": (2 * F,)},
         }[sizes.kind]
-        outs = {"conv_norm": (2, B, T, D), "scan_convs": (2, B, T, 2 * D), "gated_norm": (B, T, D), "gated_linear": (B, T, F + ONES)}
+        outs = {
+            "conv_norm": (2, B, T, D),
+            "scan_convs": (2, B, T, 2 * D),
+            "gated_norm": (B, T, D),
+            "gated_linear": (B, T, F + ONES),
+        }
         found = []
         for name in self.INPUTS:
             if name in self.ACTIVATIONS:
@@ -82,7 +94,9 @@ class AroundCases(cases.Cases):
         return [x.to(device) for x in (*found, normal(*outs[sizes.kind]).bfloat16().double())]
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
-        options: dict[str, Any] = {"conv_norm": {"height": sizes.height, "eps": EPS}, "gated_norm": {"eps": EPS}}.get(sizes.kind, {})
+        options: dict[str, Any] = {"conv_norm": {"height": sizes.height, "eps": EPS}, "gated_norm": {"eps": EPS}}.get(
+            sizes.kind, {}
+        )
         return partial(getattr(op, sizes.kind), **options)
 
     def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Any:
@@ -106,12 +120,16 @@ class AroundCases(cases.Cases):
 
     def shapes(self) -> list[Sizes]:
         return [
-            Sizes(tokens=tokens, height=int(tokens**0.5), channels=channels, kind=self.NAME) for channels in WIDTHS for tokens in TOKENS
+            Sizes(tokens=tokens, height=int(tokens**0.5), channels=channels, kind=self.NAME)
+            for channels in WIDTHS
+            for tokens in TOKENS
         ]
 
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
         *inputs, _ = self.draw(0, sizes, device)
-        return [x.bfloat16() if name in self.ACTIVATIONS else x.float() for name, x in zip(self.INPUTS, inputs, strict=True)]
+        return [
+            x.bfloat16() if name in self.ACTIVATIONS else x.float() for name, x in zip(self.INPUTS, inputs, strict=True)
+        ]
 
     def compile_time(self, dtype: torch.dtype, channels: int = 192) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         hidden = int(8 * channels / 3)
@@ -119,7 +137,11 @@ class AroundCases(cases.Cases):
         return {"channels": channels}, constants, (dtype, channels)
 
     def kernels(
-        self, arguments: Any, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+        self,
+        arguments: Any,
+        dout: Tensor,
+        config: triton.Config | None = None,
+        backward_config: triton.Config | None = None,
     ) -> tuple[Tensor, ...]:
         out = getattr(triton_fwd, self.NAME)(arguments, config)
         return out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)
@@ -137,7 +159,9 @@ def make(
     plain = Sizes(batch=2, tokens=35, height=5, channels=24, kind=name)
     return AroundCases(
         NAME=name,
-        op=SimpleNamespace(CUSTOM_OP=custom_op, selected_backend=partial(op.selected_backend, leading=custom_op.leading)),
+        op=SimpleNamespace(
+            CUSTOM_OP=custom_op, selected_backend=partial(op.selected_backend, leading=custom_op.leading)
+        ),
         triton_fwd=triton_fwd,
         triton_bwd=triton_bwd,
         INPUTS=inputs,
@@ -150,7 +174,10 @@ def make(
         COMPARED=Sizes(tokens=6400, height=80, channels=192, kind=name),
         GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 60, " %")},
         AT="B 64, T 6400, 192 channels, bf16",
-        KERNELS={f"{name}_{part}": (SimpleNamespace(configs=configs), kernel, {}) for part, (configs, kernel) in kernels.items()},
+        KERNELS={
+            f"{name}_{part}": (SimpleNamespace(configs=configs), kernel, {})
+            for part, (configs, kernel) in kernels.items()
+        },
         OPERANDS=(*activations, *operands, "out", "dout"),
         TYPES={"eps": "fp32", "size": "i64"},
     )

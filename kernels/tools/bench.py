@@ -1,11 +1,11 @@
 """How fast are the kernels on this GPU, beside the torch backend, other people's kernels, and a copy?
 
-Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. What belongs to one operator, such as
-other people's kernels and the form in which they get the same work, is in its `cases.Cases`.
+Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. What belongs to one
+operator, such as other people's kernels and the form in which they get the same work, is in its `cases.Cases`.
 
-Times are CUDA events around each call, with the second-level cache cleared before it. Work that is shorter than the tens of
-microseconds that Python needs for a launch shows that time instead: at T = 196 all implementations do. Results are checked by `check`,
-not here.
+Times are CUDA events around each call, with the second-level cache cleared before it. Work that is shorter than the
+tens of microseconds that Python needs for a launch shows that time instead: at T = 196 all implementations do. Results
+are checked by `check`, not here.
 """
 
 import json
@@ -30,7 +30,10 @@ def planned(cases: Cases, compared: bool = False) -> list[Step]:
     """What is timed of an operator, in order; with `compared` only at the shape that its goals are about."""
     shapes = [cases.COMPARED] if compared else cases.shapes()
     return [
-        (sizes, passes, name) for sizes in shapes for passes in (FORWARD, BOTH_PASSES) for name in ("copy", *cases.implementations(sizes))
+        (sizes, passes, name)
+        for sizes in shapes
+        for passes in (FORWARD, BOTH_PASSES)
+        for name in ("copy", *cases.implementations(sizes))
     ]
 
 
@@ -44,13 +47,17 @@ def row_key(cases: Cases, row: Mapping[str, Any]) -> str:
     return json.dumps([row[name] for name in ("implementation", "passes", *vars(cases.COMPARED))])
 
 
-def rows(cases: Cases, device: torch.device, steps: Iterable[Step], before: Iterable[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-    """A row for each of these steps of an operator, as it is measured. `before`: rows measured earlier, whose copies serve as well.
+def rows(
+    cases: Cases, device: torch.device, steps: Iterable[Step], before: Iterable[Mapping[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """A row for each of these steps of an operator, as it is measured. `before`: rows measured earlier, whose copies
+    serve as well.
 
-    A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes, gflop,
-    gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes, whatever the implementation
-    moves and does. The share is the time of a device copy of these bytes over the row's. The peak is that above the inputs.
-    `status` is `ok`; or `oom`, `failed` or, for a package that is not installed, `unavailable`, with null numbers and the reason.
+    A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes,
+    gflop, gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes,
+    whatever the implementation moves and does. The share is the time of a device copy of these bytes over the row's.
+    The peak is that above the inputs. `status` is `ok`; or `oom`, `failed` or, for a package that is not installed,
+    `unavailable`, with null numbers and the reason.
     """
     copies = {row_key(cases, row): row["median_ms"] for row in before if row["implementation"] == "copy"}
     for sizes, passes, name in steps:
@@ -88,7 +95,13 @@ def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]
 
 
 def _measured(
-    cases: Cases, name: str, sizes: Sizes, passes: str, device: torch.device, copy_ms: float | None, make: Callable[[], Callable[[], Any]]
+    cases: Cases,
+    name: str,
+    sizes: Sizes,
+    passes: str,
+    device: torch.device,
+    copy_ms: float | None,
+    make: Callable[[], Callable[[], Any]],
 ) -> dict[str, Any]:
     row = _blank(cases, name, sizes, passes)
     if name not in OURS and (reason := cases.missing(name)):
@@ -105,7 +118,8 @@ def _measured(
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return row | {"status": "oom"} | failure(error)
-    except Exception as error:  # whatever an implementation raises, ours or a peer, it costs its own row and not an hour of measuring
+    # whatever an implementation raises, ours or a peer, it costs its own row and not an hour of measuring
+    except Exception as error:
         return row | {"status": "failed"} | failure(error)
 
 
@@ -118,9 +132,18 @@ def times(step: Callable[[], Any]) -> list[float]:
 
 
 def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
-    row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16", "status": "ok"}
+    row = {
+        "operator": cases.NAME,
+        "implementation": name,
+        "passes": passes,
+        **vars(sizes),
+        "dtype": "bf16",
+        "status": "ok",
+    }
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
-    return row | dict.fromkeys(numbers) | {"samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
+    return (
+        row | dict.fromkeys(numbers) | {"samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
+    )
 
 
 def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak_mib: float) -> dict[str, Any]:
@@ -128,7 +151,10 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
     row = row | {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
     if row["implementation"] == "copy":
-        return row | {"gflop": None, "reason": "the row is the copy itself: it computes nothing, and the shares refer to it"}
+        return row | {
+            "gflop": None,
+            "reason": "the row is the copy itself: it computes nothing, and the shares refer to it",
+        }
     row["tflop_per_s"] = row["gflop"] / median
     if copy_ms is None:
         return row | {"reason": "the copy could not be measured"}
@@ -136,7 +162,9 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
 
 
 def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """At the shape that the operator's goals are about: how many times as fast as the fastest peer, if any; share of a copy."""
+    """At the shape that the operator's goals are about: how many times as fast as the fastest peer, if any; share of a
+    copy.
+    """
     here = {
         (row["implementation"], row["passes"]): row["median_ms"]
         for row in measured
@@ -158,7 +186,12 @@ def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any
 def tuned_configs(cases: Cases) -> list[dict[str, Any]]:
     """The configs that tuning chose in this process for bf16: {operator, kernel, key, config} each."""
     return [
-        {"operator": cases.NAME, "kernel": kernel.__name__, "key": [str(part) for part in key], "config": describe(config)}
+        {
+            "operator": cases.NAME,
+            "kernel": kernel.__name__,
+            "key": [str(part) for part in key],
+            "config": describe(config),
+        }
         for kernel, tuner in cases.tuners()
         for key, config in tuner.cache.items()
     ]

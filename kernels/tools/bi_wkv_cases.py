@@ -39,14 +39,16 @@ class BiWKVCases(cases.Cases):
     def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
         """The kernels' own error, which grows with the exponents and with T, plus a multiple of the results' rounding.
 
-        The gradients of k, u and w are sums of v − out with the kept output, which is rounded. In those of w, terms weighted by distance
-        cancel, most of all where a large decay leaves only a few.
+        The gradients of k, u and w are sums of v − out with the kept output, which is rounded. In those of w, terms
+        weighted by distance cancel, most of all where a large decay leaves only a few.
         """
         times = {"out": 1, "v": 1, "k": 4, "u": 4, "w": 64 if sizes.large_decay else 16}
         own = 2e-4 if sizes.large_decay else 1e-4 if sizes.tokens > 1000 else 1e-5
         return own + ROUNDING[dtype] * times[name]
 
-    def draw(self, seed: int, sizes: Sizes, device: Any = "cpu", *, decay: float | None = None, keys: float = 1.0) -> list[Tensor]:
+    def draw(
+        self, seed: int, sizes: Sizes, device: Any = "cpu", *, decay: float | None = None, keys: float = 1.0
+    ) -> list[Tensor]:
         """w, u, k, v and dout, fp64: w and u of either sign with values of fp32, the others with values of bf16.
 
         `decay` and `keys` are the standard deviations of w and u, and of k; without `decay` it is that of `sizes`.
@@ -104,10 +106,22 @@ CASES = BiWKVCases(
     AT="B 64, T 6400, 192 channels, bf16",
     KERNELS={
         "bi_wkv_forward": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False, "SEGMENT": 0}),
-        "bi_wkv_forward_segments": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False, "SEGMENT": triton_fwd.SEGMENT}),
-        "bi_wkv_forward_keeping_states": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": True, "SEGMENT": triton_fwd.SEGMENT}),
+        "bi_wkv_forward_segments": (
+            triton_fwd,
+            triton_fwd.forward_kernel,
+            {"KEEP": False, "SEGMENT": triton_fwd.SEGMENT},
+        ),
+        "bi_wkv_forward_keeping_states": (
+            triton_fwd,
+            triton_fwd.forward_kernel,
+            {"KEEP": True, "SEGMENT": triton_fwd.SEGMENT},
+        ),
         "bi_wkv_forward_sums": (triton_fwd, triton_fwd.sums_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
-        "bi_wkv_forward_ends": (SimpleNamespace(configs=triton_fwd.ends_configs), triton_fwd.ends_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
+        "bi_wkv_forward_ends": (
+            SimpleNamespace(configs=triton_fwd.ends_configs),
+            triton_fwd.ends_kernel,
+            {"SEGMENT": triton_fwd.SEGMENT},
+        ),
         "bi_wkv_backward": (triton_fwd, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("k", "v", "out", "dout", "dk", "dv"),

@@ -48,7 +48,9 @@ class Sizes(abc.ABC):
         """The FLOPs of `forward` or `backward` by the operator's own formulas."""
 
     def bytes(self, passes: str) -> int:
-        """The least that must be read and written: inputs and output; then the inputs, the gradient of the output, and theirs."""
+        """The least that must be read and written: inputs and output; then the inputs, the gradient of the output, and
+        theirs.
+        """
         inputs, out = self.tensor_bytes()
         return inputs + out if passes == FORWARD else 3 * inputs + 2 * out
 
@@ -78,8 +80,10 @@ class Cases(abc.ABC):
     GOALS: Mapping[str, tuple[str, float, str]]  # key -> what, target, unit
     AT: str
     PEER: str | None = None  # what `bench.summarise` calls other people's kernels
-    DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key in the record -> package that has them
-    KERNELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]]  # name -> what has its `configs`, the kernel, constants of its own
+    # key in the record -> package that has them
+    DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # name -> what has its `configs`, the kernel, constants of its own
+    KERNELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]]
     OPERANDS: tuple[str, ...]  # this and TYPES: see `resources.Compilation`
     TYPES: Mapping[str, str] = dataclasses.field(default_factory=dict)
     COMPILED: Sequence[Mapping[str, Any]] = ({},)  # the options of `compile_time` that `resources` compiles
@@ -120,11 +124,16 @@ class Cases(abc.ABC):
     def compile_time(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         """The sizes that a record of `resources` shows, the kernels' constants, and the arguments of their `configs`.
 
-        By default they are those of the sizes that the tests and the tuning are about; operators add options for others.
+        By default they are those of the sizes that the tests and the tuning are about; operators add options for
+        others.
         """
 
     def kernels(
-        self, arguments: Any, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+        self,
+        arguments: Any,
+        dout: Tensor,
+        config: triton.Config | None = None,
+        backward_config: triton.Config | None = None,
     ) -> tuple[Tensor, ...]:
         """The output and each gradient, by the Triton kernels; None: the config of a launch without one."""
         out, states = self.triton_fwd.forward(arguments, True, config)
@@ -133,7 +142,9 @@ class Cases(abc.ABC):
 
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
         """The backend that runs for a request."""
-        return self.op.selected_backend(backend, device, dtype=dtype, **{name: getattr(sizes, name) for name in self.OPTIONS})
+        return self.op.selected_backend(
+            backend, device, dtype=dtype, **{name: getattr(sizes, name) for name in self.OPTIONS}
+        )
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
         """The candidates of the forward and of the backward kernel at TYPICAL."""
@@ -144,12 +155,17 @@ class Cases(abc.ABC):
         """Each kernel that is tuned, with its tuner in bf16."""
         sizes = self.compile_time(torch.bfloat16)[2]
         found = dict.fromkeys((kernel, module.configs) for module, kernel, _ in self.KERNELS.values())
-        return [(kernel, tuned(kernel, candidates, *sizes)) for kernel, candidates in found if len(candidates(*sizes)) > 1]
+        return [
+            (kernel, tuned(kernel, candidates, *sizes)) for kernel, candidates in found if len(candidates(*sizes)) > 1
+        ]
 
     def implementations(self, sizes: Any) -> dict[str, Maker]:
         """What is timed, by name: our function on two backends, and other people's kernels."""
         function, inputs = self.bind(sizes), functools.partial(self.layer_inputs, sizes)
-        ours = {name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device)) for name in ("triton", "torch")}
+        ours = {
+            name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device))
+            for name in ("triton", "torch")
+        }
         return ours | self.peers(sizes)
 
     def peers(self, sizes: Any) -> dict[str, Maker]:
@@ -173,7 +189,9 @@ class Cases(abc.ABC):
                     yield from (self.compilation(name, dtype, number, **options) for number in range(len(candidates)))
 
     def compilation(self, name: str, dtype: str, number: int = 0, **options: Any) -> Compilation:
-        """One of KERNELS in one of its configs, number 0 being the default one; the options are those of `compile_time`."""
+        """One of KERNELS in one of its configs, number 0 being the default one; the options are those of
+        `compile_time`.
+        """
         module, kernel, own = self.KERNELS[name]
         sizes, constants, candidates = self.compile_time(DTYPES[dtype], **options)
         return Compilation(
@@ -200,14 +218,22 @@ def normal_drawer(seed: int, device: Any = "cpu", dtype: torch.dtype = torch.flo
 
 
 def in_directions(
-    both: Callable[..., Tensor], one: Callable[..., Tensor], one_direction: Callable[..., list], reverse: tuple[bool, ...], **options: Any
+    both: Callable[..., Tensor],
+    one: Callable[..., Tensor],
+    one_direction: Callable[..., list],
+    reverse: tuple[bool, ...],
+    **options: Any,
 ) -> Callable[..., Tensor]:
-    """An operator with a direction for each flag of `reverse`: the function for `BOTH`, or a call for each of the function for one."""
+    """An operator with a direction for each flag of `reverse`: the function for `BOTH`, or a call for each of the
+    function for one.
+    """
     if reverse == BOTH:
         return functools.partial(both, **options)
 
     def run(*inputs: Tensor, backend: str) -> Tensor:
-        outs = [one(*one_direction(inputs, r), reverse=flag, backend=backend, **options) for r, flag in enumerate(reverse)]
+        outs = [
+            one(*one_direction(inputs, r), reverse=flag, backend=backend, **options) for r, flag in enumerate(reverse)
+        ]
         return torch.stack(outs, 2)
 
     return run

@@ -1,8 +1,8 @@
 """Are the Triton kernels right? Outputs and all gradients against the fp64 reference on the same rounded inputs.
 
-It runs where the kernels run: on a GPU, and in parts on a CPU under Triton's interpreter, which has no bf16 and compiles nothing.
-The tests and `repro kernels check` share it, and `bench` refuses to time kernels that do not pass. What belongs to one operator is
-in its `cases.Cases`.
+It runs where the kernels run: on a GPU, and in parts on a CPU under Triton's interpreter, which has no bf16 and
+compiles nothing. The tests and `repro kernels check` share it, and `bench` refuses to time kernels that do not pass.
+What belongs to one operator is in its `cases.Cases`.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def cast(cases: Cases, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """An operator's inputs (and dout, if it follows them) as a layer has them: its activations and dout in `dtype`, the others in fp32.
+    """An operator's inputs (and dout, if it follows them) as a layer has them: its activations and dout in `dtype`, the
+    others in fp32.
 
     For fp64 all are fp64. An input that these sizes do without stays None.
     """
@@ -68,7 +69,13 @@ def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, b
     leaves = [x if x is None else x.detach().requires_grad_() for x in leaves]
     given = {name: x for name, x in zip(cases.INPUTS, leaves, strict=True) if x is not None}
     out = cases.bind(sizes)(*leaves, backend=backend)
-    return dict(zip(("out", *given), (out.detach(), *torch.autograd.grad(out, list(given.values()), dout.to(out.dtype))), strict=True))
+    return dict(
+        zip(
+            ("out", *given),
+            (out.detach(), *torch.autograd.grad(out, list(given.values()), dout.to(out.dtype))),
+            strict=True,
+        )
+    )
 
 
 def run_kernels(
@@ -146,7 +153,9 @@ def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
 
 def make_row(operator: str, what: str, sizes: Sizes, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
     """What every row says: {operator, check, the sizes, dtype}, and config where it is not the default one."""
-    return {"operator": operator, "check": what, **vars(sizes), "dtype": dtype} | ({"config": describe(config)} if config else {})
+    return {"operator": operator, "check": what, **vars(sizes), "dtype": dtype} | (
+        {"config": describe(config)} if config else {}
+    )
 
 
 def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The cases of multi-scale deformable attention. Shape letters: B samples, Q queries, M heads, C channels of a head, L levels, P points.
+"""The cases of multi-scale deformable attention. Shape letters: B samples, Q queries, M heads, C channels of a head, L
+levels, P points.
 
 There is no peer: the other kernel that there is, mmcv's, is a compiled operator, which this project does not build.
 """
@@ -25,8 +26,9 @@ HEADS = (6, 12)  # of 32 channels: the ViT-Adapters T and B
 class Sizes(cases.Sizes):
     """One shape: B samples of T patch tokens in a ViT-Adapter, on a map that is as square as T allows.
 
-    With one level it is the extractor's: the queries are the maps of twice, once and half the sides, and the value is the map of T
-    tokens. With three levels it is the injector's, the other way round. `crowded` puts all points into one cell of their level.
+    With one level it is the extractor's: the queries are the maps of twice, once and half the sides, and the value is
+    the map of T tokens. With three levels it is the injector's, the other way round. `crowded` puts all points into one
+    cell of their level.
     """
 
     batch: int = 16  # the paper's, for detection and for segmentation
@@ -64,12 +66,16 @@ class Sizes(cases.Sizes):
 
 class MSDeformAttnCases(cases.Cases):
     def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-        """The kernels' own error, which grows with the pixel coordinates, plus the rounding of results that are in `dtype`."""
+        """The kernels' own error, which grows with the pixel coordinates, plus the rounding of results that are in
+        `dtype`.
+        """
         return (1e-4 if sizes.tokens > 1000 else 2e-5) + (ROUNDING[dtype] if name in ("out", "value") else 0.0)
 
     def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
         """value, locations, weights and dout; see `draw_points`."""
-        return draw_points(seed, sizes.shapes(), sizes.samples_shape(), sizes.head_dim, crowded=sizes.crowded, device=device)
+        return draw_points(
+            seed, sizes.shapes(), sizes.samples_shape(), sizes.head_dim, crowded=sizes.crowded, device=device
+        )
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
         shapes = sizes.shapes()
@@ -84,7 +90,11 @@ class MSDeformAttnCases(cases.Cases):
         return Arguments(value, [size for shape in sizes.shapes() for size in shape], locations, weights)
 
     def kernels(
-        self, arguments: Arguments, dout: Tensor, config: triton.Config | None = None, backward_config: triton.Config | None = None
+        self,
+        arguments: Arguments,
+        dout: Tensor,
+        config: triton.Config | None = None,
+        backward_config: triton.Config | None = None,
     ) -> tuple[Tensor, ...]:
         """`config` is for both kernels by rows, `backward_config` for the one by pixels."""
         return triton_fwd.forward(arguments, config), *triton_bwd.backward(dout, arguments, config, backward_config)
@@ -92,16 +102,25 @@ class MSDeformAttnCases(cases.Cases):
     def ragged(self, interpreted: bool) -> list[Sizes]:
         """Maps of a pixel, of a row and larger, for extractor and injector."""
         sides = (1, 2, 6, 7) if interpreted else (1, 2, 6, 7, 196, 197)
-        return [Sizes(batch=2, tokens=tokens, heads=2, head_dim=8, levels=levels) for tokens in sides for levels in (1, 3)]
+        return [
+            Sizes(batch=2, tokens=tokens, heads=2, head_dim=8, levels=levels) for tokens in sides for levels in (1, 3)
+        ]
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
-        """Numbers of channels and points that are not powers of two; more samples around a pixel than a program takes at once."""
+        """Numbers of channels and points that are not powers of two; more samples around a pixel than a program takes
+        at once.
+        """
         yield "five channels, three points", Sizes(batch=2, tokens=6, heads=3, head_dim=5, levels=3, points=3)
         yield "all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)
 
     def shapes(self) -> list[Sizes]:
         """Both numbers of heads at both image sizes, for extractor and injector."""
-        return [Sizes(tokens=tokens, heads=heads, levels=levels) for heads in HEADS for tokens in TOKENS for levels in (1, 3)]
+        return [
+            Sizes(tokens=tokens, heads=heads, levels=levels)
+            for heads in HEADS
+            for tokens in TOKENS
+            for levels in (1, 3)
+        ]
 
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
         """As an untrained layer gives them: value in bf16, points around the queries' own pixels."""
@@ -110,7 +129,9 @@ class MSDeformAttnCases(cases.Cases):
         tokens = sum(h * w for h, w in sizes.shapes())
         value = torch.randn(B, tokens, M, sizes.head_dim, generator=generator, device=device).bfloat16()
         centres = [
-            torch.stack(torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy"), -1).view(-1, 2)
+            torch.stack(
+                torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy"), -1
+            ).view(-1, 2)
             for h, w in sizes.query_maps()
         ]
         w_h = torch.tensor([(w, h) for h, w in sizes.shapes()], device=device)[:, None]
@@ -119,7 +140,9 @@ class MSDeformAttnCases(cases.Cases):
         weights = torch.randn(B, Q, M, L * P, generator=generator, device=device).softmax(-1).view(shape)
         return [value, locations, weights]
 
-    def compile_time(self, dtype: torch.dtype, head_dim: int = 32, levels: int = 3) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(
+        self, dtype: torch.dtype, head_dim: int = 32, levels: int = 3
+    ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         """Six heads and four points, as in the ViT-Adapter T."""
         constants = {"M": 6, "C": head_dim, "L": levels, "P": 4, "WIDTH": triton.next_power_of_2(head_dim)}
         return {"heads": 6, "head_dim": head_dim, "levels": levels}, constants, (head_dim,)
@@ -160,8 +183,8 @@ def draw_points(
 ) -> list[Tensor]:
     """value, locations, weights and dout, fp64: value and dout have values of bf16, locations and weights of fp32.
 
-    Points lie on the map, at its edges and outside, and never so near a pixel's row or column, where the derivative jumps, that
-    rounding could move them to its other side.
+    Points lie on the map, at its edges and outside, and never so near a pixel's row or column, where the derivative
+    jumps, that rounding could move them to its other side.
 
     Args:
         shapes: (h, w) of each level.

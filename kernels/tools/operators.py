@@ -12,8 +12,11 @@ OPERATORS: dict[str, Cases] = {cases.NAME: cases for cases in (*(module.CASES fo
 INTERPRETED = ttt_linear_cases.triton_fwd.INTERPRETED  # whether Triton runs all kernels in its interpreter
 
 
-def merge_rows(before: Mapping[str, Any], chosen: Collection[Cases], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows of a record, operator by operator, and the `source_hash` of each: of the `chosen` ones as now, of the others as before.
+def merge_rows(
+    before: Mapping[str, Any], chosen: Collection[Cases], rows: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The rows of a record, operator by operator, and the `source_hash` of each: of the `chosen` ones as now, of the
+    others as before.
 
     Args:
         before: the record until now, {rows, source_hash}; empty if there is no record.

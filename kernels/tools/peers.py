@@ -1,13 +1,14 @@
 """flash-linear-attention's TTT-Linear (package `flash-linear-attention`, the extra `bench`), called like ours.
 
-Its inner learning rate is one factor per query row, with the last row's for the state update; ours is c[row] · lr[column]. The two
-compute the same where our lr is constant within a chunk. It has one direction. Its public functions put the residual on
-O = QW + β − AG, where ours has it on Q; therefore `out` takes O from the autograd function under the public one and applies the
-output norm itself, with the package's own kernel. All gradients then correspond one to one, that of lr summed over a chunk.
+Its inner learning rate is one factor per query row, with the last row's for the state update; ours is c[row] ·
+lr[column]. The two compute the same where our lr is constant within a chunk. It has one direction. Its public functions
+put the residual on O = QW + β − AG, where ours has it on Q; therefore `out` takes O from the autograd function under
+the public one and applies the output norm itself, with the package's own kernel. All gradients then correspond one to
+one, that of lr summed over a chunk.
 
-Its kernels are tuned once per process and chunk size, for whatever dtype and T come first, and the choice is kept on disk. Here the
-disk is left out, and `forget_tuning` makes it tune again: each shape is measured with the config that suits it.
-Shape letters: B samples, T tokens, H heads, D head width.
+Its kernels are tuned once per process and chunk size, for whatever dtype and T come first, and the choice is kept on
+disk. Here the disk is left out, and `forget_tuning` makes it tune again: each shape is measured with the config that
+suits it. Shape letters: B samples, T tokens, H heads, D head width.
 """
 
 import importlib
@@ -38,7 +39,9 @@ def _import(name: str) -> ModuleType:
     os.environ["FLA_CACHE_RESULTS"] = "0"
     module = importlib.import_module(f"{PACKAGE}.{name}")
     if importlib.import_module(f"{PACKAGE}.utils.env").FLA_CACHE_RESULTS:
-        raise RuntimeError("fla was imported with FLA_CACHE_RESULTS on: its kernels would keep an earlier size's tuning")
+        raise RuntimeError(
+            "fla was imported with FLA_CACHE_RESULTS on: its kernels would keep an earlier size's tuning"
+        )
     return module
 
 
@@ -79,17 +82,23 @@ def both_directions(kind: str) -> Callable[..., Tensor]:
     forget_tuning()
     function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
 
-    def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, *shared: Tensor, chunk_size: int) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, lr: Tensor, token_scale: Tensor, *shared: Tensor, chunk_size: int
+    ) -> Tensor:
         H = q.shape[3]
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
-        given = arguments(q, k, v, lr.repeat(1, 1, 2), token_scale[0], *(x.flatten(0, 1) for x in shared), chunk_size=chunk_size)
+        given = arguments(
+            q, k, v, lr.repeat(1, 1, 2), token_scale[0], *(x.flatten(0, 1) for x in shared), chunk_size=chunk_size
+        )
         return function(**given, output_final_state=False)[0].unflatten(2, (2, H))
 
     return run
 
 
 def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tensor:
-    """What `kernels.ttt_linear` returns for these inputs (nine tensors, one direction), where lr is constant in each chunk."""
+    """What `kernels.ttt_linear` returns for these inputs (nine tensors, one direction), where lr is constant in each
+    chunk.
+    """
     given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
     q, weight, bias = given["q"], given["w"], given["b"]
     module = _import(f"ops.ttt.{kind}")

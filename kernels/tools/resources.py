@@ -1,7 +1,8 @@
-"""What the compiler makes of the Triton kernels, read from the machine code: registers, spills, shared memory, instructions.
+"""What the compiler makes of the Triton kernels, read from the machine code: registers, spills, shared memory,
+instructions.
 
-Triton compiles for a GPU that need not exist, and comes with cuobjdump and nvdisasm. This cannot run where TRITON_INTERPRET is set,
-since the interpreter compiles nothing.
+Triton compiles for a GPU that need not exist, and comes with cuobjdump and nvdisasm. This cannot run where
+TRITON_INTERPRET is set, since the interpreter compiles nothing.
 """
 
 import ast
@@ -36,7 +37,8 @@ class Compilation:
     config: triton.Config
     dtype: str  # fp32, fp16 or bf16
     sizes: Mapping[str, Any]  # what the record shows of them
-    types: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of arguments that are neither such pointers nor i32
+    # of arguments that are neither such pointers nor i32
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default: bool = True  # whether it is the config that runs untuned
 
     def read(self, target: int) -> dict[str, Any]:
@@ -50,11 +52,15 @@ class Compilation:
         constants = {**self.constants, **self.config.kwargs}
         pointers = [name for name in names if name.endswith("_ptr")]
         types = dict.fromkeys(names, "i32")
-        types |= {name: "*" + (self.dtype if name.removesuffix("_ptr") in self.operands else "fp32") for name in pointers}
+        types |= {
+            name: "*" + (self.dtype if name.removesuffix("_ptr") in self.operands else "fp32") for name in pointers
+        }
         types |= self.types | dict.fromkeys(constants, "constexpr")
         places = {(names.index(name),): value for name, value in constants.items()}
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-        source = ASTSource(fn=self.kernel, signature={name: types[name] for name in names}, constexprs=places, attrs=aligned)
+        source = ASTSource(
+            fn=self.kernel, signature={name: types[name] for name in names}, constexprs=places, attrs=aligned
+        )
         return triton.compile(source, target=GPUTarget("cuda", target, 32), options=compiler_options(self.config))
 
 
@@ -74,14 +80,21 @@ def describe(config: Any) -> dict[str, Any]:
 def source_hash(cases: Any) -> str:
     """The first 16 hex digits of a SHA-256 of what the compiler gets of an operator's kernels.
 
-    That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout, and the
-    compile-time arguments of each compilation.
+    That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout,
+    and the compile-time arguments of each compilation.
     """
     named = [Path(str(module.__file__)) for module in (cases.triton_fwd, cases.triton_bwd)]
     others = [file for file in sorted(named[0].parent.glob("triton_*.py")) if file not in named]
     code = [jitted_code(file.read_text(encoding="utf-8")) for file in (*named, *others)]
     arguments = [
-        [one.name, one.dtype, sorted(one.operands), sorted(one.types.items()), sorted(one.constants.items()), describe(one.config)]
+        [
+            one.name,
+            one.dtype,
+            sorted(one.operands),
+            sorted(one.types.items()),
+            sorted(one.constants.items()),
+            describe(one.config),
+        ]
         for one in cases.compilations()
     ]
     return hashlib.sha256(repr([code, arguments]).encode()).hexdigest()[:16]
@@ -99,7 +112,9 @@ def jitted_code(source: str) -> list[Any]:
 
 
 def _nest(node: Any) -> Any:
-    """A syntax tree as nested lists, without a docstring, and without empty fields, in which the versions of Python differ."""
+    """A syntax tree as nested lists, without a docstring, and without empty fields, in which the versions of Python
+    differ.
+    """
     if isinstance(node, list):
         return [_nest(each) for each in node]
     if not isinstance(node, ast.AST):
@@ -111,14 +126,15 @@ def _nest(node: Any) -> Any:
 
 
 def rows(cases: Any, skip: int = 0, defaults: bool = False) -> Iterator[dict[str, Any]]:
-    """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled; without the first `skip`.
+    """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled; without the first
+    `skip`.
 
     `defaults`: only the configs that run untuned.
 
-    A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype, target,
-    registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are those of a thread, shared
-    bytes those of a program. Instructions are counted once each, also in a loop. `loops` has, for each loop in the order of the
-    code, its number of instructions and how many of them are barriers and shuffles.
+    A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype,
+    target, registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are those
+    of a thread, shared bytes those of a program. Instructions are counted once each, also in a loop. `loops` has, for
+    each loop in the order of the code, its number of instructions and how many of them are barriers and shuffles.
     """
     for labels, compilation, target in itertools.islice(planned(cases, defaults), skip, None):
         yield {**labels, **compilation.read(target)}
@@ -151,7 +167,9 @@ def _read_binary(cubin: bytes) -> dict[str, Any]:
 
 
 def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """The names of the instructions up to the first dot, and each loop as the indices of its first and last instruction."""
+    """The names of the instructions up to the first dot, and each loop as the indices of its first and last
+    instruction.
+    """
     names, labels, loops = [], {}, []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -160,7 +178,8 @@ def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
         elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)", line):
             names.append(found[1])
             to = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
-            if to and labels.get(to[0], len(names)) < len(names) - 1:  # backward, and not the endless branch to itself at the end
+            # backward, and not the endless branch to itself at the end
+            if to and labels.get(to[0], len(names)) < len(names) - 1:
                 loops.append((labels[to[0]], len(names) - 1))
     return names, sorted(loops)
 

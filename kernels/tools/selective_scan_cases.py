@@ -1,9 +1,11 @@
-"""The cases of the selective scan: Vim's two directions of 16 states, MambaVision's one of 8, VMamba's four routes of one.
+"""The cases of the selective scan: Vim's two directions of 16 states, MambaVision's one of 8, VMamba's four routes of
+one.
 
 Shape letters: B samples, T tokens, K sequences, R routes, E channels, N states of a channel.
 
-mamba-ssm's own operator has the layout (B,E,T) and one direction. For timing, Vim's shapes give it its cheapest equivalent: inputs
-in that layout, those of the second direction and its gate flipped beforehand, two calls, and one flip of the second output.
+mamba-ssm's own operator has the layout (B,E,T) and one direction. For timing, Vim's shapes give it its cheapest
+equivalent: inputs in that layout, those of the second direction and its gate flipped beforehand, two calls, and one
+flip of the second output.
 """
 
 import dataclasses
@@ -31,7 +33,8 @@ CHANNELS = (384, 768, 1536)  # Vim-T, S, B
 class Sizes(cases.Sizes):
     """One shape: B samples, T tokens, E channels of N states, a route for each flag of `reverse`.
 
-    The routes scan `sequences`, or each one its own where that is 0; with the gate z or without; `full_precision` is the operator's.
+    The routes scan `sequences`, or each one its own where that is 0; with the gate z or without; `full_precision` is
+    the operator's.
     """
 
     channels: int
@@ -52,10 +55,18 @@ class Sizes(cases.Sizes):
         return tokens * inputs, tokens * R * self.channels * (2 if self.full_precision else 1)
 
     def flop_of(self, passes: str) -> int:
-        return getattr(op, f"{passes}_flops")((self.batch, self.tokens, len(self.reverse), self.channels), self.state_dim)
+        return getattr(op, f"{passes}_flops")(
+            (self.batch, self.tokens, len(self.reverse), self.channels), self.state_dim
+        )
 
 
-VMAMBA: dict[str, Any] = {"state_dim": 1, "reverse": (False, False, True, True), "sequences": 2, "gate": False, "full_precision": True}
+VMAMBA: dict[str, Any] = {
+    "state_dim": 1,
+    "reverse": (False, False, True, True),
+    "sequences": 2,
+    "gate": False,
+    "full_precision": True,
+}
 MAMBAVISION: dict[str, Any] = {"state_dim": 8, "reverse": (False,), "gate": False}
 
 
@@ -80,7 +91,9 @@ class SelectiveScanCases(cases.Cases):
         if sizes.sequences:
             options = {"reverse": sizes.reverse, "full_precision": sizes.full_precision}
             return functools.partial(selective_scan_routes, **options)
-        return in_directions(selective_scan_bidir, selective_scan, one_direction, sizes.reverse, full_precision=sizes.full_precision)
+        return in_directions(
+            selective_scan_bidir, selective_scan, one_direction, sizes.reverse, full_precision=sizes.full_precision
+        )
 
     def arguments(self, inputs: Sequence[Tensor | None], sizes: Sizes) -> Arguments:
         return Arguments(*inputs, list(sizes.reverse), sizes.full_precision)
@@ -88,32 +101,53 @@ class SelectiveScanCases(cases.Cases):
     def ragged(self, interpreted: bool) -> list[Sizes]:
         lengths = (1, 2, 5) if interpreted else (1, 2, 3, 63, 64, 65, 196, 197, 784)
         vim = [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
-        return vim if interpreted else [*vim, *(Sizes(batch=2, tokens=tokens, channels=48, **VMAMBA) for tokens in lengths)]
+        return (
+            vim
+            if interpreted
+            else [*vim, *(Sizes(batch=2, tokens=tokens, channels=48, **VMAMBA) for tokens in lengths)]
+        )
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
         yield "two groups of tokens", Sizes(batch=1, tokens=66, channels=8)
         yield from (("states", Sizes(batch=1, tokens=17, channels=40, state_dim=N)) for N in triton_fwd.STATE_DIMS)
         yield from (("VMamba's routes", Sizes(batch=1, tokens=tokens, channels=40, **VMAMBA)) for tokens in (1, 8, 19))
-        yield "routes that share a sequence", Sizes(batch=1, tokens=9, channels=8, reverse=(False, True, True), sequences=1)
+        yield (
+            "routes that share a sequence",
+            Sizes(batch=1, tokens=9, channels=8, reverse=(False, True, True), sequences=1),
+        )
         yield "MambaVision's window", Sizes(batch=2, tokens=9, channels=40, **MAMBAVISION)
         yield from (("direction", Sizes(batch=1, tokens=17, channels=40, reverse=(flag,))) for flag in BOTH)
 
     def shapes(self) -> list[Sizes]:
-        """Of Vim at all lengths; VMamba-B's first and third stage at 224 pixels, and MambaVision-B's third, whose windows are 14 x 14."""
+        """Of Vim at all lengths; VMamba-B's first and third stage at 224 pixels, and MambaVision-B's third, whose
+        windows are 14 x 14.
+        """
         vim = [Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in TOKENS]
         vmamba = [Sizes(tokens=tokens, channels=channels, **VMAMBA) for tokens, channels in ((3136, 256), (196, 1024))]
         return [*vim, *vmamba, Sizes(tokens=196, channels=256, **MAMBAVISION)]
 
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor | None]:
-        """delta, B and C have the route first in memory and are slices of batched products; z is a slice of a wider projection."""
+        """delta, B and C have the route first in memory and are slices of batched products; z is a slice of a wider
+        projection.
+        """
         normal = normal_drawer(0, device)
         images, T, R, E, N = sizes.batch, sizes.tokens, len(sizes.reverse), sizes.channels, sizes.state_dim
         u = normal(*sizes.u_shape).bfloat16()
         delta = normal(R, images, T, E).bfloat16().permute(1, 2, 0, 3)
-        parts = normal(R, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)  # the first slice is delta's low rank, D / 16
+        # the first slice is delta's low rank, D / 16
+        parts = normal(R, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)
         z = normal(images, T, 2 * E).bfloat16()[..., E:] if sizes.gate else None
         A = -torch.arange(1.0, N + 1, device=device).expand(R, E, N).contiguous()
-        return [u, delta, A, parts[..., -2 * N : -N], parts[..., -N:], torch.ones(R, E, device=device), z, normal(R, E) - 4]
+        return [
+            u,
+            delta,
+            A,
+            parts[..., -2 * N : -N],
+            parts[..., -N:],
+            torch.ones(R, E, device=device),
+            z,
+            normal(R, E) - 4,
+        ]
 
     def compile_time(
         self, dtype: torch.dtype, state_dim: int = 16, gate: bool = True, sequences: int = 0
@@ -161,17 +195,24 @@ class SelectiveScanCases(cases.Cases):
 
 
 def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in the order of the scan, z for each direction."""
+    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in the order of the scan, z for
+    each direction.
+    """
     u, delta, A, B, C, D, z, bias = inputs
-    scanned = [torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in (u, delta, B, C, z.unsqueeze(2).expand_as(u))]
+    scanned = [
+        torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in (u, delta, B, C, z.unsqueeze(2).expand_as(u))
+    ]
     return [*scanned[:2], A, *scanned[2:4], D, scanned[4], bias]
 
 
-def mamba_ssm(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor) -> Tensor:
+def mamba_ssm(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor
+) -> Tensor:
     """mamba-ssm's operator on `in_its_layout`: (B,2,E,T), with the tokens of both directions in the order of the input."""
     scan = importlib.import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_fn
     forward, backward = (
-        scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True) for r in (0, 1)
+        scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True)
+        for r in (0, 1)
     )
     return torch.stack((forward, backward.flip(-1)), 1)
 

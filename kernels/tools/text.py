@@ -1,4 +1,6 @@
-"""The rows of `check`, `bench` and `resources` as text: a line each for the terminal, and Markdown tables for the documentation."""
+"""The rows of `check`, `bench` and `resources` as text: a line each for the terminal, and Markdown tables for the
+documentation.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,7 +10,14 @@ from .cases import Cases
 from .operators import OPERATORS
 
 # what a row calls a size -> how a line prints it
-SIZES = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk", "channels": "channels"}
+SIZES = {
+    "tokens": "T",
+    "heads": "heads",
+    "head_dim": "D",
+    "levels": "levels",
+    "chunk_size": "chunk",
+    "channels": "channels",
+}
 SIZES |= {"state_dim": "states"}
 
 
@@ -47,13 +56,16 @@ def format_resources(row: Mapping[str, Any]) -> str:
 
 
 def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
-    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 where there are chunks.
+    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 where there are
+    chunks.
 
     `others`: Triton's version -> the rows that it gives, of which registers and stack bytes are shown.
     """
     more = "".join(f" Triton {version}: registers, stack bytes |" for version in others)
     by_label = {version: {_label(row): row for row in theirs} for version, theirs in others.items()}
-    lines = [f"| kernel | target | registers | stack bytes | shared bytes | LDL + STL | loop: instructions, shuffles, barriers |{more}"]
+    lines = [
+        f"| kernel | target | registers | stack bytes | shared bytes | LDL + STL | loop: instructions, shuffles, barriers |{more}"
+    ]
     lines.append("|" + "---|" * (7 + len(others)))
     for row in rows:
         if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] == "bf16":
@@ -71,10 +83,11 @@ def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
 
 
 def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
-    """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and dtype.
+    """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and
+    dtype.
 
-    Then the default configurations of TTT-Linear at chunk size 16, each with its stack bytes and the share of instructions that are
-    spills, also by `others`: Triton's version -> the rows that it gives.
+    Then the default configurations of TTT-Linear at chunk size 16, each with its stack bytes and the share of
+    instructions that are spills, also by `others`: Triton's version -> the rows that it gives.
     """
     listed = list(rows)
     default = [row for row in listed if row["default"]]
@@ -82,10 +95,20 @@ def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
     counts = Counter(f"`{row['operator']}` {_pass(row)} in {row['dtype']}" for row in spilling[1])
     named = "; ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
     every = f"Of the {len(listed)} rows, one for each kernel, configuration, dtype and target, {len(spilling[0])} spill"
-    parts = [f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."]
+    parts = [
+        f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."
+    ]
     for version, group in {"": default, **others}.items():
-        chosen = [row for row in group if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] != "fp16"]
-        spilled = [f"`{row['operator']}` {_pass(row)} {row['dtype']} {row['target']}: {_cost(row)}" for row in chosen if row["stack_bytes"]]
+        chosen = [
+            row
+            for row in group
+            if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] != "fp16"
+        ]
+        spilled = [
+            f"`{row['operator']}` {_pass(row)} {row['dtype']} {row['target']}: {_cost(row)}"
+            for row in chosen
+            if row["stack_bytes"]
+        ]
         by = f" under Triton {version}" if version else ""
         parts.append(
             f"Of those in fp32 and bf16, with chunks of 16 where there are chunks, {len(spilled)} of {len(chosen)} spill{by}"
@@ -105,7 +128,9 @@ def bench_table(metrics: Mapping[str, Any], label: str) -> str:
 
 
 def goals_table(cases: Cases, summary: Mapping[str, Any], label: str) -> str:
-    """Markdown: an operator's goals at the shape they are set for, and what was measured on `label`; a dash where nothing was."""
+    """Markdown: an operator's goals at the shape they are set for, and what was measured on `label`; a dash where
+    nothing was.
+    """
     lines = [f"| `{cases.NAME}`, {cases.AT} | target (H200) | {label} |", "|---|---|---|"]
     for key, (what, target, unit) in cases.GOALS.items():
         lines.append(f"| {what} | {target}{unit} | {_number(summary[key], '.2f' if unit == ' ×' else '.0f', unit)} |")
@@ -113,7 +138,9 @@ def goals_table(cases: Cases, summary: Mapping[str, Any], label: str) -> str:
 
 
 def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: the median milliseconds of one operator, a line for each shape and pass, a column for each implementation."""
+    """Markdown: the median milliseconds of one operator, a line for each shape and pass, a column for each
+    implementation.
+    """
     cells: dict[tuple, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         width = "heads" if "heads" in row else "channels"
@@ -121,11 +148,15 @@ def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         cells.setdefault((size, tokens, row["passes"], row["batch"]), {})[row["implementation"]] = row
     names = list(dict.fromkeys(name for found in cells.values() for name in found))
-    lines = [f"| {width} | T | passes | {' | '.join(names)} | share of copy | peak MiB |", "|" + "---|" * (len(names) + 5)]
+    lines = [
+        f"| {width} | T | passes | {' | '.join(names)} | share of copy | peak MiB |",
+        "|" + "---|" * (len(names) + 5),
+    ]
     for (size, tokens, passes, _), found in cells.items():
         times = [_number(found[name]["median_ms"], ".3f") if name in found else "–" for name in names]
         ours = found.get("triton", {})
-        share, peak = _number(ours.get("share_of_copy_percent"), ".0f", " %"), _number(ours.get("peak_memory_mib"), ".0f")
+        share = _number(ours.get("share_of_copy_percent"), ".0f", " %")
+        peak = _number(ours.get("peak_memory_mib"), ".0f")
         lines.append(f"| {size} | {tokens} | {passes} | {' | '.join(times)} | {share} | {peak} |")
     return "\n".join(lines)
 
@@ -136,7 +167,9 @@ def _sizes(row: Mapping[str, Any]) -> str:
 
 def _label(row: Mapping[str, Any]) -> tuple:
     """What a row is of, whatever config the version of Triton takes by default."""
-    sizes = {key: row["config"][key] for key in ("chunk_size", "state_dim", "gate", "sequences") if key in row["config"]}
+    sizes = {
+        key: row["config"][key] for key in ("chunk_size", "state_dim", "gate", "sequences") if key in row["config"]
+    }
     return row["kernel"], row["dtype"], row["target"], tuple(sizes.items()) if row["default"] else str(row["config"])
 
 

@@ -1,8 +1,8 @@
 """The cases of TTT-Linear. Shape letters: B samples, T tokens, R directions, H heads, D head width.
 
-flash-linear-attention (the extra `bench`) has one direction and no LayerNorm residual on q. For timing it gets its cheapest
-equivalent: one call with the two directions as further heads, without the flips that it would need, and tuned again for each shape
-(see `peers`).
+flash-linear-attention (the extra `bench`) has one direction and no LayerNorm residual on q. For timing it gets its
+cheapest equivalent: one call with the two directions as further heads, without the flips that it would need, and tuned
+again for each shape (see `peers`).
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ WIDTHS = (3, 6, 12)  # heads of Vittt-T, S, B
 class Sizes(cases.Sizes):
     """One shape: B samples, T tokens, H heads of width D, a direction for each flag of `reverse`.
 
-    `alike` has tokens that differ little and a small W0, as in a model without training. A mean of Z would grow from chunk to chunk.
+    `alike` has tokens that differ little and a small W0, as in a model without training. A mean of Z would grow from
+    chunk to chunk.
     """
 
     heads: int
@@ -60,7 +61,9 @@ def small(tokens: int, heads: int, **sizes: Any) -> Sizes:
 
 class TTTLinearCases(cases.Cases):
     def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-        """The kernels round the operands of products to `dtype`; the gradients of lr and token_scale are sums over whole rows."""
+        """The kernels round the operands of products to `dtype`; the gradients of lr and token_scale are sums over
+        whole rows.
+        """
         over_rows = name in ("lr", "token_scale")
         if dtype == torch.float32:
             return 1e-3 if over_rows and sizes.tokens < 15 else 1e-5
@@ -76,13 +79,17 @@ class TTTLinearCases(cases.Cases):
         q, k, v, dout = (x.bfloat16().double() for x in (q, k, v, dout))
         lr = torch.sigmoid(normal(B, T, H)) / D
         token_scale = 1 / torch.arange(1, sizes.chunk_size + 1).double() + normal(R, sizes.chunk_size, scale=0.05)
-        W0, b0, ln_bias = normal(R, H, D, D, scale=0.02 if sizes.alike else 0.05), normal(R, H, D, scale=0.1), normal(R, H, D, scale=0.1)
+        W0 = normal(R, H, D, D, scale=0.02 if sizes.alike else 0.05)
+        b0 = normal(R, H, D, scale=0.1)
+        ln_bias = normal(R, H, D, scale=0.1)
         ln_weight = normal(R, H, D, scale=0.1, mean=1.0)
         rest = (x.float().double() for x in (lr, token_scale, W0, b0, ln_weight, ln_bias))
         return [x.to(device) for x in (q, k, v, *rest, dout)]
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
-        return in_directions(ttt_linear_bidir, ttt_linear, one_direction, sizes.reverse, chunk_size=sizes.chunk_size, eps=EPS)
+        return in_directions(
+            ttt_linear_bidir, ttt_linear, one_direction, sizes.reverse, chunk_size=sizes.chunk_size, eps=EPS
+        )
 
     def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Arguments:
         return Arguments(*inputs, sizes.chunk_size, list(sizes.reverse), EPS)
@@ -111,10 +118,14 @@ class TTTLinearCases(cases.Cases):
         W0, b0 = normal(2, H, D, D, scale=0.02), torch.zeros(2, H, D, device=device)
         return [q, k, v, lr, scale, W0, b0, torch.ones_like(b0), torch.zeros_like(b0)]
 
-    def compile_time(self, dtype: torch.dtype, chunk_size: int = 16, width: int = 64) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(
+        self, dtype: torch.dtype, chunk_size: int = 16, width: int = 64
+    ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         return {"chunk_size": chunk_size}, triton_fwd.constants(width, chunk_size), (dtype, chunk_size, width)
 
-    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> tuple[Tensor, ...]:
+    def kernels(
+        self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None
+    ) -> tuple[Tensor, ...]:
         """In one phase or two, as `config` is."""
         out, states = triton_phases.forward(arguments, True, config)
         return out, *triton_bwd.backward(dout, states, arguments, backward_config)
@@ -145,7 +156,9 @@ class TTTLinearCases(cases.Cases):
             yield f"flash-linear-attention's {kind}_ttt_linear", self.peer, (kind, device), {}
 
     def peer(self, kind: str, device: Any) -> dict[str, Any]:
-        """One row: flash-linear-attention against the kernels where both compute the same, lr constant within a chunk; fp16."""
+        """One row: flash-linear-attention against the kernels where both compute the same, lr constant within a chunk;
+        fp16.
+        """
         sizes = Sizes(batch=2, tokens=250, heads=3, reverse=(False,))
         result = make_row(self.NAME, f"flash-linear-attention's {kind}_ttt_linear gives the same", sizes, "fp16")
         if reason := self.missing(kind):
@@ -154,7 +167,10 @@ class TTTLinearCases(cases.Cases):
         q, k, v, dout = (x[:, :, 0].to(DTYPES["fp16"]) for x in (q, k, v, dout))
         leaves = [x.requires_grad_() for x in (q, k, v, lr[:, ::16].float(), *(x[0].float() for x in shared))]
         results = []
-        for function in (functools.partial(ttt_linear, backend="triton"), functools.partial(peers.out, kind, chunk_size=16)):
+        for function in (
+            functools.partial(ttt_linear, backend="triton"),
+            functools.partial(peers.out, kind, chunk_size=16),
+        ):
             per_token = leaves[3].repeat_interleave(16, 1)[:, : sizes.tokens]
             out = function(*leaves[:3], per_token, *leaves[4:])
             results.append((out, *torch.autograd.grad(out, leaves, dout)))
@@ -221,7 +237,8 @@ CASES = TTTLinearCases(
 
 
 def memory_reference_over_kernel(device: torch.device) -> dict[str, Any]:
-    """Appendix B: peak memory of a forward and backward pass above the inputs, of the reference under autograd over that of the kernels.
+    """Appendix B: peak memory of a forward and backward pass above the inputs, of the reference under autograd over
+    that of the kernels.
 
     At 8 samples of T = 6400, 3 heads, both directions, bf16 inputs: {memory_reference_over_kernel, reference_peak_mib,
     kernel_peak_mib, sizes}, or nulls with the reason where the reference does not fit.

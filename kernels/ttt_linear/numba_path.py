@@ -1,4 +1,5 @@
-"""TTT-Linear on CPUs: inference by the loop of `cpu_learner`; what autograd has to know, by the operations of `torch_path`.
+"""TTT-Linear on CPUs: inference by the loop of `cpu_learner`; what autograd has to know, by the operations of
+`torch_path`.
 
 Shape letters as in `reference`.
 """
@@ -25,5 +26,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     state = (state - state.mean(-1, keepdim=True)).contiguous()
     out, back = torch.empty_like(q), np.array(x.reverse, np.int64)
-    threads.run(learn, B * R * H, (False,) * D, q, k, v, lr, scale, state, gamma, mu, out, back, q.numpy().dtype.type(x.eps))
+    threads.run(
+        learn, B * R * H, (False,) * D, q, k, v, lr, scale, state, gamma, mu, out, back, q.numpy().dtype.type(x.eps)
+    )
     return out.to(x.q.dtype), q.new_empty(states_shape(q.shape, x.chunk_size, False))

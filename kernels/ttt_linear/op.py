@@ -38,8 +38,8 @@ def ttt_linear(
         Z = KW + β,  G = dℓ/dZ,  A = tril(c[:n] lrᵀ) ⊙ (QKᵀ + 1),  O = QW + β − AG,  out = Q + γ ⊙ norm(O) + μ
         W ← W − Kᵀ(c[n−1] lr ⊙ G),  β ← β − Σ_t c[n−1] lr_t G_t
 
-    State, statistics and accumulators are fp32 (fp64 for fp64 inputs). Products are, too, except that the triton backend rounds
-    their operands to q's dtype. Inputs are not written to; NaN propagates.
+    State, statistics and accumulators are fp32 (fp64 for fp64 inputs). Products are, too, except that the triton
+    backend rounds their operands to q's dtype. Inputs are not written to; NaN propagates.
     Every tensor argument has a gradient. Second derivatives need the reference backend.
 
     Args:
@@ -49,8 +49,8 @@ def ttt_linear(
         W0: (H,D,D), start weight, row-vector convention.
         b0, ln_weight, ln_bias: (H,D), start bias, γ and μ.
         chunk_size: tokens per inner gradient step; may exceed T. The last chunk may be shorter.
-        reverse: scan from t = T−1 to 0, with chunks cut from that end: the same as flipping q, k, v and lr along T, scanning
-            forward, and flipping the output.
+        reverse: scan from t = T−1 to 0, with chunks cut from that end: the same as flipping q, k, v and lr along T,
+            scanning forward, and flipping the output.
         eps: added to the variance in the LayerNorms, above 0.
         backend: `auto`, `triton`, `numba`, `torch` or `reference`; see `selected_backend`.
 
@@ -58,7 +58,8 @@ def ttt_linear(
         out (B,T,H,D) in q's dtype.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
+            argument.
     """
     parameters = token_scale, W0, b0, ln_weight, ln_bias
     _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
@@ -84,10 +85,11 @@ def ttt_linear_bidir(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
-    """Both directions at once, as a Vittt layer calls it: direction 0 scans forward, direction 1 backward, each with parameters of its own.
+    """Both directions at once, as a Vittt layer calls it: direction 0 scans forward, direction 1 backward, each with
+    parameters of its own.
 
-    It equals `ttt_linear` on each index of the direction axis, the second one with reverse=True. Arguments and errors are the same
-    except for these shapes.
+    It equals `ttt_linear` on each index of the direction axis, the second one with reverse=True. Arguments and errors
+    are the same except for these shapes.
 
     Args:
         q, k, v: (B,T,2,H,D).
@@ -109,21 +111,29 @@ def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
 
 
 def selected_backend(
-    backend: str, device: torch.device | str, *, head_dim: int = 64, chunk_size: int = 16, dtype: torch.dtype = torch.float32
+    backend: str,
+    device: torch.device | str,
+    *,
+    head_dim: int = 64,
+    chunk_size: int = 16,
+    dtype: torch.dtype = torch.float32,
 ) -> str:
     """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU
-    under Triton's interpreter). `numba` is a loop for inference on CPUs, and what `torch` is where there will be a backward pass. `torch`
-    is batched PyTorch operations with a hand-written backward pass, for any device and any size.
-    `reference` is the dual form under autograd: the same function and FLOP count, but slower, and with the memory that autograd
-    needs. `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU where it is installed, else
-    `torch`.
-    `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of `dispatch.choose_backend`.
+    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
+    slowly, for the CPU under Triton's interpreter). `numba` is a loop for inference on CPUs, and what `torch` is where
+    there will be a backward pass. `torch` is batched PyTorch operations with a hand-written backward pass, for any
+    device and any size. `reference` is the dual form under autograd: the same function and FLOP count, but slower, and
+    with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU where
+    it is installed, else `torch`.
+    `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of
+    `dispatch.choose_backend`.
     """
     gpu = dispatch.find_gpu(device)
     shared_kib = gpu.shared_memory_per_block_optin // 1024 if gpu else None
-    return dispatch.choose_backend(backend, device, "q", _load_triton, int(head_dim), int(chunk_size), dtype, shared_kib, has_loops=True)
+    return dispatch.choose_backend(
+        backend, device, "q", _load_triton, int(head_dim), int(chunk_size), dtype, shared_kib, has_loops=True
+    )
 
 
 def _load_triton():
@@ -140,12 +150,16 @@ def _load_loops():
 
 def _reference(x: Arguments) -> Tensor:
     options = {"chunk_size": x.chunk_size, "eps": x.eps}
-    return torch.stack([ttt_linear_dual(*one_direction(x[:9], r), reverse=flag, **options) for r, flag in enumerate(x.reverse)], 2)
+    return torch.stack(
+        [ttt_linear_dual(*one_direction(x[:9], r), reverse=flag, **options) for r, flag in enumerate(x.reverse)], 2
+    )
 
 
 def _check(op, directions, arguments, chunk_size, eps):
     """Raise a TypeError or ValueError that names the argument, what it is and what is expected."""
-    tensors = dict(zip(("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"), arguments, strict=True))
+    tensors = dict(
+        zip(("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"), arguments, strict=True)
+    )
     dispatch.check_are_tensors(op, tensors)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, torch.SymInt)):
         raise TypeError(f"{op}: chunk_size is {chunk_size!r}, expected an integer")
@@ -165,7 +179,9 @@ def _check(op, directions, arguments, chunk_size, eps):
 
 
 def forward_flops(shape: Sequence[int], chunk_size: int) -> int:
-    """For q of shape (B,T,R,H,D): 2 for each multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true lengths."""
+    """For q of shape (B,T,R,H,D): 2 for each multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true
+    lengths.
+    """
     B, T, R, H, D = shape
     lengths = [min(chunk_size, T - start) for start in range(0, T, chunk_size)]
     return 2 * B * R * H * sum(3 * n * D * D + 2 * n * n * D for n in lengths)
@@ -174,7 +190,8 @@ def forward_flops(shape: Sequence[int], chunk_size: int) -> int:
 def backward_flops(shape: Sequence[int], chunk_size: int) -> int:
     """Two products for each of the forward pass except the last state update, which no output depends on.
 
-    It is what autograd runs on the dual form when every input needs a gradient; the repeated forward scan is not counted.
+    It is what autograd runs on the dual form when every input needs a gradient; the repeated forward scan is not
+    counted.
     """
     B, T, R, H, D = shape
     last = T % chunk_size or chunk_size
@@ -185,7 +202,9 @@ CUSTOM_OP = CustomOp(
     "ttt_linear",
     Arguments,
     leading="q",
-    select=lambda backend, x: selected_backend(backend, x.q.device, head_dim=x.q.shape[-1], chunk_size=x.chunk_size, dtype=x.q.dtype),
+    select=lambda backend, x: selected_backend(
+        backend, x.q.device, head_dim=x.q.shape[-1], chunk_size=x.chunk_size, dtype=x.q.dtype
+    ),
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,

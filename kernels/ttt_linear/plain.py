@@ -1,8 +1,9 @@
 """TTT-Linear without its LayerNorm, which reduces to linear attention: from chunk to chunk, and for all chunks at once.
 
-The learner is the `plain` one of `reference.ttt_linear_dual`, on the squared error, where a chunk's step is affine in the state that it
-starts from; or it is on the dot product, where the step does not depend on the state. Both forms are PyTorch operations, differentiable
-by autograd, in fp64 for fp64 inputs and in fp32 otherwise. Shape letters as in `reference`; c counts chunks.
+The learner is the `plain` one of `reference.ttt_linear_dual`, on the squared error, where a chunk's step is affine in
+the state that it starts from; or it is on the dot product, where the step does not depend on the state. Both forms are
+PyTorch operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise. Shape letters as in
+`reference`; c counts chunks.
 """
 
 from typing import Literal
@@ -32,15 +33,17 @@ def ttt_linear_plain(
 ) -> Tensor:
     """The inner learner without LayerNorm and bias in one direction.
 
-    For every chunk of n ≤ chunk_size consecutive tokens, starting from W = W0, with G = KW − V for `mse` and G = −V for `dot`:
+    For every chunk of n ≤ chunk_size consecutive tokens, starting from W = W0, with G = KW − V for `mse` and G = −V for
+    `dot`:
 
         A = tril(c[:n] lrᵀ) ⊙ QKᵀ,  out = QW − AG,  W ← W − Kᵀ(c[n−1] lr ⊙ G)
 
     Args:
         q, k, v, lr, token_scale, W0, chunk_size, reverse: as of `op.ttt_linear`.
         loss: `mse` is ½‖KW − V‖², `dot` is −⟨KW, V⟩.
-        form: `recurrent`, or `parallel`: the same function. With `dot` the states are a sum over the chunks before; with `mse` they are
-            maps W ← MW + P with M = I − Kᵀ(c[n−1] lr ⊙ K), composed in pairs, in 2·log₂(c) rounds and with 3·D³ products for each chunk.
+        form: `recurrent`, or `parallel`: the same function. With `dot` the states are a sum over the chunks before;
+            with `mse` they are maps W ← MW + P with M = I − Kᵀ(c[n−1] lr ⊙ K), composed in pairs, in 2·log₂(c) rounds
+            and with 3·D³ products for each chunk.
 
     Returns:
         out (B,T,H,D) in q's dtype.
@@ -70,7 +73,8 @@ def _run_recurrently(Q, K, V, rate, c, W, loss, chunk_size):
 def _run_in_parallel(Q, K, V, rate, c, W, loss, chunk_size):
     T, H = Q.shape[2], W.shape[0]
     n = min(chunk_size, T)
-    padded = (F.pad(x, (0, 0, 0, -T % n)).unflatten(2, (-1, n)) for x in (Q, K, V, rate))  # tokens of zeros learn nothing
+    # tokens of zeros learn nothing
+    padded = (F.pad(x, (0, 0, 0, -T % n)).unflatten(2, (-1, n)) for x in (Q, K, V, rate))
     q, k, v, lr = padded
     scaled = (k * (c[n - 1] * lr))[:, :, :-1]  # nobody reads what the last chunk would teach
     steps = scaled.mT @ v[:, :, :-1]  # (B,H,c-1,D,D)
@@ -87,7 +91,8 @@ def _run_in_parallel(Q, K, V, rate, c, W, loss, chunk_size):
 
 
 def compose(maps: Tensor, shifts: Tensor, start: Tensor) -> Tensor:
-    """The states X_0 = start, X_{j+1} = maps_j X_j + shifts_j: (..., c, D, D), (..., c, D, E), (..., 1, D, E) -> (..., c + 1, D, E).
+    """The states X_0 = start, X_{j+1} = maps_j X_j + shifts_j: (..., c, D, D), (..., c, D, E), (..., 1, D, E) -> (...,
+    c + 1, D, E).
 
     Neighbours are composed, the pairs solved in the same way, and the states between them found from their left ones.
     """

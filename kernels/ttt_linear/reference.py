@@ -1,9 +1,10 @@
 """The arguments of TTT-Linear, and its dual form as the equations are written: what every backend is tested against.
 
-No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd, in fp64 for
-fp64 inputs and in fp32 otherwise.
+No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd,
+in fp64 for fp64 inputs and in fp32 otherwise.
 
-Shape letters: B images, T tokens, R directions, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last one may be short).
+Shape letters: B images, T tokens, R directions, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last
+one may be short).
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ Inner = Literal["ln", "plain"]
 class Arguments(NamedTuple):
     """What a backend gets, for R directions.
 
-    q, k, v: (B,T,R,H,D), of one dtype. lr: (B,T,H), shared by the directions. token_scale: (R,chunk_size). W0: (R,H,D,D).
-    b0, ln_weight, ln_bias: (R,H,D). reverse: R flags; a direction with True is scanned from the last token.
+    q, k, v: (B,T,R,H,D), of one dtype. lr: (B,T,H), shared by the directions. token_scale: (R,chunk_size). W0:
+    (R,H,D,D). b0, ln_weight, ln_bias: (R,H,D). reverse: R flags; a direction with True is scanned from the last token.
     """
 
     q: Tensor
@@ -79,7 +80,9 @@ def ttt_linear_dual(
     Returns:
         (B,T,H,D) in q's dtype; with `return_inner`, a pair with an `InnerLearning`.
     """
-    Q_all, K_all, V_all, lr_all, c, W, b, gamma, mu = _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse)
+    Q_all, K_all, V_all, lr_all, c, W, b, gamma, mu = _prepare(
+        q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse
+    )
     outs, gradients, losses = [], [], []
     for start in range(0, Q_all.shape[2], chunk_size):
         Q, K, V, rate = (x[:, :, start : start + chunk_size] for x in (Q_all, K_all, V_all, lr_all))
@@ -104,7 +107,9 @@ def ttt_linear_dual(
 
 
 def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
-    """The inputs in the compute dtype, tokens in scan order, heads before tokens: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b (1,H,1,D)."""
+    """The inputs in the compute dtype, tokens in scan order, heads before tokens: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b
+    (1,H,1,D).
+    """
     dtype = compute_dtype(q.dtype)
     q, k, v, lr = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
     W = W0.to(dtype).expand(q.shape[0], *W0.shape)

@@ -3,23 +3,27 @@
 The scan over chunks is sequential and each chunk is small: the number of operations per chunk decides the speed.
 
  - All (direction, batch, head) groups go through one batched product; a backward direction is gathered in scan order.
- - A column of ones extends K and Q: the state S = [W; β] is one matrix, and the bias costs no operation. Key and query of a
+ - A column of ones extends K and Q: the state S = [W; β] is one matrix, and the bias costs no operation. Key and query
+     of a
    token are neighbouring rows of `KQ`: Z and QW + β are one product with S, and so are their gradients.
- - Chunks are handled in segments: whatever does not depend on the state is done for the whole segment at once, before or
+ - Chunks are handled in segments: whatever does not depend on the state is done for the whole segment at once, before
+     or
    after its scan. Scratch memory is that of one segment.
- - LayerNorm does not see the mean of its input and G has mean 0. S starts with rows of mean 0, and with h = √(‖Z‖² + D·eps) and
-   x = Z / h, norm(Z) = √D x and G = √D/h · proj(g), where proj(g) = g − mean(g) − x (g·x); √D·proj is one call of LayerNorm's
-   backward pass. Rounding gives Z a mean, and x would pass it on to G and to the next state, larger each time: it is taken off Z.
-   What then stays in S is rounding that nothing makes larger, and O needs no such care.
+ - LayerNorm does not see the mean of its input and G has mean 0. S starts with rows of mean 0, and with h = √(‖Z‖² +
+   D·eps) and
+   x = Z / h, norm(Z) = √D x and G = √D/h · proj(g), where proj(g) = g − mean(g) − x (g·x); √D·proj is one call of
+   LayerNorm's backward pass. Rounding gives Z a mean, and x would pass it on to G and to the next state, larger each
+   time: it is taken off Z. What then stays in S is rounding that nothing makes larger, and O needs no such care.
 
-The backward pass has the state at the start of every segment except the first. It repeats a segment's scan and goes back through it.
-With u = dL/dG, dg = dL/dg = √D/h · proj(u), P = c[n−1] lr ⊙ K, and S' = S − PᵀG the state after the chunk:
+The backward pass has the state at the start of every segment except the first. It repeats a segment's scan and goes
+back through it. With u = dL/dG, dg = dL/dg = √D/h · proj(u), P = c[n−1] lr ⊙ K, and S' = S − PᵀG the state after the
+chunk:
 
     u  = −Aᵀ dO − P dS'                   dZ = (√D proj(γ² dg) − (g·x) dg − (u·x) G − (u·G) x) / h
     dP = −G dS'ᵀ                          dS = dS' + Kᵀ dZ + Qᵀ dO
 
-Shape letters as in `reference`, and G = B·R·H groups, m chunks of a segment, n tokens of a chunk. A row is one vector of width D of
-q, k or v; there are B·T·R·H.
+Shape letters as in `reference`, and G = B·R·H groups, m chunks of a segment, n tokens of a chunk. A row is one vector
+of width D of q, k or v; there are B·T·R·H.
 """
 
 import math
@@ -31,10 +35,11 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 from .reference import Arguments
 
-# Sizes that keep scratch memory in the cache and make operations large enough to pay for their dispatch. Images are taken in blocks
-# of at most _BLOCK_GROUPS groups, and a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk counts as at least 16 tokens,
-# because of the memory of its state), but of no fewer than _SEGMENT_TOKENS tokens: the states that are kept for the backward pass,
-# D + 1 rows per group and segment, then take at most half the memory of the output at D = 64.
+# Sizes that keep scratch memory in the cache and make operations large enough to pay for their dispatch. Images are
+# taken in blocks of at most _BLOCK_GROUPS groups, and a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk
+# counts as at least 16 tokens, because of the memory of its state), but of no fewer than _SEGMENT_TOKENS tokens: the
+# states that are kept for the backward pass, D + 1 rows per group and segment, then take at most half the memory of the
+# output at D = 64.
 _BLOCK_GROUPS = 48
 _SEGMENT_ROWS = 4096
 _SEGMENT_TOKENS = 128
@@ -44,7 +49,9 @@ _ONLY_INPUT = (True, False, False)  # for LayerNorm's backward pass: no gradient
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
-    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment except the first. Takes symbolic sizes."""
+    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment except the first. Takes symbolic
+    sizes.
+    """
     B, _, R, H, D = shape
     _, _, segments, tail = _split(shape, chunk_size)
     return segments + tail - 1 if keep_states else 0, B, R, H, D + 1, D
@@ -54,7 +61,9 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
     q, k, v = x.q.contiguous(), x.k.contiguous(), x.v.contiguous()
     out = torch.empty_like(q)
-    states = torch.empty(states_shape(q.shape, x.chunk_size, keep_states), dtype=compute_dtype(q.dtype), device=q.device)
+    states = torch.empty(
+        states_shape(q.shape, x.chunk_size, keep_states), dtype=compute_dtype(q.dtype), device=q.device
+    )
     for images in _blocks(q.shape):
         scan = _Scan(x, images)
         S = scan.S0.clone()
@@ -70,7 +79,9 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s states."""
+    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s
+    states.
+    """
     dout, q, k, v = (tensor.contiguous() for tensor in (dout, x.q, x.k, x.v))
     B, T, R, H, D = q.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -94,7 +105,12 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
     dtoken_scale[:, : dc.shape[-1]] = dc.sum(1)
     sums = drate[..., 0].sum(2), dtoken_scale, dS[:, :, :D], dS[:, :, D], dgamma[:, :, 0], dmu[:, :, 0]
     # copies, since the results of an operator must not share memory
-    return dq, dk, dv, *(tensor.new_empty(tensor.shape).copy_(gradient) for tensor, gradient in zip(x[3:9], sums, strict=True))
+    return (
+        dq,
+        dk,
+        dv,
+        *(tensor.new_empty(tensor.shape).copy_(gradient) for tensor, gradient in zip(x[3:9], sums, strict=True)),
+    )
 
 
 def _images_per_block(shape: Sequence[int]) -> int:
@@ -121,7 +137,9 @@ def _split(shape: Sequence[int], chunk_size: int) -> tuple[int, int, int, int]:
 
 
 def _plan(shape: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]]:
-    """The segments in scan order: (first chunk among those of its length, chunks, tokens of a chunk). A short chunk is alone."""
+    """The segments in scan order: (first chunk among those of its length, chunks, tokens of a chunk). A short chunk is
+    alone.
+    """
     n, full, segments, tail = _split(shape, chunk_size)
     even = -(-full // segments)
     plan = [(first, min(even, full - first), n) for first in range(0, full, even)]
@@ -129,7 +147,9 @@ def _plan(shape: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]]:
 
 
 class _Scan:
-    """What the segments of a block of images share, per group in the order (B,R,H): parameters, row numbers and rates in scan order."""
+    """What the segments of a block of images share, per group in the order (B,R,H): parameters, row numbers and rates
+    in scan order.
+    """
 
     def __init__(self, inputs: Arguments, images: slice):
         lr = inputs.lr[images]
@@ -145,10 +165,12 @@ class _Scan:
         def numbers(n: int, *shape: int) -> Tensor:
             return torch.arange(n, device=self.device).view(shape)
 
-        self.gamma, self.mu, b = (per_group(x).unsqueeze(1) for x in (inputs.ln_weight, inputs.ln_bias, inputs.b0))  # (G,1,D)
+        # (G,1,D)
+        self.gamma, self.mu, b = (per_group(x).unsqueeze(1) for x in (inputs.ln_weight, inputs.ln_bias, inputs.b0))
         S = torch.cat([per_group(inputs.W0), b], 1)
         self.S0 = S - S.mean(-1, keepdim=True)  # (G,D+1,D)
-        self.c = per_group(inputs.token_scale[:, None, : min(inputs.chunk_size, T)].expand(R, H, -1))  # (G, tokens of a full chunk)
+        # (G, tokens of a full chunk)
+        self.c = per_group(inputs.token_scale[:, None, : min(inputs.chunk_size, T)].expand(R, H, -1))
         forward, backward = numbers(T, T, 1), numbers(T, T, 1).flip(0)
         token = torch.stack([backward if flag else forward for flag in inputs.reverse], 1)[:, None]  # (T,1,R,1)
         row = (((numbers(B, B, 1, 1) * T + token) * R + numbers(R, R, 1)) * H + numbers(H, H)).flatten(1)  # (T,G)
@@ -163,7 +185,9 @@ class _Scan:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def walk(self, numbers: Iterable[int], S: Tensor | None) -> Iterator[tuple[int, "_Segment"]]:
-        """The plan's segments of these numbers; one of the same size as the one before reuses its memory. For S see `_Segment`."""
+        """The plan's segments of these numbers; one of the same size as the one before reuses its memory. For S see
+        `_Segment`.
+        """
         segment = None
         for number in numbers:
             first, m, n = self.plan[number]
@@ -176,8 +200,8 @@ class _Scan:
 class _Segment:
     """m chunks of n tokens in memory, and the forward steps on them.
 
-    With a state S (G,D+1,D) the scan updates it in place and keeps per chunk only what the output needs. Without one it starts from
-    `states[0]` and keeps for every chunk what the backward pass needs.
+    With a state S (G,D+1,D) the scan updates it in place and keeps per chunk only what the output needs. Without one it
+    starts from `states[0]` and keeps for every chunk what the backward pass needs.
     """
 
     def __init__(self, scan: _Scan, m: int, n: int, S: Tensor | None):
@@ -196,7 +220,9 @@ class _Segment:
         self.G = new(m, G, n, D) if keep else self.target
         self.QK = new(m, G, n, n)
         self.ZO = new(m, G, 2 * n, D)
-        self.x, self.h, self.g = (new(m, *s) if keep else new(*s).expand(m, *s) for s in ((G, n, D), (G, n, 1), (G, n, D)))
+        self.x, self.h, self.g = (
+            new(m, *s) if keep else new(*s).expand(m, *s) for s in ((G, n, D), (G, n, 1), (G, n, D))
+        )
         if keep:
             self.states = new(m + 1, G, D + 1, D)
             before, after = self.states[:-1].unbind(0), self.states[1:].unbind(0)

@@ -1,15 +1,19 @@
 """TTT-Linear in Triton: the backward pass, by recomputation.
 
-One program walks one (sample, direction, head) from its last group of chunks to its first, with the gradient of the state in
-fp32 registers, transposed as the state is in `triton_fwd`. A group is done in two loops. Loop 1 depends on nothing but the kept states.
-Where there are few programs it is therefore a launch of its own, with a program for every group, and loop 2 is another: that halves
-the chain of dependent steps, for scratch memory for all groups instead of one.
+One program walks one (sample, direction, head) from its last group of chunks to its first, with the gradient of the
+state in fp32 registers, transposed as the state is in `triton_fwd`. A group is done in two loops. Loop 1 depends on
+nothing but the kept states. Where there are few programs it is therefore a launch of its own, with a program for every
+group, and loop 2 is another: that halves the chain of dependent steps, for scratch memory for all groups instead of
+one.
 
- 1. Forward from the group's kept state: the forward pass again, and everything that needs no gradient of the state. That is dO, dA,
-    dQ and parts of the gradients of c, γ and μ. What loop 2 needs of each chunk goes to scratch memory: S, x, G, lr G, dO, A and
-    dQK in the dtype of the products' operands, rstd and mean(g x) in fp32. It is for one group, whatever T is (137 KiB a program
-    at D = 64, chunk size 16 and two bytes an element), or in two launches for all. A and dQK are kept with one row per key.
- 2. Backward: with h = dL/d(lr G) for the gradient (dW', dβ') of the state after the chunk, c₁ the last c and m(y) = mean over a row,
+ 1. Forward from the group's kept state: the forward pass again, and everything that needs no gradient of the state.
+   That is dO, dA,
+    dQ and parts of the gradients of c, γ and μ. What loop 2 needs of each chunk goes to scratch memory: S, x, G, lr G,
+    dO, A and dQK in the dtype of the products' operands, rstd and mean(g x) in fp32. It is for one group, whatever T is
+    (137 KiB a program at D = 64, chunk size 16 and two bytes an element), or in two launches for all. A and dQK are
+    kept with one row per key.
+ 2. Backward: with h = dL/d(lr G) for the gradient (dW', dβ') of the state after the chunk, c₁ the last c and m(y) =
+     mean over a row,
 
         h  = Aᵀ dO − c₁ (K dW' + dβ')                 dg = rstd lr (h − m(h) − x m(h x))  dlr = G · h
         dZ = rstd (y − m(y) − x m(y x) − m(g x) dg − lr m(h x) G − lr m(h G) x),   y = γ² dg
@@ -18,8 +22,9 @@ the chain of dependent steps, for scratch memory for all groups instead of one.
 
     A and dQK have the sign here with which A enters O.
 
-Every program writes its own partial sums of the gradients that are shared over the batch, and torch adds them up. There are no
-atomics: two runs give the same bits. `anchor` is loaded only for `alive`; its value is not used. Shape letters as in `triton_fwd`.
+Every program writes its own partial sums of the gradients that are shared over the batch, and torch adds them up. There
+are no atomics: two runs give the same bits. `anchor` is loaded only for `alive`; its value is not used. Shape letters
+as in `triton_fwd`.
 """
 
 from typing import NamedTuple
@@ -76,7 +81,8 @@ def backward_kernel(
     GROUP: tl.constexpr,
     PASS: tl.constexpr,
 ):
-    """Write the gradients of q, k, v, and per program and direction those of the rest. S_ptr to squares_ptr are scratch memory.
+    """Write the gradients of q, k, v, and per program and direction those of the rest. S_ptr to squares_ptr are scratch
+    memory.
 
     PASS is BOTH, REPLAY or BACK.
     """
@@ -131,7 +137,8 @@ def backward_kernel(
             dc_here = tl.zeros((BLOCK, BLOCK), tl.float32)
             for j in tl.range(0, length, disable_licm=True):
                 chunk = group * GROUP + j
-                # it is j; written like this, no address of a slot is held in registers across the loops, which would spill
+                # it is j; written like this, no address of a slot is held in registers across the loops, which would
+                # spill
                 slot = chunk % GROUP if PASS == BOTH else chunk
                 inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
                 at = tl.cast(chunk, tl.int64) * (step * CHUNK * R * H * D)
@@ -203,7 +210,9 @@ def backward_kernel(
             tl.debug_barrier()  # other threads read what this one wrote to scratch memory
         if PASS != REPLAY:
             dST = tl.load(dW0_ptr + d[None, :] * D + d[:, None], mask=(d >= 0)[:, None] & (behind > 0), other=0.0)
-            dbeta = tl.load(db0_ptr + d, mask=(d >= 0) & (behind > 0), other=0.0)[:, None] + tl.zeros((D, BLOCK), tl.float32)
+            dbeta = tl.load(db0_ptr + d, mask=(d >= 0) & (behind > 0), other=0.0)[:, None] + tl.zeros(
+                (D, BLOCK), tl.float32
+            )
             dc_last = tl.zeros((D, BLOCK), tl.float32)
             for ahead in tl.range(0, length, disable_licm=True):
                 chunk = group * GROUP + length - 1 - ahead
@@ -265,7 +274,8 @@ def backward_kernel(
             tl.store(db0_ptr + d[:, None] + 0 * n[None, :], dbeta, mask=(n == 0)[None, :])
             dc -= tl.where(n == CHUNK - 1, tl.sum(tl.sum(dc_last, 0), 0), 0.0)
         if PASS != REPLAY:
-            # other threads read what this one wrote of the state's gradient, and the next group overwrites the scratch memory
+            # other threads read what this one wrote of the state's gradient, and the next group overwrites the scratch
+            # memory
             tl.debug_barrier()
 
     tl.store(dgamma_ptr + row * D + d, tl.sum(dgamma, 0))
@@ -276,12 +286,15 @@ def backward_kernel(
 def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the kernel in one pass; the first is the default, which runs untuned.
 
-    168 registers let three programs of 128 threads share a multiprocessor, of which this pass has many: what spills costs less than a
-    second wave.
+    168 registers let three programs of 128 threads share a multiprocessor, of which this pass has many: what spills
+    costs less than a second wave.
     """
     if _is_large(dtype, chunk_size, width):
         return _large_configs()
-    return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in ((4, 168), (4, None), (8, None))]
+    return [
+        triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers)
+        for warps, registers in ((4, 168), (4, None), (8, None))
+    ]
 
 
 def replay_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
@@ -315,18 +328,24 @@ class TwoPasses(NamedTuple):
 
 
 def takes_two_passes(programs: int, device: torch.device) -> bool:
-    """Whether the programs are so few that the pass REPLAY, which has one for each group, fills the device where the other cannot.
+    """Whether the programs are so few that the pass REPLAY, which has one for each group, fills the device where the
+    other cannot.
 
-    Up to two programs a multiprocessor, then; the scratch memory of all groups is at most 1/4 GiB for each thousand tokens there.
+    Up to two programs a multiprocessor, then; the scratch memory of all groups is at most 1/4 GiB for each thousand
+    tokens there.
     """
     gpu = find_gpu(device)
     return gpu is not None and programs <= 2 * gpu.multi_processor_count
 
 
-def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | TwoPasses | None = None) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s states.
+def backward(
+    dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | TwoPasses | None = None
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s
+    states.
 
-    `config` is one of `configs`, for one pass, or a pair of those of two; None chooses the passes by `takes_two_passes`, and tunes.
+    `config` is one of `configs`, for one pass, or a pair of those of two; None chooses the passes by
+    `takes_two_passes`, and tunes.
     """
     q, chunk_size = x.q, x.chunk_size
     B, T, R, H, D = q.shape
@@ -354,7 +373,9 @@ def backward(dout: Tensor, states: Tensor, x: Arguments, config: triton.Config |
     chosen = config if isinstance(config, TwoPasses) else (config,) * len(passes)
     for (which, parts, candidates), own in zip(passes, chosen, strict=True):
         sums = [fp32(B, R, H, parts, width) for width in (chunk_size, D, D)]
-        own_arguments = arguments | dict(zip(("dscale_ptr", "dgamma_ptr", "dmu_ptr"), sums, strict=True)) | {"PASS": which.value}
+        own_arguments = (
+            arguments | dict(zip(("dscale_ptr", "dgamma_ptr", "dmu_ptr"), sums, strict=True)) | {"PASS": which.value}
+        )
         launch(backward_kernel, candidates, sizes, (programs, parts), own_arguments, q.device, own)
         shared = [torch.cat(pair, 3) for pair in zip(shared, sums, strict=True)]
     dscale, dgamma, dmu = (each.sum(3) for each in shared)

@@ -1,20 +1,22 @@
 """TTT-Linear in Triton: the forward pass, and what it shares with the backward pass.
 
-One program scans one (sample, direction, head). Its state stays in fp32 registers for the whole sequence, transposed: with
-ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the matrix
-units take as they are. q, k, v and out keep the layout (B,T,R,H,D). v may be a slice of a projection's output, with `v_rows` rows
-of D from one token to the next. A backward direction counts its tokens from the end.
+One program scans one (sample, direction, head). Its state stays in fp32 registers for the whole sequence, transposed:
+with ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the
+matrix units take as they are. q, k, v and out keep the layout (B,T,R,H,D). v may be a slice of a projection's output,
+with `v_rows` rows of D from one token to the next. A backward direction counts its tokens from the end.
 
-LayerNorm does not see the mean of its input and G has mean 0, so the state starts with mean 0 over its outputs. Then, with
-x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)). Rounding gives Z a mean, which x would
-pass on to the next state, larger each time: mean(x) mean(g ⊙ x) is added, with which G has mean 0 whatever x has.
+LayerNorm does not see the mean of its input and G has mean 0, so the state starts with mean 0 over its outputs. Then,
+with x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)). Rounding gives Z a
+mean, which x would pass on to the next state, larger each time: mean(x) mean(g ⊙ x) is added, with which G has mean 0
+whatever x has.
 
-All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a token
-(D = 64, two bytes an element), and a sum over D takes three shuffles and no exchange between warps. Z and O pass once through
-shared memory to get there. Triton would keep such values in the layout of the product that they come from; `alive` makes it give
-them the other one. The bias β is the same for all tokens of a chunk. It is kept as an accumulator (D,n) whose columns are equal: a
-product with ones sums over the tokens without a shuffle. Only full chunks change a state that is still used, and therefore the
-state's step is always the last c. Where G is an operand it includes lr; A does not.
+All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a
+token (D = 64, two bytes an element), and a sum over D takes three shuffles and no exchange between warps. Z and O pass
+once through shared memory to get there. Triton would keep such values in the layout of the product that they come from;
+`alive` makes it give them the other one. The bias β is the same for all tokens of a chunk. It is kept as an accumulator
+(D,n) whose columns are equal: a product with ones sums over the tokens without a shuffle. Only full chunks change a
+state that is still used, and therefore the state's step is always the last c. Where G is an operand it includes lr; A
+does not.
 
 A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and contributes to no sum.
 Shape letters as in `reference`.
@@ -34,7 +36,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
 WIDTHS = 16, 32, 64, 128
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-# What the backward kernel's default config takes, by (D, BLOCK), where it is more than the 99 KiB of the smallest GPUs: fp32 alone.
+# What the backward kernel's default config takes, by (D, BLOCK), where it is more than the 99 KiB of the smallest GPUs:
+# fp32 alone.
 SHARED_KIB = {(64, 64): 128, (128, 16): 162, (128, 32): 200, (128, 64): 288}
 
 
@@ -58,7 +61,8 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
 
 @triton.jit
 def alive(x):
-    """All true, for x (n,D) as it was loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it. Triton cannot see that, and gives
+    """All true, for x (n,D) as it was loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it. Triton cannot see
+    that, and gives
     y the layout of x if x, or its value in the next turn of the loop, is loaded below the product that y comes from.
     """
     if x.dtype == tl.float32:
@@ -93,7 +97,9 @@ def forward_kernel(
     GROUP: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Write out and, with KEEP, the state at the start of every group of GROUP chunks except the first. `bucket` is a key for tuning."""
+    """Write out and, with KEEP, the state at the start of every group of GROUP chunks except the first. `bucket` is a
+    key for tuning.
+    """
     head, r, b, first, step = place(T, R, H, reverse)
     param, chunks = r * H + head, tl.cdiv(T, CHUNK)
     d, n = tl.arange(0, D), tl.arange(0, BLOCK)
@@ -183,7 +189,9 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int
 
 
 def group_chunks(width: int, chunk_size: int) -> int:
-    """The chunks of a group, a power of two: at least 2·width tokens, so that the kept states stay below 0.3 × q, k, v and out."""
+    """The chunks of a group, a power of two: at least 2·width tokens, so that the kept states stay below 0.3 × q, k, v
+    and out.
+    """
     return max(4, 2 * width // chunk_size)
 
 
@@ -202,8 +210,8 @@ def constants(width: int, chunk_size: int) -> dict[str, int]:
 def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the forward kernel; the first is the default, which runs untuned.
 
-    168 registers let three programs of 128 threads share a multiprocessor. One stage: the kernel loads ahead by itself, and
-    Triton's own pipelining would give its tiles another layout.
+    168 registers let three programs of 128 threads share a multiprocessor. One stage: the kernel loads ahead by itself,
+    and Triton's own pipelining would give its tiles another layout.
     """
     large = dtype == torch.float32 or chunk_size > 16 or width > 64
     # without a bound ptxas compiles some of the large ones with 32 registers
@@ -214,7 +222,8 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of programs: the best config depends on how full the device is.
+    `bucket` has the powers of two of T and of the number of programs: the best config depends on how full the device
+    is.
     """
     B, T, R, H, D = x.q.shape
     in_fp32 = {"lr": x.lr, "scale": x.token_scale, "W0": x.W0, "b0": x.b0, "gamma": x.ln_weight, "mu": x.ln_bias}
@@ -244,7 +253,8 @@ def token_rows(v: Tensor) -> int | None:
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each. For sizes that are not `unsupported`.
+    """out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each. For sizes that are not
+    `unsupported`.
 
     `config` is one of `configs`; None tunes. It is what `triton_phases.forward` calls for one phase.
     """
@@ -254,5 +264,7 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
     states = x.q.new_empty(states_shape(x.q.shape, x.chunk_size, keep_states), dtype=torch.float32)
     out = torch.empty_like(arguments["q_ptr"])
     arguments |= {"out_ptr": out, "states_ptr": states, "v_rows": rows, "KEEP": keep_states}
-    launch(forward_kernel, configs, (out.dtype, x.chunk_size, out.shape[-1]), (len(states),), arguments, out.device, config)
+    launch(
+        forward_kernel, configs, (out.dtype, x.chunk_size, out.shape[-1]), (len(states),), arguments, out.device, config
+    )
     return out, states

@@ -1,17 +1,21 @@
 """TTT-Linear in Triton: the forward pass in two phases, for inputs with too few programs to fill a GPU.
 
-A scan is a chain of dependent steps, and with a program for every (sample, direction, head) a single image leaves most of a GPU idle.
-Only Z, G and the state must be computed in order. With the state [W; β] at the start of a block of ROWS tokens, and C₁ the last c,
+A scan is a chain of dependent steps, and with a program for every (sample, direction, head) a single image leaves most
+of a GPU idle. Only Z, G and the state must be computed in order. With the state [W; β] at the start of a block of ROWS
+tokens, and C₁ the last c,
 
-    O = QW + β − A (lr G),   A[t,s] = w (q_t · k_s + 1),   w = c of t's place in its chunk where s ≤ t is in the same chunk;
+    O = QW + β − A (lr G),   A[t,s] = w (q_t · k_s + 1),   w = c of t's place in its chunk where s ≤ t is in the same
+    chunk;
                                                            w = C₁ where s is in an earlier chunk of the block; else 0
 
-is the sum that the equations of `reference` give chunk by chunk, since the state before a chunk is that of the block's start minus
-C₁ Σ Kᵀ lr G. Thus `state_kernel` walks the tokens and writes lr G and the states, and `output_kernel` computes the outputs of all
-blocks at once. Both phases move twice the bytes of the one in `triton_fwd`, which is faster once programs fill the device.
+is the sum that the equations of `reference` give chunk by chunk, since the state before a chunk is that of the block's
+start minus C₁ Σ Kᵀ lr G. Thus `state_kernel` walks the tokens and writes lr G and the states, and `output_kernel`
+computes the outputs of all blocks at once. Both phases move twice the bytes of the one in `triton_fwd`, which is faster
+once programs fill the device.
 
-The chain is short: the six sums over a token's row are taken together, of which the mean and the product of g with z follow, c₁ is
-folded into G, and the turns of a group of chunks are unrolled, so that Triton loads ahead. Shape letters as in `reference`.
+The chain is short: the six sums over a token's row are taken together, of which the mean and the product of g with z
+follow, c₁ is folded into G, and the turns of a group of chunks are unrolled, so that Triton loads ahead. Shape letters
+as in `reference`.
 """
 
 from typing import NamedTuple
@@ -60,7 +64,8 @@ def state_kernel(
     STAGES: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Write lr G of every token, the state before every block of ROWS tokens in the products' dtype, and with KEEP those that the backward
+    """Write lr G of every token, the state before every block of ROWS tokens in the products' dtype, and with KEEP
+    those that the backward
     pass starts from. A turn of the loop is a group of GROUP chunks.
     """
     head, r, b, first, step = place(T, R, H, reverse)
@@ -177,14 +182,20 @@ def are_written_for(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
 
 
 def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the first phase; the first is the default, which runs untuned. None for sizes that it is not written for."""
+    """The candidates of the first phase; the first is the default, which runs untuned. None for sizes that it is not
+    written for.
+    """
     written = are_written_for(dtype, chunk_size, width)
     return [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)] if written else []
 
 
 def output_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the second phase."""
-    return [] if not are_written_for(dtype, chunk_size, width) else [triton.Config({}, num_warps=warps, num_stages=1) for warps in (4, 8)]
+    return (
+        []
+        if not are_written_for(dtype, chunk_size, width)
+        else [triton.Config({}, num_warps=warps, num_stages=1) for warps in (4, 8)]
+    )
 
 
 class TwoPhases(NamedTuple):
@@ -201,7 +212,9 @@ def takes_two_phases(x: Arguments) -> bool:
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | TwoPhases | None = None) -> tuple[Tensor, Tensor]:
-    """out and states as `triton_fwd.forward`, in one phase or in two as `config` is; None takes two where programs are few, and tunes."""
+    """out and states as `triton_fwd.forward`, in one phase or in two as `config` is; None takes two where programs are
+    few, and tunes.
+    """
     if isinstance(config, TwoPhases) or (config is None and takes_two_phases(x)):
         return run_both(x, keep_states, config)
     return triton_fwd.forward(x, keep_states, config)

@@ -1,1 +1,3 @@
-"""Counts and speeds of models as records: which rows are wanted, measuring them one by one, and writing tables and figures."""
+"""Counts and speeds of models as records: which rows are wanted, measuring them one by one, and writing tables and
+figures.
+"""

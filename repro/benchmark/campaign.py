@@ -1,8 +1,9 @@
 """Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
 
-Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs nothing but itself.
-What a step has measured lies in its record under results/measured/<device>, written as it comes; a step whose record is complete and of
-the present code does nothing. A GPU that is lent for some minutes at a time is therefore measured by calling the same command again.
+Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
+nothing but itself. What a step has measured lies in its record under results/measured/<device>, written as it comes; a
+step whose record is complete and of the present code does nothing. A GPU that is lent for some minutes at a time is
+therefore measured by calling the same command again.
 """
 
 import dataclasses
@@ -60,10 +61,22 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
     from ..core.runtime import describe_machine, device_label, device_slug, gpu_names
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    metrics = {"machine": describe_machine(), "gpus": gpu_names(), "backend": selected_backend("auto", device, dtype=torch.bfloat16)}
-    metrics |= {"compiler_obstacle": compiler_obstacle(), "compiler_obstacle_reason": "null: a C compiler and Python.h are there"}
+    metrics = {
+        "machine": describe_machine(),
+        "gpus": gpu_names(),
+        "backend": selected_backend("auto", device, dtype=torch.bfloat16),
+    }
+    metrics |= {
+        "compiler_obstacle": compiler_obstacle(),
+        "compiler_obstacle_reason": "null: a C compiler and Python.h are there",
+    }
     identity = make_identity(
-        paths.root, ["stages.measure"], CampaignParams(), device=device_label(device), dtype="bf16 asked", backend=metrics["backend"]
+        paths.root,
+        ["stages.measure"],
+        CampaignParams(),
+        device=device_label(device),
+        dtype="bf16 asked",
+        backend=metrics["backend"],
     )
     write_record(paths.measured(device_slug(device)), metrics, identity, 0.0, name="environment")
     return True
@@ -91,7 +104,8 @@ def bench_kernels(paths: Paths, minutes: float | None) -> bool:
 
 
 def time_training(paths: Paths, minutes: float | None) -> bool:
-    """pretrain/vittt_tiny_digits.json: the speed of a training as `record_speed` writes it, with the share of the GPU's peak.
+    """pretrain/vittt_tiny_digits.json: the speed of a training as `record_speed` writes it, with the share of the GPU's
+    peak.
 
     The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
     """
@@ -113,10 +127,14 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     params, given = build(SPEC.params, TRAINING, name), load_runtime(paths)
     roots = {"digits": "data/digits"} | given.data_roots
     peak = find_peak(torch.cuda.get_device_name())
-    runtime = dataclasses.replace(given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots)
+    runtime = dataclasses.replace(
+        given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots
+    )
     folder = paths.run_state(stage, name, "result")
     shutil.rmtree(folder, ignore_errors=True)  # a training that is recorded there would not be repeated
-    run_cells([Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)], None, [])
+    run_cells(
+        [Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)], None, []
+    )
     return True
 
 
@@ -134,7 +152,9 @@ class Sweep:
         from .params import SweepParams
 
         return run_sweep(
-            SweepParams(sizes=self.sizes, batch_size=self.batch_size, compile=self.compile, minutes=minutes), paths, load_runtime(paths)
+            SweepParams(sizes=self.sizes, batch_size=self.batch_size, compile=self.compile, minutes=minutes),
+            paths,
+            load_runtime(paths),
         )
 
 
@@ -214,7 +234,9 @@ def _describe_training(metrics: dict[str, Any]) -> str:
 
 # the name of a record -> metrics -> what it says
 _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "environment": lambda metrics: f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}",
+    "environment": lambda metrics: (
+        f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}"
+    ),
     "kernels_check": lambda metrics: f"{len(metrics['rows'])} checks, {metrics['failed']} failed",
     "kernels": _describe_bench,
     TRAINED: _describe_training,

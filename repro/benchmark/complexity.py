@@ -23,11 +23,12 @@ COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g
 def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
-    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, some with further counts of the same
-    forward pass: `macs_g_paper_convention`, by which the authors of the family, or of a backbone with its adapter, count (see
-    `repro.measure.flops.Cost`), and where a group asks for it `macs_g_fvcore`, what the tool fvcore counts without handlers of anybody's
-    own (see `repro.measure.fvcore`); `saved_at_1280_percent`, the multiply-adds that Vittt saves against its baseline by size;
-    `dwconv_params_m`, the parameters that the 3x3 depth-wise convolution adds by size.
+    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, some with further
+    counts of the same forward pass: `macs_g_paper_convention`, by which the authors of the family, or of a backbone
+    with its adapter, count (see `repro.measure.flops.Cost`), and where a group asks for it `macs_g_fvcore`, what the
+    tool fvcore counts without handlers of anybody's own (see `repro.measure.fvcore`); `saved_at_1280_percent`, the
+    multiply-adds that Vittt saves against its baseline by size; `dwconv_params_m`, the parameters that the 3x3
+    depth-wise convolution adds by size.
 
     Raises:
         UserError: an unknown model or option, or an image size that a model refuses.
@@ -44,12 +45,17 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     rows = {name: _make_row(*wanted[name], counted, fvcore.get(name)) for name, counted in costs.items()}
     table = [{**row, "row": name, "image_size": name.rpartition("@")[2]} for name, row in rows.items()]
     write_csv(folder / "rows.csv", table, COLUMNS)
-    write_csv(folder / "terms.csv", [term for name, counted in costs.items() for term in _list_terms(name, counted, fvcore.get(name, {}))])
+    write_csv(
+        folder / "terms.csv",
+        [term for name, counted in costs.items() for term in _list_terms(name, counted, fvcore.get(name, {}))],
+    )
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
     # families are found by lying in repro.models, where no import names them
     families = {family_module(options.get("backbone", model)) for model, options, _ in params.rows()}
-    identity = make_identity(paths.root, ["stages.complexity", *families], params, device=counted_only, dtype="fp32", backend=counted_only)
+    identity = make_identity(
+        paths.root, ["stages.complexity", *families], params, device=counted_only, dtype="fp32", backend=counted_only
+    )
     write_record(folder, metrics, identity, time.monotonic() - started)
     savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
     print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")
@@ -62,7 +68,9 @@ def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int
 
 
 def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
-    """By size: percent of multiply-adds saved against the baseline, and millions of parameters of the depth-wise convolution."""
+    """By size: percent of multiply-adds saved against the baseline, and millions of parameters of the depth-wise
+    convolution.
+    """
     saved, dwconv = {}, {}
     for size, pair in sizes.items():
         ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
@@ -89,5 +97,8 @@ def _list_terms(name: str, counted: Cost, fvcore: Mapping[str, int]) -> list[dic
     kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms, "macs_paper_convention": counted.paper_terms}
     kinds["macs_fvcore"] = fvcore
     return [
-        {"row": name, "kind": kind, "term": term, "value": value} for kind, terms in kinds.items() for term, value in terms.items() if value
+        {"row": name, "kind": kind, "term": term, "value": value}
+        for kind, terms in kinds.items()
+        for term, value in terms.items()
+        if value
     ]

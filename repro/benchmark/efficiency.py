@@ -25,18 +25,22 @@ from .loop import COLUMNS, ROW_KEYS, RowStore, measure_gates, measure_pairs, mea
 from .params import EfficiencyParams, OpParams, SweepParams
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
-_SWEEP_KEYS = ("run", "code_hash", "torch_version")  # by which a sweep finds a row again; the grid's identity says the same
-_COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}  # in titles, in names
+# by which a sweep finds a row again; the grid's identity says the same
+_SWEEP_KEYS = ("run", "code_hash", "torch_version")
+# in titles, in names
+_COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}
 _ORDER = ("run", "mode", "compile", "dtype", "batch_size", "image_size", "row")  # by which a sweep sorts its rows
-GRID_COLUMNS = tuple(name for name in COLUMNS if name not in ("mode", "compile", "attention_kernel", "num_params", "run"))
+GRID_COLUMNS = tuple(
+    name for name in COLUMNS if name not in ("mode", "compile", "attention_kernel", "num_params", "run")
+)
 
 
 def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     """Measure the rows of the `efficiency:` section and write results/efficiency/{metrics.json, rows.csv}.
 
     metrics: `rows`, see `repro.measure.speed.measure`, each with `row`, its name; `speedup_at_1280` and
-    `memory_saved_at_1280_percent` {size: {vs_deit_unfused, vs_deit_fused}}, from median latencies and from peaks; `op`, see
-    `repro.measure.op_rate`.
+    `memory_saved_at_1280_percent` {size: {vs_deit_unfused, vs_deit_fused}}, from median latencies and from peaks; `op`,
+    see `repro.measure.op_rate`.
 
     Raises:
         UserError: a model, backend or device that does not exist here.
@@ -60,11 +64,12 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
 
 
 def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
-    """Measure the rows of a sweep that are not measured yet, and write efficiency.{json,csv} and efficiency/*.{png,svg}.
+    """Measure the rows of a sweep that are not measured yet, and write efficiency.{json,csv} and
+    efficiency/*.{png,svg}.
 
-    All lie in results/measured/<device>. Returns whether no row was left out for want of time. metrics: `rows`, see `repro.measure.speed.measure` and `RowStore.add`; `left_out`, a list of
-    {image_size, expected_s}; `gates`, see `repro.measure.op_rate.measure_gate`; `compared`, `growth` and `repeated`, see
-    `repro.measure.conclude.conclude`.
+    All lie in results/measured/<device>. Returns whether no row was left out for want of time. metrics: `rows`, see
+    `repro.measure.speed.measure` and `RowStore.add`; `left_out`, a list of {image_size, expected_s}; `gates`, see
+    `repro.measure.op_rate.measure_gate`; `compared`, `growth` and `repeated`, see `repro.measure.conclude.conclude`.
 
     Raises:
         UserError: a model or device that does not exist here, or a record of another version.
@@ -75,18 +80,24 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     device, label = _open_device(runtime)
     params = params.with_defaults(device.type)
     if params.compile == "graphs" and (device.type != "cuda" or params.mode != "infer"):
-        raise UserError(f"efficiency: --graphs is for inference on a GPU, and this is --mode {params.mode} on {device.type}")
+        raise UserError(
+            f"efficiency: --graphs is for inference on a GPU, and this is --mode {params.mode} on {device.type}"
+        )
     folder = paths.measured(device_slug(device))
     record = folder / "efficiency.json"
     before = _read_sweep(record)
     gates, left_out = before["gates"], {}
 
     def save(store: RowStore) -> None:
-        rows = sorted(store.rows, key=lambda row: [str(row[name]) if name == "compile" else row[name] for name in _ORDER])
+        rows = sorted(
+            store.rows, key=lambda row: [str(row[name]) if name == "compile" else row[name] for name in _ORDER]
+        )
         missing = [{"image_size": side, "expected_s": seconds} for side, seconds in left_out.items()]
         metrics = {"rows": rows, "left_out": missing, "gates": gates, **conclude(rows, gates)}
         backends = ", ".join(sorted({row["backend"] for row in rows if row["status"] == "ok"})) or "none"
-        identity = make_identity(paths.root, _list_code(rows), params, device=label, dtype=params.dtype, backend=backends)
+        identity = make_identity(
+            paths.root, _list_code(rows), params, device=label, dtype=params.dtype, backend=backends
+        )
         write_rows(folder / "efficiency.csv", rows)
         write_record(folder, metrics, identity, time.monotonic() - started, name="efficiency")
 
@@ -97,7 +108,9 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
         new = [spec for spec in specs if any(store.find_reusable_row(spec, run) is None for run in runs)]
         families = {spec.model.split("_")[0] for spec in new}
         measured = measure_gates(families, batch_size=params.batch_size, dtype=params.dtype, device=device.type)
-        gates = list({(gate["family"], gate["batch_size"], gate["dtype"]): gate for gate in [*gates, *measured]}.values())
+        gates = list(
+            {(gate["family"], gate["batch_size"], gate["dtype"]): gate for gate in [*gates, *measured]}.values()
+        )
         for run in runs:
             left_out = measure_rows(specs, store, run=run, budget_s=budget_s)
             measure_pairs(specs, store, run=run)
@@ -127,7 +140,9 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
 
 
 def _list_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The modules on whose sources rows depend; families are found by lying in repro.models, where no import names them."""
+    """The modules on whose sources rows depend; families are found by lying in repro.models, where no import names
+    them.
+    """
     return ["stages.efficiency", *{family_module(row["model"]) for row in rows}]
 
 
@@ -154,7 +169,9 @@ def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
-    """Draw Fig. 6 and the panels of Fig. 1 for each size of each batch size, dtype, mode and compilation that was measured."""
+    """Draw Fig. 6 and the panels of Fig. 1 for each size of each batch size, dtype, mode and compilation that was
+    measured.
+    """
     from ..core.figures import LABELS, against_resolution, at_largest
 
     pooled = mark_noise(pool_runs(rows))
@@ -169,6 +186,8 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
             name = f"{size}_batch{batch_size}_{dtype}_{mode}{_COMPILED[compiled][1]}"
             against_resolution(folder / f"fig6_{name}", series, f"size {size}: {about}")
             at_size = {family: row for family, own in series.items() for row in own if row["image_size"][0] == largest}
-            bars = {key: {family: row[key] for family, row in at_size.items() if row[key] is not None} for key in LABELS}
+            bars = {
+                key: {family: row[key] for family, row in at_size.items() if row[key] is not None} for key in LABELS
+            }
             bars = {key: values for key, values in bars.items() if values}
             at_largest(folder / f"fig1_{name}", bars, f"size {size} at {largest}²: {about}")

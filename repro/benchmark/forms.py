@@ -1,6 +1,7 @@
 """The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro forms` writes.
 
-Both forms of a learner run in turn, so that a drifting clock or a busy machine affects both alike, and each ratio is of one turn.
+Both forms of a learner run in turn, so that a drifting clock or a busy machine affects both alike, and each ratio is of
+one turn.
 """
 
 import dataclasses
@@ -86,10 +87,11 @@ class FormsParams:
 def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams()) -> None:
     """Measure both forms on this machine's device and write results/measured/<device>/forms.json.
 
-    metrics: `rows`, one for each setting, learner, form, mode and number of tokens, {setting, learner, form, mode, tokens, heads, head_dim,
-    chunk_size, latency_ms, latency_ms_ci95, samples_ms, tokens_m_per_s, peak_memory_mib, noisy}, where tokens per second count a token
-    once for each head, as the paper does; `ratios`, one for each that has both forms, {setting, learner, mode, tokens, ratio, ratio_ci95},
-    recurrent over parallel time; `backbones`, rows of `repro.measure.speed.measure` of Vittt-T with each learner.
+    metrics: `rows`, one for each setting, learner, form, mode and number of tokens, {setting, learner, form, mode,
+    tokens, heads, head_dim, chunk_size, latency_ms, latency_ms_ci95, samples_ms, tokens_m_per_s, peak_memory_mib,
+    noisy}, where tokens per second count a token once for each head, as the paper does; `ratios`, one for each that has
+    both forms, {setting, learner, mode, tokens, ratio, ratio_ci95}, recurrent over parallel time; `backbones`, rows of
+    `repro.measure.speed.measure` of Vittt-T with each learner.
 
     Raises:
         RunError: a measuring process broke.
@@ -109,7 +111,11 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
             if len(measured) == 2:
                 ratios.append(about | _compare(measured))
             print(_describe(about, measured), flush=True)
-    backbones = [_measure_backbone(step, backend, side, device.type, runtime) for side in params.image_sizes for step, backend in BACKBONES]
+    backbones = [
+        _measure_backbone(step, backend, side, device.type, runtime)
+        for side in params.image_sizes
+        for step, backend in BACKBONES
+    ]
     shown = {"device": device_label(device, runtime.threads), "dtype": "fp32", "backend": "torch"}
     code = ["repro.benchmark.forms", "repro.measure.speed", family_module(BACKBONE)]
     identity = make_identity(paths.root, code, params, **shown)
@@ -146,14 +152,21 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         found[f"lact_{step}"] = {form: (lambda form=form, run=run: run(form)) for form in forms}
     if setting.vittt:
         tokens_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-        lr, scale = (draw(1, tokens, h, uniform=True) / d).requires_grad_(), 1 / torch.arange(1.0, setting.vittt_chunk + 1, device=device)
+        lr = (draw(1, tokens, h, uniform=True) / d).requires_grad_()
+        scale = 1 / torch.arange(1.0, setting.vittt_chunk + 1, device=device)
         W0 = (draw(h, d, d) / d**0.5).requires_grad_()
-        b0, bias, weight = torch.zeros(h, d, device=device), torch.zeros(h, d, device=device), torch.ones(h, d, device=device)
+        b0 = torch.zeros(h, d, device=device)
+        bias = torch.zeros(h, d, device=device)
+        weight = torch.ones(h, d, device=device)
         chunk = {"chunk_size": setting.vittt_chunk}
         found["vittt_own"] = {"recurrent": lambda: ttt_linear(*tokens_first, lr, scale, W0, b0, weight, bias, **chunk)}
         for name, loss in (("plain", "mse"), ("dot", "dot")):
             found[f"vittt_{name}"] = {
-                form: (lambda form=form, loss=loss: ttt_linear_plain(*tokens_first, lr, scale, W0, loss=loss, form=form, **chunk))
+                form: (
+                    lambda form=form, loss=loss: ttt_linear_plain(
+                        *tokens_first, lr, scale, W0, loss=loss, form=form, **chunk
+                    )
+                )
                 for form in ("recurrent", "parallel")
             }
     return found
@@ -178,10 +191,13 @@ def _measure_forms(forms: dict[Form, Callable[[], Tensor]], mode: str, device: s
     counts = {form: math.ceil(TURN_MS / time_ms) for form, time_ms in first_ms.items()}
     for _ in range(SLOW_STEPS if sum(first_ms.values()) > SLOW_STEP_S * 1e3 else TURNS):
         for form, step in steps.items():
-            samples[form].append(timer(lambda step=step, count=counts[form]: [step() for _ in range(count)]) / counts[form])
+            samples[form].append(
+                timer(lambda step=step, count=counts[form]: [step() for _ in range(count)]) / counts[form]
+            )
     machine = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "device": device, **load}
     return {
-        form: {"samples_ms": samples[form], "peak_memory_mib": measure_peak_mib(step, device), **machine} for form, step in steps.items()
+        form: {"samples_ms": samples[form], "peak_memory_mib": measure_peak_mib(step, device), **machine}
+        for form, step in steps.items()
     }
 
 
@@ -189,8 +205,20 @@ def _make_row(about: dict[str, Any], setting: Setting, form: Form, found: dict[s
     samples = found["samples_ms"]
     latency = statistics.median(samples)
     chunk = setting.vittt_chunk if about["learner"].startswith("vittt") else setting.lact_chunk
-    row = {**about, "form": form, "heads": setting.heads, "head_dim": setting.head_dim, "chunk_size": chunk, **found, "status": "ok"}
-    row |= {"latency_ms": latency, "latency_ms_ci95": median_interval(samples), "samples_ms": [round(sample, 3) for sample in samples]}
+    row = {
+        **about,
+        "form": form,
+        "heads": setting.heads,
+        "head_dim": setting.head_dim,
+        "chunk_size": chunk,
+        **found,
+        "status": "ok",
+    }
+    row |= {
+        "latency_ms": latency,
+        "latency_ms_ci95": median_interval(samples),
+        "samples_ms": [round(sample, 3) for sample in samples],
+    }
     row["tokens_m_per_s"] = about["tokens"] * setting.heads / latency / 1e3
     if row["latency_ms_ci95"] is None:
         row["latency_ms_ci95_reason"] = _too_few(samples)
@@ -202,7 +230,9 @@ def _compare(measured: dict[Form, dict[str, Any]]) -> dict[str, Any]:
     pairs = zip(measured["recurrent"]["samples_ms"], measured["parallel"]["samples_ms"], strict=True)
     turns = [recurrent / parallel for recurrent, parallel in pairs]
     interval = median_interval(turns)
-    return {"ratio": statistics.median(turns), "ratio_ci95": interval} | ({} if interval else {"ratio_ci95_reason": _too_few(turns)})
+    return {"ratio": statistics.median(turns), "ratio_ci95": interval} | (
+        {} if interval else {"ratio_ci95_reason": _too_few(turns)}
+    )
 
 
 def _too_few(samples: Sequence[float]) -> str:
@@ -211,7 +241,8 @@ def _too_few(samples: Sequence[float]) -> str:
 
 def _describe(about: dict[str, Any], measured: dict[Form, dict[str, Any]]) -> str:
     shown = (
-        f"{form} {statistics.median(found['samples_ms']):.2f} ms, {found['peak_memory_mib']:.1f} MiB" for form, found in measured.items()
+        f"{form} {statistics.median(found['samples_ms']):.2f} ms, {found['peak_memory_mib']:.1f} MiB"
+        for form, found in measured.items()
     )
     return f"{about['setting']}, {about['learner']}, {about['mode']}, {about['tokens']:,} tokens: {'; '.join(shown)}"
 
@@ -219,12 +250,21 @@ def _describe(about: dict[str, Any], measured: dict[Form, dict[str, Any]]) -> st
 def _measure_backbone(step: str, backend: str, side: int, device: str, runtime: Runtime) -> dict[str, Any]:
     options = {} if step == "own" else {"step": step}
     spec = RowSpec(
-        model=BACKBONE, options=options, image_size=(side, side), backend=backend, device=device, threads=runtime.threads, budget_s=300.0
+        model=BACKBONE,
+        options=options,
+        image_size=(side, side),
+        backend=backend,
+        device=device,
+        threads=runtime.threads,
+        budget_s=300.0,
     )
     try:
         row = measure(spec)
     except RuntimeError as error:
         raise RunError(f"forms: {error}") from None
     row["noisy"] = find_noise(row)
-    print(f"{spec.row_id}, {backend}: {row['status']}" + (f", {row['latency_ms']:.1f} ms" if row["latency_ms"] else ""), flush=True)
+    print(
+        f"{spec.row_id}, {backend}: {row['status']}" + (f", {row['latency_ms']:.1f} ms" if row["latency_ms"] else ""),
+        flush=True,
+    )
     return row

@@ -1,7 +1,7 @@
 """The records of the Triton kernels: checks, times, and what the compiler makes of them.
 
-The rows of a record are written as they come, and a call that was cut short is continued by the next one, which keeps the rows of the
-same kernels and versions. Where all rows that are asked for are there, they are made anew.
+The rows of a record are written as they come, and a call that was cut short is continued by the next one, which keeps
+the rows of the same kernels and versions. Where all rows that are asked for are there, they are made anew.
 """
 
 import dataclasses
@@ -17,7 +17,10 @@ from ..core.record import has_versions, installed_version, make_identity, read_j
 from ..core.runtime import device_label, device_slug, gpu_names
 
 Row = dict[str, Any]
-PAGE, BENCH_BLOCK, RESOURCES_BLOCK, SPILLS_BLOCK = "results/speed.md", "kernels bench", "kernels resources", "kernels spills"
+PAGE = "results/speed.md"
+BENCH_BLOCK = "kernels bench"
+RESOURCES_BLOCK = "kernels resources"
+SPILLS_BLOCK = "kernels spills"
 NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 WRITE_EVERY_S = 5.0
 
@@ -30,11 +33,12 @@ class KernelsParams:
 
 
 def run_check(paths: Paths, op: str | None = None, minutes: float | None = None, *, again: bool = True) -> bool:
-    """Check the kernels of one operator, or of all; write results/measured/<device>/kernels_check.json. Whether all rows are there.
+    """Check the kernels of one operator, or of all; write results/measured/<device>/kernels_check.json. Whether all
+    rows are there.
 
     `again`: make a complete record anew.
-    metrics: `rows`, see `kernels.tools.check.rows`; `failed`, how many; `source_hash` of each operator; `unfinished`, operators of
-    which rows are missing.
+    metrics: `rows`, see `kernels.tools.check.rows`; `failed`, how many; `source_hash` of each operator; `unfinished`,
+    operators of which rows are missing.
 
     Raises:
         UserError: no such operator, or kernels that cannot run here. RunError: a check failed.
@@ -52,7 +56,14 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
         raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
     path, deadline = _check_path(paths, device, operators.INTERPRETED), _deadline(minutes)
     table = _Table(
-        paths, path, "check", device_label(device), chosen, lambda cases: range(check.count(cases, device)), one=op is not None, again=again
+        paths,
+        path,
+        "check",
+        device_label(device),
+        chosen,
+        lambda cases: range(check.count(cases, device)),
+        one=op is not None,
+        again=again,
     )
     with table:
         for cases in chosen:
@@ -64,12 +75,16 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     return table.is_complete()
 
 
-def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None, again: bool = True) -> bool:
-    """Check the kernels where no record says that they are right, time them, and write results/measured/<device>/kernels.json.
+def run_bench(
+    paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None, again: bool = True
+) -> bool:
+    """Check the kernels where no record says that they are right, time them, and write
+    results/measured/<device>/kernels.json.
 
-    metrics: `rows`, see `kernels.tools.bench.rows`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of Appendix B;
-    `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions of other people's kernels.
-    `compared`: only the shapes that the goals are about; `again`: make them anew where they are there. Returns whether all rows that were asked for are there.
+    metrics: `rows`, see `kernels.tools.bench.rows`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of
+    Appendix B; `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions
+    of other people's kernels. `compared`: only the shapes that the goals are about; `again`: make them anew where they
+    are there. Returns whether all rows that were asked for are there.
 
     Raises:
         UserError: no such operator, or no GPU. RunError: a check or a row of our own failed.
@@ -83,9 +98,13 @@ def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, mi
     if not torch.cuda.is_available():
         raise UserError("kernels bench: PyTorch sees no CUDA device; speed is measured on a GPU")
     if operators.INTERPRETED:
-        raise UserError("kernels bench: TRITON_INTERPRET is set, and the speed of the interpreter means nothing; unset it")
+        raise UserError(
+            "kernels bench: TRITON_INTERPRET is set, and the speed of the interpreter means nothing; unset it"
+        )
     device, deadline = torch.device("cuda"), _deadline(minutes)
-    if not _is_checked(_check_path(paths, device, False), chosen) and not run_check(paths, op, _minutes_left(deadline), again=False):
+    if not _is_checked(_check_path(paths, device, False), chosen) and not run_check(
+        paths, op, _minutes_left(deadline), again=False
+    ):
         return False  # no speed without kernels that are right
 
     def plan(cases: Any, compared: bool = False) -> list[str]:
@@ -104,28 +123,45 @@ def run_bench(paths: Paths, op: str | None = None, *, compared: bool = False, mi
         one=op is not None,
         again=again,
     )
-    table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)} | {"driver": gpu_names()}
-    table.extra |= {key: installed_version(package) or "not installed" for cases in chosen for key, package in cases.DISTRIBUTIONS.items()}
-    table.summarise = lambda rows: {"summary": {name: bench.summarise(cases, rows) for name, cases in operators.OPERATORS.items()}}
+    table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)} | {
+        "driver": gpu_names()
+    }
+    table.extra |= {
+        key: installed_version(package) or "not installed"
+        for cases in chosen
+        for key, package in cases.DISTRIBUTIONS.items()
+    }
+    table.summarise = lambda rows: {
+        "summary": {name: bench.summarise(cases, rows) for name, cases in operators.OPERATORS.items()}
+    }
     with table:
         for cases in chosen:
             name, kept = cases.NAME, table.rows[cases.NAME]
-            steps = [step for step in bench.planned(cases, compared) if bench.step_key(cases, *step) in table.todo[name]]
+            steps = [
+                step for step in bench.planned(cases, compared) if bench.step_key(cases, *step) in table.todo[name]
+            ]
             table.fill(cases, bench.rows(cases, device, steps, kept), text.format_bench, deadline)
-            tuned = {(each["kernel"], *each["key"]): each for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]}
+            tuned = {
+                (each["kernel"], *each["key"]): each
+                for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]
+            }
             table.extra["tuned"] = list(tuned.values())
             if name == "ttt_linear" and steps and _left(deadline) > 0:
                 table.extra["op"] = memory_reference_over_kernel(device)
     print(f"{len(table.chosen_rows())} rows{table.describe_missing()}")
-    if failed := [row for row in table.chosen_rows() if row["status"] == "failed" and row["implementation"] in bench.OURS]:
+    if failed := [
+        row for row in table.chosen_rows() if row["status"] == "failed" and row["implementation"] in bench.OURS
+    ]:
         raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {text.format_bench(failed[0])}")
     return table.is_complete()
 
 
 def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False) -> None:
-    """Compile every configuration without a GPU, or only the default ones, and write results/measured/compile/resources.json.
+    """Compile every configuration without a GPU, or only the default ones, and write
+    results/measured/compile/resources.json.
 
-    `defaults` writes resources_triton_<version>.json instead, which is for another version than the lock file's. metrics: `rows`, see `kernels.tools.resources.rows`; `source_hash`, `unfinished`, as in `run_check`.
+    `defaults` writes resources_triton_<version>.json instead, which is for another version than the lock file's.
+    metrics: `rows`, see `kernels.tools.resources.rows`; `source_hash`, `unfinished`, as in `run_check`.
 
     Raises:
         UserError: no such operator, or the interpreter is chosen.
@@ -156,7 +192,9 @@ def find_operators(op: str | None) -> list[Any]:
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of results/speed.md: the tables of the records under results/measured. None where Triton is not installed."""
+    """(page, marker, text) of results/speed.md: the tables of the records under results/measured. None where Triton is
+    not installed.
+    """
     if importlib.util.find_spec("triton") is None:
         return []
     from kernels.tools import bench, operators, text
@@ -170,17 +208,25 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
         rows = read_json(compiled)["metrics"]["rows"]
         others = {
             record["identity"]["versions"]["triton"]: record["metrics"]["rows"]
-            for record in (read_json(file) for file in sorted(compiled.parent.glob("resources_triton_*.json")) if ".run." not in file.name)
+            for record in (
+                read_json(file)
+                for file in sorted(compiled.parent.glob("resources_triton_*.json"))
+                if ".run." not in file.name
+            )
         }
-        passages += [(PAGE, RESOURCES_BLOCK, text.resources_table(rows, others)), (PAGE, SPILLS_BLOCK, text.describe_spills(rows, others))]
+        passages += [
+            (PAGE, RESOURCES_BLOCK, text.resources_table(rows, others)),
+            (PAGE, SPILLS_BLOCK, text.describe_spills(rows, others)),
+        ]
     return passages
 
 
 class _Table:
-    """The rows of a record while they are made. As a context it writes the record at the end, also where the work is interrupted.
+    """The rows of a record while they are made. As a context it writes the record at the end, also where the work is
+    interrupted.
 
-    `rows` has, for each chosen operator, the rows so far, `todo` the keys of those that were asked for and are missing. `before` are the
-    metrics of the record, `extra` further metrics, and `summarise` makes more of them from all rows.
+    `rows` has, for each chosen operator, the rows so far, `todo` the keys of those that were asked for and are missing.
+    `before` are the metrics of the record, `extra` further metrics, and `summarise` makes more of them from all rows.
 
     Args:
         plan: cases -> the keys of all rows of an operator. A key is the number of a row, or what `key` says.
@@ -211,11 +257,20 @@ class _Table:
         self.before = self._read(one)
         hashes = self.before.get("source_hash", {})
         same = [name for name, cases in self.cases.items() if hashes.get(name) == source_hash(cases)]
-        self.rows = {name: [row for row in self.before.get("rows", []) if row["operator"] == name and name in same] for name in self.cases}
+        self.rows = {
+            name: [row for row in self.before.get("rows", []) if row["operator"] == name and name in same]
+            for name in self.cases
+        }
         asked = {name: set((wanted or plan)(cases)) for name, cases in self.cases.items()}
-        keys = {name: [key(self.cases[name], row) if key else i for i, row in enumerate(rows)] for name, rows in self.rows.items()}
+        keys = {
+            name: [key(self.cases[name], row) if key else i for i, row in enumerate(rows)]
+            for name, rows in self.rows.items()
+        }
         if again and all(asked[name] <= set(keys[name]) for name in self.cases):
-            self.rows = {name: [row for k, row in zip(keys[name], rows) if k not in asked[name]] for name, rows in self.rows.items()}
+            self.rows = {
+                name: [row for k, row in zip(keys[name], rows) if k not in asked[name]]
+                for name, rows in self.rows.items()
+            }
             keys = {name: [k for k in keys[name] if k not in asked[name]] for name in self.cases}
         self.todo = {name: asked[name] - set(keys[name]) for name in self.cases}
         self.missing = {name: len(set(plan(cases)) - set(keys[name])) for name, cases in self.cases.items()}
@@ -225,7 +280,9 @@ class _Table:
         self.started = self.written = time.monotonic()
 
     def _read(self, one: bool) -> dict[str, Any]:
-        """The metrics of the record so far; empty where there is none, or where other versions made it and it is made anew as a whole."""
+        """The metrics of the record so far; empty where there is none, or where other versions made it and it is made
+        anew as a whole.
+        """
         record = read_json(self.path) if self.path.exists() else {"metrics": {}, "identity": {"versions": versions()}}
         if has_versions(record["identity"]["versions"]):
             return record["metrics"]
@@ -240,7 +297,9 @@ class _Table:
         self._write()
         print(f"written: {self.path.relative_to(self.paths.root)}")
 
-    def fill(self, cases: Any, rows: Iterator[Row], format_row: Callable[[Row], str], deadline: float | None = None) -> None:
+    def fill(
+        self, cases: Any, rows: Iterator[Row], format_row: Callable[[Row], str], deadline: float | None = None
+    ) -> None:
         """Add what is missing of an operator until the deadline, each row printed as it comes."""
         for _ in self.todo[cases.NAME]:
             if _left(deadline) <= 0:
@@ -277,7 +336,9 @@ class _Table:
         metrics |= self.extra | self.summarise(metrics["rows"])
         shown = {"device": self.device, "dtype": "bf16" if self.command == "bench" else "each row says"}
         backend = "triton, interpreted" if INTERPRETED else "triton"
-        identity = make_identity(self.paths.root, ["stages.kernels"], KernelsParams(command=self.command), **shown, backend=backend)
+        identity = make_identity(
+            self.paths.root, ["stages.kernels"], KernelsParams(command=self.command), **shown, backend=backend
+        )
         write_record(self.path.parent, metrics, identity, time.monotonic() - self.started, name=self.path.stem)
         self.written = time.monotonic()
 
@@ -297,7 +358,12 @@ def _is_checked(path: Path, chosen: Iterable[Any]) -> bool:
     names = {cases.NAME for cases in chosen}
     same = all(metrics["source_hash"].get(cases.NAME) == source_hash(cases) for cases in chosen)
     wrong = [row for row in metrics["rows"] if row["operator"] in names and row["passed"] is False]
-    return has_versions(record["identity"]["versions"]) and same and not wrong and not names & set(metrics.get("unfinished", []))
+    return (
+        has_versions(record["identity"]["versions"])
+        and same
+        and not wrong
+        and not names & set(metrics.get("unfinished", []))
+    )
 
 
 def _deadline(minutes: float | None) -> float | None:

@@ -25,11 +25,23 @@ COLUMNS = tuple(
 MOST_ATTEMPTS = 3  # so often a noisy row is measured, the first time included
 
 # the keys of a stored row by which it is found and sorted
-ROW_KEYS = ("row", "model", "options", "attention", "image_size", *GROUP_KEYS, "device", "run", "code_hash", "torch_version")
+ROW_KEYS = (
+    "row",
+    "model",
+    "options",
+    "attention",
+    "image_size",
+    *GROUP_KEYS,
+    "device",
+    "run",
+    "code_hash",
+    "torch_version",
+)
 
 
 class RowStore:
-    """The measured rows of the device of a label, with their noise; the sources in the checkout at `root` determine which are still valid.
+    """The measured rows of the device of a label, with their noise; the sources in the checkout at `root` determine
+    which are still valid.
 
     Args:
         rows: those of earlier calls, as `add` completes them.
@@ -37,24 +49,34 @@ class RowStore:
     """
 
     def __init__(
-        self, root: Path, device: str, rows: Sequence[Mapping[str, Any]] = (), save: Callable[["RowStore"], None] = lambda store: None
+        self,
+        root: Path,
+        device: str,
+        rows: Sequence[Mapping[str, Any]] = (),
+        save: Callable[["RowStore"], None] = lambda store: None,
     ):
         self.rows, self._root, self._device, self._save = mark_noise(rows), root, device, save
         self._torch_version = installed_version("torch")
         self._code_hashes: dict[str, str] = {}
 
     def find_reusable_row(self, spec: RowSpec, run: int) -> dict[str, Any] | None:
-        """The row that measured the same in the same run, on this device, with the same code and the same PyTorch; None without one."""
+        """The row that measured the same in the same run, on this device, with the same code and the same PyTorch; None
+        without one.
+        """
         key = row_key(vars(spec))
         same = (row for row in self.rows if row_key(row) == key and (row["run"], row["device"]) == (run, self._device))
-        valid = (row for row in same if (row["code_hash"], row["torch_version"]) == (self._hash_code(spec.model), self._torch_version))
+        valid = (
+            row
+            for row in same
+            if (row["code_hash"], row["torch_version"]) == (self._hash_code(spec.model), self._torch_version)
+        )
         return next(valid, None)
 
     def add(self, spec: RowSpec, row: Mapping[str, Any], run: int, attempts: int = 1) -> dict[str, Any]:
         """Put a row of `measure` in place of an older one that measured the same in the same run, save, and return it.
 
-        The row gets `row`, its name; `device`, the label; `attempts`, how often it was measured; `noisy`, see `core.noise.mark_noise`;
-        and `run`, `code_hash` and `torch_version`, by which it is found again.
+        The row gets `row`, its name; `device`, the label; `attempts`, how often it was measured; `noisy`, see
+        `core.noise.mark_noise`; and `run`, `code_hash` and `torch_version`, by which it is found again.
         """
         provenance = {"run": run, "code_hash": self._hash_code(spec.model), "torch_version": self._torch_version}
         new = {"row": spec.row_id, **row, "device": self._device, "attempts": attempts, **provenance}
@@ -85,7 +107,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[
     for row in rows:
         low, high = row["latency_ms_ci95"] or (None, None)
         noisy = " ".join(row["noisy"]) or None
-        table.append({**row, "image_size": row["image_size"][0], "noisy": noisy, "latency_ms_low": low, "latency_ms_high": high})
+        table.append(
+            {**row, "image_size": row["image_size"][0], "noisy": noisy, "latency_ms_low": low, "latency_ms_high": high}
+        )
     write_csv(path, table, columns)
 
 
@@ -98,8 +122,8 @@ def measure_rows(
         specs: the rows, those of one image size next to each other.
         store: gets each row as soon as it is measured.
         run: the number of this measurement of the rows, from 1 on.
-        budget_s: wall-clock seconds; image sizes that do not fit are left out. Noisy rows are measured again in what is left of them,
-            and of the row's own budget.
+        budget_s: wall-clock seconds; image sizes that do not fit are left out. Noisy rows are measured again in what is
+            left of them, and of the row's own budget.
         keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
 
     Returns:
@@ -138,7 +162,9 @@ def measure_rows(
 
 
 def _measure_again(spec: RowSpec, store: RowStore, run: int, attempt: int) -> None:
-    """Measure a row once more if it is noisy and this attempt is its next; the quieter of both measurements stays in the store."""
+    """Measure a row once more if it is noisy and this attempt is its next; the quieter of both measurements stays in
+    the store.
+    """
     before = store.find_reusable_row(spec, run)
     if before is None or not before["noisy"] or before.get("attempts", 1) != attempt - 1:
         return
@@ -154,13 +180,18 @@ def _rank_noise(row: Mapping[str, Any]) -> tuple[bool, int, float]:
 
 
 def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) -> None:
-    """Where a baseline ran out of memory, measure it and the Vittt of its size again, at the largest smaller batch that both fit."""
+    """Where a baseline ran out of memory, measure it and the Vittt of its size again, at the largest smaller batch that
+    both fit.
+    """
     for spec in specs:
         row = store.find_reusable_row(spec, run)
         if row is None or row["status"] != "oom" or spec.model.startswith("vittt"):
             continue
         size = spec.model.split("_")[1]
-        ours = next((each for each in specs if each.model.startswith(f"vittt_{size}") and each.image_size == spec.image_size), None)
+        ours = next(
+            (each for each in specs if each.model.startswith(f"vittt_{size}") and each.image_size == spec.image_size),
+            None,
+        )
         batch_size = spec.batch_size // 2
         while ours is not None and batch_size:
             pair = [replace(each, batch_size=batch_size) for each in (spec, ours)]
@@ -174,12 +205,18 @@ def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) ->
 
 
 def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, device: str) -> list[dict[str, Any]]:
-    """`repro.measure.op_rate.measure_gate` of each of the families with an operator of this project's, and a line for each."""
+    """`repro.measure.op_rate.measure_gate` of each of the families with an operator of this project's, and a line for
+    each.
+    """
     gates = []
     for family in sorted(OPERATORS.keys() & set(families)):
         gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))
-        verdict = "" if gate["holds"] else f": below {gate['at_least_percent']} %, no ratio against {family} will be given"
-        print(f"{gate['operator']}: {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True)
+        verdict = (
+            "" if gate["holds"] else f": below {gate['at_least_percent']} %, no ratio against {family} will be given"
+        )
+        print(
+            f"{gate['operator']}: {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True
+        )
     return gates
 
 

@@ -1,4 +1,6 @@
-"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow from them. Imports nothing heavy."""
+"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow from them. Imports nothing
+heavy.
+"""
 
 import dataclasses
 import itertools
@@ -11,7 +13,8 @@ from ..core.errors import UserError, did_you_mean
 from ..measure.speed import RowSpec
 from ..measure.sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
 
-ADAPTER = "vit_adapter"  # stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
+# stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
+ADAPTER = "vit_adapter"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
 
@@ -25,7 +28,8 @@ class SizePair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows to count: every model at every side of a square image in pixels with every combination of the options that `vary`.
+    """Rows to count: every model at every side of a square image in pixels with every combination of the options that
+    `vary`.
 
     Of a denoiser of latents, the sides are those of the latents, an eighth of the image's: 32 for 256 pixels.
     With `fvcore`, its rows also have the count of fvcore, see `repro.measure.fvcore`.
@@ -60,7 +64,9 @@ class AdapterRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComplexityParams:
-    """The `complexity:` section: rows, and letter of a size (T, S, B) -> two models whose multiply-adds are compared at 1280 x 1280."""
+    """The `complexity:` section: rows, and letter of a size (T, S, B) -> two models whose multiply-adds are compared at
+    1280 x 1280.
+    """
 
     sizes: dict[str, SizePair]
     groups: tuple[RowGroup, ...]
@@ -92,7 +98,8 @@ class EfficiencyParams:
     """The `efficiency:` section: a fixed grid of rows.
 
     Args:
-        sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused attention.
+        sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused
+            attention.
         others: further models, measured beside them.
         image_sizes: sides of square images in pixels.
         batch_size, dtype, backend, steps, warmup, budget_s: of every row, see `repro.measure.speed.RowSpec`.
@@ -113,11 +120,15 @@ class EfficiencyParams:
     @property
     def models(self) -> list[tuple[str, str | None]]:
         """Every model with its attention, fused or unfused."""
-        pairs = [((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()]
+        pairs = [
+            ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()
+        ]
         return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, one image size after the other: rows that are compared run close in time, and drift affects them alike."""
+        """The rows, one image size after the other: rows that are compared run close in time, and drift affects them
+        alike.
+        """
         return _make_specs(self, self.models, self.image_sizes, device_type, threads)
 
 
@@ -155,25 +166,38 @@ class SweepParams:
     def with_defaults(self, device_type: str) -> Self:
         """The same with the defaults of a device in place of None."""
         defaults = CPU_DEFAULTS if device_type == "cpu" else GPU_DEFAULTS
-        return dataclasses.replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+        return dataclasses.replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
         """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
-        models = [(FAMILIES[family][0].format(SIZES[size]), FAMILIES[family][1]) for size in self.sizes or () for family in self.families]
+        models = [
+            (FAMILIES[family][0].format(SIZES[size]), FAMILIES[family][1])
+            for size in self.sizes or ()
+            for family in self.families
+        ]
         return _make_specs(self, models, order_by_importance(self.image_sizes), device_type, threads)
 
 
-def _make_specs(params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None) -> list[RowSpec]:
+def _make_specs(
+    params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None
+) -> list[RowSpec]:
     """A row for each image size and (model, attention), with all that the params of the grid or sweep say of a row."""
-    shared = {field.name: getattr(params, field.name) for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)}
+    shared = {
+        field.name: getattr(params, field.name) for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)
+    }
     return [
-        RowSpec(**shared, model=model, attention=attention, image_size=(side, side), device=device_type, threads=threads)
+        RowSpec(
+            **shared, model=model, attention=attention, image_size=(side, side), device=device_type, threads=threads
+        )
         for side, (model, attention) in itertools.product(image_sizes, models)
     ]
 
 
 def parse_image_sizes(text: str) -> tuple[int, ...]:
-    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224`, or several of
+    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224`,
+    or several of
     these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
     """
     found: set[int] = set()
@@ -183,24 +207,36 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
             if first > last:
                 raise UserError(f"efficiency: --res {part}: begins above its end; write {last}..{first}")
             if step is not None and int(step) < 1:
-                raise UserError(f"efficiency: --res {part}: a step of {step} leads nowhere; write one of at least {PATCH_SIZE}")
-            sides = range(first, last + 1, int(step)) if step else [side for side in IMAGE_SIZES if first <= side <= last]
+                raise UserError(
+                    f"efficiency: --res {part}: a step of {step} leads nowhere; write one of at least {PATCH_SIZE}"
+                )
+            sides = (
+                range(first, last + 1, int(step)) if step else [side for side in IMAGE_SIZES if first <= side <= last]
+            )
             if not sides:
                 listed = ", ".join(map(str, IMAGE_SIZES))
-                raise UserError(f"efficiency: --res {part}: contains none of {listed}; give single numbers, or a step as in 64..192:32")
+                raise UserError(
+                    f"efficiency: --res {part}: contains none of {listed}; give single numbers, or a step as in 64..192:32"
+                )
             found |= set(sides)
         elif part.isdigit():
             found.add(int(part))
         else:
-            raise UserError(f"efficiency: --res {part!r}: not an image size; write 224, 224,512, 224..1280 or 224..1280:128")
+            raise UserError(
+                f"efficiency: --res {part!r}: not an image size; write 224, 224,512, 224..1280 or 224..1280:128"
+            )
     if bad := sorted(side for side in found if side < PATCH_SIZE or side % PATCH_SIZE):
         near = max(PATCH_SIZE, round(bad[0] / PATCH_SIZE) * PATCH_SIZE)
-        raise UserError(f"efficiency: --res {bad[0]}: not a positive multiple of the patch, {PATCH_SIZE} pixels; the nearest is {near}")
+        raise UserError(
+            f"efficiency: --res {bad[0]}: not a positive multiple of the patch, {PATCH_SIZE} pixels; the nearest is {near}"
+        )
     return tuple(sorted(found))
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Read names separated by commas, and return them in the order of `known`; a UserError names the option of an unknown one."""
+    """Read names separated by commas, and return them in the order of `known`; a UserError names the option of an
+    unknown one.
+    """
     known, given = tuple(known), [name.strip() for name in text.split(",")]
     for name in given:
         if name not in known:

@@ -1,7 +1,8 @@
 """Processes that end with the one that started them, and what their exit codes say.
 
-Nobody can pass a SIGKILL on. So a process that starts others gives them its number in the environment, and they wait for its end.
-`python -m repro.core.children MODULE ...` runs a module that knows nothing of this, and passes the number on to what the module starts.
+Nobody can pass a SIGKILL on. So a process that starts others gives them its number in the environment, and they wait
+for its end. `python -m repro.core.children MODULE ...` runs a module that knows nothing of this, and passes the number
+on to what the module starts.
 """
 
 import logging
@@ -23,7 +24,9 @@ def end_in_order() -> None:
 
 
 def follow_parent(end: Callable[[], None] = end_in_order) -> None:
-    """Call `end` once the process that the environment names is gone; without a name, or without Linux's pidfd, do nothing."""
+    """Call `end` once the process that the environment names is gone; without a name, or without Linux's pidfd, do
+    nothing.
+    """
     if PARENT not in os.environ or not hasattr(os, "pidfd_open"):
         return
     try:
@@ -42,7 +45,8 @@ def follow_parent(end: Callable[[], None] = end_in_order) -> None:
 
 
 def describe_death(code: int) -> str | None:
-    """`killed by signal 9 (out of memory?)` for an exit code, a shell's 137 among them; None for a process that ended by itself.
+    """`killed by signal 9 (out of memory?)` for an exit code, a shell's 137 among them; None for a process that ended
+    by itself.
 
     Args:
         code: of `subprocess`, or of a shell. 130 and 143 are those of a process that a signal stopped in order.
@@ -54,8 +58,11 @@ def describe_death(code: int) -> str | None:
 
 
 def _run_module() -> None:
-    """Run the module of the command line; where torchrun says that a process of it was killed, end with a shell's code for that."""
-    follow_parent(lambda: os.killpg(0, signal.SIGINT))  # it leads its group, and what it runs has a Ctrl-C's time to save
+    """Run the module of the command line; where torchrun says that a process of it was killed, end with a shell's code
+    for that.
+    """
+    # it leads its group, and what it runs has a Ctrl-C's time to save
+    follow_parent(lambda: os.killpg(0, signal.SIGINT))
     os.environ[PARENT] = str(os.getpid())
     logging.disable(logging.INFO)  # else the last lines of a log are DVC's, about dvc.lock
     del sys.argv[0]
@@ -66,7 +73,8 @@ def _run_module() -> None:
             raise
         print(error, file=sys.stderr)
         codes = [failure.exitcode for failure in error.failures.values()]
-        killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]  # which torchrun sends to those that are left
+        # which torchrun sends to those that are left
+        killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]
         sys.exit(128 - killed[0] if killed else 1)
 
 

@@ -1,7 +1,9 @@
-"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly; and the profiles, sets of parameters.
+"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly; and the profiles, sets of
+parameters.
 
 A stage owns its dataclass and receives only its own section, so the `params:` list in dvc.yaml is true by construction.
-Unknown keys, wrong types and values out of range are a `UserError` that names the key path, the value and what is allowed.
+Unknown keys, wrong types and values out of range are a `UserError` that names the key path, the value and what is
+allowed.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ _MOST_NODES = 1_000_000  # of a file with its aliases written out; the largest h
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Reads every scalar as text, so that printed digits survive. Duplicate keys are errors, and so is what Python makes no value of.
+    """Reads every scalar as text, so that printed digits survive. Duplicate keys are errors, and so is what Python
+    makes no value of.
 
     A mapping may take over another one (`<<: *anchor`) and override its keys.
     """
@@ -67,14 +70,21 @@ class _TextLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def _count_nodes(self, node, counts: dict[int, int]) -> int:
-        """How many nodes there are from this one on; `counts` has those of finished nodes, and 0 for those that are being counted."""
+        """How many nodes there are from this one on; `counts` has those of finished nodes, and 0 for those that are
+        being counted.
+        """
         if id(node) not in counts:
             counts[id(node)] = 0
             parts = () if isinstance(node, yaml.ScalarNode) else node.value
             inner = itertools.chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts
             counts[id(node)] = 1 + sum(self._count_nodes(part, counts) for part in inner)
         if not 0 < counts[id(node)] <= _MOST_NODES:
-            raise _refuse(node, "an anchor that holds itself" if not counts[id(node)] else f"aliases make more than {_MOST_NODES:,} values")
+            raise _refuse(
+                node,
+                "an anchor that holds itself"
+                if not counts[id(node)]
+                else f"aliases make more than {_MOST_NODES:,} values",
+            )
         return counts[id(node)]
 
 
@@ -89,11 +99,17 @@ def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
 
 
 _BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le)}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
-def bounded(default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """A dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt. Without a default, it is required."""
+def bounded(
+    default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: float | None = None, le: float | None = None
+) -> Any:
+    """A dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt. Without a default, it is
+    required.
+    """
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
@@ -105,7 +121,8 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
     """Parse a YAML file that holds a mapping or, with `top`, a list; `as_text` leaves every scalar a string.
 
     Raises:
-        UserError: one line that names the file and, where there is one, its line: missing, empty, not UTF-8, or not valid YAML.
+        UserError: one line that names the file and, where there is one, its line: missing, empty, not UTF-8, or not
+            valid YAML.
     """
     try:
         content = path.read_bytes()
@@ -118,7 +135,9 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
         raise UserError(f"{path}:{line}: not UTF-8; save the file in that encoding") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"{path}:{line}: not valid YAML: {chr(error.character)!r} is a character that it cannot hold") from None
+        raise UserError(
+            f"{path}:{line}: not valid YAML: {chr(error.character)!r} is a character that it cannot hold"
+        ) from None
     try:
         found = loader.get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -127,7 +146,9 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
         problem = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UserError(f"{path}:{loader.line + 1}: not valid YAML: {problem}") from None
     if not isinstance(found, top):
-        raise UserError(f"{path}: expected a {'mapping' if top is dict else 'list'}, got {'nothing' if found is None else _show(found)}")
+        raise UserError(
+            f"{path}: expected a {'mapping' if top is dict else 'list'}, got {'nothing' if found is None else _show(found)}"
+        )
     return found
 
 
@@ -137,7 +158,8 @@ def build(cls: type, data: Any, where: str) -> Any:
     Field types may be bool, int, float, str, Literal, Optional, tuple[X, ...], dict[str, X] or another such dataclass.
 
     Raises:
-        UserError: unknown or missing key, wrong type, value out of range; or what the class's own `__post_init__` refuses.
+        UserError: unknown or missing key, wrong type, value out of range; or what the class's own `__post_init__`
+            refuses.
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{where}: expected a mapping, got {_show(data)}")
@@ -170,7 +192,9 @@ def load_section(cls: type, params_path: Path, *keys: str) -> Any:
 
 
 def find_cell(params_path: Path, stage: str, name: str) -> tuple[str, ...]:
-    """The keys of a cell in a params file: (stage, name), or those of a cell that no stage of the graph trains, in `BY_HAND`."""
+    """The keys of a cell in a params file: (stage, name), or those of a cell that no stage of the graph trains, in
+    `BY_HAND`.
+    """
     data = load_yaml(params_path)
     for keys in ((stage,), (BY_HAND, stage)):
         found: Any = data
@@ -204,7 +228,9 @@ def find_profile(paths: Paths, name: str) -> Path:
 
 
 def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
-    """The profile whose values params.yaml holds `besides` some sections, whatever its order; None where the values were edited."""
+    """The profile whose values params.yaml holds `besides` some sections, whatever its order; None where the values
+    were edited.
+    """
 
     def read_values(file: Path) -> dict[str, Any]:
         return {section: content for section, content in load_yaml(file).items() if section not in besides}
@@ -232,7 +258,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if value in args and type(value) in {type(a) for a in args}:
             return value
-        raise UserError(f"{where}: {_show(value)} is not one of {', '.join(map(str, args))}{did_you_mean(str(value), args)}")
+        raise UserError(
+            f"{where}: {_show(value)} is not one of {', '.join(map(str, args))}{did_you_mean(str(value), args)}"
+        )
     if origin is tuple:
         if not isinstance(value, list):
             raise UserError(f"{where}: expected a list, got {_show(value)}")

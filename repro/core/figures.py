@@ -10,8 +10,8 @@ from typing import Any
 
 from .record import atomic
 
-# family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in every figure;
-# relatives share a colour
+# family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in
+# every figure; relatives share a colour
 STYLES = {
     "vittt": ("Vittt", "#D55E00", "o", "-"),
     "deit": ("DeiT, unfused attention", "#0072B2", "s", "--"),
@@ -26,7 +26,11 @@ STYLES = {
     "resnet": ("ResNet", "#000000", "x", "-"),
 }
 # the quantities of Fig. 1 and 6 of Vision-TTT -> the labels of their axes
-LABELS = {"macs_g": "multiply-adds per image (10⁹)", "throughput_img_per_s": "images per second", "peak_memory_mib": "peak memory (MiB)"}
+LABELS = {
+    "macs_g": "multiply-adds per image (10⁹)",
+    "throughput_img_per_s": "images per second",
+    "peak_memory_mib": "peak memory (MiB)",
+}
 _ALL_LABELS = {**LABELS, "latency_ms": "time of a step (ms)"}
 _SPEEDS = ("latency_ms", "throughput_img_per_s")
 
@@ -36,12 +40,13 @@ def against_resolution(
 ) -> None:
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
-    A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with what happened. A
-    speed of a noisy row is hollow.
+    A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with
+    what happened. A speed of a noisy row is hollow.
 
     Args:
         path: without suffix; `.png` and `.svg` are written.
-        series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them, each with its `noisy` reasons.
+        series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them, each with its
+            `noisy` reasons.
         quantities: keys of `LABELS`, or `latency_ms`.
     """
     figure, axes = new_figure(len(quantities))
@@ -53,9 +58,15 @@ def against_resolution(
             points = sorted((row["image_size"][0], row[key]) for row in rows if row[key] is not None)
             if points:
                 panel.plot(*zip(*points), color=colour, marker=marker, linestyle=line, label=label, markersize=5)
-            noisy = [(row["image_size"][0], row[key]) for row in rows if key in _SPEEDS and row[key] is not None and row.get("noisy")]
+            noisy = [
+                (row["image_size"][0], row[key])
+                for row in rows
+                if key in _SPEEDS and row[key] is not None and row.get("noisy")
+            ]
             if noisy:
-                panel.plot(*zip(*noisy), color=colour, marker=marker, linestyle="none", markerfacecolor="white", markersize=5)
+                panel.plot(
+                    *zip(*noisy), color=colour, marker=marker, linestyle="none", markerfacecolor="white", markersize=5
+                )
                 hollow = True
             if key != "macs_g":
                 failed += [(row["image_size"][0], row["status"], colour) for row in rows if row["status"] != "ok"]
@@ -79,8 +90,12 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
     for panel, (key, values) in zip(axes, bars.items(), strict=True):
         for place, (family, value) in enumerate(values.items()):
             panel.bar(place, value, color=STYLES[family][1])
-            panel.annotate(f"{value:.0f}" if value >= 100 else f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8)
-        panel.set_xticks(range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8, rotation=30)
+            panel.annotate(
+                f"{value:.0f}" if value >= 100 else f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8
+            )
+        panel.set_xticks(
+            range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8, rotation=30
+        )
         panel.set_ylabel(LABELS[key])
         panel.margins(y=0.15)
         panel.spines[["top", "right"]].set_visible(False)
@@ -118,7 +133,11 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
-    shown = [size for i, size in enumerate(sizes) if i in (0, len(sizes) - 1) or size == 640 or math.log2(size / 256) % 1 == 0]
+    shown = [
+        size
+        for i, size in enumerate(sizes)
+        if i in (0, len(sizes) - 1) or size == 640 or math.log2(size / 256) % 1 == 0
+    ]
     panel.set_xticks(shown, [str(size) for size in shown])
     panel.set_xticks([], minor=True)
 

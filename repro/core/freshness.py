@@ -1,7 +1,7 @@
 """Which sources a recorded number depends on, by its kind, and so whether the code here would give the same number.
 
-A record has two hashes of its code. `code_hash` covers all that its modules import, and decides whether an unfinished run may continue.
-`number_hash` covers the files that can change the number, and decides whether the number is fresh.
+A record has two hashes of its code. `code_hash` covers all that its modules import, and decides whether an unfinished
+run may continue. `number_hash` covers the files that can change the number, and decides whether the number is fresh.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,10 @@ _FILES: dict[str, tuple[str, ...]] = {
         "repro/inference/*",
         "repro/explain/*",
         *(f"repro/training/{name}.py" for name in ("guard", "job", "loop", "optim", "params")),
-        *(f"repro/data/{name}.py" for name in ("ade20k", "classification", "coco", "detection", "latents", "loader", "pixels")),
+        *(
+            f"repro/data/{name}.py"
+            for name in ("ade20k", "classification", "coco", "detection", "latents", "loader", "pixels")
+        ),
         *(f"repro/data/{name}.py" for name in ("settings", "tree", "embedded/*")),
         "repro/core/statistics.py",
         "kernels/*/reference.py",
@@ -53,14 +56,20 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def find_kind(modules: Iterable[str]) -> str:
-    """What the numbers of a record are by the modules that it names: `speed`, `count` or `score`; the first whose pattern fits."""
+    """What the numbers of a record are by the modules that it names: `speed`, `count` or `score`; the first whose
+    pattern fits.
+    """
     named = list(modules)
-    fitting = (kind for kind, patterns in _MODULES.items() if any(fnmatch(name, each) for name in named for each in patterns))
+    fitting = (
+        kind for kind, patterns in _MODULES.items() if any(fnmatch(name, each) for name in named for each in patterns)
+    )
     return next(fitting, "score")
 
 
 def hash_number(root: Path, modules: Iterable[str]) -> str:
-    """The short hash of the sources that the numbers of a record depend on, by the modules that it names; see `hash_sources`."""
+    """The short hash of the sources that the numbers of a record depend on, by the modules that it names; see
+    `hash_sources`.
+    """
     named = sorted(set(modules))
     patterns = _FILES[find_kind(named)]
     closure = (file for file in import_closure(root, named) if not any(fnmatch(file, each) for each in _NEVER))
@@ -68,7 +77,9 @@ def hash_number(root: Path, modules: Iterable[str]) -> str:
 
 
 def hash_row(root: Path, model: str) -> str:
-    """The short hash of the sources that a row of speed of a model depends on, its family's alone: no import names the others."""
+    """The short hash of the sources that a row of speed of a model depends on, its family's alone: no import names the
+    others.
+    """
     # a family's module begins the names of its models; timm's own models have none here
     return hash_number(root, ["repro.measure.speed", f"repro.models.{model.partition('_')[0]}"])
 
@@ -76,8 +87,9 @@ def hash_row(root: Path, model: str) -> str:
 def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Name -> why it is old, for the old ones of some records, {metrics, identity}; what has no code hash is no record.
 
-    A record is old where the files that its numbers depend on have another content now, or where it does not name them. If a record that
-    is not old has a training with the same weights, then the change of code did not change that training, and the old one is `REPEATED`.
+    A record is old where the files that its numbers depend on have another content now, or where it does not name them.
+    If a record that is not old has a training with the same weights, then the change of code did not change that
+    training, and the old one is `REPEATED`.
     """
     now: dict[tuple[str, ...], str] = {}
     old: dict[str, str] = {}

@@ -43,7 +43,9 @@ def require_hash(path: Path | None, sha256: str | None, advice: str = "; get the
     if len(sha256) < 8 or set(sha256.lower()) - set("0123456789abcdef"):
         raise UserError(f"--sha256 {sha256}: expected 8 hex digits or more")
     if path is None or not path.is_file():
-        raise UserError(f"{named or path or '--sha256'}: no such file, so its hash cannot be verified; name a file of weights")
+        raise UserError(
+            f"{named or path or '--sha256'}: no such file, so its hash cannot be verified; name a file of weights"
+        )
     found = hash_file(path, digits=64)
     if not found.startswith(sha256.lower()):
         raise UserError(f"{named or path}: has SHA-256 {found[:16]}..., expected {sha256}{advice}")
@@ -52,7 +54,8 @@ def require_hash(path: Path | None, sha256: str | None, advice: str = "; get the
 def require_intact_zip(path: Path) -> None:
     """Raise a ValueError about a part of a zip, such as a file of `torch.save`, that has another sum than it states.
 
-    PyTorch does not look at the sums. Files that are no zips pass; the errors of `zipfile` about damage elsewhere are its own.
+    PyTorch does not look at the sums. Files that are no zips pass; the errors of `zipfile` about damage elsewhere are
+    its own.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -68,8 +71,8 @@ def hash_files(root: Path, files: Iterable[str]) -> str:
 def hash_sources(root: Path, sources: Iterable[str], whole: Iterable[str] = ()) -> str:
     """The short hash of sources, whose names are relative to `root`, that only an edit with a meaning changes.
 
-    A Python file counts by its tokens, without comments, docstrings and layout, and alike under every version of Python. Other files
-    count as they are, and so do the `whole` ones.
+    A Python file counts by its tokens, without comments, docstrings and layout, and alike under every version of
+    Python. Other files count as they are, and so do the `whole` ones.
     """
     as_they_are = set(whole)
     meant = {name for name in sources if name.endswith(".py")} - as_they_are
@@ -123,7 +126,9 @@ def _find_docstrings(source: str) -> Iterator[tuple[Place, Place]]:
 
 
 def _list_tokens(source: str) -> Iterator[tuple[int, str, Place]]:
-    """Kind, text and place of each token that has a meaning; a formatted string is one token, as it was before Python 3.12."""
+    """Kind, text and place of each token that has a meaning; a formatted string is one token, as it was before Python
+    3.12.
+    """
     lines, depth, begin = _split_lines(source), 0, (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         name = tokenize.tok_name[token.type]
@@ -148,8 +153,8 @@ def _split_lines(source: str) -> list[str]:
 def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
     """First-party source files that the given modules import, directly or not, as sorted paths relative to `root`.
 
-    Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and includes
-    each package's `__init__.py` on the way, since Python runs it.
+    Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and
+    includes each package's `__init__.py` on the way, since Python runs it.
     """
     seen: set[str] = set()
     todo = list(modules)
@@ -170,7 +175,9 @@ def _find_source(root: Path, module: str) -> str | None:
     if module.split(".")[0] not in FIRST_PARTY:
         return None
     base = module.replace(".", "/")
-    return next((candidate for candidate in (f"{base}/__init__.py", f"{base}.py") if (root / candidate).is_file()), None)
+    return next(
+        (candidate for candidate in (f"{base}/__init__.py", f"{base}.py") if (root / candidate).is_file()), None
+    )
 
 
 @functools.cache

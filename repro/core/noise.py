@@ -1,4 +1,6 @@
-"""Whether other work on the machine disturbed a row of speed: by its own samples, the load before it, and the rows beside it."""
+"""Whether other work on the machine disturbed a row of speed: by its own samples, the load before it, and the rows
+beside it.
+"""
 
 import math
 import statistics
@@ -14,22 +16,27 @@ LOAD_TOLERANCE = 0.5
 _ALIKE = ("model", "options", "attention", "batch_size", "dtype", "mode", "compile", "device", "backend", "run")
 
 
-# Student's t for a 95 % interval, by the number of processes; over fewer there is a range, and no interval. SciPy is not everywhere.
+# Student's t for a 95 % interval, by the number of processes; over fewer there is a range, and no interval. SciPy is
+# not everywhere.
 STUDENT = {5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 
 
 def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One row for all runs of a measurement, each of which had a process of its own, by the same code and the same PyTorch.
+    """One row for all runs of a measurement, each of which had a process of its own, by the same code and the same
+    PyTorch.
 
-    Its latency and its peak are the medians over its quiet runs, or over all if none is quiet; `processes` says how many these are, and
-    `samples_ms` has the latency of each. `latency_ms_ci95` is then of the mean over processes in logarithms, where they are as many as
-    in `STUDENT`. A row of one run is as it was measured. Where the code changed between runs, the rows of the first one count.
+    Its latency and its peak are the medians over its quiet runs, or over all if none is quiet; `processes` says how
+    many these are, and `samples_ms` has the latency of each. `latency_ms_ci95` is then of the mean over processes in
+    logarithms, where they are as many as in `STUDENT`. A row of one run is as it was measured. Where the code changed
+    between runs, the rows of the first one count.
     """
     groups: dict[tuple, dict[tuple, list[Row]]] = {}
     for row in rows:
         what = *(str(row.get(key)) for key in _ALIKE if key != "run"), *row["image_size"]
         groups.setdefault(what, {}).setdefault((row.get("code_hash"), row.get("torch_version")), []).append(row)
-    first = (min(by_code.values(), key=lambda runs: min(row.get("run", 1) for row in runs)) for by_code in groups.values())
+    first = (
+        min(by_code.values(), key=lambda runs: min(row.get("run", 1) for row in runs)) for by_code in groups.values()
+    )
     return [_pool(sorted(runs, key=lambda row: row.get("run", 1))) for runs in first]
 
 
@@ -56,7 +63,8 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def find_interval(row: Row) -> tuple[float, float] | None:
-    """Between which milliseconds a row's median step lies: its 95 % interval, or the range of samples that are too few for one.
+    """Between which milliseconds a row's median step lies: its 95 % interval, or the range of samples that are too few
+    for one.
 
     None where the row has neither.
     """
@@ -76,8 +84,9 @@ def find_spread(row: Row) -> float | None:
 def find_noise(row: Row) -> list[str]:
     """Why a row alone is noisy, in alphabetical order; empty for a quiet row, and for one that was not measured.
 
-    `load`: on a CPU, over the minute before the row, more threads wanted to run than there are cores. Of these threads, as many as the
-    row's own are not counted against it, for they are those of the row before. `spread`: its steps differ too much.
+    `load`: on a CPU, over the minute before the row, more threads wanted to run than there are cores. Of these threads,
+    as many as the row's own are not counted against it, for they are those of the row before. `spread`: its steps
+    differ too much.
     """
     if row.get("status") != "ok":
         return []
@@ -92,11 +101,15 @@ def find_noise(row: Row) -> list[str]:
 
 
 def mark_noise(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The same rows, each with `noisy`, its reasons: those of `find_noise`, and `order` where a larger image took less time, and the intervals of
+    """The same rows, each with `noisy`, its reasons: those of `find_noise`, and `order` where a larger image took less
+    time, and the intervals of
     the two are apart. Of two rows in the wrong order, the slower one is noisy, since other work can only slow a step.
     """
     listed = list(rows)
-    return [{**row, "noisy": sorted([*find_noise(row), *(["order"] if _is_out_of_order(row, listed) else [])])} for row in listed]
+    return [
+        {**row, "noisy": sorted([*find_noise(row), *(["order"] if _is_out_of_order(row, listed) else [])])}
+        for row in listed
+    ]
 
 
 def describe_noise(row: Row) -> str:
@@ -109,7 +122,8 @@ def _is_out_of_order(row: Row, rows: Iterable[Row]) -> bool:
         alike = other.get("status") == "ok" and all(other.get(key) == row.get(key) for key in _ALIKE)
         if not alike or _count_pixels(other) <= _count_pixels(row):
             return False
-        lowest, highest = (find_interval(row) or [row["latency_ms"]])[0], (find_interval(other) or [other["latency_ms"]])[-1]
+        lowest = (find_interval(row) or [row["latency_ms"]])[0]
+        highest = (find_interval(other) or [other["latency_ms"]])[-1]
         return lowest > highest
 
     return row.get("status") == "ok" and bool(row.get("latency_ms")) and any(map(is_faster, rows))

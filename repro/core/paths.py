@@ -10,7 +10,9 @@ from .errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """The folders of one checkout, whose `root` holds params.yaml and dvc.yaml; every path in the project comes from here."""
+    """The folders of one checkout, whose `root` holds params.yaml and dvc.yaml; every path in the project comes from
+    here.
+    """
 
     root: Path
 
@@ -35,7 +37,9 @@ class Paths:
         return self.results / "measured" / device
 
     def run_state(self, stage: str, cell: str, key: str) -> Path:
-        """`.runs/<stage>/<cell>/<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage starts."""
+        """`.runs/<stage>/<cell>/<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage
+        starts.
+        """
         return self.root / ".runs" / stage / cell / key
 
     def logs(self, stage: str, cell: str) -> Path:
@@ -44,7 +48,9 @@ class Paths:
 
 
 def find_root(start: Path | None = None) -> Paths:
-    """The nearest folder at or above `start` (default: the working directory) with params.yaml and dvc.yaml, or a UserError."""
+    """The nearest folder at or above `start` (default: the working directory) with params.yaml and dvc.yaml, or a
+    UserError.
+    """
     start = (start or Path(os.getcwd())).resolve()
     for folder in (start, *start.parents):
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
@@ -53,7 +59,9 @@ def find_root(start: Path | None = None) -> Paths:
 
 
 def describe_missing_results(root: Path) -> str | None:
-    """The line that says how committed results come back: DVC removes those of a stage before it runs it. None if none is missing."""
+    """The line that says how committed results come back: DVC removes those of a stage before it runs it. None if none
+    is missing.
+    """
     command = ["git", "ls-files", "--deleted", "results"]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)

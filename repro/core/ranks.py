@@ -38,7 +38,9 @@ class Ranks:
     def share(self, total: int, what: str) -> int:
         """A total divided by the number of processes; a UserError where it is not divisible."""
         if total % self.world_size:
-            raise UserError(f"{what}: {total} is not divisible by {self.world_size} processes; choose --gpus so that it is")
+            raise UserError(
+                f"{what}: {total} is not divisible by {self.world_size} processes; choose --gpus so that it is"
+            )
         return total // self.world_size
 
     def any(self, *flags: bool) -> list[bool]:
@@ -81,18 +83,21 @@ class Ranks:
 def launch(processes: int, arguments: list[str]) -> None:
     """Run `repro ARGUMENTS` under torchrun in `processes` processes of this machine, and end as it ends.
 
-    A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the last saved
-    state. SIGINT and SIGTERM are handed on: every process finishes its step and saves.
+    A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the
+    last saved state. SIGINT and SIGTERM are handed on: every process finishes its step and saves.
 
     Raises:
-        UserError: there are not as many GPUs; on CPUs it runs only where `runtime.device: cpu` asks for them. Interrupted: a signal
-            ended it. RunError: it failed.
+        UserError: there are not as many GPUs; on CPUs it runs only where `runtime.device: cpu` asks for them.
+            Interrupted: a signal ended it. RunError: it failed.
     """
     require_gpus(processes, load_runtime(find_root()).device)
     run = [sys.executable, "-m", "repro.core.children", "torch.distributed.run", "--standalone"]
     run += [f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}", "-m", "repro", *arguments]
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     # a session of its own: a Ctrl-C in the terminal reaches it through us alone, and once
     child = subprocess.Popen(run, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True)
     try:
@@ -107,7 +112,9 @@ def launch(processes: int, arguments: list[str]) -> None:
     if received and child.returncode:
         raise Interrupted(received[0], "the last saved state is kept")
     if death := describe_death(child.returncode):
-        raise RunError(f"a process was {death}, or by torchrun since another failed with the error above; the last saved state is kept")
+        raise RunError(
+            f"a process was {death}, or by torchrun since another failed with the error above; the last saved state is kept"
+        )
     if child.returncode:
         raise RunError(f"torchrun ended with code {child.returncode}; the first error above says why")
 
@@ -119,7 +126,9 @@ def require_gpus(processes: int, device: str) -> None:
     import torch
 
     if (found := torch.cuda.device_count()) < processes:
-        raise UserError(f"--gpus {processes}: PyTorch sees {found} here; with runtime.device: cpu they would be processes on the CPU")
+        raise UserError(
+            f"--gpus {processes}: PyTorch sees {found} here; with runtime.device: cpu they would be processes on the CPU"
+        )
 
 
 @contextlib.contextmanager
@@ -140,7 +149,9 @@ def joined(device_type: str) -> Iterator[Ranks]:
     ranks = Ranks(**{name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")})
     if device_type == "cuda":
         if ranks.local_rank >= torch.cuda.device_count():
-            raise UserError(f"process {ranks.local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}")
+            raise UserError(
+                f"process {ranks.local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}"
+            )
         torch.cuda.set_device(ranks.local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MINUTES))
@@ -149,5 +160,6 @@ def joined(device_type: str) -> Iterator[Ranks]:
     except Interrupted:  # all ranks agreed on it
         dist.destroy_process_group()
         raise
-    # after any other error the others may wait in an exchange, and closing the group would wait for them: torchrun ends them
+    # after any other error the others may wait in an exchange, and closing the group would wait for them: torchrun ends
+    # them
     dist.destroy_process_group()

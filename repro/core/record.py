@@ -1,8 +1,9 @@
 """Results on disk: atomic files, records with their identity, `run.json` beside them, and the code's own hash.
 
-A record holds everything that explains a number and nothing that changes from run to run; date, seconds and host go to `run.json`, which
-no stage depends on. It is `metrics.json`; where it has scores, that file has these alone, so that `dvc metrics show` and `diff` print
-what a person compares, and `details.json` beside it has the rest. `read_record` joins them.
+A record holds everything that explains a number and nothing that changes from run to run; date, seconds and host go to
+`run.json`, which no stage depends on. It is `metrics.json`; where it has scores, that file has these alone, so that
+`dvc metrics show` and `diff` print what a person compares, and `details.json` beside it has the rest. `read_record`
+joins them.
 """
 
 import contextlib
@@ -75,7 +76,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write sorted, indented JSON atomically. Non-finite numbers are refused: missing is `null` with a reason, never NaN."""
+    """Write sorted, indented JSON atomically. Non-finite numbers are refused: missing is `null` with a reason, never
+    NaN.
+    """
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
@@ -90,7 +93,9 @@ def read_json(path: Path) -> Any:
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
-    """Put `text` between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file; a UserError where it has none."""
+    """Put `text` between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file; a UserError where it has
+    none.
+    """
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
     _, closed, after = rest.partition(end)
@@ -105,9 +110,9 @@ def write_record(
     """Write `metrics.json` (= {metrics, identity}) and `run.json` (date, seconds, host) into a cell's folder.
 
     Metrics have their unit in the key; a None must be explained by a sibling key `<name>_reason`. For the identity, see
-    `make_identity`. With `scores`, the keys that a person compares, everything else goes to `details.json`. Where several records share
-    a folder, they have a `name`: `<name>.json` and `<name>.run.json`; else what a killed process left in the folder is swept. The record
-    comes last.
+    `make_identity`. With `scores`, the keys that a person compares, everything else goes to `details.json`. Where
+    several records share a folder, they have a `name`: `<name>.json` and `<name>.run.json`; else what a killed process
+    left in the folder is swept. The record comes last.
     """
     _require_reasons(metrics, str(folder))
     if name == "metrics":
@@ -131,7 +136,9 @@ def split_record(record: Mapping[str, Any], scores: Collection[str]) -> tuple[di
 
 
 def read_record(path: Path) -> Any:
-    """A record, in one file or in `metrics.json` and the details beside it; a missing or damaged file is a `UserError` naming it."""
+    """A record, in one file or in `metrics.json` and the details beside it; a missing or damaged file is a `UserError`
+    naming it.
+    """
     content, details = read_json(path), path.with_name(DETAILS_FILE)
     if path.name != "metrics.json" or not details.is_file():
         return content
@@ -143,21 +150,29 @@ def read_record(path: Path) -> Any:
 
 
 def make_identity(
-    root: Path, code: Iterable[str], config: Any, *, data_manifest: Path | None = None, device: str, dtype: str, backend: str
+    root: Path,
+    code: Iterable[str],
+    config: Any,
+    *,
+    data_manifest: Path | None = None,
+    device: str,
+    dtype: str,
+    backend: str,
 ) -> dict:
     """What explains a number.
 
     Args:
         code: entry modules of the stage (dotted names); the hash covers their first-party import closure, so that
-            `hash_code(root, identity["code_modules"])` is the hash of the same code in another checkout. They also say of which kind
-            the numbers are, see `repro.core.freshness`.
+            `hash_code(root, identity["code_modules"])` is the hash of the same code in another checkout. They also say
+            of which kind the numbers are, see `repro.core.freshness`.
         config: the stage's params dataclass.
         device: see `runtime.device_label`.
         backend: which implementation of the kernels ran.
 
     Returns:
-        {code_hash, number_hash, code_modules, command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend,
-        versions}; for the machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
+        {code_hash, number_hash, code_modules, command, parent_commit, params_hash, data_manifest_hash, device, machine,
+        dtype, backend, versions}; for the machine see `runtime.describe_place`. What is unknown is None, for the
+        command with command_reason.
     """
     modules, command = sorted(set(code)), find_command(root, sys.argv)
     return {
@@ -178,7 +193,8 @@ def make_identity(
 
 
 def find_command(root: Path, argv: Sequence[str]) -> str | None:
-    """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for another program.
+    """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for
+    another program.
 
     An absolute path is written from the checkout at `root` on; `.../` and the last part stand for one elsewhere.
     """
@@ -229,7 +245,9 @@ def _require_reasons(value: Any, where: str) -> None:
 
 def _parent_commit(root: Path) -> str | None:
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

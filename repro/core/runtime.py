@@ -19,7 +19,13 @@ from .paths import Paths
 RUN_BEGAN = "REPRO_RUN_BEGAN"
 _VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
 # BLAS_INFO of PyTorch's build settings -> the library
-_BLAS = {"mkl": "Intel MKL", "open": "OpenBLAS", "accelerate": "Apple Accelerate", "veclib": "Apple vecLib", "acl": "Arm Compute Library"}
+_BLAS = {
+    "mkl": "Intel MKL",
+    "open": "OpenBLAS",
+    "accelerate": "Apple Accelerate",
+    "veclib": "Apple vecLib",
+    "acl": "Arm Compute Library",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +35,16 @@ class Runtime:
     Args:
         device: `auto` takes CUDA where there is one.
         workers: processes that load data; 0 loads in the main process.
-        threads: CPU threads of the main process, at most OMP_NUM_THREADS where that is set; null leaves PyTorch's choice.
-        micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is larger is cut
-            into parts whose gradients are averaged, so that the total batch is the one of the section whatever the GPUs are.
+        threads: CPU threads of the main process, at most OMP_NUM_THREADS where that is set; null leaves PyTorch's
+            choice.
+        micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is
+            larger is cut into parts whose gradients are averaged, so that the total batch is the one of the section
+            whatever the GPUs are.
         compile: `torch.compile` for training. channels_last: memory format of the model's weights.
-        peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the share out.
-        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl; TensorBoard events beside it.
+        peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the
+            share out.
+        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl; TensorBoard events beside
+            it.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
         max_pixels: width times height of the largest picture that is read.
@@ -79,7 +89,9 @@ def torch_dtype(name: str) -> Any:
 
 
 def load_runtime(paths: Paths) -> Runtime:
-    """The `runtime:` section of this checkout's params.yaml; where OMP_NUM_THREADS is set, it limits the number of threads there."""
+    """The `runtime:` section of this checkout's params.yaml; where OMP_NUM_THREADS is set, it limits the number of
+    threads there.
+    """
     runtime, given = load_section(Runtime, paths.params, "runtime"), os.environ.get("OMP_NUM_THREADS")
     if runtime.threads and given:
         return dataclasses.replace(runtime, threads=min(runtime.threads, int(given)))
@@ -134,10 +146,11 @@ def _read_cpuinfo() -> dict[str, str]:
 
 
 def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
-    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; what is unknown is None, with <name>_reason.
+    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; what is unknown is None, with
+    <name>_reason.
 
-    The flags are those of vector instructions, by which sums are rounded and products are fast, in alphabetical order. Processors of
-    one name may differ in both.
+    The flags are those of vector instructions, by which sums are rounded and products are fast, in alphabetical order.
+    Processors of one name may differ in both.
     """
     numbers = [cpuinfo.get(field) for field in ("cpu family", "model", "stepping")]
     flags = cpuinfo.get("flags", cpuinfo.get("Features"))  # x86, ARM
@@ -157,13 +170,19 @@ def gpu_names() -> list[str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What benchmark numbers depend on: {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}; no torch is imported.
+    """What benchmark numbers depend on: {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}; no
+    torch is imported.
 
-    For the processor, see `describe_cpu`. `usable_cores` counts the CPUs that this process may run on. `gpus` has name and driver of
-    each NVIDIA GPU. Memory is in whole GiB, so that a kernel update which reserves a little more changes nothing; None comes with
-    memory_gib_reason.
+    For the processor, see `describe_cpu`. `usable_cores` counts the CPUs that this process may run on. `gpus` has name
+    and driver of each NVIDIA GPU. Memory is in whole GiB, so that a kernel update which reserves a little more changes
+    nothing; None comes with memory_gib_reason.
     """
-    found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo()), "cores": os.cpu_count(), "usable_cores": usable_cores()}
+    found = {
+        "cpu": cpu_name(),
+        **describe_cpu(_read_cpuinfo()),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+    }
     found["gpus"] = gpu_names()
     try:
         return found | {"memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
@@ -178,9 +197,10 @@ def describe_place(device: str) -> dict[str, Any]:
         device: the record's device, see `device_label`.
 
     Returns:
-        {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`; `vector` names the instructions that PyTorch
-        uses, `blas` its library of matrix products. For a GPU also `gpus`, see `describe_machine`, and `cuda`, the version that
-        PyTorch was built with. What is unknown is None, with <name>_reason: torch is asked only where the process has imported it.
+        {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`; `vector` names the instructions
+        that PyTorch uses, `blas` its library of matrix products. For a GPU also `gpus`, see `describe_machine`, and
+        `cuda`, the version that PyTorch was built with. What is unknown is None, with <name>_reason: torch is asked
+        only where the process has imported it.
     """
     found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo())}
     torch = sys.modules.get("torch")
@@ -200,7 +220,9 @@ def describe_place(device: str) -> dict[str, Any]:
 
 
 def parse_blas(built_with: str) -> str | None:
-    """The library of matrix products in the text of `torch.__config__.show()`, e.g. `Intel oneAPI MKL 2024.2`; None without a known one."""
+    """The library of matrix products in the text of `torch.__config__.show()`, e.g. `Intel oneAPI MKL 2024.2`; None
+    without a known one.
+    """
     if mkl := re.search(r"(oneAPI )?Math Kernel Library Version ([\d.]+)", built_with):
         return f"Intel {mkl[1] or ''}MKL {mkl[2]}"
     named = re.search(r"BLAS_INFO=(\w+)", built_with)
@@ -208,7 +230,9 @@ def parse_blas(built_with: str) -> str | None:
 
 
 def seed_everything(seed: int, *, deterministic: bool = True) -> None:
-    """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for repeatable algorithms (warns where it has none)."""
+    """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for repeatable algorithms (warns where it has
+    none).
+    """
     import numpy as np
     import torch
 

@@ -1,4 +1,6 @@
-"""Numbers over seeds: mean, sample standard deviation, and the 95 % interval of the mean; and that of a share of images."""
+"""Numbers over seeds: mean, sample standard deviation, and the 95 % interval of the mean; and that of a share of
+images.
+"""
 
 import math
 import statistics
@@ -15,7 +17,9 @@ class Sample(NamedTuple):
 
 
 def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sample:
-    """Mean, sample standard deviation (n - 1) and 95 % interval of some values, at least one; of shares in percent, see `clip_share`."""
+    """Mean, sample standard deviation (n - 1) and 95 % interval of some values, at least one; of shares in percent, see
+    `clip_share`.
+    """
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Sample(mean, None, None)

@@ -12,11 +12,15 @@ from typing import Any, Self
 QUIET_S = 2.0  # shorter work shows nothing
 LINE_EVERY_S = 10.0
 MOST_CHARACTERS = 300  # of an error
-_PLAIN = str.maketrans({"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"})
+_PLAIN = str.maketrans(
+    {"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"}
+)
 
 
 def print_error(error: Exception | str) -> None:
-    """Print an error on stderr as one line; in a long one, paths begin in the working directory and the middle is left out."""
+    """Print an error on stderr as one line; in a long one, paths begin in the working directory and the middle is left
+    out.
+    """
     line = " ".join(f"repro: {error}".split())
     if len(line) > MOST_CHARACTERS:
         line = line.replace(f"{os.getcwd()}{os.sep}", "")
@@ -26,7 +30,9 @@ def print_error(error: Exception | str) -> None:
 
 
 def allow_every_terminal() -> None:
-    """Let stdout and stderr take any text: a character that their encoding lacks becomes a plain one like it, or a question mark."""
+    """Let stdout and stderr take any text: a character that their encoding lacks becomes a plain one like it, or a
+    question mark.
+    """
 
     def replace(error: UnicodeError) -> tuple[str, int]:
         text = unicodedata.normalize("NFKD", error.object[error.start : error.end].translate(_PLAIN))
@@ -120,7 +126,8 @@ def track(items: Sequence[Any] | Iterable[Any], label: str, total: int | None = 
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print `rows`, one string per column of `header`; in a pipe or a log as aligned plain text, in which nothing is cut or wrapped.
+    """Print `rows`, one string per column of `header`; in a pipe or a log as aligned plain text, in which nothing is
+    cut or wrapped.
 
     The first column, a name or a command to copy, is never broken.
     """

@@ -26,8 +26,9 @@ class AdePairs:
 
     Args:
         root, split: ADEChallengeData2016, or the folder that holds it; see `Kind.splits`.
-        report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing, an image or a
-            label map that is empty or has no partner, a split without images; warnings for files that are not images.
+        report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing,
+            an image or a label map that is empty or has no partner, a split without images; warnings for files that are
+            not images.
     """
 
     def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST):
@@ -37,7 +38,9 @@ class AdePairs:
         found = [list_images(folder, report, RELEASE) for folder in (self._images, self._labels)]
         images, labels = ({os.path.splitext(name)[0]: name for name in names or ()} for names in found)
         if None not in found:
-            single = [(self._images / images[stem], "has no label map") for stem in sorted(images.keys() - labels.keys())]
+            single = [
+                (self._images / images[stem], "has no label map") for stem in sorted(images.keys() - labels.keys())
+            ]
             single += [(self._labels / labels[stem], "has no image") for stem in sorted(labels.keys() - images.keys())]
             report.errors(single, RELEASE)
         pairs = sorted((images[stem], labels[stem]) for stem in images.keys() & labels.keys())
@@ -69,7 +72,9 @@ def read_pair(image_path: Path, label_path: Path, num_classes: int) -> tuple[np.
     """
     image, labels = read_pixels(image_path), read_labels(label_path)
     if labels.max() > num_classes:
-        raise BadData(Finding("error", label_path, f"holds label {labels.max()}, at most {num_classes} expected", RELEASE))
+        raise BadData(
+            Finding("error", label_path, f"holds label {labels.max()}, at most {num_classes} expected", RELEASE)
+        )
     if labels.shape != image.shape[:2]:
         found, wanted = (f"{shape[1]}×{shape[0]}" for shape in (labels.shape, image.shape))
         raise BadData(Finding("error", label_path, f"is {found}, its image {wanted}", RELEASE))
@@ -97,14 +102,22 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
 
 
 def _read_names(base: Path, report: Report) -> tuple[str, ...]:
-    """The names of the classes 1..K from objectInfo<K>.txt; none where the report lets the reading continue after an error."""
+    """The names of the classes 1..K from objectInfo<K>.txt; none where the report lets the reading continue after an
+    error.
+    """
     files = sorted(base.glob("objectInfo*.txt"))
     if len(files) != 1:
-        report.error(base, f"expected one file objectInfo<K>.txt with the names of the classes, found {len(files)}", RELEASE)
+        report.error(
+            base, f"expected one file objectInfo<K>.txt with the names of the classes, found {len(files)}", RELEASE
+        )
         return ()
     text = files[0].read_text(encoding="utf-8", errors="replace")
     rows = [line.split("\t") for line in text.splitlines()[1:] if line.strip()]
     if not rows or [row[0].strip() for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
-        report.error(files[0], "expected a heading and lines that begin with 1, 2, 3, ..., with tabs between the columns", RELEASE)
+        report.error(
+            files[0],
+            "expected a heading and lines that begin with 1, 2, 3, ..., with tabs between the columns",
+            RELEASE,
+        )
         return ()
     return tuple(row[-1].strip() for row in rows)

@@ -21,8 +21,9 @@ from .tree import Tree, scan_tree
 class DataCell:
     """A cell of `prepare_data:` whose manifest was written.
 
-    Each `open_*` compares the data set with the manifest first, and writes an embedded one that is missing. The readers of dense formats
-    are loaded by name, so that an edit in one leaves the code hash of a classifier's training as it is; whoever uses one imports it.
+    Each `open_*` compares the data set with the manifest first, and writes an embedded one that is missing. The readers
+    of dense formats are loaded by name, so that an edit in one leaves the code hash of a classifier's training as it
+    is; whoever uses one imports it.
     """
 
     name: str
@@ -43,7 +44,9 @@ class DataCell:
     def open_tree(self) -> Tree:
         """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
         tree = scan_tree(self._find_part("folders"), self.kind)
-        verify(self.manifest, self.root, {split: tree.list_folders(split, self.row.embedded) for split in self.row.splits})
+        verify(
+            self.manifest, self.root, {split: tree.list_folders(split, self.row.embedded) for split in self.row.splits}
+        )
         return tree
 
     def open_instances(self, split: str) -> Any:
@@ -51,11 +54,15 @@ class DataCell:
         return self._open("coco", "read_instances", split)
 
     def open_pairs(self, split: str) -> Any:
-        """The images of a split and their label maps in ADE20K's format; raises UserError where they are not those of the manifest."""
+        """The images of a split and their label maps in ADE20K's format; raises UserError where they are not those of
+        the manifest.
+        """
         return self._open("ade20k", "AdePairs", split)
 
     def groups(self, tree: Tree) -> np.ndarray | None:
-        """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See `TrainOrder`."""
+        """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See
+        `TrainOrder`.
+        """
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self.row.paired else None
 
     def _open(self, part: Format, reader: str, split: str) -> Any:
@@ -67,7 +74,9 @@ class DataCell:
         """Where the part of a format begins."""
         if part not in self.row.parts:
             kinds = " or ".join(kind.name for kind in KINDS.values() if part in kind.parts)
-            raise UserError(f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}")
+            raise UserError(
+                f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}"
+            )
         if self.manifest.generated is not None and not self.root.exists():
             load_function(self.row.writer)(self.root, self.manifest.generated)
         return self.root / self.row.parts[part]
@@ -79,7 +88,8 @@ def manifest_path(paths: Paths, name: str) -> Path:
 
 
 def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
-    """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises UserError where
+    """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises
+    UserError where
     there is neither."""
     key = name if name in runtime.data_roots else kind
     if key not in runtime.data_roots:
@@ -89,17 +99,25 @@ def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
 
 
 def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
-    """The end of an error line about a data set that is none of `known`: the profiles that have it, else `did_you_mean`."""
+    """The end of an error line about a data set that is none of `known`: the profiles that have it, else
+    `did_you_mean`.
+    """
     files = [find_profile(paths, profile) for profile in list_profiles(paths)]
-    having = [str(file.relative_to(paths.root)) for file in files if name in (load_yaml(file).get("prepare_data") or {})]
+    having = [
+        str(file.relative_to(paths.root)) for file in files if name in (load_yaml(file).get("prepare_data") or {})
+    ]
     return f"; copy it from {' or '.join(having)}" if having else did_you_mean(name, known)
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
-    """A cell of `prepare_data:`; raises UserError where there is none, it was not prepared, or `runtime.data_roots` does not say where it lies."""
+    """A cell of `prepare_data:`; raises UserError where there is none, it was not prepared, or `runtime.data_roots`
+    does not say where it lies.
+    """
     file = manifest_path(paths, name)
     if not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
         raise UserError(f"{name}: prepare_data in params.yaml has no such cell{suggest_data(paths, name, known)}")
     manifest = read_manifest(file)
     limit_pixels(runtime.max_pixels)
-    return DataCell(name=name, manifest_path=file, manifest=manifest, root=find_root(paths, runtime, name, manifest.kind))
+    return DataCell(
+        name=name, manifest_path=file, manifest=manifest, root=find_root(paths, runtime, name, manifest.kind)
+    )

@@ -1,7 +1,7 @@
 """Images of a scanned tree as tensors: ImageNet-1K, and any data set in the same layout.
 
-Images travel from the loading processes as bytes, which takes a quarter of what fp32 would. `ToInput` turns a batch of bytes into the
-input of a model, on the model's device.
+Images travel from the loading processes as bytes, which takes a quarter of what fp32 would. `ToInput` turns a batch of
+bytes into the input of a model, on the model's device.
 """
 
 import logging
@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """timm's transform for training, from a PIL image to a uint8 tensor (3, image_size, image_size): crop, flip, RandAugment."""
+    """timm's transform for training, from a PIL image to a uint8 tensor (3, image_size, image_size): crop, flip,
+    RandAugment.
+    """
     transform = create_transform(
         settings.image_size,
         is_training=True,
@@ -49,14 +51,21 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 
 
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """timm's transform for evaluation, from a PIL image to a uint8 tensor (3, image_size, image_size): resize by crop_pct, centre crop."""
+    """timm's transform for evaluation, from a PIL image to a uint8 tensor (3, image_size, image_size): resize by
+    crop_pct, centre crop.
+    """
     return create_transform(
-        settings.image_size, is_training=False, use_prefetcher=True, interpolation=settings.interpolation, crop_pct=settings.crop_pct
+        settings.image_size,
+        is_training=False,
+        use_prefetcher=True,
+        interpolation=settings.interpolation,
+        crop_pct=settings.crop_pct,
     )
 
 
 class ToInput:
-    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in training.
+    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in
+    training.
 
     Erasing draws from Python's and torch's global generators.
     """
@@ -64,12 +73,18 @@ class ToInput:
     def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
         self.device = device
         # for values of 0..255, which saves one pass over the batch
-        self._mean, self._std = (255 * torch.tensor(x, device=device).view(3, 1, 1) for x in (settings.mean, settings.std))
-        self._erase = RandomErasing(settings.re_prob, mode="pixel", device=device) if training and settings.re_prob else None
+        self._mean, self._std = (
+            255 * torch.tensor(x, device=device).view(3, 1, 1) for x in (settings.mean, settings.std)
+        )
+        self._erase = (
+            RandomErasing(settings.re_prob, mode="pixel", device=device) if training and settings.re_prob else None
+        )
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         # move first and convert then: in one call the CPU would convert, and four times the bytes would travel
-        inputs = images.to(self.device, non_blocking=True).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        inputs = images.to(self.device, non_blocking=True).to(
+            torch.float32, copy=True, memory_format=torch.contiguous_format
+        )
         inputs.sub_(self._mean).div_(self._std)
         if self._erase is not None:
             self._erase(inputs)
@@ -77,10 +92,11 @@ class ToInput:
 
 
 class ImageFolder(Dataset):
-    """One split of a tree. Items are indexed by (epoch, index), and the augmentation depends only on these and on the seed.
+    """One split of a tree. Items are indexed by (epoch, index), and the augmentation depends only on these and on the
+    seed.
 
-    A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next readable one, its
-    neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
+    A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next
+    readable one, its neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
 
     Args:
         tree, split: see `DataCell.open_tree` and `Kind.splits`.
@@ -90,9 +106,14 @@ class ImageFolder(Dataset):
     """
 
     def __init__(self, tree: Tree, split: str, transform: Callable, *, seed: int = 0, max_unreadable: int = 0):
-        self.tree, self.split, self.transform, self.seed, self.max_unreadable = tree, split, transform, seed, max_unreadable
+        self.tree = tree
+        self.split = split
+        self.transform = transform
+        self.seed = seed
+        self.max_unreadable = max_unreadable
         self._targets = tree.splits[split].targets
-        # flags instead of a counter: two processes may set the same one, and a file that is met in every epoch counts once
+        # flags instead of a counter: two processes may set the same one, and a file that is met in every epoch counts
+        # once
         self._unreadable = torch.zeros(len(self._targets), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
@@ -108,7 +129,9 @@ class ImageFolder(Dataset):
         return read_rgb(source, self.tree.kind.upright)
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
-        """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and costs a GPU nothing."""
+        """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and
+        costs a GPU nothing.
+        """
         images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
         return images.permute(0, 3, 1, 2), targets
 
@@ -138,7 +161,11 @@ class ImageFolder(Dataset):
             except UNREADABLE as error:
                 if not self._unreadable[candidate]:
                     self._unreadable[candidate] = 1
-                    _log.warning("%s: unreadable, the next image takes its place: %s", self.tree.path(self.split, candidate), error)
+                    _log.warning(
+                        "%s: unreadable, the next image takes its place: %s",
+                        self.tree.path(self.split, candidate),
+                        error,
+                    )
                 self.require_readable()
         raise UserError(f"{self.tree.root / self.split}: none of the {len(self)} images can be read; get them again")
 
@@ -149,5 +176,7 @@ def read_rgb(source: Source, upright: bool = False) -> Image.Image:
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """timm's operation, extended to 0 bits (a black image): timm asks for them at full strength, and Pillow 13 refuses them."""
+    """timm's operation, extended to 0 bits (a black image): timm asks for them at full strength, and Pillow 13 refuses
+    them.
+    """
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)

@@ -38,7 +38,8 @@ Faults = dict[str, list[str]]  # sort -> descriptions
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """One annotation file of K categories, N images and A targets; its boxes and masks follow one another image by image.
+    """One annotation file of K categories, N images and A targets; its boxes and masks follow one another image by
+    image.
 
     Arrays and bytes, since a million objects would be copied into every worker process page by page.
     """
@@ -75,14 +76,15 @@ class Instances:
 def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Instances | None:
     """Read and judge the annotations of a split, and see that their images are there.
 
-    As in mmdet, crowds are not targets, nor are boxes that are narrower or lower than a pixel, without area or outside of their image;
-    boxes that reach over the border are clipped.
+    As in mmdet, crowds are not targets, nor are boxes that are narrower or lower than a pixel, without area or outside
+    of their image; boxes that reach over the border are clipped.
 
     Args:
         root, split: the folder that holds train2017, val2017 and annotations; see `Kind.splits`.
-        report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to nothing, a
-            target without a mask, images that are not in the folder; warnings for boxes without area or beyond their image. Where it
-            lets the reading continue after an error that leaves nothing to read, None is returned.
+        report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to
+            nothing, a target without a mask, images that are not in the folder; warnings for boxes without area or
+            beyond their image. Where it lets the reading continue after an error that leaves nothing to read, None is
+            returned.
 
     Raises:
         UserError: an error, if the report raises it.
@@ -100,7 +102,9 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
     rows, faults = [], {sort: [] for sort in _FAULTS}
     for row in annotations.values():
         if (box := _find_target(row, images, categories, faults)) is not None:
-            rows.append((place_of[row["image_id"]], box, label_of[row["category_id"]], marshal.dumps(row["segmentation"])))
+            rows.append(
+                (place_of[row["image_id"]], box, label_of[row["category_id"]], marshal.dumps(row["segmentation"]))
+            )
     for sort, (severity, advice) in _FAULTS.items():
         report.add([Finding(severity, file, problem, advice) for problem in faults[sort]])
     rows.sort(key=lambda row: row[0])
@@ -125,7 +129,8 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
 
 
 def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST) -> tuple[str, ...]:
-    """The names of the categories in the order of their ids; judges these splits, and raises UserError as `read_instances` does, or
+    """The names of the categories in the order of their ids; judges these splits, and raises UserError as
+    `read_instances` does, or
     where their categories differ."""
     first, *others = (read_instances(root, split, report) for split in splits)
     for other in others:
@@ -143,22 +148,32 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
         raise BadData(Finding("error", root / annotations, explain_error(error), _RENEW)) from None
     return [
         Folder(prefix + images, root / images, record_folder(root / images, with_contents)),
-        Folder(prefix + annotations, root / annotations, ClassRecord(images=0, bytes=len(content), hash=short_hash(content))),
+        Folder(
+            prefix + annotations,
+            root / annotations,
+            ClassRecord(images=0, bytes=len(content), hash=short_hash(content)),
+        ),
     ]
 
 
 def read_image(path: Path, size: tuple[int, int], file: Path) -> np.ndarray:
-    """An image as (H, W, 3) uint8, red first; raises UserError if it cannot be read, or has not the (height, width) that `file` says."""
+    """An image as (H, W, 3) uint8, red first; raises UserError if it cannot be read, or has not the (height, width)
+    that `file` says.
+    """
     pixels = read_pixels(path)
     if (found := pixels.shape[:2]) != size:
         turned = " (turned: is it another copy of the images?)" if found == size[::-1] else ""
         problem = f"is {found[1]}×{found[0]}, {file.name} says {size[1]}×{size[0]}{turned}"
-        raise BadData(Finding("error", path, problem, "boxes and masks would not fit; take images and annotations of one release"))
+        raise BadData(
+            Finding("error", path, problem, "boxes and masks would not fit; take images and annotations of one release")
+        )
     return pixels
 
 
 def _find_target(row: Row, images: Mapping[int, Row], categories: Mapping[int, Row], faults: Faults) -> Box | None:
-    """The corners of an annotation's box within its image; None where mmdet sees no target. What is wrong is added to `faults`."""
+    """The corners of an annotation's box within its image; None where mmdet sees no target. What is wrong is added to
+    `faults`.
+    """
     name = f"annotation {row['id']}"
     try:
         for key, known in (("image_id", images), ("category_id", categories)):
@@ -219,7 +234,8 @@ def _is_side(value: Any) -> bool:
 
 
 def _check_mask(segmentation: Any, height: int, width: int) -> None:
-    """Raise an error about a mask that pycocotools, which trusts what it is given, could not draw into an image of this size.
+    """Raise an error about a mask that pycocotools, which trusts what it is given, could not draw into an image of this
+    size.
 
     That takes room for every pixel of an outline, also of one far outside the image.
     """
@@ -238,7 +254,8 @@ def _check_mask(segmentation: Any, height: int, width: int) -> None:
 
 
 def _parse_counts(text: str) -> list[int]:
-    """The counts of a compressed RLE: groups of five bits, the lowest first, each from the third on as the difference to the last but
+    """The counts of a compressed RLE: groups of five bits, the lowest first, each from the third on as the difference
+    to the last but
     one."""
     counts, value, shift = [], 0, 0
     for character in text.encode("ascii"):
@@ -256,8 +273,12 @@ def _parse_counts(text: str) -> list[int]:
     return counts
 
 
-def _index_rows(content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Report) -> dict[int, Row]:
-    """The rows of a list by their id. Rows without these columns, or with the id of another row, are errors and are left out."""
+def _index_rows(
+    content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Report
+) -> dict[int, Row]:
+    """The rows of a list by their id. Rows without these columns, or with the id of another row, are errors and are
+    left out.
+    """
     rules = {
         "id": lambda value: type(value) is int and abs(value) < 2**63,
         "name": lambda value: isinstance(value, str),
@@ -268,7 +289,9 @@ def _index_rows(content: Mapping[str, Any], file: Path, key: str, columns: Seque
     found: dict[int, Row] = {}
     malformed, twice = [], []
     for place, row in enumerate(content[key]):
-        if not isinstance(row, dict) or not all(name in row and rules.get(name, _anything)(row[name]) for name in columns):
+        if not isinstance(row, dict) or not all(
+            name in row and rules.get(name, _anything)(row[name]) for name in columns
+        ):
             malformed.append((file, f"{key}[{place}] is malformed, it needs {', '.join(columns)}"))
         elif row["id"] in found:
             twice.append((file, f"{key}[{place}] has id {row['id']}, as another one has"))
@@ -285,7 +308,9 @@ def _find_images(folder: Path, file: Path, names: Sequence[str], report: Report)
     sizes = list_images(folder, report, f"move {elsewhere} here" if elsewhere.is_dir() else advice)
     if sizes is None:
         return
-    report.errors([(folder / name, f"no such file, {file.name} has it") for name in sorted(set(names) - set(sizes))], advice)
+    report.errors(
+        [(folder / name, f"no such file, {file.name} has it") for name in sorted(set(names) - set(sizes))], advice
+    )
     if unused := sorted(set(sizes) - set(names)):
         problem = f"has {count(len(unused), 'image')} that {file.name} does not list ({show_few(unused)})"
         report.warning(folder, problem, "nothing reads them")

@@ -1,4 +1,6 @@
-"""Detection samples: boxes and masks that follow every change of their image. Images stay bytes; the model normalises and pads."""
+"""Detection samples: boxes and masks that follow every change of their image. Images stay bytes; the model normalises
+and pads.
+"""
 
 import math
 from typing import Any
@@ -22,7 +24,8 @@ _MIN_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
 
 
 class CocoDetection(Dataset):
-    """Images and their targets. Items are indexed by (epoch, index), and the augmentation depends only on these and on the seed.
+    """Images and their targets. Items are indexed by (epoch, index), and the augmentation depends only on these and on
+    the seed.
 
     Evaluation takes every image; training leaves out images without a target or with a side of less than 32 pixels.
 
@@ -39,7 +42,9 @@ class CocoDetection(Dataset):
         usable = (np.diff(instances.starts) > 0) & (instances.sizes >= _MIN_SIDE_PX).all(axis=1)
         self._places = np.flatnonzero(usable | (not training))
         if training and not len(self._places):
-            raise UserError(f"{instances.file}: none of its {len(instances.names)} images has an instance to learn from; add some")
+            raise UserError(
+                f"{instances.file}: none of its {len(instances.names)} images has an instance to learn from; add some"
+            )
         # one flag per image, set by the process that reads it
         self._unreadable = torch.zeros(len(self._places), dtype=torch.uint8).share_memory_()
 
@@ -57,8 +62,9 @@ class CocoDetection(Dataset):
 
         Returns:
             image: (3, H, W) uint8.
-            target: boxes (n, 4) fp32 corners in pixels of this image, labels (n,) int64 in 1..K, masks (n, H, W) uint8, image_id,
-                original_size (height, width) of the file. Targets whose box or mask has no remaining area are dropped.
+            target: boxes (n, 4) fp32 corners in pixels of this image, labels (n,) int64 in 1..K, masks (n, H, W) uint8,
+                image_id, original_size (height, width) of the file. Targets whose box or mask has no remaining area are
+                dropped.
 
         Raises:
             UserError: an image that cannot be read, or that contradicts the annotations.
@@ -102,11 +108,16 @@ class CocoDetection(Dataset):
 
     def _read(self, place: int) -> list[tv_tensors.TVTensor]:
         """Image, boxes and masks at the size of the file; raises UserError where the file contradicts the annotations."""
-        path, size, targets = self.instances.path(place), tuple(self.instances.sizes[place].tolist()), self.instances.targets(place)
+        path = self.instances.path(place)
+        size = tuple(self.instances.sizes[place].tolist())
+        targets = self.instances.targets(place)
         pixels = read_image(path, size, self.instances.file)
         try:
-            masks = [decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)]
-            together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]  # all of one shape, also where there is no mask
+            masks = [
+                decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)
+            ]
+            # all of one shape, also where there is no mask
+            together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]
         except Exception as error:  # pycocotools raises bare exceptions
             problem = f"{self.instances.file.name} has a mask for it that does not fit ({' '.join(str(error).split())})"
             raise BadData(Finding("error", path, problem, "get that file again")) from None
@@ -123,7 +134,9 @@ def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons with fewer than three corners cover nothing."""
+    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons with fewer than three corners cover
+    nothing.
+    """
     if isinstance(segmentation, dict):
         compressed = not isinstance(segmentation["counts"], list)
         return rle.decode(segmentation if compressed else rle.frPyObjects(segmentation, height, width))
@@ -148,7 +161,9 @@ def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSett
 
 
 def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
-    """Scale both sides by the largest factor within both bounds; rounded and interpolated as in mmdet, bilinear without antialiasing."""
+    """Scale both sides by the largest factor within both bounds; rounded and interpolated as in mmdet, bilinear without
+    antialiasing.
+    """
     height, width = pieces[0].shape[-2:]
     factor = min(short / min(height, width), longest / max(height, width))
     size = [int(side * factor + 0.5) for side in (height, width)]

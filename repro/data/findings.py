@@ -1,4 +1,5 @@
-"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Report`: training raises the first
+"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Report`: training
+raises the first
 error, `repro data check` prints everything and reads on.
 """
 
@@ -16,7 +17,9 @@ _MOST_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line about a data set: a file or folder, what is wrong there or was found to be right, and what to do about it."""
+    """One line about a data set: a file or folder, what is wrong there or was found to be right, and what to do about
+    it.
+    """
 
     severity: Literal["ok", "warning", "error"]  # an error breaks a run or its numbers, a run survives a warning
     place: Path
@@ -74,7 +77,9 @@ class RaiseFirst(Report):
     def add(self, findings: Sequence[Finding]) -> None:
         if findings and findings[0].severity == "error":
             first, more = findings[0], len(findings) - 1
-            raise BadData(dataclasses.replace(first, problem=f"{first.problem} (and {more:,} more like this)") if more else first)
+            raise BadData(
+                dataclasses.replace(first, problem=f"{first.problem} (and {more:,} more like this)") if more else first
+            )
 
 
 RAISE_FIRST = RaiseFirst()

@@ -23,17 +23,21 @@ class Kind:
     check: str  # `repro data check` calls it with (root, report, depth)
     # the first is trained on; curves are of the second, by which choices are made; scores are reported of the last
     splits: tuple[str, ...] = ("train", "val")
-    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is <split>/<class>/
+    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is
+    # <split>/<class>/
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
     suffixes: tuple[str, ...] = ()  # of the files in class folders; empty for those of images
-    class_names: Callable[[], Sequence[str]] | None = None  # gives the names that class folders may have; None allows any
+    # gives the names that class folders may have; None allows any
+    class_names: Callable[[], Sequence[str]] | None = None
     sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
-    official: tuple[str, ExpectedCounts] | None = None  # the published data set; a manifest lists the departures from it
+    # the published data set; a manifest lists the departures from it
+    official: tuple[str, ExpectedCounts] | None = None
     size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
     settings_key: str | None = None  # of an embedded kind, the key of its settings in a cell of prepare_data
     settings: type | None = None  # of an embedded kind, their class
     writer: str | None = None  # of an embedded kind, called with (root, settings)
-    upright: bool = False  # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
+    # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
+    upright: bool = False
     paired: bool = False  # training images of the same name belong in one batch
 
     @property
@@ -101,7 +105,12 @@ KINDS = {
             official=("ImageNet-1K", IMAGENET_1K),
             size_gb=150,
         ),
-        Kind(name="latents", layout="train/<class>/ and val/<class>/", suffixes=(".npy",), check="check.folders.check_latents"),
+        Kind(
+            name="latents",
+            layout="train/<class>/ and val/<class>/",
+            suffixes=(".npy",),
+            check="check.folders.check_latents",
+        ),
         Kind(name="folder", layout="train/<class>/ and val/<class>/", check="check.folders.check_folder", upright=True),
         Kind(
             name="connect",

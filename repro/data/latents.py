@@ -1,7 +1,9 @@
-"""Latents of a VAE that were computed before the training, one file for each picture, in class folders or archives as images are.
+"""Latents of a VAE that were computed before the training, one file for each picture, in class folders or archives as
+images are.
 
-A file `<class>/<name>.npy` holds an array of fp16 or fp32: (K, h, w), the latents of the picture as its VAE's encoder gives them, without
-a scale; or (2, K, h, w), of which the second are those of the mirrored picture, since latents cannot be flipped.
+A file `<class>/<name>.npy` holds an array of fp16 or fp32: (K, h, w), the latents of the picture as its VAE's encoder
+gives them, without a scale; or (2, K, h, w), of which the second are those of the mirrored picture, since latents
+cannot be flipped.
 """
 
 import io
@@ -16,7 +18,8 @@ from .tree import Source, Tree
 
 
 class LatentFolder(ImageFolder):
-    """One split of a tree of kind `latents`; see `ImageFolder`, also for files that cannot be read or have another shape.
+    """One split of a tree of kind `latents`; see `ImageFolder`, also for files that cannot be read or have another
+    shape.
 
     Items are fp32 (K, h, w), scaled, with their class.
 
@@ -27,7 +30,9 @@ class LatentFolder(ImageFolder):
         hflip: probability of the mirrored picture's latents, where a file has them.
     """
 
-    def __init__(self, tree: Tree, split: str, shape: Sequence[int], *, scale: float, hflip: float = 0.0, **shared: Any):
+    def __init__(
+        self, tree: Tree, split: str, shape: Sequence[int], *, scale: float, hflip: float = 0.0, **shared: Any
+    ):
         super().__init__(tree, split, self._choose, **shared)
         self.shape, self.scale, self.hflip = tuple(shape), scale, hflip
 
@@ -41,13 +46,17 @@ class LatentFolder(ImageFolder):
 
 
 def read_latents(source: Source, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """The latents of a file, (1 or 2, K, h, w) fp32; raises ValueError or OSError for anything else, also for another shape (K, h, w)."""
+    """The latents of a file, (1 or 2, K, h, w) fp32; raises ValueError or OSError for anything else, also for another
+    shape (K, h, w).
+    """
     found = np.load(io.BytesIO(source.read()), allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.dtype not in (np.float16, np.float32):
         raise ValueError(f"{getattr(found, 'dtype', 'no array')}, expected an array of float16 or float32")
     wanted = found.shape[-3:] if shape is None else tuple(shape)
     if found.shape not in (wanted, (1, *wanted), (2, *wanted)) or len(wanted) != 3:
-        raise ValueError(f"shape {found.shape}, expected {wanted if shape is not None else '(channels, h, w)'}, or two of that")
+        raise ValueError(
+            f"shape {found.shape}, expected {wanted if shape is not None else '(channels, h, w)'}, or two of that"
+        )
     latents = torch.from_numpy(found.astype(np.float32)).view(-1, *wanted)
     if not torch.isfinite(latents).all():
         raise ValueError("holds values that are not finite")

@@ -1,7 +1,7 @@
 """Loaders whose sequence can be stopped after any batch and continued, with any number of worker processes.
 
-The order is a function of (seed, epoch), and a sample's augmentation one of (seed, epoch, index). The only state is therefore the epoch
-and the batch number, which the training loop knows anyway.
+The order is a function of (seed, epoch), and a sample's augmentation one of (seed, epoch, index). The only state is
+therefore the epoch and the batch number, which the training loop knows anyway.
 """
 
 import atexit
@@ -47,9 +47,9 @@ class Samples(Protocol):
 def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Seed Python, NumPy and torch from (seed, epoch, index), and in the main process restore their states afterwards.
 
-    Transforms of timm, torchvision and mmseg draw from these global generators. Without the restoring, a loader without workers
-    would change the randomness of the training step, and a resumed run would differ from an uninterrupted one. In a loading process
-    nothing else draws, so it saves the 70 microseconds per image.
+    Transforms of timm, torchvision and mmseg draw from these global generators. Without the restoring, a loader without
+    workers would change the randomness of the training step, and a resumed run would differ from an uninterrupted one.
+    In a loading process nothing else draws, so it saves the 70 microseconds per image.
     """
     before = None if get_worker_info() else (random.getstate(), np.random.get_state(), torch.get_rng_state())
     for_python, for_numpy, for_torch = np.random.SeedSequence((1, seed, epoch, index)).generate_state(3).tolist()
@@ -67,14 +67,16 @@ def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class TrainOrder:
-    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into total batches, each divided among the ranks.
+    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into total batches, each divided among the
+    ranks.
 
-    A remainder that fills no total batch is left out; it is a different one in each epoch. For recipes that count steps,
-    `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the data.
+    A remainder that fills no total batch is left out; it is a different one in each epoch. For recipes that count
+    steps, `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the
+    data.
 
-    With `groups`, both samples of each pair in a batch are of one group, such as wide images, which reduces padding. Grouping pairs
-    instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the total batches the same on any
-    number of processes.
+    With `groups`, both samples of each pair in a batch are of one group, such as wide images, which reduces padding.
+    Grouping pairs instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the
+    total batches the same on any number of processes.
     """
 
     size: int  # number of samples
@@ -111,7 +113,9 @@ class TrainOrder:
 
 
 def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Reorder samples so that each pair is of one group; a pair takes the place of its second sample, and unpaired samples come last."""
+    """Reorder samples so that each pair is of one group; a pair takes the place of its second sample, and unpaired
+    samples come last.
+    """
     pairs, alone = [], []
     in_order = groups[order]
     by_group = in_order.argsort(kind="stable")
@@ -194,8 +198,9 @@ class _Loader:
             self._iterator = iter(self._loader)
         if self._loader.num_workers and self._end_workers is None:
             # DataLoader itself ends its workers too late where a traceback still refers to its iterator, and at exit
-            # multiprocessing would send SIGTERM, which our workers ignore, and wait for ever. So the workers are ended when this
-            # object is collected, and at exit before multiprocessing's handler, since handlers run in reverse order of registration.
+            # multiprocessing would send SIGTERM, which our workers ignore, and wait for ever. So the workers are ended
+            # when this object is collected, and at exit before multiprocessing's handler, since handlers run in reverse
+            # order of registration.
             self._end_workers = weakref.finalize(self, _end_workers, self._iterator)
             atexit.register(self._end_workers)
         while (batch := self._next()) is not None:
@@ -237,7 +242,8 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Every sample exactly once over all ranks, in order, from the beginning in each iteration; `order` is that of `EvalOrder`.
+    """Every sample exactly once over all ranks, in order, from the beginning in each iteration; `order` is that of
+    `EvalOrder`.
 
     Other arguments and errors are those of `TrainLoader`.
     """
@@ -257,7 +263,8 @@ def _end_workers(iterator: Any) -> None:
 
 
 def _start_worker(max_pixels: int, worker_id: int) -> None:
-    """Take over the limit of pixels, and ignore signals: one to the whole process group must not end the workers before the main
+    """Take over the limit of pixels, and ignore signals: one to the whole process group must not end the workers before
+    the main
     process has saved its state."""
     pixels.limit_pixels(max_pixels)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -268,9 +275,10 @@ def _start_worker(max_pixels: int, worker_id: int) -> None:
 def _keep_signals() -> Iterator[None]:
     """Start worker processes inside without leaving them, or this process, a signal handler that strikes at any moment.
 
-    SIGINT and SIGTERM are blocked: a worker that is forked inside inherits this, and cannot be hit before it ignores them. DataLoader's
-    SIGCHLD handler is removed: it raises wherever the main process happens to be when a worker dies, in the middle of a training step
-    or of saving. Waiting for a batch notices the death too, within five seconds, and is where we expect it.
+    SIGINT and SIGTERM are blocked: a worker that is forked inside inherits this, and cannot be hit before it ignores
+    them. DataLoader's SIGCHLD handler is removed: it raises wherever the main process happens to be when a worker dies,
+    in the middle of a training step or of saving. Waiting for a batch notices the death too, within five seconds, and
+    is where we expect it.
     """
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield  # Windows has neither; elsewhere only the main thread may set handlers, and DataLoader respects that too

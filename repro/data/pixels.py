@@ -52,7 +52,9 @@ def open_image(content: bytes, name: object, *, upright: bool = True) -> Image.I
             if image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width}×{image.height} pixels, more than runtime.max_pixels: {max_pixels:,}")
             if max(image.size) > MOST_OBLONG * min(image.size):
-                raise ValueError(f"{image.width}×{image.height} pixels; crop it, a side may be {MOST_OBLONG} times the other")
+                raise ValueError(
+                    f"{image.width}×{image.height} pixels; crop it, a side may be {MOST_OBLONG} times the other"
+                )
             # a photo of several pictures is no animation
             if getattr(image, "is_animated", False) and image.format != "MPO" and not _animated:
                 _animated.append(str(name))
@@ -66,7 +68,8 @@ def open_image(content: bytes, name: object, *, upright: bool = True) -> Image.I
 def decode_rgb(content: bytes, name: object, *, upright: bool = True) -> Image.Image:
     """An image as RGB, see `open_image`; by default as OpenCV decodes it.
 
-    Grey becomes three equal channels, 16 bits keep the upper 8, an alpha channel is left out, palettes and CMYK are converted.
+    Grey becomes three equal channels, 16 bits keep the upper 8, an alpha channel is left out, palettes and CMYK are
+    converted.
     """
     image = open_image(content, name, upright=upright)
     if upright and image.mode.startswith("I;16"):
@@ -76,7 +79,9 @@ def decode_rgb(content: bytes, name: object, *, upright: bool = True) -> Image.I
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """The image of a file as (H, W, 3) uint8, red first, see `decode_rgb`; raises UserError if it is missing or cannot be read."""
+    """The image of a file as (H, W, 3) uint8, red first, see `decode_rgb`; raises UserError if it is missing or cannot
+    be read.
+    """
     return np.array(_decode_file(path, decode_rgb))
 
 

@@ -48,7 +48,8 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:
-    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training; `generated` are its settings.
+    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training; `generated` are
+    its settings.
 
     Raises:
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
@@ -86,14 +87,20 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     if row.official is None:
         return manifest
     name, counts = row.official
-    departures = [f"{count}: {found:,}, {name} has {wanted:,}" for count, found, wanted in _find_differences(manifest, counts)]
+    departures = [
+        f"{count}: {found:,}, {name} has {wanted:,}" for count, found, wanted in _find_differences(manifest, counts)
+    ]
     return dataclasses.replace(manifest, departures=tuple(departures))
 
 
 def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, where: str) -> None:
-    """Raise a UserError that names the key to change, `where` and a count, if the data set at `root` holds other counts."""
+    """Raise a UserError that names the key to change, `where` and a count, if the data set at `root` holds other
+    counts.
+    """
     for name, found, wanted in _find_differences(manifest, expected):
-        raise UserError(f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this")
+        raise UserError(
+            f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this"
+        )
 
 
 def _find_differences(manifest: Manifest, expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:

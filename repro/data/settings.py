@@ -1,4 +1,5 @@
-"""The parts of params.yaml that concern data: what a set must hold, how an embedded one is drawn, how samples are transformed.
+"""The parts of params.yaml that concern data: what a set must hold, how an embedded one is drawn, how samples are
+transformed.
 
 Imports nothing heavy: stage modules need these dataclasses before they know whether they will run.
 """
@@ -21,7 +22,9 @@ def _check_pair(name: str, pair: tuple[float, ...], wanted: str) -> None:
 
 def _check_fractions(tune: float, test: float) -> None:
     if tune + test > 0.9:
-        raise ValueError(f"test_fraction: {test:g} and tune_fraction {tune:g} leave less than a tenth for training; make them smaller")
+        raise ValueError(
+            f"test_fraction: {test:g} and tune_fraction {tune:g} leave less than a tenth for training; make them smaller"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +32,18 @@ class TransformSettings:
     """How an image becomes a tensor; the names are those of timm's `create_transform`, which does the work."""
 
     image_size: int = bounded(ge=1)  # side of the square input in pixels
-    scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)  # area fraction of the random training crop, [smallest, largest]
+    # area fraction of the random training crop, [smallest, largest]
+    scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)
     ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)  # its aspect ratio, [smallest, largest]
-    hflip: float = bounded(0.5, ge=0, le=1)  # probability of a horizontal flip; 0 where left and right differ, as for digits
-    color_jitter: float | None = bounded(None, ge=0)  # strength; null switches it off. timm leaves it out beside `auto_augment`
+    # probability of a horizontal flip; 0 where left and right differ, as for digits
+    hflip: float = bounded(0.5, ge=0, le=1)
+    # strength; null switches it off. timm leaves it out beside `auto_augment`
+    color_jitter: float | None = bounded(None, ge=0)
     auto_augment: str | None = None  # a RandAugment string such as `rand-m9-mstd0.5-inc1`; null switches it off
     re_prob: float = bounded(0.0, ge=0, le=1)  # probability of random erasing (mode `pixel`, after normalisation)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = "bicubic"  # the filter of every resize
-    crop_pct: float = bounded(0.875, gt=0, le=1)  # evaluation resizes the short side to image_size / crop_pct, and crops the centre
+    # evaluation resizes the short side to image_size / crop_pct, and crops the centre
+    crop_pct: float = bounded(0.875, gt=0, le=1)
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of each channel (red, green, blue), for values in [0, 1]
     std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
 
@@ -47,7 +54,9 @@ class TransformSettings:
             if len(getattr(self, name)) != 3:
                 raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
         if self.auto_augment is not None and not _RAND_AUGMENT.fullmatch(self.auto_augment):
-            raise ValueError(f"auto_augment: {self.auto_augment!r} is not a RandAugment string; write rand-m9-n2-mstd0.5-inc1, or null")
+            raise ValueError(
+                f"auto_augment: {self.auto_augment!r} is not a RandAugment string; write rand-m9-n2-mstd0.5-inc1, or null"
+            )
 
     def preprocessing(self) -> dict[str, Any]:
         """What evaluation needs to know, under the names of timm's model configurations; it travels with the weights."""
@@ -57,7 +66,9 @@ class TransformSettings:
 
     @classmethod
     def from_preprocessing(cls, preprocessing: Mapping[str, Any], image_size: int | None = None) -> "TransformSettings":
-        """Evaluation settings from `preprocessing()` or from a model configuration of timm; `image_size` overrides the one there."""
+        """Evaluation settings from `preprocessing()` or from a model configuration of timm; `image_size` overrides the
+        one there.
+        """
         shared = {name: preprocessing[name] for name in ("interpolation", "crop_pct")}
         statistics = {name: tuple(preprocessing[name]) for name in ("mean", "std")}
         return cls(image_size=image_size or preprocessing["input_size"][-1], **shared, **statistics)
@@ -65,7 +76,9 @@ class TransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:
-    """How the embedded `digits` are written: side of the PNGs in pixels, shares of each class that go to tune and test, seed of the split."""
+    """How the embedded `digits` are written: side of the PNGs in pixels, shares of each class that go to tune and test,
+    seed of the split.
+    """
 
     CLASSES: ClassVar[tuple[str, ...]] = tuple(f"digit_{digit}" for digit in range(10))
 
@@ -82,11 +95,13 @@ class DigitsSettings:
 class DrawnDigits:
     """How digits look on textures, see `embedded.drawing`; the defaults are those of hard scenes."""
 
-    side_px: tuple[int, ...] = bounded((24, 96), ge=8)  # width of a scan in pixels before it is turned, [smallest, largest]
+    # width of a scan in pixels before it is turned, [smallest, largest]
+    side_px: tuple[int, ...] = bounded((24, 96), ge=8)
     angle_degrees: float = bounded(30.0, ge=0, le=180)  # how far a digit is turned, to either side
     # how far ink is from mid-grey, as a share of the way to white, [smallest, largest]
     contrast: tuple[float, ...] = bounded((0.4, 1.0), gt=0, le=1)
-    texture_contrast: tuple[float, ...] = bounded((0.2, 0.6), ge=0, le=1)  # how far textures swing around mid-grey, likewise
+    # how far textures swing around mid-grey, likewise
+    texture_contrast: tuple[float, ...] = bounded((0.2, 0.6), ge=0, le=1)
 
     def __post_init__(self) -> None:
         for name in ("side_px", "contrast", "texture_contrast"):
@@ -96,7 +111,9 @@ class DrawnDigits:
         turned = math.radians(min(self.angle_degrees, 45))
         needed = math.ceil(self.side_px[1] * (math.cos(turned) + math.sin(turned))) + 2
         if needed > image_size:
-            raise ValueError(f"side_px: {self.side_px[1]}, turned by {self.angle_degrees:g} degrees, needs {needed} pixels of {image_size}")
+            raise ValueError(
+                f"side_px: {self.side_px[1]}, turned by {self.angle_degrees:g} degrees, needs {needed} pixels of {image_size}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,14 +142,14 @@ class WildDigitsSettings(DrawnDigits):
 class ScenesSettings(DrawnDigits):
     """How the embedded `scenes` are drawn: side in pixels, number of images of each split, seed of the drawing.
 
-    The fractions and `split_seed` choose the scans that appear in each split, as for `digits`. With the values that `digits` has, a
-    backbone that was pretrained on those has seen no scan of tune or test.
+    The fractions and `split_seed` choose the scans that appear in each split, as for `digits`. With the values that
+    `digits` has, a backbone that was pretrained on those has seen no scan of tune or test.
     """
 
     image_size: int = bounded(256, ge=128)
     digits: tuple[int, ...] = bounded((3, 8), ge=1, le=9)  # [fewest, most] in an image
-    # the largest share of a digit's box that another one's may cover: digits then lie wholly inside the image, and one for which there
-    # is no room is left out; null: anywhere, up to a quarter of their width beyond the border
+    # the largest share of a digit's box that another one's may cover: digits then lie wholly inside the image, and one
+    # for which there is no room is left out; null: anywhere, up to a quarter of their width beyond the border
     overlap: float | None = bounded(None, ge=0, le=1)
     train: int = bounded(400, ge=1)
     tune: int = bounded(100, ge=1)
@@ -152,7 +169,9 @@ class ScenesSettings(DrawnDigits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectSettings:
-    """How the embedded `connect` is drawn, see `embedded.connect`; lengths are measured between centres of the round pen."""
+    """How the embedded `connect` is drawn, see `embedded.connect`; lengths are measured between centres of the round
+    pen.
+    """
 
     CLASSES: ClassVar[tuple[str, ...]] = ("apart", "joined")
 
@@ -160,15 +179,18 @@ class ConnectSettings:
     train_pairs: int = bounded(ge=1)  # number of pairs, half the number of images
     tune_pairs: int = bounded(ge=1)
     test_pairs: int = bounded(ge=1)
-    dashes: tuple[int, ...] = bounded(ge=1)  # [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them
+    # [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them
+    dashes: tuple[int, ...] = bounded(ge=1)
     dash_px: int = bounded(10, ge=1)  # length along a curve
     gap_px: int = bounded(4, ge=2)  # between two dashes
     thickness_px: float = bounded(2.0, ge=1)
     curvature: float = bounded(0.05, ge=0)  # the largest, in 1/pixel
-    clearance_px: float = bounded(7.0, gt=0)  # least distance between the centre lines of two curves, and between far parts of one
+    # least distance between the centre lines of two curves, and between far parts of one
+    clearance_px: float = bounded(7.0, gt=0)
     marker_px: float = bounded(6.0, ge=3)  # diameter of the markers
     distractors: int = bounded(0, ge=0)  # number of further pairs of curves, without markers and with the fewest dashes
-    tilt_degrees: float = bounded(45.0, ge=0, le=45)  # how far arms may be turned from the image's diagonals; 45 allows every angle
+    # how far arms may be turned from the image's diagonals; 45 allows every angle
+    tilt_degrees: float = bounded(45.0, ge=0, le=45)
     seed: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
@@ -176,14 +198,18 @@ class ConnectSettings:
             raise ValueError(f"image_size: expected a multiple of 16, got {self.image_size}")
         _check_pair("dashes", self.dashes, "[fewest, most]")
         if self.gap_px < self.thickness_px + 1:
-            raise ValueError(f"gap_px: dashes touch, expected at least thickness_px + 1 = {self.thickness_px + 1:g}, got {self.gap_px}")
+            raise ValueError(
+                f"gap_px: dashes touch, expected at least thickness_px + 1 = {self.thickness_px + 1:g}, got {self.gap_px}"
+            )
         if not self.marker_px + 1 <= self.clearance_px <= 0.8 * self.bend_radius_px:
             raise ValueError(
                 f"clearance_px: expected marker_px + 1 = {self.marker_px + 1:g} to {0.8 * self.bend_radius_px:.1f}, "
                 f"the room between two bends of dash_px + gap_px, got {self.clearance_px:g}"
             )
         if self.curvature * self.clearance_px > 1:
-            raise ValueError(f"curvature: expected at most 1 / clearance_px = {1 / self.clearance_px:.3g}, got {self.curvature:g}")
+            raise ValueError(
+                f"curvature: expected at most 1 / clearance_px = {1 / self.clearance_px:.3g}, got {self.curvature:g}"
+            )
 
     @property
     def bend_radius_px(self) -> float:
@@ -195,16 +221,22 @@ class ConnectSettings:
 class DetectionTransformSettings:
     """The size of a detector's input, and its random changes in training."""
 
-    min_size: tuple[int, ...] = bounded((800,), ge=1)  # short sides in pixels; training draws one per image, evaluation takes the last
-    max_size: int = bounded(1333, ge=1)  # bound of the long side in pixels; it wins over `min_size`, and the ratio of sides is kept
-    hflip: float = bounded(0.5, ge=0, le=1)  # probability of a horizontal flip; 0 where left and right differ, as for digits
+    # short sides in pixels; training draws one per image, evaluation takes the last
+    min_size: tuple[int, ...] = bounded((800,), ge=1)
+    # bound of the long side in pixels; it wins over `min_size`, and the ratio of sides is kept
+    max_size: int = bounded(1333, ge=1)
+    # probability of a horizontal flip; 0 where left and right differ, as for digits
+    hflip: float = bounded(0.5, ge=0, le=1)
     # if given, half of the training images are first resized to one of these short sides, and then cropped
     crop_min_size: tuple[int, ...] = bounded((), ge=1)
-    crop_size: tuple[int, ...] = bounded((384, 600), ge=1)  # [smallest, largest] side in pixels; height and width are drawn apart
+    # [smallest, largest] side in pixels; height and width are drawn apart
+    crop_size: tuple[int, ...] = bounded((384, 600), ge=1)
 
     def __post_init__(self) -> None:
         if not self.min_size or max(self.min_size) > self.max_size:
-            raise ValueError(f"min_size: expected short sides of at most max_size = {self.max_size}, got {list(self.min_size)}")
+            raise ValueError(
+                f"min_size: expected short sides of at most max_size = {self.max_size}, got {list(self.min_size)}"
+            )
         _check_pair("crop_size", self.crop_size, "[smallest, largest]")
 
 

@@ -1,11 +1,11 @@
 """Data sets of classification: root/<split>/<class>/<image>, scanned once with `os.scandir`.
 
-A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image then comes
-from the first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted wnids of ImageNet-1K
-(WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the archives in ILSVRC2012_img_train.tar
-are called).
-Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as its files would,
-and continues at the same batch; a shuffle buffer allows neither.
+A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image
+then comes from the first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted
+wnids of ImageNet-1K (WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the
+archives in ILSVRC2012_img_train.tar are called).
+Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as
+its files would, and continues at the same batch; a shuffle buffer allows neither.
 """
 
 import contextlib
@@ -111,7 +111,9 @@ class Tree:
         ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
         listed = []
         for name, start, end in zip(self.classes, [0, *ends], ends):
-            hashes = [short_hash(self.source(split, index).read()) for index in range(start, end)] if with_contents else None
+            hashes = (
+                [short_hash(self.source(split, index).read()) for index in range(start, end)] if with_contents else None
+            )
             record = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())), hashes)
             listed.append(Folder(name, self.root / split / name, record))
         return listed
@@ -130,9 +132,9 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
 
     Args:
         root, kind: where the data set lies, and a row of `KINDS`.
-        report: takes what is wrong: root or split missing, images outside of class folders, empty class folders, classes that the
-            kind does not have or that not every split has; warnings for files that nothing reads. Where it lets the scan continue after
-            an error, a split that cannot be read is left out.
+        report: takes what is wrong: root or split missing, images outside of class folders, empty class folders,
+            classes that the kind does not have or that not every split has; warnings for files that nothing reads.
+            Where it lets the scan continue after an error, a split that cannot be read is left out.
 
     Raises:
         UserError: an error, if the report raises it; a folder that cannot be listed.
@@ -156,7 +158,8 @@ def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
     place_of = {name: place for place, name in enumerate(classes)}
     splits = {}
     for split, (names, files) in found.items():
-        places = np.array([place_of[name] for name in names], dtype=np.int64)  # 0, 1, 2, ... where every split has all classes
+        # 0, 1, 2, ... where every split has all classes
+        places = np.array([place_of[name] for name in names], dtype=np.int64)
         splits[split] = dataclasses.replace(files, targets=places[files.targets])
     return Tree(root, tuple(classes), splits, row)
 
@@ -187,9 +190,13 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST, suffixes: tuple[str
 
 
 def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
-    """What a folder of images holds; every image is read if their contents count too. Raises UserError as `list_entries`."""
+    """What a folder of images holds; every image is read if their contents count too. Raises UserError as
+    `list_entries`.
+    """
     images = list_entries(folder).images
-    return record_files(images, [hash_file(folder / os.fsdecode(name)) for name, _ in images] if with_contents else None)
+    return record_files(
+        images, [hash_file(folder / os.fsdecode(name)) for name, _ in images] if with_contents else None
+    )
 
 
 def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
@@ -202,7 +209,11 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
         return None
     entries = list_entries(folder, report)
     if not entries.images and entries.folders:
-        report.error(folder, f"has no images, only the folder {entries.folders[0]}/", f"move the images up, directly into {folder.name}/")
+        report.error(
+            folder,
+            f"has no images, only the folder {entries.folders[0]}/",
+            f"move the images up, directly into {folder.name}/",
+        )
     elif not entries.images:
         report.error(folder, "holds no image", advice)
     _warn_of_others(folder, entries.others, report)
@@ -225,10 +236,14 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
     """The sorted classes and the files of one split; None where there is nothing to read."""
     folder = root / split
     if not folder.is_dir():
-        inside = next((place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in kind.splits)), None)
+        inside = next(
+            (place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in kind.splits)), None
+        )
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
-    if any(folder.glob("*.tar")) and not any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")):
+    if any(folder.glob("*.tar")) and not any(
+        entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")
+    ):
         return _read_archives(folder, report, _suffixes_of(kind))
     entries = list_entries(folder, report, _suffixes_of(kind))
     if entries.images:
@@ -238,7 +253,11 @@ def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tup
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
         problem = f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})"
         report.warning(folder, problem, "unpack the archives that are missing as folders, then remove all archives")
-    return (tuple(entries.folders), _read_folders(folder, entries, report, _suffixes_of(kind))) if entries.folders else None
+    return (
+        (tuple(entries.folders), _read_folders(folder, entries, report, _suffixes_of(kind)))
+        if entries.folders
+        else None
+    )
 
 
 def _suffixes_of(kind: Kind) -> tuple[str, ...]:
@@ -295,7 +314,9 @@ def _read_archives(folder: Path, report: Report, suffixes: tuple[str, ...]) -> t
                 np.savez(stream, files=files, stamp=stamp, **kept)
     report.ok(folder, count(len(files), "archive"))
     where = Archives(files, kept["number"], kept["offsets"])
-    return tuple(map(os.fsdecode, kept["classes"].tolist())), Split(kept["names"], kept["sizes"], kept["targets"], where)
+    return tuple(map(os.fsdecode, kept["classes"].tolist())), Split(
+        kept["names"], kept["sizes"], kept["targets"], where
+    )
 
 
 def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndarray] | None:
@@ -313,7 +334,9 @@ def _list_rows(archives: list[Path], report: Report, suffixes: tuple[str, ...]) 
     """A sorted row for each image."""
     rows: list[Row] = []
     for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
-        rows += [(name, file, size, place, offset) for name, file, size, offset in _list_members(path, report, suffixes)]
+        rows += [
+            (name, file, size, place, offset) for name, file, size, offset in _list_members(path, report, suffixes)
+        ]
     rows.sort()
     twice = [
         (archives[place].parent, f"image {os.fsdecode(file)} of class {name} is there twice")
@@ -349,7 +372,12 @@ def _list_members(path: Path, report: Report, suffixes: tuple[str, ...]) -> Iter
             report.error(path, f"cut short within {member.name}", "get it again")
             continue
         folder, file = os.path.split(member.name)
-        yield labels.get(key) or os.path.basename(folder) or path.stem, os.fsencode(file), member.size, member.offset_data
+        yield (
+            labels.get(key) or os.path.basename(folder) or path.stem,
+            os.fsencode(file),
+            member.size,
+            member.offset_data,
+        )
 
 
 def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Report) -> None:
@@ -358,7 +386,10 @@ def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Repor
         return
     known = kind.class_names()
     strangers = [(folder / name, f"is not a class of {kind.name}") for name in sorted(set(classes) - set(known))]
-    report.errors(strangers, f"class folders are named like {known[0]}; rename or remove it, or take kind folder for classes of your own")
+    report.errors(
+        strangers,
+        f"class folders are named like {known[0]}; rename or remove it, or take kind folder for classes of your own",
+    )
 
 
 def _advise_layout(kind: Kind) -> str:

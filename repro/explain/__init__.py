@@ -1,1 +1,3 @@
-"""Looking inside trained models: inner gradients and losses, receptive fields, and the effect of a changed inner learner."""
+"""Looking inside trained models: inner gradients and losses, receptive fields, and the effect of a changed inner
+learner.
+"""

@@ -1,7 +1,9 @@
-"""Where tokens look: the softmax of a ViT's attention, and the implicit attention of what takes its place in a linearised ViT.
+"""Where tokens look: the softmax of a ViT's attention, and the implicit attention of what takes its place in a
+linearised ViT.
 
-The implicit attention is A(i, j) = ‖∂o_i/∂v_j‖_F / √d of a head with values v_j and outputs o_i of d dimensions, before the output
-projection. For softmax attention, where o_i = Σ_j a_ij v_j, it is the weight a_ij itself; a mixer that has no such weights has it too.
+The implicit attention is A(i, j) = ‖∂o_i/∂v_j‖_F / √d of a head with values v_j and outputs o_i of d dimensions, before
+the output projection. For softmax attention, where o_i = Σ_j a_ij v_j, it is the weight a_ij itself; a mixer that has
+no such weights has it too.
 
 Shape suffixes: L layers, B images, h heads, n tokens that look, N patch tokens, C = h·d channels.
 """
@@ -26,7 +28,8 @@ class Look:
 
     Args:
         share: (L, B, h, n, N) of a token's attention that each patch has; a row adds up to 1.
-        shift_ratio: (L,) ‖mean of the keys‖ / mean of ‖key‖ over an image's patches, all heads together, averaged over the images.
+        shift_ratio: (L,) ‖mean of the keys‖ / mean of ‖key‖ over an image's patches, all heads together, averaged over
+            the images.
         grid: (h, w) of the patches.
     """
 
@@ -44,8 +47,8 @@ def choose_tokens(grid: Grid) -> list[int]:
 def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) -> Look:
     """Where the tokens of `choose_tokens` look in inputs (N,3,H,W), and how far the keys are shifted.
 
-    Class tokens and registers are left out of the patches' shares. The model is in eval mode, and a t5 or a ViT of timm, whose attention
-    is softmax(qkᵀ d^-½); another one is a ValueError.
+    Class tokens and registers are left out of the patches' shares. The model is in eval mode, and a t5 or a ViT of
+    timm, whose attention is softmax(qkᵀ d^-½); another one is a ValueError.
     """
     layers = _find_layers(model)
     prefix = 0 if isinstance(model, T5) else model.num_prefix_tokens
@@ -56,7 +59,10 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
         with torch.no_grad():
             projections = _project(model, layers, part)
         with torch.enable_grad():
-            found = [_look(layer, *qkv, grid, [prefix + i for i in chosen]) for layer, qkv in zip(layers, projections, strict=True)]
+            found = [
+                _look(layer, *qkv, grid, [prefix + i for i in chosen])
+                for layer, qkv in zip(layers, projections, strict=True)
+            ]
         share = torch.stack(found)[..., prefix:]
         shares.append(share / share.sum(-1, keepdim=True))
         ratios.append(torch.stack([measure_shift_ratio(k[:, prefix:]) for _, k, _ in projections]))
@@ -70,16 +76,24 @@ def find_grid(model: nn.Module, images: Tensor) -> Grid:
 
 
 def measure_shift_ratio(k_BNC: Tensor) -> Tensor:
-    """Keys (B, N, C) -> (B,) ‖mean over the tokens‖ / mean over the tokens of ‖k‖: 1 for equal keys, about 1/√N for independent ones."""
+    """Keys (B, N, C) -> (B,) ‖mean over the tokens‖ / mean over the tokens of ‖k‖: 1 for equal keys, about 1/√N for
+    independent ones.
+    """
     return k_BNC.mean(1).norm(dim=-1) / k_BNC.norm(dim=-1).mean(1)
 
 
 def measure_implicit_attention(
-    mix: Callable[[Tensor, Tensor, Tensor], Tensor], q_BNC: Tensor, k_BNC: Tensor, v_BNC: Tensor, num_heads: int, tokens: Sequence[int]
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q_BNC: Tensor,
+    k_BNC: Tensor,
+    v_BNC: Tensor,
+    num_heads: int,
+    tokens: Sequence[int],
 ) -> Tensor:
     """A(i, j) of the tokens i: (B, h, n, N), by autograd.
 
-    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). An image's outputs depend on no other image, and a head's on no other head's v.
+    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). An image's outputs depend on no other image, and a head's on
+    no other head's v.
     """
     v = v_BNC.detach().requires_grad_()
     out = mix(q_BNC, k_BNC, v).unflatten(2, (num_heads, -1))
@@ -95,9 +109,9 @@ def measure_implicit_attention(
 def summarise_looks(looks: Mapping[str, Look], reference: str | None) -> dict[str, dict[str, list[float]]]:
     """Numbers by layer of each look, averaged over images, heads and tokens.
 
-    `shift_ratio` as in `Look`; `reach_patches`, the mean distance of a token from the patches that it looks at; `peak_percent`, the share
-    of the patch that it looks at most; and for looks other than the reference `overlap_percent`, Σ_j min(share, share of the reference).
-    `even` is what looking everywhere alike gives.
+    `shift_ratio` as in `Look`; `reach_patches`, the mean distance of a token from the patches that it looks at;
+    `peak_percent`, the share of the patch that it looks at most; and for looks other than the reference
+    `overlap_percent`, Σ_j min(share, share of the reference). `even` is what looking everywhere alike gives.
     """
     first = next(iter(looks.values()))
     distance = _distances(first.grid, first.share)
@@ -116,16 +130,23 @@ def summarise_looks(looks: Mapping[str, Look], reference: str | None) -> dict[st
 def _find_layers(model: nn.Module) -> list[nn.Module]:
     layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
     known = all(isinstance(layer, InnerMixer | Attention) for layer in layers)
-    plain = known and all(isinstance(getattr(layer, name, None), nn.Identity | None) for layer in layers for name in ("q_norm", "k_norm"))
+    plain = known and all(
+        isinstance(getattr(layer, name, None), nn.Identity | None) for layer in layers for name in ("q_norm", "k_norm")
+    )
     if not layers or not plain:
-        raise ValueError(f"{type(model).__name__} has no softmax attention, and nothing that was put in the place of one")
+        raise ValueError(
+            f"{type(model).__name__} has no softmax attention, and nothing that was put in the place of one"
+        )
     return layers
 
 
 def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> list[tuple[Tensor, ...]]:
     """q, k and v (B, N, C) of each layer, tokens that are no patches included."""
     found: list[tuple[Tensor, ...]] = []
-    hooks = [layer.qkv.register_forward_hook(lambda module, args, out: found.append(out.chunk(3, dim=-1))) for layer in layers]
+    hooks = [
+        layer.qkv.register_forward_hook(lambda module, args, out: found.append(out.chunk(3, dim=-1)))
+        for layer in layers
+    ]
     try:
         model(images)
     finally:

@@ -1,4 +1,6 @@
-"""The figures of interpretability: PNG files at `path`, with `caption` below the panels. Equal numbers give equal bytes."""
+"""The figures of interpretability: PNG files at `path`, with `caption` below the panels. Equal numbers give equal
+bytes.
+"""
 
 import itertools
 import textwrap
@@ -21,9 +23,14 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 
 def draw_gradients(
-    path: Path, pictures: Sequence[np.ndarray], maps: Mapping[str, ArrayLike], tops: Mapping[str, Mapping[str, ArrayLike]], caption: str
+    path: Path,
+    pictures: Sequence[np.ndarray],
+    maps: Mapping[str, ArrayLike],
+    tops: Mapping[str, Mapping[str, ArrayLike]],
+    caption: str,
 ) -> None:
-    """Fig. 3, 9 and 10: a row for each picture and state of the weights, with the maps of the layers, their mean, and marked tokens.
+    """Fig. 3, 9 and 10: a row for each picture and state of the weights, with the maps of the layers, their mean, and
+    marked tokens.
 
     Args:
         pictures: (H,W,3) uint8, as the model sees them.
@@ -58,10 +65,13 @@ def draw_gradients(
     _save(figure, path, caption)
 
 
-def draw_fields(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str) -> None:
+def draw_fields(
+    path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str
+) -> None:
     """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
 
-    `fields` maps a label to contributions (H,W), or to the reason why there are none; `shapes` has the fields that exist in numbers.
+    `fields` maps a label to contributions (H,W), or to the reason why there are none; `shapes` has the fields that
+    exist in numbers.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
@@ -74,12 +84,15 @@ def draw_fields(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapp
         panel.set_title(label, fontsize=10)
         panel.set_box_aspect(1)
         if isinstance(field, str):
-            panel.text(0.5, 0.5, textwrap.fill(field, 24), ha="center", va="center", fontsize=8, transform=panel.transAxes)
+            panel.text(
+                0.5, 0.5, textwrap.fill(field, 24), ha="center", va="center", fontsize=8, transform=panel.transAxes
+            )
             continue
         values = np.log10(np.maximum(field / field.max(), 10.0**-DECADES))
         shown = panel.imshow(values, cmap="viridis", vmin=-DECADES, vmax=0)
         shape = shapes[label]
-        size, radii = f"{field.shape[0]} × {field.shape[1]} px", f"{shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px"
+        size = f"{field.shape[0]} × {field.shape[1]} px"
+        radii = f"{shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px"
         panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
     _hide_ticks(axes)
     if shown is not None:
@@ -89,8 +102,12 @@ def draw_fields(path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapp
     _save(figure, path, caption)
 
 
-def draw_radial_profiles(path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str) -> None:
-    """The share of each receptive field within a distance of its centre, beside `even`: label and shape of an even field."""
+def draw_radial_profiles(
+    path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str
+) -> None:
+    """The share of each receptive field within a distance of its centre, beside `even`: label and shape of an even
+    field.
+    """
     figure, axes = _figure(1, 1, 4.6)
     panel = axes[0, 0]
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
@@ -136,7 +153,8 @@ def draw_attention(
     grid: tuple[int, int],
     caption: str,
 ) -> None:
-    """Where the central one of the chosen tokens looks, a row for each picture and state with a map for each layer; below, numbers by layer.
+    """Where the central one of the chosen tokens looks, a row for each picture and state with a map for each layer;
+    below, numbers by layer.
 
     Args:
         pictures: (H,W,3) uint8, as the model sees them.
@@ -149,16 +167,24 @@ def draw_attention(
     token = choose_tokens(grid)[tokens // 2]
     rows, side = len(pictures) * len(shares), (WIDTH - 0.9) / max(layers + 1, 8)
     labels = {"shift_ratio": "shift ratio of the keys", "reach_patches": "reach (patches)", "peak_percent": "peak (%)"}
-    labels |= {"overlap_percent": "overlap with the teacher (%)"} if any("overlap_percent" in own for own in numbers.values()) else {}
+    labels |= (
+        {"overlap_percent": "overlap with the teacher (%)"}
+        if any("overlap_percent" in own for own in numbers.values())
+        else {}
+    )
     figure, (upper, lower) = _subfigures((rows * side + 0.6, 2.6))
     axes = upper.subplots(rows, layers + 1, squeeze=False)
     for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in shares):
         high, wide = (size / count for size, count in zip(pictures[n].shape[:2], grid, strict=True))
         axes[row, 0].imshow(pictures[n])
-        axes[row, 0].plot((token % grid[1] + 0.5) * wide, (token // grid[1] + 0.5) * high, "s", color=MARK, markersize=4)
+        axes[row, 0].plot(
+            (token % grid[1] + 0.5) * wide, (token // grid[1] + 0.5) * high, "s", color=MARK, markersize=4
+        )
         axes[row, 0].set_ylabel(state, fontsize=8)
         for layer in range(layers):
-            shown = axes[row, 1 + layer].imshow(shares[state][layer, n, tokens // 2].reshape(grid), cmap="viridis", vmin=0)
+            shown = axes[row, 1 + layer].imshow(
+                shares[state][layer, n, tokens // 2].reshape(grid), cmap="viridis", vmin=0
+            )
     for panel, title in zip(axes[0], ("picture", *(f"layer {i + 1}" for i in range(layers))), strict=True):
         panel.set_title(title, fontsize=8)
     _hide_ticks(axes.flat)
@@ -174,7 +200,13 @@ def draw_attention(
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    lower.legend(*lower.axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=len(numbers), frameon=False, fontsize=8)
+    lower.legend(
+        *lower.axes[1].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=len(numbers),
+        frameon=False,
+        fontsize=8,
+    )
     _save(figure, path, caption)
 
 

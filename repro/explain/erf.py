@@ -1,8 +1,9 @@
 """The effective receptive field of the central unit (Fig. 8), as a map and in numbers.
 
-After Luo et al. (2016), with the y of Ding et al. (2022, RepLKNet): the contribution of a pixel is |∂y/∂x|, summed over its colours
-and averaged over images, where y is the sum of the positive values at the central position of the last feature map, after the final
-norm. A plain sum over channels would be meaningless, because LayerNorms remove the mean over channels.
+After Luo et al. (2016), with the y of Ding et al. (2022, RepLKNet): the contribution of a pixel is |∂y/∂x|, summed over
+its colours and averaged over images, where y is the sum of the positive values at the central position of the last
+feature map, after the final norm. A plain sum over channels would be meaningless, because LayerNorms remove the mean
+over channels.
 """
 
 import dataclasses
@@ -21,10 +22,12 @@ class FieldShape:
     Args:
         share_within: the share of the contributions within 0, 1, 2, … pixels of the centre.
         radius_50_px, radius_90_px: the distance in pixels within which 50 % and 90 % of the contributions lie.
-        anisotropy: the share of the contributions inside the largest circle around the centre that would have to move along their
-            ring (one patch wide) to be spread evenly over its eight sectors: 0 for a radial field, 7/8 for a ray.
-        share_ahead: the contributions from patches after the central one in row-major order, as a share of those from before and
-            after it: 0 for a model with only a forward scan, 1/2 for one that sees both sides alike, None if the central patch
+        anisotropy: the share of the contributions inside the largest circle around the centre that would have to move
+            along their ring (one patch wide) to be spread evenly over its eight sectors: 0 for a radial field, 7/8 for
+            a ray.
+        share_ahead: the contributions from patches after the central one in row-major order, as a share of those from
+            before and after it: 0 for a model with only a forward scan, 1/2 for one that sees both sides alike, None if
+                the central patch
             alone contributes.
     """
 
@@ -36,14 +39,17 @@ class FieldShape:
 
 
 def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The function from images (B,3,H,W) to a model's last feature map (B,C,h,w), after the final norm, without class tokens."""
+    """The function from images (B,3,H,W) to a model's last feature map (B,C,h,w), after the final norm, without class
+    tokens.
+    """
     return lambda x: model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[0]
 
 
 def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
     """The pixel, as (row, column), at which the central position of a model's last feature map looks.
 
-    For a model with patches it is the middle of the patch; position i of convolutions with symmetric padding looks at i·stride.
+    For a model with patches it is the middle of the patch; position i of convolutions with symmetric padding looks at
+    i·stride.
     """
     stride = model.feature_info[-1]["reduction"]
     middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0
@@ -52,7 +58,8 @@ def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, f
 
 
 def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:
-    """The contributions (H,W), in fp64, of the pixels of images (N,3,H,W) to the central position (h // 2, w // 2) of a feature map.
+    """The contributions (H,W), in fp64, of the pixels of images (N,3,H,W) to the central position (h // 2, w // 2) of a
+    feature map.
 
     `features` maps images to (B,C,h,w), where images must not affect each other.
     """
@@ -85,7 +92,9 @@ def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) 
         return float(radii[min(int(torch.searchsorted(shares, share)), len(radii) - 1)])
 
     # the last pixel within each whole distance; there may be none within 0
-    last = torch.searchsorted(radii, torch.arange(int(radii[-1]) + 2, dtype=radii.dtype, device=radii.device), right=True)
+    last = torch.searchsorted(
+        radii, torch.arange(int(radii[-1]) + 2, dtype=radii.dtype, device=radii.device), right=True
+    )
     share_within = torch.cat((shares.new_zeros(1), shares))[last]
     return FieldShape(
         share_within=share_within.tolist(),

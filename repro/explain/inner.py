@@ -1,4 +1,6 @@
-"""The inner learner observed and made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), the reconstruction loss (Fig. 11)."""
+"""The inner learner observed and made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), the reconstruction loss
+(Fig. 11).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +19,11 @@ Run = Callable[[Arguments], Tensor]  # the operator itself: arguments -> out (B,
 
 
 class OverrideTTTLinear(TorchDispatchMode):
-    """Within the context, `replacement(arguments, run)` computes the output of every call of TTT-Linear; only without gradients.
+    """Within the context, `replacement(arguments, run)` computes the output of every call of TTT-Linear; only without
+    gradients.
 
-    No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can intercept, as
-    FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
+    No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can
+    intercept, as FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
     """
 
     def __init__(self, replacement: Callable[[Arguments, Run], Tensor]):
@@ -36,7 +39,9 @@ class OverrideTTTLinear(TorchDispatchMode):
 
 
 @torch.no_grad()
-def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor], batch_size: int = 32) -> Tensor:
+def reduce_layers(
+    model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor], batch_size: int = 32
+) -> Tensor:
     """Run a model in eval mode on inputs (N,3,H,W), and reduce what the inner learners of each of its L layers did.
 
     `reduce` maps the arguments and the inner learning of a layer to (B, ...); the result is (N, L, ...).
@@ -58,17 +63,20 @@ def reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments,
         if not layers:
             raise ValueError(f"{type(model).__name__} has no inner learner of Vision-TTT")
         if len(layers) != len(model.blocks):
-            raise ValueError("the reading learning_rate=per_direction runs each direction by itself, which cannot be drawn")
+            raise ValueError(
+                "the reading learning_rate=per_direction runs each direction by itself, which cannot be drawn"
+            )
         batches.append(torch.stack(layers, 1))
     return torch.cat(batches)
 
 
 def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
-    """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at the start state W of its chunk, summed over heads and directions.
+    """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at the start state W of its chunk, summed over heads and
+    directions.
 
-    ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖. The gradient G_t of the bias is left out, because Eq. 6
-    concerns W only. For inputs (N,3,H,W) of a Vittt in eval mode with L layers the maps are (N, L, h, w), class tokens left out;
-    another model is a ValueError.
+    ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖. The gradient G_t of the bias is left out,
+    because Eq. 6 concerns W only. For inputs (N,3,H,W) of a Vittt in eval mode with L layers the maps are (N, L, h, w),
+    class tokens left out; another model is a ValueError.
     """
     found = reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
     grid = model.grid_of(*images.shape[-2:])
@@ -77,7 +85,9 @@ def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
-    """The patch tokens, as a mask (h,w), in the first chunk of a direction, which has learned nothing about the image before it."""
+    """The patch tokens, as a mask (h,w), in the first chunk of a direction, which has learned nothing about the image
+    before it.
+    """
     positions = model.prefix_positions(grid[0] * grid[1])
     count = grid[0] * grid[1] + len(positions)
     place = torch.arange(count)
@@ -88,7 +98,9 @@ def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
 
 
 def select_top_tokens(maps: Tensor, among: Tensor) -> Tensor:
-    """Maps (..., h, w) -> a mask of that shape: the 30 %, rounded, with the largest values among the tokens of the mask `among` (h,w)."""
+    """Maps (..., h, w) -> a mask of that shape: the 30 %, rounded, with the largest values among the tokens of the mask
+    `among` (h,w).
+    """
     values = maps.masked_fill(~among.to(maps.device), -torch.inf).flatten(-2)
     chosen = values.topk(round(TOP_SHARE * int(among.sum())), dim=-1).indices
     return torch.zeros_like(values, dtype=torch.bool).scatter(-1, chosen, True).view_as(maps)
@@ -97,8 +109,8 @@ def select_top_tokens(maps: Tensor, among: Tensor) -> Tensor:
 def mark_tokens(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
     """Masks of the 30 % of the tokens with the largest mean over the layers of maps (N,L,h,w).
 
-    `all` marks among all tokens, `later` among those after the first chunks. The first chunk of a direction is learned from the
-    initial state, so its gradients are large whatever the image shows.
+    `all` marks among all tokens, `later` among those after the first chunks. The first chunk of a direction is learned
+    from the initial state, so its gradients are large whatever the image shows.
     """
     everywhere = torch.ones(maps.shape[-2:], dtype=torch.bool)
     places = {"all": everywhere, "later": everywhere & ~find_first_chunks(model, tuple(maps.shape[-2:]))}
@@ -108,7 +120,7 @@ def mark_tokens(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
 def compute_reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:
     """ℓ_t = ½‖LN(K_t W + β) − (V_t − K_t)‖² at the start state of the token's chunk, averaged over heads and images.
 
-    Only the forward scan counts. For the inputs and errors of `compute_gradient_maps` the losses are (L, T), in scan order, with class
-    tokens in their places.
+    Only the forward scan counts. For the inputs and errors of `compute_gradient_maps` the losses are (L, T), in scan
+    order, with class tokens in their places.
     """
     return reduce_layers(model, images, lambda arguments, inner: inner.loss[:, :, 0].mean(-1)).mean(0)

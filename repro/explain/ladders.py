@@ -1,4 +1,5 @@
-"""Probes of the ladders: a trained ViT³ or LaCT with another inner loop, its weights unchanged, and the inner losses of every layer.
+"""Probes of the ladders: a trained ViT³ or LaCT with another inner loop, its weights unchanged, and the inner losses of
+every layer.
 
 See `repro.explain.probes` for those of Vittt, whose operator is observed instead.
 """
@@ -62,7 +63,9 @@ class InnerLosses:
         """Before and after."""
         return self.before / self.count, self.after / self.count
 
-    def _learn(self, run: Callable[..., Tensor], loop: Any, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    def _learn(
+        self, run: Callable[..., Tensor], loop: Any, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> Tensor:
         if isinstance(loop, fast_weights.FastLoop):
             at_end = dataclasses.replace(loop, order="end")
             self._note(fast_weights.read_out(weights, k), run(at_end, weights, k, k, v, *rest), v)

@@ -1,8 +1,10 @@
-"""Probes: a trained model runs with a changed inner loop, after Liu et al., "Test-Time Training with KV Binding Is Secretly Linear
+"""Probes: a trained model runs with a changed inner loop, after Liu et al., "Test-Time Training with KV Binding Is
+Secretly Linear
 Attention" (sections 4.1, 4.2 and 4.4).
 
-A probe changes only the inner loop, in every layer and direction, and keeps the weights. Liu et al. changed the number of steps in
-this way too. For ascent and q = k, however, they trained their models with the change, so that the models could adapt.
+A probe changes only the inner loop, in every layer and direction, and keeps the weights. Liu et al. changed the number
+of steps in this way too. For ascent and q = k, however, they trained their models with the change, so that the models
+could adapt.
 """
 
 import functools
@@ -18,7 +20,10 @@ from .inner import Run
 KNOWN = "steps=K, ascent, q_is_k"
 # kind -> what it changes beside the number of steps, and what Liu et al. report
 _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
-    "steps": (lambda o: o, "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)"),
+    "steps": (
+        lambda o: o,
+        "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)",
+    ),
     "ascent": (
         lambda o: o._replace(lr=-o.lr),
         "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), both trained that way; we do not retrain",
@@ -44,11 +49,12 @@ def describe_reported(name: str) -> str:
 
 
 class Probe:
-    """A replacement for `repro.explain.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it fits.
+    """A replacement for `repro.explain.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it
+    fits.
 
     Args:
-        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place of q (also
-            in the residual of f(q) = q + LN(qW + β)). `steps=1` is the unchanged model.
+        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place
+            of q (also in the residual of f(q) = q + LN(qW + β)). `steps=1` is the unchanged model.
 
     Raises:
         ValueError: an unknown name.
@@ -67,7 +73,9 @@ class Probe:
         return out
 
     def inner_losses(self) -> tuple[float, float]:
-        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far; without any, a ValueError."""
+        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far; without any, a
+        ValueError.
+        """
         if not self._count:
             raise ValueError("the model has no inner learner of Vision-TTT")
         return self._before / self._count, self._after / self._count
@@ -76,11 +84,12 @@ class Probe:
 def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one reached.
 
-    All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns from the later
-    tokens of its chunk; the last step is the unchanged dual form. A single step is the operator itself.
+    All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns
+    from the later tokens of its chunk; the last step is the unchanged dual form. A single step is the operator itself.
 
     Returns:
-        out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state of its chunk.
+        out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state
+        of its chunk.
     """
     found = [_one_direction(arguments, r, steps) for r in range(len(arguments.reverse))]
     return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
@@ -98,7 +107,9 @@ def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Te
     for start in range(0, T, arguments.chunk_size):
         Q, K, V, rate = (x[:, start : start + arguments.chunk_size] for x in (q, k, v, lr))
         n = K.shape[1]
-        learn = functools.partial(ttt_linear_dual, Q, K, V, rate, c[:n], chunk_size=n, eps=arguments.eps, return_inner=True)
+        learn = functools.partial(
+            ttt_linear_dual, Q, K, V, rate, c[:n], chunk_size=n, eps=arguments.eps, return_inner=True
+        )
         out, inner = learn(W, b, gamma, mu)
         before.append(inner.loss)
         for _ in range(steps):

@@ -39,11 +39,14 @@ class AttentionParams:
     seed: int
 
 
-def explain_attention(classifier: Classifier, images: Tensor, teacher: Path | None, output: Path, caption: str) -> dict[str, Any]:
+def explain_attention(
+    classifier: Classifier, images: Tensor, teacher: Path | None, output: Path, caption: str
+) -> dict[str, Any]:
     """Draw where the tokens of images uint8 (N,3,S,S) look, print the numbers by layer, and return them.
 
-    With the weights of the teacher from which the classifier was linearised, they are set beside the teacher's, and beside those of the
-    student before its training: with what it inherits, and new weights as they are drawn with seed 0.
+    With the weights of the teacher from which the classifier was linearised, they are set beside the teacher's, and
+    beside those of the student before its training: with what it inherits, and new weights as they are drawn with seed
+    0.
 
     Raises:
         UserError: a model without attention, or a teacher that is none of this student.
@@ -59,7 +62,8 @@ def explain_attention(classifier: Classifier, images: Tensor, teacher: Path | No
         except ValueError as error:
             raise UserError(f"{classifier.checkpoint.where}: {error}; use --map erf") from None
     numbers = summarise_looks(looks, TEACHER if teacher else None)
-    shown = torch.linspace(0, len(images) - 1, min(SHOWN, len(images))).round().long()  # images of a data set are in the order of classes
+    # images of a data set are in the order of classes
+    shown = torch.linspace(0, len(images) - 1, min(SHOWN, len(images))).round().long()
     pictures = list(images[shown].permute(0, 2, 3, 1).numpy())
     shares = {state: look.share.cpu()[:, shown] for state, look in looks.items()}
     draw_attention(output, pictures, shares, numbers, next(iter(looks.values())).grid, caption)
@@ -67,8 +71,12 @@ def explain_attention(classifier: Classifier, images: Tensor, teacher: Path | No
     return numbers
 
 
-def measure_on_data(classifier: Classifier, cell: DataCell, teacher: Path | None, output: Path, paths: Paths, runtime: Runtime) -> None:
-    """`explain_attention` of 32 images of the reported split of a data set, with a record under results/measured/<device>/attention."""
+def measure_on_data(
+    classifier: Classifier, cell: DataCell, teacher: Path | None, output: Path, paths: Paths, runtime: Runtime
+) -> None:
+    """`explain_attention` of 32 images of the reported split of a data set, with a record under
+    results/measured/<device>/attention.
+    """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
     images = classifier.read_images(subsample(tree, IMAGES, SEED))
@@ -77,23 +85,38 @@ def measure_on_data(classifier: Classifier, cell: DataCell, teacher: Path | None
     teacher_hash = open_weights(teacher).hash if teacher else None
     hashes = {"weights_hash": classifier.checkpoint.hash, "teacher_hash": teacher_hash}
     params = AttentionParams(model=classifier.name, images=len(images), seed=SEED, **hashes)
-    about = {"model": classifier.checkpoint.model, "data": cell.name, "split": tree.kind.reported_split, **dataclasses.asdict(params)}
+    about = {
+        "model": classifier.checkpoint.model,
+        "data": cell.name,
+        "split": tree.kind.reported_split,
+        **dataclasses.asdict(params),
+    }
     about["tokens"] = len(choose_tokens(find_grid(classifier.model, images)))
-    about |= {"options": {key: classifier.checkpoint.options[key] for key in _CHOICES if key in classifier.checkpoint.options}}
+    about |= {
+        "options": {key: classifier.checkpoint.options[key] for key in _CHOICES if key in classifier.checkpoint.options}
+    }
     about |= {} if teacher else {"teacher_hash_reason": "no teacher was named"}
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     code = [__name__, family_module(classifier.checkpoint.model)]
     identity = make_identity(paths.root, code, params, data_manifest=cell.manifest_path, **place)
-    folder = paths.measured(device_slug(device)) / "attention" / f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
+    folder = (
+        paths.measured(device_slug(device))
+        / "attention"
+        / f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
+    )
     write_record(folder, about | {"by_layer": numbers}, identity, time.monotonic() - started)
-    print(f"{output}: {min(SHOWN, len(images))} of {len(images)} images; the numbers are in {folder.relative_to(paths.root)}/metrics.json")
+    print(
+        f"{output}: {min(SHOWN, len(images))} of {len(images)} images; the numbers are in {folder.relative_to(paths.root)}/metrics.json"
+    )
 
 
 def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
     """The teacher, and the student before its training."""
     student, checkpoint = classifier.model, open_weights(teacher).require_classifier()
     if not isinstance(student, T5) or student.inner == "softmax":
-        raise UserError(f"explain: --teacher: {classifier.checkpoint.where} is no linearised model; leave the teacher out")
+        raise UserError(
+            f"explain: --teacher: {classifier.checkpoint.where} is no linearised model; leave the teacher out"
+        )
     model = checkpoint.build(classifier.transform.image_size).to(classifier.device)
     shell = read_shell(model, str(teacher))
     seed_everything(SEED)

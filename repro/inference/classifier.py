@@ -47,7 +47,8 @@ class Classifier:
     ) -> dict[str, float]:
         """`top1_percent`, `top5_percent`, `held_out_loss` and `held_out_images` over the reported split of a tree.
 
-        `workers` processes read the images; `bf16` and `fp16` run under autocast; `progress` is told the number of finished images.
+        `workers` processes read the images; `bf16` and `fp16` run under autocast; `progress` is told the number of
+        finished images.
         """
         loader = EvalLoader(self._dataset(tree), batch_size=batch_size, workers=workers, device=self.device)
         try:
@@ -80,7 +81,9 @@ def require_sizes(checkpoint: Checkpoint, device: torch.device, sizes: Sequence[
 
 @contextlib.contextmanager
 def one_line_errors(name: str, size: int) -> Iterator[None]:
-    """Around forward passes of a model: a size that it does not take is a UserError, too little memory on the GPU a RunError."""
+    """Around forward passes of a model: a size that it does not take is a UserError, too little memory on the GPU a
+    RunError.
+    """
     try:
         yield
     except torch.OutOfMemoryError:

@@ -33,21 +33,28 @@ FindPrinted = Callable[[str, int], str | None]  # registered name, side in pixel
 
 
 def evaluate(
-    paths: Paths, runtime: Runtime, data: str, request: EvaluateRequest, *, find_models: FindModels, find_printed: FindPrinted
+    paths: Paths,
+    runtime: Runtime,
+    data: str,
+    request: EvaluateRequest,
+    *,
+    find_models: FindModels,
+    find_printed: FindPrinted,
 ) -> None:
     """Evaluate each model at each size, print a line for each, and write the records.
 
-    They are results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; the name ends in a limit, and in a
-    dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several models fails, a line
-    on stderr says so and the others are evaluated.
+    They are results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; the name ends in a limit,
+    and in a dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several
+    models fails, a line on stderr says so and the others are evaluated.
 
-    `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and `find_printed` the
-    accuracy that the paper prints for a model, which is shown beside a full score.
+    `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and
+    `find_printed` the accuracy that the paper prints for a model, which is shown beside a full score.
 
     Raises:
-        UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together, or logits that
-            are not finite.
-        RunError: weights that cannot be fetched, or a GPU with too little memory; with several models, after the last one.
+        UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together,
+            or logits that are not finite.
+        RunError: weights that cannot be fetched, or a GPU with too little memory; with several models, after the last
+            one.
     """
     request.check()
     cell = open_cell(paths, runtime, data)
@@ -77,17 +84,28 @@ def evaluate(
 def check_limit(limit: int, images: int, split: str) -> None:
     """Raise a UserError for a limit that leaves out no image, or whose score would look like one of the whole split."""
     if limit >= images:
-        raise UserError(f"evaluate: --limit {limit}: the split {split} has {images} images; leave out --limit to use all of them")
+        raise UserError(
+            f"evaluate: --limit {limit}: the split {split} has {images} images; leave out --limit to use all of them"
+        )
     if limit == IMAGENET_1K.val:  # reports recognise a full score by this number
-        raise UserError(f"evaluate: --limit {limit}: is the size of ImageNet-1K's split and would be taken for it; give another number")
+        raise UserError(
+            f"evaluate: --limit {limit}: is the size of ImageNet-1K's split and would be taken for it; give another number"
+        )
 
 
 def _find_subjects(
     request: EvaluateRequest, classes: Sequence[str], data: str, find_models: FindModels
 ) -> Iterator[tuple[Checkpoint, tuple[int, ...]]]:
-    """The checkpoints with the sizes to evaluate them at, after a check that they fit the data; nothing is built or fetched."""
+    """The checkpoints with the sizes to evaluate them at, after a check that they fit the data; nothing is built or
+    fetched.
+    """
     if request.weights is not None:
-        found = [(open_weights(request.weights, model=request.models[0] if request.models else None).require_classifier(), None)]
+        found = [
+            (
+                open_weights(request.weights, model=request.models[0] if request.models else None).require_classifier(),
+                None,
+            )
+        ]
     elif request.table1:
         rows, left_out = find_models()
         print("\n".join(f"left out: {', '.join(labels)}: {reason}" for reason, labels in left_out.items()), flush=True)
@@ -136,21 +154,35 @@ class _Evaluation:
         request, checkpoint, size = self.request, classifier.checkpoint, classifier.transform.image_size
         split = self.cell.row.reported_split
         images = len(self.tree.splits[split].names)
-        with Progress(f"{classifier.name} at {size}", images, unit="images") as progress, one_line_errors(classifier.name, size):
+        with (
+            Progress(f"{classifier.name} at {size}", images, unit="images") as progress,
+            one_line_errors(classifier.name, size),
+        ):
             scores = classifier.measure_accuracy(
-                self.tree, batch_size=request.batch_size, workers=self.runtime.workers, dtype=request.dtype, progress=progress
+                self.tree,
+                batch_size=request.batch_size,
+                workers=self.runtime.workers,
+                dtype=request.dtype,
+                progress=progress,
             )
         if not math.isfinite(scores["held_out_loss"]):
             advice = "use --dtype fp32 or bf16" if request.dtype == "fp16" else "its training went wrong"
             raise UserError(f"{checkpoint.where} at {size}: logits are not finite in {request.dtype}; {advice}")
         metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "split": split}
-        metrics |= {**checkpoint.facts, "weights_hash": checkpoint.hash, "image_size": size, "train_image_size": checkpoint.image_size}
+        metrics |= {
+            **checkpoint.facts,
+            "weights_hash": checkpoint.hash,
+            "image_size": size,
+            "train_image_size": checkpoint.image_size,
+        }
         if request.limit is not None:
             metrics |= {"limit": request.limit, "limit_seed": LIMIT_SEED}
         identity = make_identity(
             self.paths.root,
             [__name__, family_module(checkpoint.model)],
-            EvaluatedParams(model=checkpoint.name, weights_hash=checkpoint.hash, transform=classifier.transform, limit=request.limit),
+            EvaluatedParams(
+                model=checkpoint.name, weights_hash=checkpoint.hash, transform=classifier.transform, limit=request.limit
+            ),
             data_manifest=self.cell.manifest_path,
             device=device_label(self.device),
             dtype=request.dtype,
@@ -176,7 +208,8 @@ class _Evaluation:
 
 
 def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, with the size of the training marked) into a folder.
+    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, with the size of the training marked)
+    into a folder.
 
     `rows` are the metrics of evaluations of one model; `title` says which model and data.
     """

@@ -1,4 +1,6 @@
-"""What a trained classifier looks at and what its inner learner does: the work of `repro explain`, shared with `repro visualize`."""
+"""What a trained classifier looks at and what its inner learner does: the work of `repro explain`, shared with `repro
+visualize`.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,10 @@ Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 def find_snapshots(weights: Path) -> dict[int, Path]:
     """The snapshots that a training left beside a weights file: epoch -> file, in the order of the epochs."""
-    found = {re.fullmatch(r"epoch_(\d+)", file.stem): file for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")}
+    found = {
+        re.fullmatch(r"epoch_(\d+)", file.stem): file
+        for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")
+    }
     return dict(sorted((int(match[1]), file) for match, file in found.items() if match))
 
 
@@ -43,8 +48,8 @@ def require_png(output: Path) -> None:
 def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Path, teacher: Path | None = None) -> None:
     """Draw a map of pictures as a PNG, and print what it shows.
 
-    `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over the pictures; for
-    `attention` see `explain_attention`.
+    `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over
+    the pictures; for `attention` see `explain_attention`.
 
     Raises:
         UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have.
@@ -73,7 +78,9 @@ def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Pat
     print(f"{output}: {count}, {resized}; the model sees the central {size}x{size}")
 
 
-def _draw_inner_map(classifier: Classifier, images: Tensor, inputs: Tensor, map: Map, output: Path, caption: str) -> None:
+def _draw_inner_map(
+    classifier: Classifier, images: Tensor, inputs: Tensor, map: Map, output: Path, caption: str
+) -> None:
     weights = classifier.checkpoint.path
     snapshots = find_snapshots(weights) if weights else {}
 

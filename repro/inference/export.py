@@ -25,7 +25,8 @@ from ..models.weights import METADATA_KEY, read_metadata, save_weights
 Format = Literal["safetensors", "onnx", "torch_export"]
 Classify = Callable[[Tensor], Tensor]  # images (B, 3, S, S) -> logits (B, classes)
 SUFFIXES: dict[Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export": ".pt2"}
-# largest difference of a logit from the eager model's, as a share of the largest logit; the same code on the same weights gives 0
+# largest difference of a logit from the eager model's, as a share of the largest logit; the same code on the same
+# weights gives 0
 TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 COMPARED_BATCHES = 1, 3  # the graph is traced with another one
@@ -34,8 +35,8 @@ COMPARED_BATCHES = 1, 3  # the graph is traced with another one
 def export(weights: Path, format: Format, output: Path | None, image_size: int | None, verify: bool) -> None:
     """Write one file (for `safetensors` a folder with model.safetensors and config.json), whole or not at all.
 
-    ONNX and torch.export take images (B, 3, S, S) for any B and one S, normalised as the metadata say, and return logits
-    (B, classes). Both hold the model's fp32 graph in plain operations, which need no code of this project.
+    ONNX and torch.export take images (B, 3, S, S) for any B and one S, normalised as the metadata say, and return
+    logits (B, classes). Both hold the model's fp32 graph in plain operations, which need no code of this project.
 
     Args:
         weights: a file of a classifier of this project.
@@ -44,7 +45,8 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
         verify: read the file back with its own runtime and compare the logits.
 
     Raises:
-        UserError: weights that are not a classifier's, an output that exists, a size that the model does not take, a missing package.
+        UserError: weights that are not a classifier's, an output that exists, a size that the model does not take, a
+            missing package.
         RunError: a graph that the exporter refuses, or whose logits differ.
     """
     missing = [name for name in ONNX_PACKAGES if format == "onnx" and importlib.util.find_spec(name) is None]
@@ -76,12 +78,16 @@ def _build(checkpoint: Checkpoint, size: int) -> nn.Module:
         with torch.no_grad():
             model(torch.zeros(1, 3, size, size))
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"--image-size {size}: {checkpoint.model} does not take it: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"--image-size {size}: {checkpoint.model} does not take it: {str(error).splitlines()[0]}"
+        ) from None
     return model
 
 
 def _find_origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The hash of the weights; and the commit and the hash of the params that made them, if their record lies beside them."""
+    """The hash of the weights; and the commit and the hash of the params that made them, if their record lies beside
+    them.
+    """
     path = checkpoint.path.with_name("metrics.json")
     record = read_record(path) if path.is_file() else {"metrics": {}}
     if record["metrics"].get("weights_hash") != checkpoint.hash:
@@ -103,11 +109,17 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 
 def _write_timm(model: nn.Module, size: int, facts: dict[str, Any], folder: Path) -> Callable[[], Classify]:
-    """Write what `timm.create_model("local-dir:...", pretrained=True)` reads; its weights are also a weights file of this project."""
+    """Write what `timm.create_model("local-dir:...", pretrained=True)` reads; its weights are also a weights file of
+    this project.
+    """
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
     num_classes = len(facts["classes"])
-    layers = {key: model.pretrained_cfg[key] for key in ("first_conv", "classifier", "fixed_input_size") if key in model.pretrained_cfg}
+    layers = {
+        key: model.pretrained_cfg[key]
+        for key in ("first_conv", "classifier", "fixed_input_size")
+        if key in model.pretrained_cfg
+    }
     config = {
         "architecture": facts["model"],
         "model_args": {key: value for key, value in facts["options"].items() if key != "num_classes"},
@@ -135,12 +147,16 @@ def _one_line_errors(facts: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a model outside this project's families may hit in there
-        raise RunError(f"export: {facts['model']} has no such graph: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise RunError(
+            f"export: {facts['model']} has no such graph: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _write_torch_export(model: nn.Module, size: int, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
     with open(file, "wb") as stream:  # given a name, it would insist on one that ends in .pt2
-        torch.export.save(_trace(model, size, facts), stream, extra_files={f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)})
+        torch.export.save(
+            _trace(model, size, facts), stream, extra_files={f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)}
+        )
     return lambda: torch.export.load(file.open("rb")).module()
 
 

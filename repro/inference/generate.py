@@ -39,7 +39,9 @@ RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawer:
-    """A denoiser in eval mode on its device, with what is needed to draw with it; `decode` makes uint8 pictures of what it gives."""
+    """A denoiser in eval mode on its device, with what is needed to draw with it; `decode` makes uint8 pictures of what
+    it gives.
+    """
 
     name: str
     model: nn.Module
@@ -52,7 +54,8 @@ class Drawer:
 def draw_pictures(request: DrawRequest) -> None:
     """Write `<number>_<class>.png`, `grid.png` of the first pictures, and `samples.json` into the request's folder.
 
-    With a judge or an Inception file, the scores stand in samples.json and in a record under results/measured/<device>/draw.
+    With a judge or an Inception file, the scores stand in samples.json and in a record under
+    results/measured/<device>/draw.
 
     Raises:
         UserError: options, weights or files that do not fit; before anything is drawn. RunError: too little memory.
@@ -84,8 +87,17 @@ def draw_pictures(request: DrawRequest) -> None:
                 shown += [picture] if place < MOST_IN_GRID else []
             tally.add(batch, own)
     save_grid(torch.stack(shown), len(asked) if 1 < len(asked) <= COLUMNS else OF_EACH, request.output / GRID)
-    about = {"model": drawer.name, "weights": request.weights.name, "weights_hash": hash_file(request.weights), "samples": count}
-    about |= {"classes": [drawer.classes[label] for label in asked], "image_size": drawer.transform.image_size, "seed": request.seed}
+    about = {
+        "model": drawer.name,
+        "weights": request.weights.name,
+        "weights_hash": hash_file(request.weights),
+        "samples": count,
+    }
+    about |= {
+        "classes": [drawer.classes[label] for label in asked],
+        "image_size": drawer.transform.image_size,
+        "seed": request.seed,
+    }
     about |= {"sampling": dataclasses.asdict(drawer.sampling)}
     if judge is not None or inception is not None:
         about |= {"data": request.data, "real_images": real.seen} if real else {}
@@ -101,19 +113,25 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
     """The denoiser of a request.
 
     Raises:
-        UserError: weights that cannot be read, are of another task or do not fit; steps, guidance or a size out of range; a VAE that is
-            missing, is none, or is not needed.
+        UserError: weights that cannot be read, are of another task or do not fit; steps, guidance or a size out of
+            range; a VAE that is missing, is none, or is not needed.
     """
     path = request.weights
     if is_foreign(path):
         if request.model is None:
             raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
-        transform, sampling, name = {"image_size": RELEASED_SIZE, "latents": dataclasses.asdict(LatentSettings())}, {}, request.model
+        transform = {"image_size": RELEASED_SIZE, "latents": dataclasses.asdict(LatentSettings())}
+        sampling = {}
+        name = request.model
         state = read_denoiser(path, _require_denoiser(name))
         if "class_embed.weight" not in state:
             raise UserError(f"{path}: holds no embedding of classes, so it is no denoiser")
         options = {"num_classes": len(state["class_embed.weight"]) - 1}
-        classes = list_wnids() if options["num_classes"] == len(list_wnids()) else tuple(map(str, range(options["num_classes"])))
+        classes = (
+            list_wnids()
+            if options["num_classes"] == len(list_wnids())
+            else tuple(map(str, range(options["num_classes"])))
+        )
     else:
         checkpoint = open_weights(path, model=request.model)
         task = checkpoint.task or {"name": "classify"}
@@ -121,15 +139,17 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
             raise UserError(
                 f"{path}: holds a model that can {task['name']}, not generate; `repro generate --cell NAME` trains one that can"
             )
-        transform, sampling, name, options, classes = (
-            task["transform"],
-            task["sampling"],
-            checkpoint.model,
-            dict(checkpoint.options),
-            checkpoint.classes,
-        )
+        transform = task["transform"]
+        sampling = task["sampling"]
+        name = checkpoint.model
+        options = dict(checkpoint.options)
+        classes = checkpoint.classes
         state = read_denoiser(path, name)
-    transform = build(InputSettings, transform | ({} if request.image_size is None else {"image_size": request.image_size}), "generate")
+    transform = build(
+        InputSettings,
+        transform | ({} if request.image_size is None else {"image_size": request.image_size}),
+        "generate",
+    )
     try:
         model = build_denoiser(name, **options)
         model.grid_of(*transform.shape[1:])
@@ -142,10 +162,13 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
     return Drawer(name=name, model=model, transform=transform, sampling=sampling, classes=tuple(classes), decode=decode)
 
 
-def open_decoder(vae: Path | None, transform: InputSettings, device: torch.device, weights: Path) -> Callable[[Tensor], Tensor]:
+def open_decoder(
+    vae: Path | None, transform: InputSettings, device: torch.device, weights: Path
+) -> Callable[[Tensor], Tensor]:
     """From samples (B, K, h, w) to uint8 pictures (B, 1 or 3, H, W); see `open_drawer`.
 
-    A decoder takes the latents of one picture without their scale, (1, K, h, w) fp32, and gives (1, 3, H, W) in [-1, 1].
+    A decoder takes the latents of one picture without their scale, (1, K, h, w) fp32, and gives (1, 3, H, W) in [-1,
+    1].
     """
     if transform.latents is None:
         if vae is not None:
@@ -156,7 +179,9 @@ def open_decoder(vae: Path | None, transform: InputSettings, device: torch.devic
     if not vae.is_file():
         raise UserError(f"{vae}: no such VAE file")
     if vae.suffix == ".safetensors":
-        raise UserError(f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/training.md)")
+        raise UserError(
+            f"{vae}: holds weights without their model; export the decoder as TorchScript or .pt2 (docs/training.md)"
+        )
     side, about = transform.image_size, f"latents of shape {(1, *transform.shape)}"
     try:
         decoder = load_exported(vae, device) if vae.suffix == ".pt2" else load_script(vae, device)
@@ -184,7 +209,9 @@ def find_labels(text: str, classes: Sequence[str]) -> list[int]:
     if text.isdigit() and int(text) < len(classes):
         return [int(text)]
     hint = did_you_mean(text, classes) if not text.lstrip("-").isdigit() else ""
-    raise UserError(f"generate: --class-label {text}: no such class; the model knows 0 to {len(classes) - 1}, or their names{hint}")
+    raise UserError(
+        f"generate: --class-label {text}: no such class; the model knows 0 to {len(classes) - 1}, or their names{hint}"
+    )
 
 
 def _require_denoiser(name: str) -> str:
@@ -202,17 +229,25 @@ def _open_folder(folder: Path, names: Sequence[str]) -> None:
         raise UserError(f"--output {folder}: is a file or lies in one; name a folder")
     others = {file.name for file in folder.glob("*.png")} - {GRID, *names}
     if others:
-        raise UserError(f"--output {folder}: holds {len(others)} other pictures, e.g. {min(others)}; name another folder, or remove it")
+        raise UserError(
+            f"--output {folder}: holds {len(others)} other pictures, e.g. {min(others)}; name another folder, or remove it"
+        )
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def _describe(about: Mapping[str, Any]) -> list[str]:
     """The scores in words."""
-    found = {name: about[name] for name in ("judged_percent", "real_judged_percent", "fid", "sfid") if about.get(name) is not None}
+    found = {
+        name: about[name]
+        for name in ("judged_percent", "real_judged_percent", "fid", "sfid")
+        if about.get(name) is not None
+    }
     judged, real = found.pop("judged_percent", None), found.pop("real_judged_percent", None)
     words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
     words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
-    return [" ".join(words)] * bool(words) + [f"{'FID' if name == 'fid' else 'sFID'} {value:.2f}" for name, value in found.items()]
+    return [" ".join(words)] * bool(words) + [
+        f"{'FID' if name == 'fid' else 'sFID'} {value:.2f}" for name, value in found.items()
+    ]
 
 
 def _file_name(name: str) -> str:
@@ -229,7 +264,9 @@ def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progre
 
     try:
         with torch.inference_mode():
-            for part in draw_samples(drawer.model, diffusion, drawer.transform, labels, places, **shared, progress=count):
+            for part in draw_samples(
+                drawer.model, diffusion, drawer.transform, labels, places, **shared, progress=count
+            ):
                 yield drawer.decode(part)
     except RuntimeError as error:  # an OutOfMemoryError of a GPU is one, too
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -238,12 +275,16 @@ def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progre
 
 
 def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tally) -> Tally:
-    """What is said of the real pictures of the asked classes in the reported split of a data set, at the size of the samples."""
+    """What is said of the real pictures of the asked classes in the reported split of a data set, at the size of the
+    samples.
+    """
     tree = cell.open_tree()
     if tuple(tree.classes) != drawer.classes or cell.kind == "latents":
         raise UserError(f"generate: --data {cell.name}: holds no pictures of the classes that the denoiser knows")
     wanted = torch.tensor(asked)
-    loader = EvalLoader(open_split(tree, cell.row.reported_split, dataclasses.replace(drawer.transform, latents=None)), batch_size=BATCH)
+    loader = EvalLoader(
+        open_split(tree, cell.row.reported_split, dataclasses.replace(drawer.transform, latents=None)), batch_size=BATCH
+    )
     try:
         for pictures, labels in loader:
             chosen = torch.isin(labels, wanted)
@@ -255,15 +296,31 @@ def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tall
 
 
 def _record(
-    paths: Paths, request: DrawRequest, drawer: Drawer, asked: Sequence[int], about: dict[str, Any], device: torch.device, seconds: float
+    paths: Paths,
+    request: DrawRequest,
+    drawer: Drawer,
+    asked: Sequence[int],
+    about: dict[str, Any],
+    device: torch.device,
+    seconds: float,
 ) -> None:
     sampling = drawer.sampling
     files = tuple(hash_file(file) for file in (request.judge, request.inception, request.vae) if file is not None)
-    of = {"samples": about["samples"], "image_size": drawer.transform.image_size, "sampling": sampling, "seed": request.seed}
+    of = {
+        "samples": about["samples"],
+        "image_size": drawer.transform.image_size,
+        "sampling": sampling,
+        "seed": request.seed,
+    }
     params = DrawnParams(weights_hash=about["weights_hash"], labels=tuple(asked), files=files, **of)
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     manifest = {"data_manifest": manifest_path(paths, request.data)} if request.data else {}
     identity = make_identity(paths.root, [__name__, family_module(drawer.name)], params, **manifest, **place)
-    parts = [drawer.name, about["weights_hash"][:8], f"{sampling.sampler}{sampling.steps}", f"guidance{sampling.guidance:g}"]
+    parts = [
+        drawer.name,
+        about["weights_hash"][:8],
+        f"{sampling.sampler}{sampling.steps}",
+        f"guidance{sampling.guidance:g}",
+    ]
     parts += [f"{about['samples']}samples", f"seed{request.seed}", *([] if len(asked) > 1 else [f"class{asked[0]}"])]
     write_record(paths.measured(device_slug(device)) / "draw" / "_".join(parts), about, identity, seconds)

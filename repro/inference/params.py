@@ -31,9 +31,13 @@ class EvaluateRequest:
         if self.table1 and (self.weights is not None or self.models):
             raise UserError("evaluate: --table1 chooses models and weights itself; leave out --model and --weights")
         if self.weights is None and not self.table1 and not (self.models and self.pretrained):
-            raise UserError("evaluate: an untrained model has no accuracy; give --weights FILE, or --model NAME --pretrained")
+            raise UserError(
+                "evaluate: an untrained model has no accuracy; give --weights FILE, or --model NAME --pretrained"
+            )
         if self.weights is not None and len(self.models) > 1:
-            raise UserError(f"evaluate: a weights file holds one model, but {len(self.models)} are named; give one --model or none")
+            raise UserError(
+                f"evaluate: a weights file holds one model, but {len(self.models)} are named; give one --model or none"
+            )
         for option, values in (("--model", self.models), ("--image-size", self.image_sizes)):
             repeated = [value for index, value in enumerate(values) if value in values[:index]]
             if repeated:
@@ -79,7 +83,9 @@ class DrawRequest:
         if self.data is not None and self.inception is None and self.judge is None:
             raise UserError("generate: --data says what --inception and --judge compare with; give one of them")
         if self.inception_sha256 is not None and self.inception is None:
-            raise UserError("generate: --inception-sha256 is the hash of the file that --inception names; give that too")
+            raise UserError(
+                "generate: --inception-sha256 is the hash of the file that --inception names; give that too"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,9 @@ class DrawnParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A model of Fig. 8: a file of this project, with `model` an official file, or `model` alone for the weights that timm publishes."""
+    """A model of Fig. 8: a file of this project, with `model` an official file, or `model` alone for the weights that
+    timm publishes.
+    """
 
     weights: str | None = None
     model: str | None = None
@@ -112,7 +120,8 @@ class VisualizeParams:
     """The `visualize:` section.
 
     Args:
-        cell: a cell of `pretrain` with a snapshot of epoch 0, for the gradients, the reconstruction losses and the probes.
+        cell: a cell of `pretrain` with a snapshot of epoch 0, for the gradients, the reconstruction losses and the
+            probes.
         data: a cell of `prepare_data`, whose reported split is used.
         seed: of the draw of these images.
         images: number of images over which maps and losses are averaged (the paper: 128).

@@ -21,19 +21,23 @@ from ..tasks import load_tasks
 from ..tasks.spec import Predictor
 
 
-def predict_pictures(given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float) -> None:
-    """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write <output>/<picture>.png.
+def predict_pictures(
+    given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float
+) -> None:
+    """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write
+    <output>/<picture>.png.
 
     Args:
         given: pictures and folders of pictures.
         weights: a file of this project, for `task` where that is not None.
         output: the folder for drawings.
-        json: the file for the predictions; None writes those of detection and segmentation to <output>/predictions.json.
+        json: the file for the predictions; None writes those of detection and segmentation to
+            <output>/predictions.json.
         min_score: detections below are not drawn.
 
     Raises:
-        UserError: weights of another task, or two pictures that would be drawn to one file, before anything is written; pictures
-            that cannot be read, after the others.
+        UserError: weights of another task, or two pictures that would be drawn to one file, before anything is written;
+            pictures that cannot be read, after the others.
     """
     runtime = load_runtime(find_root())
     limit_pixels(runtime.max_pixels)
@@ -79,21 +83,26 @@ def predict_pictures(given: list[Path], weights: Path, task: str | None, output:
 def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
     """The given files, and the pictures in the given folders.
 
-    With `unique_names`, two pictures whose names differ only by folder or suffix are refused, for results in files of these names.
+    With `unique_names`, two pictures whose names differ only by folder or suffix are refused, for results in files of
+    these names.
 
     Raises:
         UserError: a folder without pictures, or names that are not unique.
     """
     files = []
     for path in given:
-        inside = sorted(each for each in path.iterdir() if each.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
+        inside = (
+            sorted(each for each in path.iterdir() if each.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
+        )
         if not inside:
             raise UserError(f"{path}: holds no picture ({', '.join(EXTENSIONS)})")
         files += inside
     stems = [path.stem for path in files]
     repeated = next((path for path in files if unique_names and stems.count(path.stem) > 1), None)
     if repeated is not None:
-        raise UserError(f"{repeated}: another picture is also named {repeated.stem}, and one result would replace the other; rename one")
+        raise UserError(
+            f"{repeated}: another picture is also named {repeated.stem}, and one result would replace the other; rename one"
+        )
     return files
 
 

@@ -30,7 +30,8 @@ class ProbeParams:
 
 
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> dict[str, float]:
-    """`top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` over the reported split with a changed inner loop.
+    """`top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` over the reported split with a
+    changed inner loop.
 
     An unknown probe, or a model without an inner learner, is a UserError.
     """
@@ -47,8 +48,8 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> di
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Paths, runtime: Runtime) -> None:
     """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe, and record them.
 
-    The record stands under results/measured/<device>/probes. Raises as `run_probe`; data with other classes than the model's are a
-    UserError, too.
+    The record stands under results/measured/<device>/probes. Raises as `run_probe`; data with other classes than the
+    model's are a UserError, too.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
@@ -83,7 +84,9 @@ def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Path
     write_record(folder, record, identity, time.monotonic() - started, name=name.replace("=", ""))
 
 
-def _run_operator(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], tuple[float, float]]:
+def _run_operator(
+    classifier: Classifier, tree: Tree, name: str, workers: int
+) -> tuple[dict[str, float], tuple[float, float]]:
     """Of Vittt, whose operator is observed."""
     probe = Probe("steps=1" if name == UNCHANGED else name)
     with OverrideTTTLinear(probe):
@@ -91,7 +94,9 @@ def _run_operator(classifier: Classifier, tree: Tree, name: str, workers: int) -
     return scores, probe.inner_losses()
 
 
-def _run_ladder(classifier: Classifier, tree: Tree, name: str, workers: int) -> tuple[dict[str, float], tuple[float, float]]:
+def _run_ladder(
+    classifier: Classifier, tree: Tree, name: str, workers: int
+) -> tuple[dict[str, float], tuple[float, float]]:
     """Rebuild a ladder with the probe's options and load the same weights."""
     checkpoint = classifier.checkpoint
     options = checkpoint.options if name == UNCHANGED else change_options(checkpoint.options, name)
@@ -99,5 +104,7 @@ def _run_ladder(classifier: Classifier, tree: Tree, name: str, workers: int) -> 
     model.load_state_dict(classifier.model.state_dict())
     losses = InnerLosses()
     with losses.observe(model):
-        scores = dataclasses.replace(classifier, model=model).measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
+        scores = dataclasses.replace(classifier, model=model).measure_accuracy(
+            tree, batch_size=BATCH_SIZE, workers=workers
+        )
     return scores, losses.means

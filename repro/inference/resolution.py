@@ -27,11 +27,12 @@ FIGURE = "accuracy_and_time.png"
 def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime) -> None:
     """Write results/resolution/{metrics.json, run.json} and a figure beside them.
 
-    Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch of them. Position
-    embeddings are resampled as for any other image size.
+    Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch
+    of them. Position embeddings are resampled as for any other image size.
 
     Raises:
-        UserError: missing data or weights, weights of other classes or another size than the rest, a size that a model does not take.
+        UserError: missing data or weights, weights of other classes or another size than the rest, a size that a model
+            does not take.
     """
     started = time.monotonic()
     device = choose_device(runtime.device)
@@ -42,7 +43,9 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
     checkpoints = {family: open_weights(paths.root / weights) for family, weights in params.models.items()}
     trained = {checkpoint.require_classifier().image_size for checkpoint in checkpoints.values()}
     if len(trained) > 1:
-        raise UserError(f"resolution.models: were trained at different image sizes ({', '.join(map(str, sorted(trained)))}); take one")
+        raise UserError(
+            f"resolution.models: were trained at different image sizes ({', '.join(map(str, sorted(trained)))}); take one"
+        )
     for checkpoint in checkpoints.values():
         require_same_classes(checkpoint, tree.classes, params.data)
         require_sizes(checkpoint, device, params.image_sizes)
@@ -53,7 +56,13 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
                 classifier = load_classifier(checkpoint, device, size)
                 with one_line_errors(checkpoint.name, size):
                     scores = classifier.measure_accuracy(tree, batch_size=params.batch_size, workers=runtime.workers)
-                row = {"family": family, "model": checkpoint.name, "weights_hash": checkpoint.hash, "image_size": [size, size], **scores}
+                row = {
+                    "family": family,
+                    "model": checkpoint.name,
+                    "weights_hash": checkpoint.hash,
+                    "image_size": [size, size],
+                    **scores,
+                }
                 row |= _time(classifier, params)
                 rows.append(row | {"noisy": find_noise(row)})
                 backends.add(kernel_backend(classifier.model, torch_dtype("fp32")))
@@ -61,7 +70,13 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
                 found = f"top-1 {row['top1_percent']:.2f} %, {row['latency_ms']:.3g} ms for each image"
                 progress.print(f"{checkpoint.name} at {size}: {found}")
     folder, split = paths.results / "resolution", cell.row.reported_split
-    metrics = {"data_set": cell.name, "split": split, "held_out_images": images, "train_image_size": trained.pop(), "evaluated": rows}
+    metrics = {
+        "data_set": cell.name,
+        "split": split,
+        "held_out_images": images,
+        "train_image_size": trained.pop(),
+        "evaluated": rows,
+    }
     modules = {family_module(checkpoint.model) for checkpoint in checkpoints.values()}
     identity = make_identity(
         paths.root,
@@ -81,9 +96,17 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
     figure, (accuracy, times) = new_figure(2)
     for family in dict.fromkeys(row["family"] for row in metrics["evaluated"]):
         label, colour, marker, line = STYLES[family]
-        rows = sorted((row for row in metrics["evaluated"] if row["family"] == family), key=lambda row: row["image_size"])
+        rows = sorted(
+            (row for row in metrics["evaluated"] if row["family"] == family), key=lambda row: row["image_size"]
+        )
         sizes = [row["image_size"][0] for row in rows]
-        style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "label": label.partition(",")[0]}
+        style = {
+            "color": colour,
+            "marker": marker,
+            "linestyle": line,
+            "markersize": 5,
+            "label": label.partition(",")[0],
+        }
         accuracy.plot(sizes, [row["top1_percent"] for row in rows], **style)
         times.plot(sizes, [row["latency_ms"] for row in rows], **style)
         noisy = [row for row in rows if row["noisy"]]
@@ -99,9 +122,7 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
     handles, labels = accuracy.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
     remark = "; hollow: noisy" if any(row["noisy"] for row in metrics["evaluated"]) else ""
-    title = (
-        f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}{remark}"
-    )
+    title = f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}{remark}"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
@@ -121,7 +142,13 @@ def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
             classifier.model(inputs)
             _synchronise(device)
             samples.append(1e3 * (time.perf_counter() - started) / params.batch_size)
-    about = {"status": "ok", "device": device_label(device), "threads": torch.get_num_threads(), "cores": usable_cores(), **load}
+    about = {
+        "status": "ok",
+        "device": device_label(device),
+        "threads": torch.get_num_threads(),
+        "cores": usable_cores(),
+        **load,
+    }
     return {"latency_ms": statistics.median(samples), "samples_ms": [round(sample, 4) for sample in samples], **about}
 
 

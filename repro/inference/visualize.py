@@ -1,4 +1,6 @@
-"""Gradient magnitude maps, receptive fields and reconstruction losses of trained cells, and their numbers: `repro visualize`."""
+"""Gradient magnitude maps, receptive fields and reconstruction losses of trained cells, and their numbers: `repro
+visualize`.
+"""
 
 import dataclasses
 import time
@@ -44,7 +46,9 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     weights = paths.cell("pretrain", params.cell) / "weights.safetensors"
     snapshots = find_snapshots(weights)
     if 0 not in snapshots:
-        raise UserError(f"{weights.parent}: no snapshot of epoch 0; add 0 to pretrain.{params.cell}.snapshot_epochs and train it again")
+        raise UserError(
+            f"{weights.parent}: no snapshot of epoch 0; add 0 to pretrain.{params.cell}.snapshot_epochs and train it again"
+        )
     classifier = load_classifier(open_weights(weights), device)
     states = {epoch: load_classifier(open_weights(file), device) for epoch, file in snapshots.items()}
     chosen, folder = subsample(tree, params.images, params.seed), paths.results / "visualize"
@@ -63,13 +67,20 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
             {"before": states[0], "after": classifier}, images, inputs, params.shown, cell.kind, folder, caption
         ),
     }
-    losses = {f"epoch {epoch}": inner.compute_reconstruction_losses(each.model, inputs).cpu() for epoch, each in states.items()}
+    losses = {
+        f"epoch {epoch}": inner.compute_reconstruction_losses(each.model, inputs).cpu()
+        for epoch, each in states.items()
+    }
     mean = f"forward scan, mean over {len(images)} images"
     draw.draw_losses(folder / "fig11_reconstruction.png", losses, f"{caption}; {mean}")
-    metrics["reconstruction_loss"] = {state.replace(" ", "_"): _summarise_losses(found) for state, found in losses.items()}
+    metrics["reconstruction_loss"] = {
+        state.replace(" ", "_"): _summarise_losses(found) for state, found in losses.items()
+    }
     metrics["receptive_fields"], modules = _compare_fields(params, paths, tree, device, folder)
     measured = subsample(tree, params.probe_images, params.seed)
-    metrics["probes"] = {name: run_probe(classifier, measured, name, runtime.workers) for name in ("steps=1", *params.probes)}
+    metrics["probes"] = {
+        name: run_probe(classifier, measured, name, runtime.workers) for name in ("steps=1", *params.probes)
+    }
     identity = make_identity(
         paths.root,
         [__name__, family_module(classifier.checkpoint.model), *modules],
@@ -90,7 +101,8 @@ def _compare_gradients(
     model = states["after"].model
     maps = {state: inner.compute_gradient_maps(each.model, inputs).cpu() for state, each in states.items()}
     tops = {state: inner.mark_tokens(model, found) for state, found in maps.items()}
-    places = torch.linspace(0, len(inputs) - 1, min(shown, len(inputs))).long()  # spread over the classes, in whose order images come
+    # spread over the classes, in whose order images come
+    places = torch.linspace(0, len(inputs) - 1, min(shown, len(inputs))).long()
     draw.draw_gradients(
         folder / "fig3_gradient_magnitude.png",
         list(images[places].permute(0, 2, 3, 1).numpy()),
@@ -109,10 +121,11 @@ def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, ink: Tensor | None) -> dict[str, Any]:
-    """Shares in percent for maps (N,L,h,w): of all gradients in marked tokens and first chunks, and of ink among marked tokens.
+    """Shares in percent for maps (N,L,h,w): of all gradients in marked tokens and first chunks, and of ink among marked
+    tokens.
 
-    `top30` are marked among all tokens, `later_top30` among those after the first chunks. The share of ink among all tokens of the
-    same kind stands beside each.
+    `top30` are marked among all tokens, `later_top30` among those after the first chunks. The share of ink among all
+    tokens of the same kind stands beside each.
     """
     mean = maps.mean(1)
     total = mean.sum((1, 2))
@@ -136,7 +149,9 @@ def _percent(shares: Tensor) -> float:
 
 
 def _summarise_losses(losses: Tensor) -> dict[str, Any]:
-    """For losses (L,T): the mean of each layer, the smallest, and their variation over tokens (deviation / mean, averaged over layers)."""
+    """For losses (L,T): the mean of each layer, the smallest, and their variation over tokens (deviation / mean,
+    averaged over layers).
+    """
     mean = losses.mean(1)
     variation = float((losses.std(1, correction=0) / mean).mean())
     return {"mean_by_layer": mean.tolist(), "smallest": float(losses.min()), "variation_over_tokens": variation}
@@ -160,7 +175,11 @@ def _compare_fields(
         shape, fields[label] = measure_field(classifier, classifier.to_inputs(classifier.read_images(chosen)))
         shapes[label] = shape
         modules.append(family_module(classifier.checkpoint.model))
-        numbers[label] = {"model": classifier.name, "image_size": classifier.transform.image_size, **dataclasses.asdict(shape)}
+        numbers[label] = {
+            "model": classifier.name,
+            "image_size": classifier.transform.image_size,
+            **dataclasses.asdict(shape),
+        }
         if source.weights:
             numbers[label]["weights"] = source.weights
         profile = list(enumerate(shape.share_within))[::PROFILE_STEP_PX]
@@ -170,18 +189,26 @@ def _compare_fields(
     images = f"mean over {params.field_images} {tree.kind.reported_split} images of {params.data}"
     caption = f"contributions of pixels to the central unit, {images}; {device_label(device)}"
     draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, caption)
-    even = torch.ones(next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64)
+    even = torch.ones(
+        next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64
+    )
     centre = tuple((side - 1) / 2 for side in even.shape)
     label = f"even over {even.shape[0]} × {even.shape[1]} px"
-    draw.draw_radial_profiles(folder / "fig8_radial_profile.png", shapes, (label, erf.describe_field(even, centre)), caption)
+    draw.draw_radial_profiles(
+        folder / "fig8_radial_profile.png", shapes, (label, erf.describe_field(even, centre)), caption
+    )
     return numbers, modules
 
 
 def _print_summary(metrics: dict[str, Any]) -> None:
     for state, numbers in metrics["gradient_magnitude"].items():
         on_ink = f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""
-        print(f"top 30 % of the gradients {state} training: {numbers['top30_in_first_chunks_percent']:.0f} % in first chunks{on_ink}")
+        print(
+            f"top 30 % of the gradients {state} training: {numbers['top30_in_first_chunks_percent']:.0f} % in first chunks{on_ink}"
+        )
     for label, field in metrics["receptive_fields"].items():
         print(f"{label}: {field['reason']}" if "reason" in field else f"{label}: anisotropy {field['anisotropy']:.3f}")
     for name, numbers in metrics["probes"].items():
-        print(f"{name}: top-1 {numbers['top1_percent']:.2f} %, inner loss after its steps {numbers['inner_loss_after']:.2f}")
+        print(
+            f"{name}: top-1 {numbers['top1_percent']:.2f} %, inner loss after its steps {numbers['inner_loss_after']:.2f}"
+        )

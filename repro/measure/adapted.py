@@ -1,12 +1,13 @@
 """What a plain backbone with its ViT-Adapter costs: the two counts of Table 2, without necks and heads.
 
-`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; `Cost.paper_terms` add up to
-their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for every output of a
-convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU and max pooling. The samples
-of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of 12 samples of N queries in the four
-injectors, and of 4 samples of 5.25·N queries in the first four extractors. With it, every row of ViT and VRWKV is the printed one
-to 0.06 % on the left and, by the digits printed there, to 0.25 % on the right. What a family's own papers count otherwise, the
-family says (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its blocks.
+`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; `Cost.paper_terms` add up
+to their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for
+every output of a convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU
+and max pooling. The samples of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of
+12 samples of N queries in the four injectors, and of 4 samples of 5.25·N queries in the first four extractors. With it,
+every row of ViT and VRWKV is the printed one to 0.06 % on the left and, by the digits printed there, to 0.25 % on the
+right. What a family's own papers count otherwise, the family says (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its
+blocks.
 """
 
 from collections import Counter
@@ -38,7 +39,8 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
     The backbone is a registered one with options, and is built for the size of its own training.
 
     Raises:
-        ValueError: a model without an adapter, a side that is not a multiple of 32, or an operator whose multiply-adds are unknown.
+        ValueError: a model without an adapter, a side that is not a multiple of 32, or an operator whose multiply-adds
+            are unknown.
     """
     if any(side % STRIDES[-1] for side in image_size):
         raise ValueError(f"{image_size[0]}x{image_size[1]}: not a multiple of {STRIDES[-1]}; the adapter would pad it")
@@ -60,9 +62,11 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
 
 
 def pyramid_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Cost:
-    """Parameters and multiply-adds of the maps for dense tasks, of one image of (H, W) pixels, by any backbone that has them.
+    """Parameters and multiply-adds of the maps for dense tasks, of one image of (H, W) pixels, by any backbone that has
+    them.
 
-    They are those of `adapted_cost` for a plain backbone, and the maps of its stages with their norms for a hierarchical one.
+    They are those of `adapted_cost` for a plain backbone, and the maps of its stages with their norms for a
+    hierarchical one.
 
     Raises:
         ValueError: an unknown model, one without such maps, or an operator whose multiply-adds are unknown.
@@ -73,7 +77,9 @@ def pyramid_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
     return Cost(sum(p.numel() for p in model.parameters()), counter.macs, "counter")
 
 
-def _build(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None) -> tuple[Pyramid, torch.Tensor]:
+def _build(
+    backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None
+) -> tuple[Pyramid, torch.Tensor]:
     with fused_attention(False), torch.device("meta"):
         return build_pyramid(backbone, options=options).eval(), torch.empty(1, 3, *image_size)
 

@@ -25,7 +25,12 @@ def fused_attention(enabled: bool) -> Iterator[None]:
 
 
 def create(
-    name: str, options: Mapping[str, Any], image_size: tuple[int, int], *, fused: bool = True, device: str | torch.device = "cpu"
+    name: str,
+    options: Mapping[str, Any],
+    image_size: tuple[int, int],
+    *,
+    fused: bool = True,
+    device: str | torch.device = "cpu",
 ) -> torch.nn.Module:
     """A registered model with options, in eval mode, for images (B, 3, H, W) of (H, W) pixels; see `fused_attention`.
 

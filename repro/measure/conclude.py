@@ -1,4 +1,6 @@
-"""Conclusions from the rows of a sweep: speed-ups, memory saved, crossovers, growth with the tokens, and agreement of two runs."""
+"""Conclusions from the rows of a sweep: speed-ups, memory saved, crossovers, growth with the tokens, and agreement of
+two runs.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,18 +16,23 @@ _GROWTH_FROM = 512  # pixels; below this, costs that do not grow with the tokens
 
 
 def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare the rows of `speed.measure`, pooled over their runs, and fit their growth; for the gates, see `op_rate.measure_gate`.
+    """Compare the rows of `speed.measure`, pooled over their runs, and fit their growth; for the gates, see
+    `op_rate.measure_gate`.
 
-    Only rows of one batch size, dtype, mode and compilation are set against each other. A noisy row gives no time: see `core.noise`.
+    Only rows of one batch size, dtype, mode and compilation are set against each other. A noisy row gives no time: see
+    `core.noise`.
 
     Returns:
-        `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, memory_saved_percent, crossover,
-        crossover_image_size}: Vittt against each other family at the largest image size where both ran. The numbers are None, with a
-        reason, where there is no such size, or where the other family is not known to be as fast as it should be. The speed-up is None,
-        with speedup_reason, where one of its rows is noisy; the crossover is among the image sizes without a noisy row.
-        `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent, latency_exponent,
-        memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its exponent, fitted from 512 pixels on;
-        the time without its noisy rows, whose sides are in `noisy_image_sizes`.
+        `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup,
+            memory_saved_percent, crossover,
+        crossover_image_size}: Vittt against each other family at the largest image size where both ran. The numbers are
+        None, with a reason, where there is no such size, or where the other family is not known to be as fast as it
+        should be. The speed-up is None, with speedup_reason, where one of its rows is noisy; the crossover is among the
+        image sizes without a noisy row.
+        `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent,
+            latency_exponent,
+        memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its exponent, fitted from
+        512 pixels on; the time without its noisy rows, whose sides are in `noisy_image_sizes`.
         `repeated`: {rows, overlap_percent} of the first two runs of the rows that were measured more than once.
     """
     pooled = mark_noise(pool_runs(rows))
@@ -56,17 +63,23 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
         rows: see `speed.measure`.
 
     Returns:
-        {speedup_at_<image_size>, memory_saved_at_<image_size>_percent}, both of them {name: {vs_deit_unfused, vs_deit_fused}}, where
-        None stands beside a reason. A noisy row gives no speed-up.
+        {speedup_at_<image_size>, memory_saved_at_<image_size>_percent}, both of them {name: {vs_deit_unfused,
+        vs_deit_fused}}, where None stands beside a reason. A noisy row gives no speed-up.
     """
-    at_size = {(row["model"], row["attention"]): row for row in mark_noise(rows) if row["image_size"] == [image_size, image_size]}
+    at_size = {
+        (row["model"], row["attention"]): row
+        for row in mark_noise(rows)
+        if row["image_size"] == [image_size, image_size]
+    }
     speedup, saved = {}, {}
     for name, (model, baseline) in pairs.items():
         speedup[name], saved[name] = {}, {}
         for attention in ("unfused", "fused"):
             ours, theirs = at_size.get((model, None)), at_size.get((baseline, attention))
             ratios = compare_rows(ours, theirs) if ours and theirs else (None, None)
-            for found, ratio, key in zip((speedup[name], saved[name]), ratios, ("latency_ms", "peak_memory_mib"), strict=True):
+            for found, ratio, key in zip(
+                (speedup[name], saved[name]), ratios, ("latency_ms", "peak_memory_mib"), strict=True
+            ):
                 found[f"vs_deit_{attention}"] = ratio
                 if ratio is None:
                     ends = [_describe(row, key) for row in (ours, theirs)]
@@ -77,7 +90,8 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
 def compare_rows(ours: Row, theirs: Row) -> tuple[float | None, float | None]:
     """How many times as fast `ours` is as `theirs`, and how many percent less memory it takes, of rows with `noisy`.
 
-    None where a row lacks the quantity, and no speed-up where one is noisy. Other work slows a step; it does not change its memory.
+    None where a row lacks the quantity, and no speed-up where one is noisy. Other work slows a step; it does not change
+    its memory.
     """
     is_known = ours["latency_ms"] and theirs["latency_ms"] and not (ours["noisy"] or theirs["noisy"])
     speedup = theirs["latency_ms"] / ours["latency_ms"] if is_known else None
@@ -91,8 +105,8 @@ def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[s
     Between two measured sizes, latency over side is taken as a straight line in logarithmic axes.
 
     Returns:
-        (`always` | `never` | `from` | `until` | `several`, the side in pixels where the two are equal; None where there is no such
-        side, or several).
+        (`always` | `never` | `from` | `until` | `several`, the side in pixels where the two are equal; None where there
+        is no such side, or several).
     """
     sides = sorted(ours.keys() & theirs.keys())
     ratios = [theirs[side] / ours[side] for side in sides]
@@ -123,17 +137,25 @@ def exponent(values: Mapping[int, float]) -> float | None:
 
 
 def overlap_percent(first: Iterable[Row], second: Iterable[Row]) -> float | None:
-    """The share of rows measured twice whose two 95 % intervals of the median overlap; None where no row has two intervals."""
-    intervals = [{row_key(row): row["latency_ms_ci95"] for row in rows if row.get("latency_ms_ci95")} for rows in (first, second)]
+    """The share of rows measured twice whose two 95 % intervals of the median overlap; None where no row has two
+    intervals.
+    """
+    intervals = [
+        {row_key(row): row["latency_ms_ci95"] for row in rows if row.get("latency_ms_ci95")} for rows in (first, second)
+    ]
     both = intervals[0].keys() & intervals[1].keys()
     if not both:
         return None
-    overlapping = sum(max(a[0], b[0]) <= min(a[1], b[1]) for a, b in ((intervals[0][key], intervals[1][key]) for key in both))
+    overlapping = sum(
+        max(a[0], b[0]) <= min(a[1], b[1]) for a, b in ((intervals[0][key], intervals[1][key]) for key in both)
+    )
     return 100 * overlapping / len(both)
 
 
 def _describe(row: Row | None, key: str) -> str:
-    """Say why a row gives no ratio: it is not in the params, it is noisy, it ended otherwise than `ok`, or it lacks the quantity."""
+    """Say why a row gives no ratio: it is not in the params, it is noisy, it ended otherwise than `ok`, or it lacks the
+    quantity.
+    """
     if row is None:
         return "not in params"
     if row["noisy"] and key == "latency_ms":
@@ -141,8 +163,12 @@ def _describe(row: Row | None, key: str) -> str:
     return f"without {key}" if row["status"] == "ok" and not row[key] else row["status"]
 
 
-def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    our_rows, their_rows = ({row["image_size"][0]: row for row in rows if row["status"] == "ok"} for rows in (ours, theirs))
+def _compare(
+    family: str, ours: Sequence[Row], theirs: Sequence[Row], gates: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    our_rows, their_rows = (
+        {row["image_size"][0]: row for row in rows if row["status"] == "ok"} for rows in (ours, theirs)
+    )
     both = sorted(our_rows.keys() & their_rows.keys())
     reason = _withhold(family, theirs, gates) or (None if both else "there is no image size at which both ran")
     if reason is not None:
@@ -159,7 +185,9 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row], gates: Seq
     quiet = [side for side in both if not (our_rows[side]["noisy"] or their_rows[side]["noisy"])]
     if not quiet:
         found |= {"crossover": None, "crossover_image_size": None}
-        return found | dict.fromkeys(("crossover_reason", "crossover_image_size_reason"), "a row of each image size is noisy")
+        return found | dict.fromkeys(
+            ("crossover_reason", "crossover_image_size_reason"), "a row of each image size is noisy"
+        )
     relation, side = crossover(*({side: rows[side]["latency_ms"] for side in quiet} for rows in (our_rows, their_rows)))
     found |= {"crossover": relation, "crossover_image_size": side}
     if side is None:

@@ -1,12 +1,13 @@
 """Parameters and multiply-adds (MACs) of any timm-registered model at any image size.
 
-There is one convention: a MAC is one multiply-add of a matrix product, of a convolution, or of an operator of `kernels`. Norms,
-activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call MACs "FLOPs";
-`torch.utils.flop_counter` counts two FLOPs per MAC.
+There is one convention: a MAC is one multiply-add of a matrix product, of a convolution, or of an operator of
+`kernels`. Norms, activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this
+field call MACs "FLOPs"; `torch.utils.flop_counter` counts two FLOPs per MAC.
 
-A model with a closed form is counted without a forward pass: this project's families have theirs as methods (`param_terms`,
-`mac_terms`), and the one of timm's plain ViT and DeiT stands here. Any other model runs once on the meta device, with unfused
-attention, under a mode that refuses operators it cannot classify: an uncounted operator is an error, never a zero.
+A model with a closed form is counted without a forward pass: this project's families have theirs as methods
+(`param_terms`, `mac_terms`), and the one of timm's plain ViT and DeiT stands here. Any other model runs once on the
+meta device, with unfused attention, under a mode that refuses operators it cannot classify: an uncounted operator is an
+error, never a zero.
 """
 
 import dataclasses
@@ -48,10 +49,12 @@ class Cost:
         num_params: number of learned values; buffers, such as a frozen W0, do not count.
         macs: multiply-adds for one image.
         method: `analytic` for a closed form, `counter` for a counted forward pass.
-        param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the counter.
-        paper_terms: the terms of the papers' convention, which add up to their number: of a backbone with its adapter (see `adapted`),
-            and of a family whose authors count otherwise than we do (its `paper_mac_terms`); empty for others. VMamba's are fvcore's
-            with its authors' handlers for the scan, MambaVision's leave out what no layer of theirs is hooked for.
+        param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the
+            counter.
+        paper_terms: the terms of the papers' convention, which add up to their number: of a backbone with its adapter
+            (see `adapted`), and of a family whose authors count otherwise than we do (its `paper_mac_terms`); empty for
+            others. VMamba's are fvcore's with its authors' handlers for the scan, MambaVision's leave out what no layer
+            of theirs is hooked for.
     """
 
     num_params: int
@@ -100,18 +103,31 @@ def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[di
 
 
 def _is_plain_vit(model: torch.nn.Module) -> bool:
-    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT and the first ViTs."""
+    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT and the
+    first ViTs.
+    """
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]
-    extras = (block.ls1, block.attn.q_norm, block.attn.k_norm, block.attn.norm, block.mlp.norm, model.norm_pre, model.fc_norm)
+    extras = (
+        block.ls1,
+        block.attn.q_norm,
+        block.attn.k_norm,
+        block.attn.norm,
+        block.mlp.norm,
+        model.norm_pre,
+        model.fc_norm,
+    )
     return (
         all(isinstance(part, torch.nn.Identity) for part in extras)
         and isinstance(model.head, (torch.nn.Linear, torch.nn.Identity))
         and model.attn_pool is None
         and model.pos_embed is not None
         and isinstance(model.patch_embed.proj, torch.nn.Conv2d)
-        and all(isinstance(linear, torch.nn.Linear) for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2))
+        and all(
+            isinstance(linear, torch.nn.Linear)
+            for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
+        )
         and block.attn.qkv.bias is not None
     )
 
@@ -191,12 +207,24 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def _convolution_backward_flops(
-    grad_out, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask, *, out_val
+    grad_out,
+    x,
+    weight,
+    bias_sizes,
+    stride,
+    padding,
+    dilation,
+    transposed,
+    output_padding,
+    groups,
+    output_mask,
+    *,
+    out_val,
 ) -> int:
     """Each requested gradient, of the input and of the weight, has as many multiply-adds as the convolution itself.
 
-    PyTorch's own formula counts the gradient of the weight as if every group met every other. This operator is part of a forward
-    pass where an inner learner's model is a convolution.
+    PyTorch's own formula counts the gradient of the weight as if every group met every other. This operator is part of
+    a forward pass where an inner learner's model is a convolution.
     """
     positions = x if transposed else grad_out
     return 2 * sum(output_mask[:2]) * positions.numel() * weight[0].numel()

@@ -1,10 +1,11 @@
 """`macs_g_fvcore`: multiply-adds as fvcore counts them, by which ViT³ prints the FLOPs of its own models.
 
-fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or GroupNorm with a
-learned scale and 4 in one without, as in the keys' instance norm of T5, 2 in a BatchNorm at inference (1 without a scale), 4 at the
-output of a bilinear interpolation and 1 of a nearest one. A gradient inside the forward pass is a product or a convolution here; fvcore sees it where it is written as one.
-Operators of our own, such as the selective scan, enter by our formulas. VMamba's authors gave fvcore handlers for theirs: that count is
-the model's `paper_mac_terms`.
+fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or
+GroupNorm with a learned scale and 4 in one without, as in the keys' instance norm of T5, 2 in a BatchNorm at inference
+(1 without a scale), 4 at the output of a bilinear interpolation and 1 of a nearest one. A gradient inside the forward
+pass is a product or a convolution here; fvcore sees it where it is written as one. Operators of our own, such as the
+selective scan, enter by our formulas. VMamba's authors gave fvcore handlers for theirs: that count is the model's
+`paper_mac_terms`.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ _PER_OUTPUT = {"upsample_bilinear2d": 4, "upsample_nearest2d": 1}
 
 
 def fvcore_terms(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
-    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are ours, `norms` and `interpolation`.
+    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are ours, `norms` and
+    `interpolation`.
 
     For a denoiser (H, W) is the size of its input: that of the latents, where it draws those.
 
@@ -29,11 +31,16 @@ def fvcore_terms(name: str, options: Mapping[str, Any], image_size: tuple[int, i
         ValueError: as `flops.cost`.
     """
     counted = cost(name, options, image_size)
-    return {"multiply_adds": counted.macs, **count_extras(build.create(name, options, image_size, fused=False, device="meta"), image_size)}
+    return {
+        "multiply_adds": counted.macs,
+        **count_extras(build.create(name, options, image_size, fused=False, device="meta"), image_size),
+    }
 
 
 def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
-    """What fvcore counts beside multiply-adds in a forward pass of one image of (H, W) pixels, on the model's own device."""
+    """What fvcore counts beside multiply-adds in a forward pass of one image of (H, W) pixels, on the model's own
+    device.
+    """
     device = next(model.parameters()).device
     if isinstance(model, Denoiser):
         numbers = torch.zeros(1, dtype=torch.long, device=device)

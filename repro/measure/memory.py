@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 def measure_peak_mib(step: Callable[[], Any], device: str) -> float:
     """The most memory that the tensors of a computation take at once, in MiB; those that exist before it do not count.
 
-    On a GPU it is read from the allocator. On a CPU it is the size of all storages that are alive at the same time: exact, and the same
-    on every run, without what an operation takes inside itself.
+    On a GPU it is read from the allocator. On a CPU it is the size of all storages that are alive at the same time:
+    exact, and the same on every run, without what an operation takes inside itself.
     """
     if device == "cuda":
         torch.cuda.synchronize()

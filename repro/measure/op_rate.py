@@ -24,11 +24,12 @@ Case = tuple[str, Callable[[], Any], int]  # name of the operator, its step, byt
 
 
 def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, backend: str) -> dict[str, Any]:
-    """Time `ttt_linear_bidir` and a square matrix product in turn, so that a drifting clock or a busy machine affects both alike.
+    """Time `ttt_linear_bidir` and a square matrix product in turn, so that a drifting clock or a busy machine affects
+    both alike.
 
     Args:
-        sizes: `batch_size`, `tokens`, `heads`, `head_dim` and `chunk_size` of the operator, of which both directions run, and
-            `matmul_side`, the n of the n x n x n product.
+        sizes: `batch_size`, `tokens`, `heads`, `head_dim` and `chunk_size` of the operator, of which both directions
+            run, and `matmul_side`, the n of the n x n x n product.
         repeats: timed turns, after one that is not timed.
         device: `cpu` or `cuda`.
         dtype: fp32 (PyTorch's default for products, without TF32), bf16 or fp16.
@@ -36,8 +37,8 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
 
     Returns:
         {matmul_gflop_per_s, op_gflop_per_s, share_of_matmul_rate, share_ci95, op_ms, matmul_ms, op_samples_ms,
-        matmul_samples_ms, sizes, backend}: rates from median times, with 2 FLOPs per MAC and the MACs of `ttt_mixer.ttt_linear_macs`;
-        `share_ci95` is the interval of the median over the shares of the single turns.
+        matmul_samples_ms, sizes, backend}: rates from median times, with 2 FLOPs per MAC and the MACs of
+        `ttt_mixer.ttt_linear_macs`; `share_ci95` is the interval of the median over the shares of the single turns.
     """
     draw = _make_draw(device)
     cast = getattr(torch, DTYPES[dtype])
@@ -50,7 +51,9 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
     a, b = (draw(matmul_side, matmul_side, dtype=cast) for _ in range(2))
     steps = {
         "matmul": lambda: a @ b,
-        "op": lambda: ttt_linear_bidir(q, k, v, lr, scale, W0, b0, weight, bias, chunk_size=chunk_size, backend=backend),
+        "op": lambda: ttt_linear_bidir(
+            q, k, v, lr, scale, W0, b0, weight, bias, chunk_size=chunk_size, backend=backend
+        ),
     }
     samples_ms = _time_in_turn(steps, repeats, device)
     median_ms = {name: statistics.median(samples) for name, samples in samples_ms.items()}
@@ -71,13 +74,15 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
 
 
 def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) -> dict[str, float]:
-    """The memory that autograd keeps between the passes for one image and direction, of the equations as written and of the operator.
+    """The memory that autograd keeps between the passes for one image and direction, of the equations as written and of
+    the operator.
 
-    The equations keep a state per chunk and everything computed from it; the operator keeps its inputs and recomputes the rest, by
-    the fusion and recomputation of Appendix B.2. For the arguments, see `op_rate`.
+    The equations keep a state per chunk and everything computed from it; the operator keeps its inputs and recomputes
+    the rest, by the fusion and recomputation of Appendix B.2. For the arguments, see `op_rate`.
 
     Returns:
-        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: total size of the distinct storages, in fp32.
+        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: total size of the distinct storages, in
+        fp32.
     """
     draw = _make_draw(device)
     tokens, heads, head_dim, chunk_size = (sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size"))
@@ -90,17 +95,23 @@ def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) ->
     inputs = q, k, v, lr, scale, W0, b0, weight, bias
     reference_mib = _saved_mib(lambda: ttt_linear_dual(*inputs, chunk_size=chunk_size))
     kernel_mib = _saved_mib(lambda: ttt_linear(*inputs, chunk_size=chunk_size, backend=backend))
-    return {"kept_reference_mib": reference_mib, "kept_kernel_mib": kernel_mib, "memory_reference_over_kernel": reference_mib / kernel_mib}
+    return {
+        "kept_reference_mib": reference_mib,
+        "kept_kernel_mib": kernel_mib,
+        "memory_reference_over_kernel": reference_mib / kernel_mib,
+    }
 
 
 def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> dict[str, Any]:
-    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy within memory, for a fair comparison.
+    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy within memory, for a fair
+    comparison.
 
     The operator's forward pass at 6400 tokens and the copy are timed in turn.
 
     Returns:
-        {family, batch_size, dtype, operator, share_of_copy_percent, op_gb_per_s, copy_gb_per_s, at_least_percent, holds}: rates from
-        median times, where every tensor of the operator counts once and the copy counts as read and written.
+        {family, batch_size, dtype, operator, share_of_copy_percent, op_gb_per_s, copy_gb_per_s, at_least_percent,
+        holds}: rates from median times, where every tensor of the operator counts once and the copy counts as read and
+        written.
     """
     operator, step, op_bytes = OPERATORS[family](batch_size, device, getattr(torch, DTYPES[dtype]))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -123,7 +134,8 @@ def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> Ca
     z = draw(batch_size, TOKENS, width, dtype=dtype)
     A = -torch.arange(1.0, states + 1, device=device).expand(2, width, states).contiguous()
     D, bias = torch.ones(2, width, device=device), torch.full((2, width), -4.0, device=device)
-    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, z, u))  # the second u stands for the output, of the same size
+    # the second u stands for the output, of the same size
+    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, z, u))
     return "selective_scan_bidir", lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), moved
 
 
@@ -171,7 +183,9 @@ OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {
 
 
 def _time_in_turn(steps: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
-    """Run the steps one after the other, `repeats` times after an untimed turn; return the milliseconds of each step's turns."""
+    """Run the steps one after the other, `repeats` times after an untimed turn; return the milliseconds of each step's
+    turns.
+    """
     timer = STEP_TIMERS[device]
     with torch.inference_mode():
         turns = [{name: timer(step) for name, step in steps.items()} for _ in range(repeats + 1)]

@@ -1,8 +1,9 @@
 """Throughput, latency and peak memory of one model: one row, measured in a fresh process.
 
-`measure(spec)` starts `python -m repro.measure.speed`, which reads the spec as JSON from stdin and prints the row as JSON in the
-last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from affecting each other's memory
-and speed. A row that runs out of memory or time is recorded as such; its batch is never made smaller.
+`measure(spec)` starts `python -m repro.measure.speed`, which reads the spec as JSON from stdin and prints the row as
+JSON in the last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from
+affecting each other's memory and speed. A row that runs out of memory or time is recorded as such; its batch is never
+made smaller.
 """
 
 import contextlib
@@ -44,9 +45,11 @@ class RowSpec:
         device: `cpu` or `cuda`.
         backend: the implementation of the family's operator, see `kernels`; models without such an operator ignore it.
         mode: `infer` runs a forward pass under inference mode; `train` runs forward, backward and a step of AdamW.
-        compile: whether to run `torch.compile` with its defaults; `graphs`: in its mode reduce-overhead, by CUDA graphs, for inference.
+        compile: whether to run `torch.compile` with its defaults; `graphs`: in its mode reduce-overhead, by CUDA
+            graphs, for inference.
         steps: timed steps, at least 10; cut to three when the median step takes longer than 2 s.
-        warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2 s.
+        warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2
+            s.
         budget_s: wall-clock limit of the whole row, including the start of the process.
         threads: CPU threads; None keeps PyTorch's choice.
     """
@@ -74,7 +77,9 @@ class RowSpec:
 
 
 def row_id(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> str:
-    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image of (H, W) pixels that is not square."""
+    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image of (H, W) pixels that is not
+    square.
+    """
     listed = ",".join(f"{name}={value}" for name, value in options.items())
     height, width = image_size
     return f"{model}{f'[{listed}]' if listed else ''}@{height if height == width else f'{height}x{width}'}"
@@ -84,12 +89,13 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     """Measure one row in a fresh process.
 
     Returns:
-        {model, options, attention, attention_kernel, image_size, batch_size, dtype, device, backend, mode, compile, num_params, macs_g,
-        throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method, status, steps, samples_ms}, of a row
-        that was measured also {threads, cores, load_average}, the load of the machine over the minute before, where the system tells it.
-        `latency_ms` is the median over the steps, `latency_ms_ci95` its `median_interval`, and the throughput is batch size over
-        latency. `attention_kernel` names the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or `timeout`;
-        for the latter two, everything that was not measured is None and `reason` says why.
+        {model, options, attention, attention_kernel, image_size, batch_size, dtype, device, backend, mode, compile,
+        num_params, macs_g, throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method,
+        status, steps, samples_ms}, of a row that was measured also {threads, cores, load_average}, the load of the
+        machine over the minute before, where the system tells it. `latency_ms` is the median over the steps,
+        `latency_ms_ci95` its `median_interval`, and the throughput is batch size over latency. `attention_kernel` names
+        the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or `timeout`; for the latter two,
+        everything that was not measured is None and `reason` says why.
 
     Raises:
         RuntimeError: the process ended in any other way; one line that names the row.
@@ -98,7 +104,9 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     command, asked = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(spec))
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s)
+        done = subprocess.run(
+            command, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s
+        )
     except subprocess.TimeoutExpired:
         return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
     if done.returncode == -signal.SIGKILL:
@@ -116,8 +124,9 @@ def measure(spec: RowSpec) -> dict[str, Any]:
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """The distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
 
-    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence; for n = 10 these are the 2nd and the 9th sample. The
-    result is None where no pair of samples reaches the confidence, which for 95 % means fewer than 6 samples.
+    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence; for n = 10 these are the 2nd and the 9th
+    sample. The result is None where no pair of samples reaches the confidence, which for 95 % means fewer than 6
+    samples.
     """
     n = len(samples)
     tail, k = 0.0, 0
@@ -205,12 +214,20 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         with torch.inference_mode():
             samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
     latency, interval = statistics.median(samples), median_interval(samples)
-    row = {"status": "ok", "backend": backend, "attention_kernel": kernel, "peak_memory_mib": peak_mib, "peak_memory_method": method}
+    row = {
+        "status": "ok",
+        "backend": backend,
+        "attention_kernel": kernel,
+        "peak_memory_mib": peak_mib,
+        "peak_memory_method": method,
+    }
     row |= {"throughput_img_per_s": spec.batch_size * 1e3 / latency, "latency_ms": latency}
     row |= {"latency_ms_ci95": interval, "steps": len(samples), "samples_ms": [round(s, 3) for s in samples]}
     row |= {"threads": torch.get_num_threads(), "cores": os.cpu_count(), **load}
     if interval is None:
-        row["latency_ms_ci95_reason"] = f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
+        row["latency_ms_ci95_reason"] = (
+            f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
+        )
     if peak_mib is None:
         row["peak_memory_mib_reason"] = "this system has no /proc/self/status"
     return row
@@ -219,14 +236,16 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
     """Run two steps of a model, so that what loads at the first call is there before a baseline of memory is read.
 
-    It is the code of the loops and of numba, which compiles them, and of the libraries of matrix products: over 100 MiB that no
-    model of a longer life has to itself. What the steps have taken goes back to the system.
+    It is the code of the loops and of numba, which compiles them, and of the libraries of matrix products: over 100 MiB
+    that no model of a longer life has to itself. What the steps have taken goes back to the system.
     """
     import torch
 
     def run() -> None:
         model, images = prepare()
-        step = _training_step(model, model, images) if mode == "train" else torch.inference_mode()(lambda: model(images))
+        step = (
+            _training_step(model, model, images) if mode == "train" else torch.inference_mode()(lambda: model(images))
+        )
         for _ in range(2):
             step()
 
@@ -237,7 +256,9 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
 
 
 def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """A step of training: forward, backward and AdamW, whose moments count as memory and whose rate hardly changes the model."""
+    """A step of training: forward, backward and AdamW, whose moments count as memory and whose rate hardly changes the
+    model.
+    """
     import torch
 
     model.train()
@@ -253,7 +274,9 @@ def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
 
 
 def _attention_kernel(model: Any, images: Any) -> str:
-    """The fused kernel to which `scaled_dot_product_attention` dispatches for one of these images, or `none` for the plain product."""
+    """The fused kernel to which `scaled_dot_product_attention` dispatches for one of these images, or `none` for the
+    plain product.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -266,12 +289,15 @@ def _attention_kernel(model: Any, images: Any) -> str:
                 chosen.append(name)
             return func(*args, **(kwargs or {}))
 
-    with torch.no_grad(), RecordAttention():  # inference_mode would show the public function instead of the kernel that it chose
+    # inference_mode would show the public function instead of the kernel that it chose
+    with torch.no_grad(), RecordAttention():
         model(images[:1])
     return next((name for name in chosen if not name.endswith("_math")), "none")
 
 
-def _sample(step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None) -> tuple[list[float], float | None, str]:
+def _sample(
+    step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None
+) -> tuple[list[float], float | None, str]:
     """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read."""
     import torch
 

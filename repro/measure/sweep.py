@@ -1,4 +1,5 @@
-"""A sweep of models over image sizes: its rows, their order, and which of them fit into the time. Nothing here needs torch.
+"""A sweep of models over image sizes: its rows, their order, and which of them fit into the time. Nothing here needs
+torch.
 
 The rows are measured by `speed.measure`; `conclude` draws conclusions from them.
 """
@@ -36,11 +37,13 @@ _START_S = 6.0  # assumed time to start a process, until a row has shown the rea
 def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
     """Sort image sizes such that any first few of them spread evenly over the range.
 
-    The smallest and the largest come first, then half of the largest (a quarter of its tokens), then repeatedly the middle of the
-    widest gap.
+    The smallest and the largest come first, then half of the largest (a quarter of its tokens), then repeatedly the
+    middle of the widest gap.
     """
     remaining = sorted(image_sizes)
-    order = list(dict.fromkeys((remaining[0], remaining[-1], *(side for side in remaining if 2 * side == remaining[-1]))))
+    order = list(
+        dict.fromkeys((remaining[0], remaining[-1], *(side for side in remaining if 2 * side == remaining[-1])))
+    )
     while len(order) < len(remaining):
         gaps = [[side for side in remaining if low < side < high] for low, high in itertools.pairwise(sorted(order))]
         widest = max(gaps, key=lambda inside: (inside[-1] / inside[0], len(inside)) if inside else (0, 0))
@@ -66,15 +69,23 @@ def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[st
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """The identity of a measurement: rows, or the `vars` of a spec, with equal keys measure the same. The backend is not part of it."""
-    return (row["model"], row["attention"], *(row[key] for key in GROUP_KEYS), tuple(sorted(row["options"].items())), *row["image_size"])
+    """The identity of a measurement: rows, or the `vars` of a spec, with equal keys measure the same. The backend is
+    not part of it.
+    """
+    return (
+        row["model"],
+        row["attention"],
+        *(row[key] for key in GROUP_KEYS),
+        tuple(sorted(row["options"].items())),
+        *row["image_size"],
+    )
 
 
 class RowSchedule:
     """Iterates over rows, one image size after the other, for as long as the time lasts.
 
-    The first image size is measured whatever it takes. Each further one is measured only if all its rows are expected to fit into
-    the remaining time; otherwise it is left out as a whole, so that the measured rows stay comparable.
+    The first image size is measured whatever it takes. Each further one is measured only if all its rows are expected
+    to fit into the remaining time; otherwise it is left out as a whole, so that the measured rows stay comparable.
 
     Args:
         specs: the rows, those of one image size next to each other.
@@ -97,7 +108,9 @@ class RowSchedule:
         self.left_out: dict[int, float] = {}  # height of the images -> seconds that their rows were expected to take
 
     def __iter__(self) -> Iterator[tuple[RowSpec, float | None]]:
-        """Yield each row to measure, with the seconds expected for it and all later rows; call `note` before the next one."""
+        """Yield each row to measure, with the seconds expected for it and all later rows; call `note` before the next
+        one.
+        """
         end = self._clock() + self._budget_s
         for number, group in enumerate(self._groups):
             needed_s = sum(map(self.expect, group))
@@ -110,10 +123,14 @@ class RowSchedule:
                 yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._seconds_per_gmac else None
 
     def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Learn from a measured row, which took so many seconds (None in an earlier call), how long later rows of its model take."""
+        """Learn from a measured row, which took so many seconds (None in an earlier call), how long later rows of its
+        model take.
+        """
         if row["status"] != "ok":
             return
-        self._seconds_per_gmac[spec.model, spec.attention] = row["latency_ms"] / 1e3 / (self._macs_g(spec) * spec.batch_size)
+        self._seconds_per_gmac[spec.model, spec.attention] = (
+            row["latency_ms"] / 1e3 / (self._macs_g(spec) * spec.batch_size)
+        )
         if seconds is not None:
             stepping_s = sum(row["samples_ms"]) / 1e3 * (1 + spec.warmup / len(row["samples_ms"]))
             self._start_s.append(max(seconds - stepping_s, 0.0))

@@ -1,12 +1,12 @@
 """ViT-Adapter: four feature maps for dense tasks from any plain backbone, as Vision-RWKV configures it.
 
-Convolutions turn the image into a spatial prior, which exchanges information with the backbone's tokens four times: before each
-quarter of the blocks an injector adds the prior to the patch tokens, and after it an extractor reads the patch tokens back into the
-prior, both by deformable attention. The adapter uses nothing of the backbone but the PlainBackbone protocol, and leaves class
-tokens unchanged.
+Convolutions turn the image into a spatial prior, which exchanges information with the backbone's tokens four times:
+before each quarter of the blocks an injector adds the prior to the patch tokens, and after it an extractor reads the
+patch tokens back into the prior, both by deformable attention. The adapter uses nothing of the backbone but the
+PlainBackbone protocol, and leaves class tokens unchanged.
 
-Shape letters: B images of H x W pixels, D width, N = h·w patch tokens (h = H/16, w = W/16), K = 4N + N + N/4 tokens of the prior on
-grids of strides 8, 16 and 32, M heads, L levels, P points.
+Shape letters: B images of H x W pixels, D width, N = h·w patch tokens (h = H/16, w = W/16), K = 4N + N + N/4 tokens of
+the prior on grids of strides 8, 16 and 32, M heads, L levels, P points.
 """
 
 import dataclasses
@@ -63,10 +63,11 @@ def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
 
 
 class DeformableAttention(nn.Module):
-    """Each head of a query sums P bilinear samples of every level around the query's reference point; see `kernels.ms_deform_attn`.
+    """Each head of a query sums P bilinear samples of every level around the query's reference point; see
+    `kernels.ms_deform_attn`.
 
-    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in the query. The
-    width of the values must be a multiple of the number of heads.
+    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in
+    the query. The width of the values must be a multiple of the number of heads.
     """
 
     def __init__(self, dim: int, num_levels: int, size: AdapterSize):
@@ -80,7 +81,9 @@ class DeformableAttention(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Head m begins in the direction 2πm/M, with its point p at p + 1 pixels (in the larger coordinate), all of equal weight."""
+        """Head m begins in the direction 2πm/M, with its point p at p + 1 pixels (in the larger coordinate), all of
+        equal weight.
+        """
         M, _, P = self.sampling
         for linear in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(linear.weight)
@@ -110,7 +113,9 @@ class DeformableAttention(nn.Module):
 
 
 class Injector(nn.Module):
-    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior's tokens c (B, K, D); γ is 0 initially."""
+    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior's tokens c (B, K, D); γ is 0
+    initially.
+    """
 
     def __init__(self, dim: int, size: AdapterSize):
         super().__init__()
@@ -138,7 +143,9 @@ class ConvFFN(nn.Module):
 
 
 class Extractor(nn.Module):
-    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's tokens c (B, K, D) attend to the patch tokens x."""
+    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's tokens c (B, K, D) attend to the
+    patch tokens x.
+    """
 
     def __init__(self, dim: int, size: AdapterSize, drop_path: float):
         super().__init__()
@@ -163,8 +170,15 @@ class SpatialPrior(nn.Module):
         def conv(before: int, after: int, stride: int) -> list[nn.Module]:
             return [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
 
-        stem = [*conv(3, channels, 2), *conv(channels, channels, 1), *conv(channels, channels, 1), nn.MaxPool2d(3, 2, 1)]
-        self.stages = nn.ModuleList(nn.Sequential(*layers) for layers in (stem, *(conv(a, b, 2) for a, b in pairwise(widths))))
+        stem = [
+            *conv(3, channels, 2),
+            *conv(channels, channels, 1),
+            *conv(channels, channels, 1),
+            nn.MaxPool2d(3, 2, 1),
+        ]
+        self.stages = nn.ModuleList(
+            nn.Sequential(*layers) for layers in (stem, *(conv(a, b, 2) for a, b in pairwise(widths)))
+        )
         self.projections = nn.ModuleList(nn.Conv2d(width, dim, 1) for width in widths)
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -179,13 +193,15 @@ class SpatialPrior(nn.Module):
 class Pyramid(OperatorModel):
     """Images (B, 3, H, W) -> four maps (B, channels[i], H/strides[i], W/strides[i]), of strides 4, 8, 16 and 32.
 
-    Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom; a `Hierarchy` rounds its grids
-    up instead. Detectors and segmenters use nothing else of a backbone. `built_from` is the registered name of the backbone and the options it was built with. `trunk` is
-    the module whose state dict has the names of the backbone's weights, `trunk_name` its name within the pyramid. A subclass sets
-    `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns
-    for layer-wise decay, with the name (dot included) that the pyramid has within a larger model as `prefix`.
+    Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom; a `Hierarchy`
+    rounds its grids up instead. Detectors and segmenters use nothing else of a backbone. `built_from` is the registered
+    name of the backbone and the options it was built with. `trunk` is the module whose state dict has the names of the
+    backbone's weights, `trunk_name` its name within the pyramid. A subclass sets `channels`, and implements `forward`,
+    `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns for layer-wise decay,
+    with the name (dot included) that the pyramid has within a larger model as `prefix`.
 
-    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass through it.
+    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass through
+    it.
     """
 
     channels: tuple[int, ...]
@@ -216,18 +232,22 @@ class Pyramid(OperatorModel):
 
 
 class ClasslessViT(nn.Module):
-    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, with a layer scale of initially 1 on every branch, for any image size.
+    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, with a layer scale of initially 1 on every
+    branch, for any image size.
 
-    timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has the length of
-    the pretrained one, and the model the number of parameters that the papers report.
+    timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has
+    the length of the pretrained one, and the model the number of parameters that the papers report.
 
-    `model`, which is changed in place, has at most a class token; register tokens or no position embedding are a ValueError.
+    `model`, which is changed in place, has at most a class token; register tokens or no position embedding are a
+    ValueError.
     """
 
     def __init__(self, model: VisionTransformer):
         super().__init__()
         if model.num_reg_tokens or model.pos_embed is None:
-            raise ValueError("a ViT with register tokens or without a position embedding cannot be the backbone of a ViT-Adapter")
+            raise ValueError(
+                "a ViT with register tokens or without a position embedding cannot be the backbone of a ViT-Adapter"
+            )
         self.model = model
         self.embed_dim, self.patch_size = model.embed_dim, model.patch_embed.patch_size[0]
         model.cls_token = None
@@ -247,7 +267,9 @@ class ClasslessViT(nn.Module):
         return self.model.norm
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled for other grids than the built one, and the grid."""
+        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled for other grids than the built one,
+        and the grid.
+        """
         patches = self.model.patch_embed.proj(x)
         grid, built = tuple(patches.shape[-2:]), self.model.patch_embed.grid_size
         positions = resample_positions(self.model.pos_embed[:, -built[0] * built[1] :], built, grid)
@@ -261,16 +283,16 @@ class ClasslessViT(nn.Module):
 class ViTAdapter(Pyramid):
     """A plain backbone with its adapter: four maps, all of the backbone's width.
 
-    The backbone's head, and its norm unless `final_norm` is set, which follow its blocks, are removed. The prior's tokens c give the maps of strides 8, 16 and 32;
-    the one of stride 8, upsampled and added to the prior's first map, gives that of stride 4. To each map the resized patch tokens
-    are added, and each has a norm of its own.
+    The backbone's head, and its norm unless `final_norm` is set, which follow its blocks, are removed. The prior's
+    tokens c give the maps of strides 8, 16 and 32; the one of stride 8, upsampled and added to the prior's first map,
+    gives that of stride 4. To each map the resized patch tokens are added, and each has a norm of its own.
 
     Args:
         backbone: fulfils PlainBackbone, with patches of 16 pixels and a multiple of 4 blocks.
-        features: which patch tokens are added: `last`, those after the last block, to every map (detection); `each`, those after
-            each of the four interactions, to one map each (segmentation).
-        final_norm: keep the backbone's final norm, which the patch tokens pass before they are added. The tokens of a pretrained
-            backbone can be so large that the prior's detail drowns in them.
+        features: which patch tokens are added: `last`, those after the last block, to every map (detection); `each`,
+            those after each of the four interactions, to one map each (segmentation).
+        final_norm: keep the backbone's final norm, which the patch tokens pass before they are added. The tokens of a
+            pretrained backbone can be so large that the prior's detail drowns in them.
         drop_path_rate: of every extractor's FFN; the backbone's blocks have their own.
         freeze_backbone: see `Pyramid`.
         size: hyper-parameters; the default is the entry of SIZES for the backbone's width.
@@ -313,13 +335,17 @@ class ViTAdapter(Pyramid):
         self.prior = SpatialPrior(dim, size.prior_channels)
         self.level_embed = nn.Parameter(torch.empty(3, dim))
         self.injectors = nn.ModuleList(Injector(dim, size) for _ in range(INTERACTIONS))
-        self.extractors = nn.ModuleList(Extractor(dim, size, drop_path_rate) for _ in range(INTERACTIONS + EXTRA_EXTRACTORS))
+        self.extractors = nn.ModuleList(
+            Extractor(dim, size, drop_path_rate) for _ in range(INTERACTIONS + EXTRA_EXTRACTORS)
+        )
         self.up = nn.ConvTranspose2d(dim, dim, 2, stride=2)
         self.norms = nn.ModuleList(nn.BatchNorm2d(dim) for _ in range(4))
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); the backbone is left as it is."""
+        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); the backbone is
+        left as it is.
+        """
         own = [module for name, module in self.named_modules() if not name.startswith("backbone.")]
         for module in own:
             if isinstance(module, nn.Linear):
@@ -373,19 +399,27 @@ class ViTAdapter(Pyramid):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, everything else is the last layer."""
+        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, everything else is the last
+        layer.
+        """
         backbone = rf"^{re.escape(prefix)}backbone\.(?:model\.)?"
-        return {"stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})", "blocks": [(rf"{backbone}blocks\.(\d+)", None)]}
+        return {
+            "stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})",
+            "blocks": [(rf"{backbone}blocks\.(\d+)", None)],
+        }
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts, except its embeddings: they decay as the level embedding does, as in Vision-RWKV's release.
+        """What the backbone exempts, except its embeddings: they decay as the level embedding does, as in Vision-RWKV's
+        release.
 
         Vectors and biases are exempt by timm's own rule.
         """
         return {f"{self.trunk_name}.{name}" for name in self.trunk.no_weight_decay() if not name.startswith(EMBEDDINGS)}
 
     def is_removed(self, key: str) -> bool:
-        """Whether a key of the backbone's weights belongs to a part that the adapter removes: head, norm unless kept, or a ViT's class token."""
+        """Whether a key of the backbone's weights belongs to a part that the adapter removes: head, norm unless kept,
+        or a ViT's class token.
+        """
         removed = ("fc_norm.", "head.") if self.final_norm else ("norm.", "fc_norm.", "head.")
         return key.startswith(removed) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
 

@@ -1,7 +1,8 @@
 """What this project's families share: timm's interface and the PlainBackbone protocol, over blocks of equal width.
 
-A family adds its blocks, its final norm, its embeddings and its class feature. Everything else stands here once: cutting an image
-into a grid of patches, returning features from between the blocks, replacing the head, and recomputing blocks in the backward pass.
+A family adds its blocks, its final norm, its embeddings and its class feature. Everything else stands here once:
+cutting an image into a grid of patches, returning features from between the blocks, replacing the head, and recomputing
+blocks in the backward pass.
 """
 
 import sys
@@ -25,8 +26,9 @@ class PlainBackbone(Protocol):
     """A non-hierarchical backbone whose tokens other modules can change between two blocks.
 
     `embed(x)` turns an image (B, C, H, W) into tokens (B, T, D) and their (h, w) grid. Each of `blocks`, called as
-    `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one. `prefix_positions(h·w)` lists the
-    positions of the class tokens in ascending order; a module between two blocks must change the other tokens only.
+    `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one. `prefix_positions(h·w)`
+    lists the positions of the class tokens in ascending order; a module between two blocks must change the other tokens
+    only.
     """
 
     embed_dim: int
@@ -40,7 +42,9 @@ class PlainBackbone(Protocol):
 
 
 class OperatorModel(nn.Module):
-    """A model in which layers may run operators of this project; such a layer has `backend` and `selected_backend(dtype)`."""
+    """A model in which layers may run operators of this project; such a layer has `backend` and
+    `selected_backend(dtype)`.
+    """
 
     def set_backend(self, backend: str) -> None:
         """Choose the implementation of the operators for every layer; see `kernels`."""
@@ -48,31 +52,38 @@ class OperatorModel(nn.Module):
             layer.backend = backend
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation that runs on this model's device, at the image size it is built for, for activations of `dtype`.
+        """The implementation that runs on this model's device, at the image size it is built for, for activations of
+        `dtype`.
 
         Several are joined by `+`; `torch` for a model without such layers.
         """
         return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()})) or "torch"
 
     def _operator_layers(self) -> list[nn.Module]:
-        return [module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")]
+        return [
+            module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")
+        ]
 
 
 class Backbone(OperatorModel):
     """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
 
-    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens implements `embed`,
-    `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose multiply-adds have a closed form
-    implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to the model's parameters, and to the
-    multiply-adds for one image; `repro.measure.flops` uses them in place of a counted forward pass.
+    A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens
+    implements `embed`, `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose
+    multiply-adds have a closed form implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to
+    the model's parameters, and to the multiply-adds for one image; `repro.measure.flops` uses them in place of a
+    counted forward pass.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
         patch_size: side of a patch in pixels; height and width of every image must be multiples of it.
-        in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the head.
+        in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the
+            head.
         num_classes: outputs of the head; 0 builds no head.
-        pool: the strategy of the class feature, which timm calls `global_pool`; the default `class_feature` is the mean whatever it says.
-        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly from 0 to it.
+        pool: the strategy of the class feature, which timm calls `global_pool`; the default `class_feature` is the mean
+            whatever it says.
+        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly
+            from 0 to it.
     """
 
     blocks: nn.ModuleList
@@ -101,22 +112,32 @@ class Backbone(OperatorModel):
         self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
-        self.feature_info = [{"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)]
+        self.feature_info = [
+            {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)
+        ]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an image, whose height and width in pixels must be multiples of the patch size (ValueError)."""
+        """Rows and columns of patches in an image, whose height and width in pixels must be multiples of the patch size
+        (ValueError).
+        """
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
-            raise ValueError(f"image size {height}x{width}: height and width must be positive multiples of the patch size {p}")
+            raise ValueError(
+                f"image size {height}x{width}: height and width must be positive multiples of the patch size {p}"
+            )
         return height // p, width // p
 
     def patches(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the error of `grid_of`."""
+        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the error of
+        `grid_of`.
+        """
         grid = self.grid_of(*x.shape[-2:])
         return self.patch_embed(x).flatten(2).transpose(1, 2), grid
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) for the first block, and the (h, w) grid of the patches; raises as `patches`."""
+        """Image (B, C, H, W) -> tokens (B, T, D) for the first block, and the (h, w) grid of the patches; raises as
+        `patches`.
+        """
         return self.patches(x)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
@@ -154,11 +175,13 @@ class Backbone(OperatorModel):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Patch tokens after selected blocks, as timm's feature interface defines it; class tokens are left out.
 
-        `indices` are the last n blocks (an int), all (None) or those of a list; `norm` applies the final norm to them too; `stop_early`
-        skips the blocks after the last selected one; `output_fmt` is `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D).
+        `indices` are the last n blocks (an int), all (None) or those of a list; `norm` applies the final norm to them
+        too; `stop_early` skips the blocks after the last selected one; `output_fmt` is `NCHW` for (B, D, h, w) or `NLC`
+        for (B, h·w, D).
 
         Returns:
-            The intermediates if `intermediates_only`, else (final tokens as `forward_features` returns them, intermediates).
+            The intermediates if `intermediates_only`, else (final tokens as `forward_features` returns them,
+            intermediates).
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
@@ -170,11 +193,17 @@ class Backbone(OperatorModel):
             tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
             if i in take:
                 patches = remove_tokens(self.norm(tokens) if norm else tokens, positions)
-                intermediates.append(patches.transpose(1, 2).unflatten(2, grid).contiguous() if output_fmt == "NCHW" else patches)
+                intermediates.append(
+                    patches.transpose(1, 2).unflatten(2, grid).contiguous() if output_fmt == "NCHW" else patches
+                )
         return intermediates if intermediates_only else (self.norm(tokens), intermediates)
 
-    def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
-        """Remove the blocks after the last index and, on request, the final norm and the head; returns the absolute indices."""
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove the blocks after the last index and, on request, the final norm and the head; returns the absolute
+        indices.
+        """
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -188,9 +217,13 @@ class Backbone(OperatorModel):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes`. The pooling is part of the architecture: `global_pool` may only repeat it."""
+        """Replace the head by a new one for `num_classes`. The pooling is part of the architecture: `global_pool` may
+        only repeat it.
+        """
         if global_pool not in (None, self.pool):
-            raise ValueError(f"global_pool {global_pool!r}: this model was built with pool={self.pool!r}, which cannot be changed")
+            raise ValueError(
+                f"global_pool {global_pool!r}: this model was built with pool={self.pool!r}, which cannot be changed"
+            )
         self.num_classes = num_classes
         device, dtype = self.patch_embed.weight.device, self.patch_embed.weight.dtype
         self.head = nn.Linear(self.embed_dim, num_classes, device=device, dtype=dtype) if num_classes else nn.Identity()
@@ -203,7 +236,10 @@ class Backbone(OperatorModel):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
-        return {"stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {
+            "stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
@@ -233,7 +269,9 @@ def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
 
 
 def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """The inverse of `remove_tokens`: the n tokens of `extra` (B, n, D) go to the n ascending `positions` of the result."""
+    """The inverse of `remove_tokens`: the n tokens of `extra` (B, n, D) go to the n ascending `positions` of the
+    result.
+    """
     pieces, done = [], 0
     for i, position in enumerate(positions):
         pieces += [tokens[:, done : position - i], extra[:, i : i + 1]]
@@ -241,8 +279,12 @@ def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> 
     return torch.cat([*pieces, tokens[:, done:]], dim=1) if positions else tokens
 
 
-def resample_positions(embedding: Tensor, before: Grid, after: Grid, rows: tuple[int, ...] = (), new_rows: tuple[int, ...] = ()) -> Tensor:
-    """A position embedding (1, T, D) for another grid of patches, bicubically; class tokens keep theirs, which move to `new_rows`."""
+def resample_positions(
+    embedding: Tensor, before: Grid, after: Grid, rows: tuple[int, ...] = (), new_rows: tuple[int, ...] = ()
+) -> Tensor:
+    """A position embedding (1, T, D) for another grid of patches, bicubically; class tokens keep theirs, which move to
+    `new_rows`.
+    """
     if before == after:
         return embedding
     patches = remove_tokens(embedding, rows)
@@ -251,7 +293,9 @@ def resample_positions(embedding: Tensor, before: Grid, after: Grid, rows: tuple
 
 
 def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
-    """The tokens (B, T, E) of the forward and perhaps the backward scan -> (B, T + count, R·E), with zeros before a scan's first token."""
+    """The tokens (B, T, E) of the forward and perhaps the backward scan -> (B, T + count, R·E), with zeros before a
+    scan's first token.
+    """
     sides = (count, 0), (0, count)
     return torch.cat([F.pad(part, (0, 0, *side)) for part, side in zip(parts, sides, strict=False)], dim=-1)
 
@@ -259,8 +303,8 @@ def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
 def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> Tensor:
     """Causal depth-wise convolution of what `pad_for_scans` returns, by weights (E, 1, K) in scan order -> (B, T, R·E).
 
-    It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on CPUs than
-    conv1d.
+    It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on
+    CPUs than conv1d.
     """
     weight = torch.cat([weights[0], *(backward.flip(-1) for backward in weights[1:])]).unsqueeze(2)
     out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
@@ -268,13 +312,17 @@ def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> T
 
 
 def default_cfg(input_size: int) -> dict[str, Any]:
-    """timm's configuration of a model that takes images of any size, where it is not timm's default: a side in pixels, and names."""
+    """timm's configuration of a model that takes images of any size, where it is not timm's default: a side in pixels,
+    and names.
+    """
     shape = (3, input_size, input_size)
     return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept. Raises as `rename_keys`."""
+    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept. Raises as
+    `rename_keys`.
+    """
 
     def rename(key: str) -> str:
         old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
@@ -308,7 +356,9 @@ def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str
     `names` are `first_conv` and `classifier` of timm's configuration, where they are not those of `default_cfg`.
     """
     module = model_class.__module__
-    configs = {f"{name}.untrained": default_cfg(options.get("img_size", 224)) | names for name, options in sizes.items()}
+    configs = {
+        f"{name}.untrained": default_cfg(options.get("img_size", 224)) | names for name, options in sizes.items()
+    }
     sys.modules[module].default_cfgs = generate_default_cfgs(configs)
     for name, options in sizes.items():
         _register(model_class, name, module, options)

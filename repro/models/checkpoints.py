@@ -1,7 +1,7 @@
 """The one way to open a model from its weights, wherever they come from, and to start a training from them.
 
-`open_weights` finds out what a file, or a name of published weights, holds; the `Checkpoint` that it returns builds the model or
-reads the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
+`open_weights` finds out what a file, or a name of published weights, holds; the `Checkpoint` that it returns builds the
+model or reads the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
 """
 
 import abc
@@ -20,9 +20,19 @@ from ..core.hashing import hash_file
 from .published import PLACES, Published, build_published, find_published, is_from_timm
 from .reading import Reading
 from .registry import build_model, family_module
-from .weights import adapt_to_size, classifier_names, is_foreign, load_state, read_metadata, read_official, read_state, translate_official
+from .weights import (
+    adapt_to_size,
+    classifier_names,
+    is_foreign,
+    load_state,
+    read_metadata,
+    read_official,
+    read_state,
+    translate_official,
+)
 
-# options that depend on the data and the training and are not part of the architecture; no weight depends on MambaVision's windows
+# options that depend on the data and the training and are not part of the architecture; no weight depends on
+# MambaVision's windows
 _OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate", "windows"}
 Size = int | tuple[int, int]
 
@@ -33,13 +43,15 @@ class Checkpoint(abc.ABC):
 
     name: str  # what records call the model
     model: str  # its registered name
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments that build it; the rest are the defaults
+    # further arguments that build it; the rest are the defaults
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] | None = None  # for a dense model, the task's `name` and the params that build the rest
     classes: tuple[str, ...] | None = None  # names in the order of the outputs; None if the weights do not name them
     num_classes: int | None  # None for a backbone without its head
     preprocessing: Mapping[str, Any]  # the evaluation transform in timm's names; `input_size` is that of the training
     path: Path | None = None  # None for weights that timm fetches
-    facts: Mapping[str, Any]  # what else records say of the weights: options, weights_file, weights_tag, weights_license
+    # what else records say of the weights: options, weights_file, weights_tag, weights_license
+    facts: Mapping[str, Any]
 
     @property
     def where(self) -> Path | str:
@@ -58,7 +70,9 @@ class Checkpoint(abc.ABC):
 
     @property
     def size_option(self) -> dict[str, Any]:
-        """`img_size` as the training built the model, to build another one for these weights; empty if that was the default."""
+        """`img_size` as the training built the model, to build another one for these weights; empty if that was the
+        default.
+        """
         return {key: value for key, value in self.options.items() if key == "img_size"}
 
     def require_classifier(self) -> Self:
@@ -71,7 +85,8 @@ class Checkpoint(abc.ABC):
     def build(self, image_size: Size | None = None) -> nn.Module:
         """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
-        The default is the size of the training; for another one, position embeddings of a model that is built for one size are resampled.
+        The default is the size of the training; for another one, position embeddings of a model that is built for one
+        size are resampled.
 
         Raises:
             UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
@@ -105,13 +120,19 @@ class OwnFile(Checkpoint):
         return model.eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        # through the model, so that a file that does not fit its own description is an error; the random numbers that this draws
-        # also precede those of a detector's heads, whose initial values they determine
+        # through the model, so that a file that does not fit its own description is an error; the random numbers that
+        # this draws also precede those of a detector's heads, whose initial values they determine
         return read_state(self.path) if self.task else self.build().state_dict()
 
     def load_into(self, model: nn.Module) -> None:
-        """Fill a model, a classifier or a dense one, that was built as the file says; a UserError if it is unreadable or does not fit."""
-        load_state(model, read_state(self.path), f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}")
+        """Fill a model, a classifier or a dense one, that was built as the file says; a UserError if it is unreadable
+        or does not fit.
+        """
+        load_state(
+            model,
+            read_state(self.path),
+            f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}",
+        )
 
 
 class OfficialFile(Checkpoint):
@@ -144,7 +165,8 @@ class TimmWeights(Checkpoint):
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
-        with torch.random.fork_rng(devices=[]):  # what is initialised after this does not depend on where the weights came from
+        # what is initialised after this does not depend on where the weights came from
+        with torch.random.fork_rng(devices=[]):
             return build_published(self.published, file=self.path, num_classes=self.num_classes, **kept).state_dict()
 
 
@@ -152,12 +174,13 @@ def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
     """Find out which model some weights belong to; nothing is built, and nothing is fetched.
 
     Args:
-        path: a file of this project, an official file of a family, or one that timm can load; None for weights that timm publishes.
+        path: a file of this project, an official file of a family, or one that timm can load; None for weights that
+            timm publishes.
         model: registered name, which only a file of this project does without; of timm's models it may end in a tag.
 
     Raises:
-        UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; no model named where
-            one is needed; or published weights that do not exist.
+        UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; no model
+            named where one is needed; or published weights that do not exist.
     """
     if path is None:
         if model is None:
@@ -200,7 +223,8 @@ def _open_official(path: Path, model: str) -> Checkpoint:
         name=model,
         model=model,
         num_classes=None if head is None else len(head),
-        # the published evaluation of all these families: short side to 256 bicubically, the central 224, ImageNet's statistics
+        # the published evaluation of all these families: short side to 256 bicubically, the central 224, ImageNet's
+        # statistics
         preprocessing=dataclasses.asdict(config),
         path=path,
         facts={"options": {}, "weights_file": path.name},
@@ -249,7 +273,9 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
     if isinstance(checkpoint, OwnFile):
         theirs, ours = (_architecture(each) for each in (checkpoint.options, options))
         if theirs != ours:
-            raise UserError(f"{where}: holds a {name} built with {theirs or 'no options'}, but it is wanted with {ours or 'none'}")
+            raise UserError(
+                f"{where}: holds a {name} built with {theirs or 'no options'}, but it is wanted with {ours or 'none'}"
+            )
 
 
 def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +287,8 @@ def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_classes(checkpoint: Checkpoint, classes: Sequence[str]) -> bool:
-    """Whether the outputs of a checkpoint's head stand for these classes, in this order; by number alone where it names none.
+    """Whether the outputs of a checkpoint's head stand for these classes, in this order; by number alone where it names
+    none.
 
     Names that only count, 0, 1, ..., are none: files made of published weights have them.
     """
@@ -272,15 +299,17 @@ def has_classes(checkpoint: Checkpoint, classes: Sequence[str]) -> bool:
 def initialise(model: nn.Module, checkpoint: Checkpoint, classes: Sequence[str] | None = None) -> dict[str, str]:
     """Fill a freshly built classifier with the weights of a checkpoint, strictly, to fine-tune it.
 
-    The head stays as it is where the classes differ, see `has_classes` (None compares their number), and position embeddings are
-    resampled where the image size differs.
+    The head stays as it is where the classes differ, see `has_classes` (None compares their number), and position
+    embeddings are resampled where the image size differs.
 
     Returns:
-        A line for every key of both: `used`; `expected: new` for the head of the model, if its classes differ; `expected: not needed`
+        A line for every key of both: `used`; `expected: new` for the head of the model, if its classes differ;
+            `expected: not needed`
         for keys of the checkpoint's head that the model's head does not have.
 
     Raises:
-        UserError: a checkpoint that cannot be read, belongs to another model or does not fit; the model is then unchanged.
+        UserError: a checkpoint that cannot be read, belongs to another model or does not fit; the model is then
+            unchanged.
         RunError: weights that cannot be fetched.
     """
     name, options = model.built_from

@@ -7,7 +7,9 @@ from timm.models.vision_transformer import VisionTransformer
 
 from .backbone import create, default_cfg
 
-default_cfgs = generate_default_cfgs({"deit_nano_patch16_144.untrained": {**default_cfg(144), "first_conv": "patch_embed.proj"}})
+default_cfgs = generate_default_cfgs(
+    {"deit_nano_patch16_144.untrained": {**default_cfg(144), "first_conv": "patch_embed.proj"}}
+)
 
 official_state_dict = dict  # weights published for timm's class already have its names
 

@@ -1,9 +1,10 @@
-"""DiT, DiT3 and DiT5, diffusion transformers for class-conditional images: S, B, L and XL, and nanos for tests and the embedded data sets.
+"""DiT, DiT3 and DiT5, diffusion transformers for class-conditional images: S, B, L and XL, and nanos for tests and the
+embedded data sets.
 
-A denoiser predicts the noise in a noisy input at a timestep, given a class: latents of a VAE with 4 channels, or pixels. DiT mixes tokens by
-softmax attention. DiT3 mixes them by the TTT block of ViT3, after a depth-wise convolution (CPE), which a DiT may have too. DiT5 is a DiT
-whose softmax attention becomes the mixer of T5: it inherits everything else.
-Positions are fixed sines and cosines of the grid, so any input whose sides the patch divides will do.
+A denoiser predicts the noise in a noisy input at a timestep, given a class: latents of a VAE with 4 channels, or
+pixels. DiT mixes tokens by softmax attention. DiT3 mixes them by the TTT block of ViT3, after a depth-wise convolution
+(CPE), which a DiT may have too. DiT5 is a DiT whose softmax attention becomes the mixer of T5: it inherits everything
+else. Positions are fixed sines and cosines of the grid, so any input whose sides the patch divides will do.
 
 Shape suffixes: B images, N tokens (h·w), C width; the input is (B, K, H, W).
 """
@@ -39,10 +40,11 @@ T5_LOOP = InnerLoop(model="mlp", depth=2, loss="mse")
 
 
 class DiTBlock(nn.Module):
-    """Tokens + CPE, where there is one; then the mixer and an MLP, each on normalised tokens that the condition shifts and scales.
+    """Tokens + CPE, where there is one; then the mixer and an MLP, each on normalised tokens that the condition shifts
+    and scales.
 
-    With (β1, γ1, α1, β2, γ2, α2) = Linear(SiLU(c)), the residuals are α1 · mixer((1 + γ1) · LN(x) + β1), and the same with the MLP
-    (adaLN-Zero: the linear layer begins at zero, and the block as the identity).
+    With (β1, γ1, α1, β2, γ2, α2) = Linear(SiLU(c)), the residuals are α1 · mixer((1 + γ1) · LN(x) + β1), and the same
+    with the MLP (adaLN-Zero: the linear layer begins at zero, and the block as the identity).
     """
 
     def __init__(self, dim: int, num_heads: int, mixer: Literal["softmax", "ttt", "t5"], cpe: bool):
@@ -73,7 +75,8 @@ class Denoiser(OperatorModel):
         num_classes: labels 0 to num_classes - 1; the label num_classes stands for no class.
         mixer: how tokens see each other.
         cpe: a depth-wise 3x3 convolution before each mixer; None has it with `ttt` alone.
-        learn_sigma: the output has K more channels, which determine the variance of a step; see `repro.tasks.generation.diffusion`.
+        learn_sigma: the output has K more channels, which determine the variance of a step; see
+            `repro.tasks.generation.diffusion`.
     """
 
     def __init__(
@@ -94,7 +97,11 @@ class Denoiser(OperatorModel):
             raise ValueError(f"mixer {mixer!r} is not {', '.join(MIXERS[:-1])} or {MIXERS[-1]}")
         if embed_dim % num_heads or embed_dim % 4:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads} and of 4")
-        self.patch_size, self.in_channels, self.embed_dim, self.depth, self.num_heads = patch_size, in_channels, embed_dim, depth, num_heads
+        self.patch_size = patch_size
+        self.in_channels = in_channels
+        self.embed_dim = embed_dim
+        self.depth = depth
+        self.num_heads = num_heads
         self.num_classes, self.mixer, self.learn_sigma = num_classes, mixer, learn_sigma
         self.cpe = mixer == "ttt" if cpe is None else cpe
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
@@ -109,7 +116,8 @@ class Denoiser(OperatorModel):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear layers and patches Xavier-uniform with zero bias, embeddings normal 0.02, modulations and head zero; fast weights keep
+        """Linear layers and patches Xavier-uniform with zero bias, embeddings normal 0.02, modulations and head zero;
+        fast weights keep
         theirs, and the CPE PyTorch's."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -127,18 +135,25 @@ class Denoiser(OperatorModel):
 
     def new_parameters(self) -> set[str]:
         """The names of the parameters that a DiT of the same shell does not have; of a DiT5 alone."""
-        mixers = {f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, InnerMixer)}
+        mixers = {
+            f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, InnerMixer)
+        }
         return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an input, whose sides must be positive multiples of the patch size (ValueError)."""
+        """Rows and columns of patches in an input, whose sides must be positive multiples of the patch size
+        (ValueError).
+        """
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
-            raise ValueError(f"input of {height}x{width}: height and width must be positive multiples of the patch size {p}")
+            raise ValueError(
+                f"input of {height}x{width}: height and width must be positive multiples of the patch size {p}"
+            )
         return height // p, width // p
 
     def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """Noisy inputs (B, K, H, W), integer timesteps (B,) and labels (B,) -> the noise (B, K, H, W), or with `learn_sigma` (B, 2K, H, W).
+        """Noisy inputs (B, K, H, W), integer timesteps (B,) and labels (B,) -> the noise (B, K, H, W), or with
+        `learn_sigma` (B, 2K, H, W).
 
         Raises ValueError for sides that the patch does not divide.
         """
@@ -154,7 +169,8 @@ class Denoiser(OperatorModel):
         shift, scale = self.modulation(F.silu(condition)).unsqueeze(1).chunk(2, dim=-1)
         patches = self.head(modulate(self.norm(tokens), shift, scale))
         patches = patches.unflatten(2, (self.patch_size, self.patch_size, self.out_channels)).unflatten(1, grid)
-        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, h, w, p, p, K) -> (B, K, h, p, w, p) -> (B, K, H, W)
+        # (B, h, w, p, p, K) -> (B, K, h, p, w, p) -> (B, K, H, W)
+        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -162,10 +178,15 @@ class Denoiser(OperatorModel):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
-        return {"stem": r"^patch_embed|^time_embed|^class_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^modulation|^head", (99999,))]}
+        return {
+            "stem": r"^patch_embed|^time_embed|^class_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^modulation|^head", (99999,))],
+        }
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own; releases also count their fixed table of N·C positions."""
+        """Named counts of parameters that add up to the model's own; releases also count their fixed table of N·C
+        positions.
+        """
         C, L = self.embed_dim, self.depth
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
@@ -179,7 +200,9 @@ class Denoiser(OperatorModel):
         }
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one input of (H, W): latents of a VAE are an eighth of the image's height and width."""
+        """Named counts of multiply-adds for one input of (H, W): latents of a VAE are an eighth of the image's height
+        and width.
+        """
         C, L = self.embed_dim, self.depth
         grid = self.grid_of(*image_size)
         N = grid[0] * grid[1]
@@ -197,7 +220,8 @@ class Denoiser(OperatorModel):
 def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
     """A mixer by its name, for tokens of width C = `dim`.
 
-    That of DiT5 has two layers that learn by the squared error, q and k with a scale and an offset, and half neighbourhood attention.
+    That of DiT5 has two layers that learn by the squared error, q and k with a scale and an offset, and half
+    neighbourhood attention.
     """
     if mixer == "t5":
         return InnerMixer(dim, num_heads, T5_LOOP, "instance", "qk", WINDOW, affine=True)
@@ -211,13 +235,18 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 def embed_timesteps(timesteps: Tensor) -> Tensor:
     """(B,) -> (B, 256) fp32: the cosines and then the sines of t · 10000^(-i/128), i = 0..127."""
-    rates = torch.exp(torch.arange(WAVES // 2, dtype=torch.float32, device=timesteps.device) * (-math.log(LONGEST_PERIOD) / (WAVES // 2)))
+    rates = torch.exp(
+        torch.arange(WAVES // 2, dtype=torch.float32, device=timesteps.device)
+        * (-math.log(LONGEST_PERIOD) / (WAVES // 2))
+    )
     angles = timesteps[:, None].float() * rates
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def embed_positions(grid: Grid, dim: int, device: torch.device | str | None = None) -> Tensor:
-    """(h·w, dim) fp32: half of the channels say the column and half the row, each by sines and cosines of dim/4 rates from 1 to 1/10000."""
+    """(h·w, dim) fp32: half of the channels say the column and half the row, each by sines and cosines of dim/4 rates
+    from 1 to 1/10000.
+    """
     rates = LONGEST_PERIOD ** (torch.arange(dim // 4, dtype=torch.float32, device=device) / -(dim // 4))
     rows, columns = (torch.outer(torch.arange(n, dtype=torch.float32, device=device), rates) for n in grid)
     rows, columns = (torch.cat((angles.sin(), angles.cos()), dim=-1) for angles in (rows, columns))
@@ -236,7 +265,8 @@ _OFFICIAL = {
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official releases of DiT, DiT3 and DiT5 under our names, without their fixed table of positions.
+    """The state dict of the official releases of DiT, DiT3 and DiT5 under our names, without their fixed table of
+    positions.
 
     Raises:
         UserError: a table of positions that is not the one that is computed here.
@@ -260,7 +290,9 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scale and offset of DiT5's q and k, each (1, 1, C, 2) with q before k -> (2 of q and k, C, 2 of scale and offset)."""
+    """Scale and offset of DiT5's q and k, each (1, 1, C, 2) with q before k -> (2 of q and k, C, 2 of scale and
+    offset).
+    """
     joined = {key: value for key, value in state_dict.items() if not key.endswith(("qk_scale_ttt", "qk_offset_ttt"))}
     for key in [key for key in state_dict if key.endswith("qk_scale_ttt")]:
         stem = key.removesuffix("qk_scale_ttt")

@@ -1,11 +1,13 @@
 """The inner learner of LaCT, and the six steps that take its parts away until linear attention is left.
 
-For each head, a gated model F(x) = W1 (SiLU(W0 x) ⊙ (W2 x)) learns to map keys to values, by steps up ⟨F(k), v⟩ on chunks of tokens:
-with a rate for each token and matrix, momentum from chunk to chunk, steps that Newton–Schulz makes orthogonal (Muon), and rows of the
-weights that are brought back to their first norms. Queries are read out before, after or within the learning.
+For each head, a gated model F(x) = W1 (SiLU(W0 x) ⊙ (W2 x)) learns to map keys to values, by steps up ⟨F(k), v⟩ on
+chunks of tokens: with a rate for each token and matrix, momentum from chunk to chunk, steps that Newton–Schulz makes
+orthogonal (Muon), and rows of the weights that are brought back to their first norms. Queries are read out before,
+after or within the learning.
 
-`learn_recurrently` goes from chunk to chunk. `learn_in_parallel` computes all chunks at once, where the learner reduces to linear
-attention with a decay: only the last matrix learns, or there is only one, and no norm is applied to the state.
+`learn_recurrently` goes from chunk to chunk. `learn_in_parallel` computes all chunks at once, where the learner reduces
+to linear attention with a decay: only the last matrix learns, or there is only one, and no norm is applied to the
+state.
 
 Shape suffixes: B images, h heads, T tokens, d width of q, k and v, e hidden units, n tokens of a chunk, c chunks.
 """
@@ -52,8 +54,8 @@ class FastLoop:
         rates: whether each token has rates; without, all are 1.
         momentum: whether the steps of earlier chunks go on, each chunk with a factor.
         muon: the coefficients of Newton–Schulz, `frobenius` for its start alone, or `none`.
-        norm: whether the rows of the learned weights are brought back to their first norms after each step: those of the weights
-            themselves (`state`), or of a copy that is read, beside weights that go on without (`copy`).
+        norm: whether the rows of the learned weights are brought back to their first norms after each step: those of
+            the weights themselves (`state`), or of a copy that is read, beside weights that go on without (`copy`).
         direction: down the loss −⟨F(k), v⟩ or up.
         q_is_k: whether keys are read out in place of queries.
         order: when a chunk is read out: `before` its own step, `after` it, or at the `end` of all learning.
@@ -76,12 +78,19 @@ class FastLoop:
     steps: int = 1
 
     def __post_init__(self) -> None:
-        choices = {"muon": get_args(Muon), "norm": get_args(Norm), "direction": get_args(Direction), "order": get_args(Order)}
+        choices = {
+            "muon": get_args(Muon),
+            "norm": get_args(Norm),
+            "direction": get_args(Direction),
+            "order": get_args(Order),
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"fast weights: {name} {value!r}: not known{did_you_mean(value, known)}")
         if self.chunk_size < 0:
-            raise ValueError(f"fast weights: chunk_size {self.chunk_size}: expected 1 or more tokens, or 0 for all of them")
+            raise ValueError(
+                f"fast weights: chunk_size {self.chunk_size}: expected 1 or more tokens, or 0 for all of them"
+            )
         if self.steps < 1:
             raise ValueError(f"fast weights: steps {self.steps}: expected 1 or more")
 
@@ -114,7 +123,11 @@ class FastLoop:
         learning = self.steps * sum(end - first for first, end in chunks)
         sizes = [rows * columns for rows, columns in self.shapes(d, e)]
         of_token = d * d if self.linear else (3 if self.only_last else 6) * d * e
-        orthogonal = sum(newton_schulz_macs(self.muon, *self.shapes(d, e)[place]) for place in self.learned) if self.muon != "none" else 0
+        orthogonal = (
+            sum(newton_schulz_macs(self.muon, *self.shapes(d, e)[place]) for place in self.learned)
+            if self.muon != "none"
+            else 0
+        )
         return learning * of_token + self.steps * len(chunks) * orthogonal + tokens * sum(sizes)
 
 
@@ -140,11 +153,12 @@ LADDER: dict[str, dict[str, object]] = {
 def choose_form(loop: FastLoop, backend: str, device: torch.device) -> Form:
     """The form that runs for a request.
 
-    `auto` is parallel on a GPU, where a chunk after another leaves most of it idle, for learners that have this form; else recurrent, as
-    are `torch` and `reference`.
+    `auto` is parallel on a GPU, where a chunk after another leaves most of it idle, for learners that have this form;
+    else recurrent, as are `torch` and `reference`.
 
     Raises:
-        ValueError: an unknown backend, or `parallel` for a learner without this form; the message names the part that is in the way.
+        ValueError: an unknown backend, or `parallel` for a learner without this form; the message names the part that
+            is in the way.
     """
     if backend not in (known := ("auto", "recurrent", "parallel", "torch", "reference")):
         raise ValueError(f"backend {backend!r}: fast weights have {', '.join(known)}{did_you_mean(backend, known)}")
@@ -156,7 +170,14 @@ def choose_form(loop: FastLoop, backend: str, device: torch.device) -> Form:
 
 
 def learn(
-    loop: FastLoop, weights: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, rates: Tensor | None, momentum: Tensor | None, form: Form
+    loop: FastLoop,
+    weights: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor | None,
+    momentum: Tensor | None,
+    form: Form,
 ) -> Tensor:
     """Learn k -> v from the start `weights`, and read out q.
 
@@ -181,11 +202,19 @@ def learn(
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v, rates, momentum = (None if x is None else x.to(dtype) for x in (q, k, v, rates, momentum))
         run = learn_recurrently if form == "recurrent" else learn_in_parallel
-        return run(loop, [weight.to(dtype) for weight in weights], k if loop.q_is_k else q, k, v, rates, momentum).to(q.dtype)
+        return run(loop, [weight.to(dtype) for weight in weights], k if loop.q_is_k else q, k, v, rates, momentum).to(
+            q.dtype
+        )
 
 
 def learn_recurrently(
-    loop: FastLoop, weights: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, rates: Tensor | None, momentum: Tensor | None
+    loop: FastLoop,
+    weights: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor | None,
+    momentum: Tensor | None,
 ) -> Tensor:
     """`learn` from chunk to chunk, in the dtype of its arguments."""
     W = [weight.expand(len(q), *weight.shape) for weight in weights]
@@ -218,13 +247,19 @@ def learn_recurrently(
 
 
 def learn_in_parallel(
-    loop: FastLoop, weights: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, rates: Tensor | None, momentum: Tensor | None
+    loop: FastLoop,
+    weights: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor | None,
+    momentum: Tensor | None,
 ) -> Tensor:
     """`learn` of all chunks at once, in the dtype of its arguments.
 
-    With static features φ the steps G_c = Σ v (η φ(k))ᵀ of all chunks are one batched product. The momenta are M_j = Σ_i Λ_ji G_i with
-    Λ_ji = Π_{i<s≤j} α_s, taken from differences of cumulated logarithms, which never divide; the state that a chunk reads is the start
-    and the sum of the steps of the chunks before it.
+    With static features φ the steps G_c = Σ v (η φ(k))ᵀ of all chunks are one batched product. The momenta are M_j =
+    Σ_i Λ_ji G_i with Λ_ji = Π_{i<s≤j} α_s, taken from differences of cumulated logarithms, which never divide; the
+    state that a chunk reads is the start and the sum of the steps of the chunks before it.
 
     Raises:
         ValueError: a learner without this form.
@@ -236,7 +271,9 @@ def learn_in_parallel(
     features_q, features_k = (x if loop.linear else gate(weights, x)[0] for x in (q, k))
     if loop.order == "before":  # nobody reads what the last chunk would teach
         learning, chunks = chunks[-1][0], chunks[:-1]
-        features_k, v, rates = features_k[..., :learning, :], v[..., :learning, :], None if rates is None else rates[..., :learning, :]
+        features_k = features_k[..., :learning, :]
+        v = v[..., :learning, :]
+        rates = None if rates is None else rates[..., :learning, :]
     scaled = features_k if rates is None else features_k * rates[..., 1:2]
     keys, values = (F.pad(x, (0, 0, 0, -x.shape[-2] % n)).unflatten(-2, (len(chunks), n)) for x in (scaled, v))
     steps = values.mT @ keys  # (B, h, c, d, e)
@@ -265,7 +302,8 @@ def learn_in_parallel(
 def decay_matrix(factors: Tensor) -> Tensor:
     """Λ (..., c, c) of factors α (..., c) between 0 and 1: Λ_ji = Π_{i<s≤j} α_s for i ≤ j, else 0.
 
-    The logarithms are cumulated, so that no product of many factors is formed, by which something would have to be divided.
+    The logarithms are cumulated, so that no product of many factors is formed, by which something would have to be
+    divided.
     """
     # in fp64, since differences of large sums are left
     logs = factors.double().clamp_min(torch.finfo(torch.float64).tiny).log().cumsum(-1)
@@ -282,7 +320,9 @@ def newton_schulz(G: Tensor, kind: str) -> Tensor:
         ValueError: a vector, for which there is nothing to make orthogonal.
     """
     if G.ndim < 2 or min(G.shape[-2:]) < 2:
-        raise ValueError(f"muon: orthogonalises matrices, and a step of shape {tuple(G.shape[-2:])} is a vector; use muon none")
+        raise ValueError(
+            f"muon: orthogonalises matrices, and a step of shape {tuple(G.shape[-2:])} is a vector; use muon none"
+        )
     wide = G.shape[-2] <= G.shape[-1]
     X = G if wide else G.mT
     X = X / (torch.linalg.matrix_norm(X, keepdim=True) + NEWTON_SCHULZ_EPS)

@@ -1,10 +1,11 @@
-"""A block of Vittt in some ten launches: what `VitttBlock` computes, with the kernels of `kernels.around` in place of plain PyTorch.
+"""A block of Vittt in some ten launches: what `VitttBlock` computes, with the kernels of `kernels.around` in place of
+plain PyTorch.
 
-At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operations around it decide. Here each of them reads its input
-and writes its output once: the convolution with the norm after it, one projection for gate, keys, values and learning rates, both
-causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products with their activation; residuals are added by
-the products before them. It is for the default reading of the paper, without class tokens; `VitttBlock.forward` is the reference, and
-what runs everywhere else.
+At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operations around it decide. Here each of them
+reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
+values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
+with their activation; residuals are added by the products before them. It is for the default reading of the paper,
+without class tokens; `VitttBlock.forward` is the reference, and what runs everywhere else.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -27,9 +28,10 @@ Grid = tuple[int, int]
 class Constants(NamedTuple):
     """What the launches take of a block's weights, each made once for these weights.
 
-    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of d; token_scale
-    (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU; down_weight (D,F+8): with its bias
-    in the first of the further columns; state: W0, b0, γ and μ of both directions, in fp32.
+    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
+    d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
+    down_weight (D,F+8): with its bias in the first of the further columns; state: W0, b0, γ and μ of both directions,
+    in fp32.
     """
 
     in_weight: Tensor
@@ -43,13 +45,17 @@ class Constants(NamedTuple):
 
 def is_plain(reading: Reading) -> bool:
     """Whether the launches compute this reading of the paper: the default one, whatever its positions and starts."""
-    return reading == Reading(**{name: getattr(reading, name) for name in ("positions", "w0_std", "token_scale_start", "eta_base")})
+    return reading == Reading(
+        **{name: getattr(reading, name) for name in ("positions", "w0_std", "token_scale_start", "eta_base")}
+    )
 
 
 def can_fuse(block: Any, tokens: Tensor) -> bool:
     """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here."""
     mixer, dtype = block.mixer, product_dtype(tokens)
-    is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and is_plain(block.reading) and mixer.step == "own"
+    is_vittts = (
+        block.pool in ("mean", "max") and block.dwconv is not None and is_plain(block.reading) and mixer.step == "own"
+    )
     if not is_vittts or mixer.backend not in ("auto", "triton"):
         return False
     try:
@@ -71,7 +77,13 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
     D, H, d, backend = mixer.dim, mixer.num_heads, mixer.head_dim, "triton"
     known = find_constants(block, tokens_BTD.shape[1])
     stream, x = around.conv_norm(
-        tokens_BTD, block.dwconv.weight[:, 0], block.norm1.weight, block.norm1.bias, height=grid[0], eps=block.norm1.eps, backend=backend
+        tokens_BTD,
+        block.dwconv.weight[:, 0],
+        block.norm1.weight,
+        block.norm1.bias,
+        height=grid[0],
+        eps=block.norm1.eps,
+        backend=backend,
     ).unbind(0)
     projected = F.linear(x, known.in_weight, known.in_bias)
     gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
@@ -81,7 +93,15 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
     q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
     lr = torch.sigmoid(rates[..., :H].float())
     z = ttt_linear_bidir(
-        q, k, v, lr, known.token_scale, *known.state, chunk_size=known.token_scale.shape[1], eps=mixer.eps, backend=backend
+        q,
+        k,
+        v,
+        lr,
+        known.token_scale,
+        *known.state,
+        chunk_size=known.token_scale.shape[1],
+        eps=mixer.eps,
+        backend=backend,
     )
     norm = mixer.post_norm
     y = around.gated_norm(z.flatten(3), gate, norm.weight, norm.bias, eps=norm.eps, backend=backend)
@@ -94,9 +114,14 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
 def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """stream + x Wᵀ: in one launch, in place, where no gradient is wanted.
 
-    Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of a higher precision.
+    Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of
+    a higher precision.
     """
-    if (block.training and not isinstance(block.drop_path, nn.Identity)) or x.dtype != stream_BTD.dtype or x.dtype != weight.dtype:
+    if (
+        (block.training and not isinstance(block.drop_path, nn.Identity))
+        or x.dtype != stream_BTD.dtype
+        or x.dtype != weight.dtype
+    ):
         return stream_BTD + block.drop_path(F.linear(x, weight))
     rows = stream_BTD.flatten(0, 1)
     add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
@@ -106,11 +131,17 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
 def find_constants(block: Any, tokens: int) -> Constants:
     """The `Constants` of a block: those that `freeze` has kept, where no gradient is wanted, else new ones."""
     kept = None if torch.is_grad_enabled() else block.constants
-    return kept if kept is not None and kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens) else make_constants(block, tokens)
+    return (
+        kept
+        if kept is not None and kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens)
+        else make_constants(block, tokens)
+    )
 
 
 def freeze(block: Any, tokens: int) -> None:
-    """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight in between is not seen."""
+    """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight in between is not
+    seen.
+    """
     with torch.inference_mode(False), torch.no_grad():
         block.constants = make_constants(block, tokens)
 

@@ -1,8 +1,9 @@
-"""What this project's hierarchical families share: timm's interface over four stages of falling resolution and growing width.
+"""What this project's hierarchical families share: timm's interface over four stages of falling resolution and growing
+width.
 
-A family adds its stem, the blocks of its stages, what lies between two stages, and its final norm. Feature maps for dense tasks,
-the head, stochastic depth and the recomputation of blocks stand here once. `pyramid.NativePyramid` makes a `Hierarchy` the
-backbone of a detector or a segmenter.
+A family adds its stem, the blocks of its stages, what lies between two stages, and its final norm. Feature maps for
+dense tasks, the head, stochastic depth and the recomputation of blocks stand here once. `pyramid.NativePyramid` makes a
+`Hierarchy` the backbone of a detector or a segmenter.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ STRIDES = (4, 8, 16, 32)  # of the stages
 class Stage(nn.Module):
     """Blocks on maps of one width and one grid, and what leads to the next stage.
 
-    A family whose blocks share something that depends on the grid, or that cuts the map before its blocks and joins it after them,
-    extends `forward` around `run_blocks`.
+    A family whose blocks share something that depends on the grid, or that cuts the map before its blocks and joins it
+    after them, extends `forward` around `run_blocks`.
 
     Args:
         blocks: each maps (B, C, h, w) to the same shape; further arguments come from `run_blocks`.
@@ -35,7 +36,9 @@ class Stage(nn.Module):
         self.blocks, self.downsample = nn.ModuleList(blocks), downsample
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """(B, C, h, w) -> the same shape, before `downsample`; with `recompute`, blocks keep no activations for the backward pass."""
+        """(B, C, h, w) -> the same shape, before `downsample`; with `recompute`, blocks keep no activations for the
+        backward pass.
+        """
         return self.run_blocks(x, recompute=recompute)
 
     def run_blocks(self, x: Tensor, *shared: Any, recompute: bool) -> Tensor:
@@ -48,17 +51,18 @@ class Stage(nn.Module):
 class Hierarchy(OperatorModel):
     """Four stages whose grids are those of strides 4, 8, 16 and 32, for images of any size of at least 32 x 32 pixels.
 
-    Where a side is not a multiple of the stride, the grid is rounded up: each stage has ⌈H/s⌉ x ⌈W/s⌉ positions. A subclass sets
-    `patch_embed`, images (B, in_chans, H, W) -> (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); `stages`, a ModuleList of four `Stage`s; and `norm`,
-    which keeps the shape of the last map. One whose multiply-adds have a closed form implements `param_terms()` and
-    `mac_terms(image_size)`, as `Backbone` says.
+    Where a side is not a multiple of the stride, the grid is rounded up: each stage has ⌈H/s⌉ x ⌈W/s⌉ positions. A
+    subclass sets `patch_embed`, images (B, in_chans, H, W) -> (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); `stages`, a ModuleList of
+    four `Stage`s; and `norm`, which keeps the shape of the last map. One whose multiply-adds have a closed form
+    implements `param_terms()` and `mac_terms(image_size)`, as `Backbone` says.
 
     Args:
         img_size: image height and width that the model is built for; it takes others as well.
         in_chans, num_classes: channels of the image; outputs of the head, 0 for no head.
         widths, depths: channels and number of blocks of each stage.
         drop_rate: dropout before the head.
-        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, a list for each stage, rise linearly from 0 to it.
+        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, a list for each stage, rise
+            linearly from 0 to it.
     """
 
     patch_embed: nn.Module
@@ -93,13 +97,17 @@ class Hierarchy(OperatorModel):
         ]
 
     def grids_of(self, height: int, width: int) -> list[Grid]:
-        """Rows and columns of each stage for an image in pixels; a ValueError for one that is smaller than the largest stride."""
+        """Rows and columns of each stage for an image in pixels; a ValueError for one that is smaller than the largest
+        stride.
+        """
         if height < STRIDES[-1] or width < STRIDES[-1]:
             raise ValueError(f"image size {height}x{width}: height and width must be at least {STRIDES[-1]}")
         return [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
 
     def embed(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises the error of `grids_of`."""
+        """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises the error of
+        `grids_of`.
+        """
         self.grids_of(*x.shape[-2:])
         return self.patch_embed(x)
 
@@ -127,8 +135,8 @@ class Hierarchy(OperatorModel):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """The maps of selected stages before their downsampling, as timm's feature interface defines it.
 
-        `indices` are the last n stages (an int), all (None) or those of a list; `norm` applies the final norm to the last stage's map;
-        `stop_early` skips the stages after the last selected one; `output_fmt` can only be `NCHW`.
+        `indices` are the last n stages (an int), all (None) or those of a list; `norm` applies the final norm to the
+        last stage's map; `stop_early` skips the stages after the last selected one; `output_fmt` can only be `NCHW`.
 
         Returns:
             The maps (B, widths[i], h, w) if `intermediates_only`, else (the result of `forward_features`, maps).
@@ -142,8 +150,12 @@ class Hierarchy(OperatorModel):
         chosen = [final if norm and i == len(self.stages) - 1 else maps[i] for i in take]
         return chosen if intermediates_only else (final, chosen)
 
-    def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True) -> list[int]:
-        """Remove what follows the stage of the last index and, on request, the final norm and the head; returns the absolute indices."""
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what follows the stage of the last index and, on request, the final norm and the head; returns the
+        absolute indices.
+        """
         take, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         self.stages[-1].downsample = None
@@ -158,12 +170,20 @@ class Hierarchy(OperatorModel):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes`. It stands on the mean, which timm calls `avg`: `global_pool` may only say so."""
+        """Replace the head by a new one for `num_classes`. It stands on the mean, which timm calls `avg`: `global_pool`
+        may only say so.
+        """
         if global_pool not in (None, "avg"):
-            raise ValueError(f"global_pool {global_pool!r}: the head of this model stands on the mean of the last map, `avg`")
+            raise ValueError(
+                f"global_pool {global_pool!r}: the head of this model stands on the mean of the last map, `avg`"
+            )
         self.num_classes = num_classes
         like = next(self.parameters())
-        self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype) if num_classes else nn.Identity()
+        self.head = (
+            nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            if num_classes
+            else nn.Identity()
+        )
         if num_classes:
             init_linear(self.head)
 
@@ -172,10 +192,16 @@ class Hierarchy(OperatorModel):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that assign parameters to layers, for layer-wise learning-rate decay; a downsampling belongs to the block before it."""
+        """Patterns that assign parameters to layers, for layer-wise learning-rate decay; a downsampling belongs to the
+        block before it.
+        """
         if coarse:
             return {"stem": r"^patch_embed", "blocks": [(r"^stages\.(\d+)", None), (r"^norm", (99999,))]}
-        blocks = (r"^stages\.(\d+)\.blocks\.(\d+)", None), (r"^stages\.(\d+)\.downsample", (99999,)), (r"^norm", (99999,))
+        blocks = (
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^stages\.(\d+)\.downsample", (99999,)),
+            (r"^norm", (99999,)),
+        )
         return {"stem": r"^patch_embed", "blocks": list(blocks)}
 
     def no_weight_decay(self) -> set[str]:

@@ -1,7 +1,7 @@
 """H-ViT3, the hierarchical ViT3: H-ViT3-T/S/B, and a nano for tests and the embedded data sets.
 
-The TTT block of ViT3 learns on the tokens of every stage; its queries and keys carry their positions as rotations (RoPE). The stem,
-the downsampling and the MLP are convolutional. `import repro.models` registers the models with timm.
+The TTT block of ViT3 learns on the tokens of every stage; its queries and keys carry their positions as rotations
+(RoPE). The stem, the downsampling and the MLP are convolutional. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width of a stage, d head dimension.
 """
@@ -26,10 +26,12 @@ BASE = 10000.0  # of the rotations' frequencies
 
 
 def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device) -> Rotation:
-    """Cosines and sines, each (h·w, C/2), of the angles by which RoPE turns the channel pairs of a token of width C = `dim`.
+    """Cosines and sines, each (h·w, C/2), of the angles by which RoPE turns the channel pairs of a token of width C =
+    `dim`.
 
-    With m = C/4 and θ_j = 10000^(−j/m), the first m pairs of the token in row y and column x are turned by y·θ_j and the other m by
-    x·θ_j. C is the width of all heads together, so the first half of the heads knows the row and the second half the column.
+    With m = C/4 and θ_j = 10000^(−j/m), the first m pairs of the token in row y and column x are turned by y·θ_j and
+    the other m by x·θ_j. C is the width of all heads together, so the first half of the heads knows the row and the
+    second half the column.
     """
     (h, w), m = grid, dim // 4
     theta = BASE ** (-torch.arange(m, dtype=dtype, device=device) / m)
@@ -70,7 +72,9 @@ class ConvMlp(nn.Module):
 
 
 class HViT3Block(nn.Module):
-    """Map + depth-wise convolution, then the TTT block and the MLP, each after a LayerNorm and with a residual and stochastic depth."""
+    """Map + depth-wise convolution, then the TTT block and the MLP, each after a LayerNorm and with a residual and
+    stochastic depth.
+    """
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
         super().__init__()
@@ -94,7 +98,9 @@ class HViT3Stage(Stage):
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
         """(B, C, h, w) -> the same shape."""
-        rotation = rotations(tuple(x.shape[-2:]), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        rotation = rotations(
+            tuple(x.shape[-2:]), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+        )
         # channels last, in which maps and tokens are views of one another
         return self.run_blocks(x.contiguous(memory_format=torch.channels_last), rotation, recompute=recompute)
 
@@ -129,7 +135,9 @@ class HViT3(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast weights."""
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast
+        weights.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -169,7 +177,9 @@ class HViT3(Hierarchy):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names, without its tables of rotations, which belong to one image size."""
+    """The state dict of the official release under our names, without its tables of rotations, which belong to one
+    image size.
+    """
     kept = {key: value for key, value in state_dict.items() if not key.endswith("rope.rotations")}
     return rename_prefixes(kept, {"layers.": "stages."})
 
@@ -182,12 +192,23 @@ def _stem(in_chans: int, dim: int) -> PaddedConvs:
 
 def _downsampling(before: int, after: int) -> PaddedConvs:
     hidden = 4 * after
-    wide = _conv(before, hidden, kernel=1, bias=True, norm=False), _conv(hidden, hidden, 2, groups=hidden, bias=True, norm=False)
+    wide = (
+        _conv(before, hidden, kernel=1, bias=True, norm=False),
+        _conv(hidden, hidden, 2, groups=hidden, bias=True, norm=False),
+    )
     return PaddedConvs(2, *wide, _conv(hidden, after, kernel=1, bias=True, act=False))
 
 
 def _conv(
-    before: int, after: int, stride: int = 1, *, kernel: int = 3, groups: int = 1, bias: bool = False, norm: bool = True, act: bool = True
+    before: int,
+    after: int,
+    stride: int = 1,
+    *,
+    kernel: int = 3,
+    groups: int = 1,
+    bias: bool = False,
+    norm: bool = True,
+    act: bool = True,
 ) -> nn.Sequential:
     """A convolution, then batch normalisation and ReLU where wanted."""
     layers = OrderedDict(conv=nn.Conv2d(before, after, kernel, stride, kernel // 2, groups=groups, bias=bias))
@@ -206,7 +227,8 @@ def _to_tokens(x: Tensor) -> Tensor:
 def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
     """(B, h·w, C) -> (B, C, h, w), a channels-last view.
 
-    By `unflatten` before `permute` one image gets the stride of an image too; without it, PyTorch's BatchNorm2d returns wrong gradients.
+    By `unflatten` before `permute` one image gets the stride of an image too; without it, PyTorch's BatchNorm2d returns
+    wrong gradients.
     """
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
@@ -215,11 +237,18 @@ _SMALL = {"widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}
 register_sizes(
     HViT3,
     {
-        "hvit3_tiny_224": {**_SMALL, "depths": (1, 3, 9, 4)},  # 28.704 M parameters; the paper's recipe has drop path 0.2
+        # 28.704 M parameters; the paper's recipe has drop path 0.2
+        "hvit3_tiny_224": {**_SMALL, "depths": (1, 3, 9, 4)},
         "hvit3_small_224": {**_SMALL, "depths": (2, 6, 18, 8)},  # 54.362 M; drop path 0.4
-        "hvit3_base_224": {"widths": (96, 192, 448, 640), "num_heads": (3, 6, 14, 20), "depths": (2, 6, 18, 8)},  # 94.369 M; 0.6
+        # 94.369 M; 0.6
+        "hvit3_base_224": {"widths": (96, 192, 448, 640), "num_heads": (3, 6, 14, 20), "depths": (2, 6, 18, 8)},
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 tokens a side
-        "hvit3_nano_144": {"img_size": 144, "widths": (16, 32, 64, 96), "num_heads": (1, 2, 4, 6), "depths": (1, 1, 2, 1)},
+        "hvit3_nano_144": {
+            "img_size": 144,
+            "widths": (16, 32, 64, 96),
+            "num_heads": (1, 2, 4, 6),
+            "depths": (1, 1, 2, 1),
+        },
     },
     first_conv="patch_embed.conv.0.conv",
 )

@@ -1,9 +1,10 @@
 """Inner learners: small models that are trained on the keys and values of one image, and then read by its queries.
 
-A learner has a model F(x; W_1 .. W_P) with a learned start, a loss of its output v̂ = F(k) against v, and a schedule. Only the error
-signal e = ∂L/∂v̂ depends on the loss, and only the gradients G_p = Σ_n (∂v̂_n/∂W_p)ᵀ e_n on the model. `error_signal` has the first in
-closed form for five losses, `MODELS` the second for twelve models, and `adapt` is the loop over them. Autograd differentiates the
-closed forms, so the outer gradient is that of all inner steps; none of it needs `create_graph`.
+A learner has a model F(x; W_1 .. W_P) with a learned start, a loss of its output v̂ = F(k) against v, and a schedule.
+Only the error signal e = ∂L/∂v̂ depends on the loss, and only the gradients G_p = Σ_n (∂v̂_n/∂W_p)ᵀ e_n on the model.
+`error_signal` has the first in closed form for five losses, `MODELS` the second for twelve models, and `adapt` is the
+loop over them. Autograd differentiates the closed forms, so the outer gradient is that of all inner steps; none of it
+needs `create_graph`.
 
 Shape suffixes: B images, h heads, N tokens, d head dimension, n tokens of an inner batch.
 """
@@ -78,9 +79,13 @@ class InnerLoop:
         if self.depth != 2 and not model.has_depth:
             raise ValueError(f"inner depth {self.depth}: the inner model {self.model} has no choice of depth")
         if self.depth < 2 and model.has_depth:
-            raise ValueError(f"inner depth {self.depth}: an {self.model} has 2 layers or more; one layer is the inner model fc")
+            raise ValueError(
+                f"inner depth {self.depth}: an {self.model} has 2 layers or more; one layer is the inner model fc"
+            )
         if self.only is not None and not (self.only and set(self.only) <= set(range(len(self.shapes(1))))):
-            raise ValueError(f"inner only {self.only}: expected places of the weights of the inner model {self.model}, counted from 0")
+            raise ValueError(
+                f"inner only {self.only}: expected places of the weights of the inner model {self.model}, counted from 0"
+            )
 
     def shapes(self, head_dim: int) -> list[tuple[int, ...]]:
         """The shape of each weight of one head of width d."""
@@ -94,7 +99,8 @@ class InnerLoop:
         return list(itertools.pairwise(ends))
 
     def count_macs(self, tokens: int, head_dim: int) -> int:
-        """Multiply-adds of learning and read-out for one head: matrix products and convolutions, the latter's borders included.
+        """Multiply-adds of learning and read-out for one head: matrix products and convolutions, the latter's borders
+        included.
 
         The prediction v̂ is formed only for losses that need it.
         """
@@ -136,11 +142,13 @@ class InnerModel:
     has_depth: bool = False
 
 
-def learn(loop: InnerLoop, weights: Weights, q: Tensor, k: Tensor, v: Tensor, grid: Grid, rates: Tensor | None = None) -> Tensor:
+def learn(
+    loop: InnerLoop, weights: Weights, q: Tensor, k: Tensor, v: Tensor, grid: Grid, rates: Tensor | None = None
+) -> Tensor:
     """Learn k -> v from the start `weights`, then read out q: see `adapt` and `read_out`.
 
-    q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q. The computation is in fp32 or more, also under autocast: a step is small
-    beside a weight.
+    q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q. The computation is in fp32 or more, also under autocast: a
+    step is small beside a weight.
     """
     with full_precision(q.device.type):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -150,8 +158,11 @@ def learn(loop: InnerLoop, weights: Weights, q: Tensor, k: Tensor, v: Tensor, gr
         return read_out(loop, learned, wide[0], grid).to(q.dtype)
 
 
-def adapt(loop: InnerLoop, weights: Weights, k: Tensor, v: Tensor, grid: Grid, rates: Tensor | None = None) -> list[Tensor]:
-    """The weights after inner training: for each inner batch, W_p ← W_p − lr·G_p, or plus where the direction is ascent.
+def adapt(
+    loop: InnerLoop, weights: Weights, k: Tensor, v: Tensor, grid: Grid, rates: Tensor | None = None
+) -> list[Tensor]:
+    """The weights after inner training: for each inner batch, W_p ← W_p − lr·G_p, or plus where the direction is
+    ascent.
 
     Args:
         loop: how.
@@ -207,8 +218,8 @@ def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) 
     | mae       | (s/n) Σ |r|                          | s sign(r) / n            |
     | smooth_l1 | (s/n) Σ r²/2, or |r| − ½ where |r| > 1 | s clamp(r, −1, 1) / n  |
 
-    `predicted` is v̂, which the dot product does not need. The values v reach an outer loss through e alone: with mae nowhere, and with
-    smooth_l1 not where |r| > 1.
+    `predicted` is v̂, which the dot product does not need. The values v reach an outer loss through e alone: with mae
+    nowhere, and with smooth_l1 not where |r| > 1.
     """
     factor = scale / v.shape[-2]
     if loss == "dot":
@@ -312,12 +323,20 @@ def _conv_pull(W: Weights, prepared: tuple, e: Tensor) -> list[Tensor]:
     image, (B, heads, _, d) = prepared
     per_group = W[0].shape[-3]
     groups = image.shape[1] // per_group
-    gradient = conv2d_weight(image, (B * heads * d, per_group, 3, 3), e.mT.reshape(image.shape), padding=1, groups=groups)
+    gradient = conv2d_weight(
+        image, (B * heads * d, per_group, 3, 3), e.mT.reshape(image.shape), padding=1, groups=groups
+    )
     return [gradient.reshape(B, heads, d, per_group, 3, 3)]
 
 
 _MLP: dict[str, Any] = {"shapes": _mlp_shapes, "prepare": _mlp_prepare, "first_back": 1, "has_depth": True}
-_CONV: dict[str, Any] = {"prepare": _conv_prepare, "read": _conv_read, "pull": _conv_pull, "norm_axes": (-3, -2, -1), "on_grid": True}
+_CONV: dict[str, Any] = {
+    "prepare": _conv_prepare,
+    "read": _conv_read,
+    "pull": _conv_pull,
+    "norm_axes": (-3, -2, -1),
+    "on_grid": True,
+}
 MODELS: dict[str, InnerModel] = {
     "fc": InnerModel(  # x W
         shapes=_square(1),
@@ -333,7 +352,11 @@ MODELS: dict[str, InnerModel] = {
         ends_linear=False,
     ),
     "glu": InnerModel(  # (x W1) ⊙ SiLU(x W2)
-        shapes=_square(2), prepare=_glu_prepare, read=lambda W, prepared: prepared[1] * prepared[3], pull=_glu_pull, ends_linear=False
+        shapes=_square(2),
+        prepare=_glu_prepare,
+        read=lambda W, prepared: prepared[1] * prepared[3],
+        pull=_glu_pull,
+        ends_linear=False,
     ),
     "mlp": InnerModel(read=lambda W, prepared: prepared[0][-1] @ W[-1], pull=_mlp_pull, has_width=True, **_MLP),
     "mlp_residual": InnerModel(  # an MLP plus x

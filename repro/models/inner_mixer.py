@@ -34,8 +34,8 @@ LOOPS = {
 class KeyNorm(nn.Module):
     """A norm of the keys without parameters, before they are split into heads.
 
-    `instance` is (k - mean) / √(var + 1) over the tokens, for each image and channel, as the release has it; `no_std` leaves the
-    division out and `no_mean` the subtraction. `layer` and `rms` are taken over the channels of a token.
+    `instance` is (k - mean) / √(var + 1) over the tokens, for each image and channel, as the release has it; `no_std`
+    leaves the division out and `no_mean` the subtraction. `layer` and `rms` are taken over the channels of a token.
     """
 
     def __init__(self, kind: KeyNormKind):
@@ -62,14 +62,14 @@ class KeyNorm(nn.Module):
 class InnerMixer(nn.Module):
     """Linear to q, k and v, an inner learner or linear attention for each head, Linear.
 
-    The keys are normalised, then q and k, or v, get a depth-wise convolution of themselves. With `neighbours`, half of the output is
-    neighbourhood attention of the raw q, k and v. With a dynamic rate of the learner, the rate of a token is the sigmoid of a linear
-    map of it, one for each head.
+    The keys are normalised, then q and k, or v, get a depth-wise convolution of themselves. With `neighbours`, half of
+    the output is neighbourhood attention of the raw q, k and v. With a dynamic rate of the learner, the rate of a token
+    is the sigmoid of a linear map of it, one for each head.
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.
-        inner: the inner learner or its name in `LOOPS`; or `linear` for linear attention with φ(x) = elu(x) + 1, `projqk` for the same
-            of k·W1 and q·W2.
+        inner: the inner learner or its name in `LOOPS`; or `linear` for linear attention with φ(x) = elu(x) + 1,
+            `projqk` for the same of k·W1 and q·W2.
         key_norm: see `KeyNorm`.
         dwc: which of q, k and v get a convolution: `none`, `v` or `qk`.
         neighbours: side of the window of neighbourhood attention, an odd number; 0 for none.
@@ -99,11 +99,14 @@ class InnerMixer(nn.Module):
         self.key_norm = KeyNorm(key_norm)
         for name in "qkv":
             setattr(self, f"dwc_{name}", build_cpe(dim) if dwc != "none" and name in dwc else None)
-        self.affine = nn.Parameter(torch.tensor([1.0, 0.0]).repeat(2, dim, 1)) if affine else None  # (q and k, C, scale and offset)
+        # (q and k, C, scale and offset)
+        self.affine = nn.Parameter(torch.tensor([1.0, 0.0]).repeat(2, dim, 1)) if affine else None
         d = dim // num_heads
         shapes = self.loop.shapes(d) if self.loop else [(d, d)] * (2 if inner == "projqk" else 0)
         if start == "identity" and (len(shapes[-1]) != 2 or shapes[-1][0] != shapes[-1][1]):
-            raise ValueError(f"inner_start identity: the last weight of {self.loop.model} at width {self.loop.width} is no square matrix")
+            raise ValueError(
+                f"inner_start identity: the last weight of {self.loop.model} at width {self.loop.width} is no square matrix"
+            )
         self.weight_names = tuple(f"w{i + 1}" for i in range(len(shapes)))
         for name, shape in zip(self.weight_names, shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *shape)))
@@ -126,18 +129,24 @@ class InnerMixer(nn.Module):
         return {name for name, _ in self.named_parameters() if not name.startswith(("qkv.", "proj."))}
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode)."""
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that
+        of the mode).
+        """
         rates = None if self.rate is None else self.rate(x_BNC).sigmoid().mT
         return self.proj(self.mix(*self.qkv(x_BNC).chunk(3, dim=-1), grid, rates))
 
     def mix(self, q_BNC: Tensor, k_BNC: Tensor, v_BNC: Tensor, grid: Grid, rates_BhN: Tensor | None = None) -> Tensor:
-        """Queries, keys and values (B, N, C) as they are projected, and rates of the tokens -> what the tokens get, (B, N, C)."""
+        """Queries, keys and values (B, N, C) as they are projected, and rates of the tokens -> what the tokens get, (B,
+        N, C).
+        """
         q, k, v = q_BNC, k_BNC, v_BNC
         if self.affine is not None:
             scale, offset = self.affine.unbind(-1)
             q, k = q * scale[0] + offset[0], k * scale[1] + offset[1]
         k = self.key_norm(k)
-        q, k, v = (add_convolved(x, convolve, grid) for x, convolve in ((q, self.dwc_q), (k, self.dwc_k), (v, self.dwc_v)))
+        q, k, v = (
+            add_convolved(x, convolve, grid) for x, convolve in ((q, self.dwc_q), (k, self.dwc_k), (v, self.dwc_v))
+        )
         heads = [self._split(x) for x in (q, k, v)]
         if self.loop is None:
             out = attend_linearly(*heads, self.weights)
@@ -181,7 +190,8 @@ class InnerMixer(nn.Module):
 
 
 def attend_linearly(q: Tensor, k: Tensor, v: Tensor, projections: list[Tensor]) -> Tensor:
-    """φ(q)(φ(k)ᵀv) / φ(q)(φ(k)ᵀ1) with φ(x) = elu(x) + 1; q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q, computed in fp32 or more.
+    """φ(q)(φ(k)ᵀv) / φ(q)(φ(k)ᵀ1) with φ(x) = elu(x) + 1; q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q,
+    computed in fp32 or more.
 
     With `projections` W1 and W2 (h, d, d), k·W1 and q·W2 take the place of k and q.
     """

@@ -1,8 +1,9 @@
 """LaCT, fast weights that learn on large chunks of tokens, in the shell of a ViT without class token.
 
-LaCT's authors have models for language, novel views and videos, and a minimal layer in which all tokens are learned and then read;
-this is that layer with its parts of the language model: a rate for each token and matrix, momentum, Muon and row norms. `step` takes
-them away one by one, as paper 004 does. Widths and heads are ours. `import repro.models` registers the models with timm.
+LaCT's authors have models for language, novel views and videos, and a minimal layer in which all tokens are learned and
+then read; this is that layer with its parts of the language model: a rate for each token and matrix, momentum, Muon and
+row norms. `step` takes them away one by one, as paper 004 does. Widths and heads are ours. `import repro.models`
+registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width, h heads, d head dimension (C = h·d).
 """
@@ -25,7 +26,8 @@ BASE_RATE = 0.01  # of each token before training, as in LaCT's models of images
 class FastWeights(nn.Module):
     """LaCT's layer: Linear to q, k and v with SiLU, fast weights of each head, a norm of each head, Linear.
 
-    Queries and keys have length 1. The rates are softplus(Linear(x) + softplus⁻¹(0.01)), the momentum of a token is σ(Linear(x)).
+    Queries and keys have length 1. The rates are softplus(Linear(x) + softplus⁻¹(0.01)), the momentum of a token is
+    σ(Linear(x)).
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.
@@ -40,7 +42,9 @@ class FastWeights(nn.Module):
         self.num_heads, self.loop, self.backend = num_heads, loop, "auto"
         d = dim // num_heads
         if loop.muon != "none" and d < 2:
-            raise ValueError(f"muon {loop.muon}: orthogonalises matrices, and a head of width {d} has vectors; use step v6 or fewer heads")
+            raise ValueError(
+                f"muon {loop.muon}: orthogonalises matrices, and a head of width {d} has vectors; use step v6 or fewer heads"
+            )
         self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.rates = nn.Linear(dim, num_heads * len(loop.learned), bias=False) if loop.rates else None
         self.momentum = nn.Linear(dim, num_heads) if loop.momentum else None
@@ -62,7 +66,9 @@ class FastWeights(nn.Module):
         return choose_form(self.loop, self.backend, self.proj.weight.device)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode)."""
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that
+        of the mode).
+        """
         q, k, v = F.silu(self.qkv(x_BNC)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (x / (x.norm(dim=-1, keepdim=True) + EPS) for x in (q, k))
         rates = momentum = None
@@ -127,7 +133,9 @@ class LaCT(ClassFreeViT):
         chosen = {name: value for name, value in {"muon": muon, "norm": norm}.items() if value is not None}
         schedule = {"order": order, "chunk_size": chunk_size, "steps": inner_steps}
         loop = FastLoop(**LADDER[step] | chosen | schedule)
-        super().__init__(lambda dim: (FastWeights(dim, num_heads, loop, inner_ratio), None), num_heads=num_heads, **kwargs)
+        super().__init__(
+            lambda dim: (FastWeights(dim, num_heads, loop, inner_ratio), None), num_heads=num_heads, **kwargs
+        )
 
 
 register_sizes(

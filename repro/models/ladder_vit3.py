@@ -1,7 +1,8 @@
-"""The steps of paper 004 ("Test-Time Training with KV Binding Is Secretly Linear Attention") from ViT3 to linear attention.
+"""The steps of paper 004 ("Test-Time Training with KV Binding Is Secretly Linear Attention") from ViT3 to linear
+attention.
 
-Each is ViT3 with another inner loop in its heads (`repro.models.vit3.STEPS`). The paper's V2, V4 and V5 take away what ViT3 does not
-have. `import repro.models` registers the models with timm.
+Each is ViT3 with another inner loop in its heads (`repro.models.vit3.STEPS`). The paper's V2, V4 and V5 take away what
+ViT3 does not have. `import repro.models` registers the models with timm.
 """
 
 from typing import Any
@@ -15,7 +16,8 @@ class ViT3Ladder(ViT3):
 
     def __init__(self, *, step: str = "own", inner_steps: int = 1, **kwargs: Any):
         super().__init__(step=step, inner_steps=inner_steps, **kwargs)
-        # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were trained from
+        # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were
+        # trained from
         for block in self.blocks:
             block.attn = InnerTraining(self.embed_dim, self.num_heads, step, inner_steps)
         self.init_weights()

@@ -1,7 +1,8 @@
-"""Vittt with other inner learners: what paper 004 does to LaCT and ViT3, where it carries over (`repro.models.ttt_mixer.STEPS`).
+"""Vittt with other inner learners: what paper 004 does to LaCT and ViT3, where it carries over
+(`repro.models.ttt_mixer.STEPS`).
 
-Vittt's learner does not reduce to linear attention, for its LayerNorm; those of `plain` and `dot` do, and have a parallel form
-(`kernels.ttt_linear.plain`). `import repro.models` registers the models with timm.
+Vittt's learner does not reduce to linear attention, for its LayerNorm; those of `plain` and `dot` do, and have a
+parallel form (`kernels.ttt_linear.plain`). `import repro.models` registers the models with timm.
 """
 
 from typing import Any
@@ -16,10 +17,17 @@ class VitttLadder(Vittt):
 
     def __init__(self, *, step: Step = "own", **kwargs: Any):
         super().__init__(step=step, **kwargs)
-        options = {"design": self.design, "chunk_size": self.chunk_size, "w0": self.w0, "eps": EPS, "reading": self.reading}
+        options = {
+            "design": self.design,
+            "chunk_size": self.chunk_size,
+            "w0": self.w0,
+            "eps": EPS,
+            "reading": self.reading,
+        }
         tokens = self.grid_size[0] * self.grid_size[1]
         tokens += len(self.prefix_positions(tokens))
-        # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were trained from
+        # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were
+        # trained from
         for block in self.blocks:
             block.mixer = TTTMixer(self.embed_dim, self.num_heads, tokens, step=step, **options)
 

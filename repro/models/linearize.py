@@ -1,7 +1,9 @@
-"""From a pretrained softmax ViT to a student with a mixer of linear cost: which student fits it, and what the student inherits.
+"""From a pretrained softmax ViT to a student with a mixer of linear cost: which student fits it, and what the student
+inherits.
 
-`read_shell` finds in a ViT of timm, or in a `t5_softmax_*` of ours, what the student (`repro.models.t5.T5`) keeps: patches, positions,
-projections, MLPs, norms and head. What the student has no place for, such as a class token, is left behind, and said so.
+`read_shell` finds in a ViT of timm, or in a `t5_softmax_*` of ours, what the student (`repro.models.t5.T5`) keeps:
+patches, positions, projections, MLPs, norms and head. What the student has no place for, such as a class token, is left
+behind, and said so.
 """
 
 import dataclasses
@@ -51,7 +53,8 @@ def read_shell(model: nn.Module, where: str) -> Shell:
         where: how errors name it.
 
     Raises:
-        UserError: another kind of model, or a ViT with a part that no student has: a norm of queries and keys, gated attention, and so on.
+        UserError: another kind of model, or a ViT with a part that no student has: a norm of queries and keys, gated
+            attention, and so on.
     """
     if isinstance(model, T5):
         return _read_t5(model, where)
@@ -63,7 +66,9 @@ def read_shell(model: nn.Module, where: str) -> Shell:
 
 
 def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
-    """The registered T5 of a shell, and the options that the name does not say; without the image size and the number of classes."""
+    """The registered T5 of a shell, and the options that the name does not say; without the image size and the number
+    of classes.
+    """
     asked = {key: value for key, value in shell.options.items() if key != "img_size"}
     defaults = {"patch_size": 16, "depth": 12, "mlp_ratio": 4.0, "layer_scale": False, "norm_eps": 1e-6, "in_chans": 3}
     best: tuple[str, dict[str, Any]] | None = None
@@ -75,7 +80,8 @@ def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
 
 
 def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
-    """Fill a freshly built student with what it inherits, bit for bit; positions are resampled where its grid is another.
+    """Fill a freshly built student with what it inherits, bit for bit; positions are resampled where its grid is
+    another.
 
     The head is inherited where both have as many classes.
 
@@ -90,7 +96,11 @@ def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
         new |= {key for key in student.state_dict() if key.startswith("head.")}
         for key in [key for key in state if key.startswith("head.")]:
             del state[key]
-        fates |= {key: "left behind: other classes" for key, fate in fates.items() if key.startswith("head.") and fate == "used"}
+        fates |= {
+            key: "left behind: other classes"
+            for key, fate in fates.items()
+            if key.startswith("head.") and fate == "used"
+        }
     state["pos_embed"] = resample_positions(state["pos_embed"], shell.grid, student.grid_size)
     load_state(student, state, f"{where}: does not fit the student", new=lambda key: key in new)
     return fates | {key: "expected: new" for key in student.state_dict() if key in new}
@@ -106,14 +116,18 @@ def freeze_inherited(student: T5, shell: Shell) -> None:
     if shell.num_classes != student.num_classes:
         new |= {"head.weight", "head.bias"}
     if not new:
-        raise ValueError(f"freeze: inner {student.inner} with dwc {student.dwc} has no parameters of its own, so nothing would learn")
+        raise ValueError(
+            f"freeze: inner {student.inner} with dwc {student.dwc} has no parameters of its own, so nothing would learn"
+        )
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(name in new)
 
 
 def _read_t5(model: T5, where: str) -> Shell:
     if model.inner != "softmax":
-        raise UserError(f"{where}: is a linearised model already (inner {model.inner}); expected one with softmax attention")
+        raise UserError(
+            f"{where}: is a linearised model already (inner {model.inner}); expected one with softmax attention"
+        )
     options = {
         "img_size": model.img_size,
         "patch_size": model.patch_size,
@@ -126,7 +140,13 @@ def _read_t5(model: T5, where: str) -> Shell:
         "norm_eps": model.norm_eps,
     }
     state = model.state_dict()
-    return Shell(options=options, state=state, grid=model.grid_size, fates=dict.fromkeys(state, "used"), num_classes=model.num_classes)
+    return Shell(
+        options=options,
+        state=state,
+        grid=model.grid_size,
+        fates=dict.fromkeys(state, "used"),
+        num_classes=model.num_classes,
+    )
 
 
 def _find_obstacle(model: VisionTransformer) -> str | None:
@@ -140,13 +160,20 @@ def _find_obstacle(model: VisionTransformer) -> str | None:
     final = model.norm if isinstance(model.norm, nn.LayerNorm) else model.fc_norm
     norms = (block.norm1, block.norm2, final)
     checks = {
-        "it has a norm of queries and keys": not isinstance(attention.q_norm, nn.Identity) or not isinstance(attention.k_norm, nn.Identity),
+        "it has a norm of queries and keys": not isinstance(attention.q_norm, nn.Identity)
+        or not isinstance(attention.k_norm, nn.Identity),
         "its attention is gated": getattr(attention, "gate", None) is not None,
         "it has a norm in its attention": not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity),
-        "its projections have no bias": attention.qkv is None or attention.qkv.bias is None or attention.proj.bias is None,
+        "its projections have no bias": attention.qkv is None
+        or attention.qkv.bias is None
+        or attention.proj.bias is None,
         "its heads do not divide its width": attention.num_heads * attention.head_dim != model.embed_dim,
-        f"its MLPs are {type(mlp).__name__}": type(mlp) is not Mlp or not isinstance(mlp.norm, nn.Identity) or mlp.fc1.bias is None,
-        f"its activation is {type(getattr(mlp, 'act', None)).__name__}": not isinstance(getattr(mlp, "act", None), nn.GELU),
+        f"its MLPs are {type(mlp).__name__}": type(mlp) is not Mlp
+        or not isinstance(mlp.norm, nn.Identity)
+        or mlp.fc1.bias is None,
+        f"its activation is {type(getattr(mlp, 'act', None)).__name__}": not isinstance(
+            getattr(mlp, "act", None), nn.GELU
+        ),
         "it has a norm before its blocks": not isinstance(model.norm_pre, nn.Identity),
         "its patches are cut otherwise": type(patches) is not PatchEmbed
         or patches.proj.bias is None
@@ -155,7 +182,9 @@ def _find_obstacle(model: VisionTransformer) -> str | None:
         or not isinstance(patches.norm, nn.Identity),
         "it has no table of positions": model.pos_embed is None,
         "it pools by attention": model.attn_pool is not None,
-        "its norms are no LayerNorms": not all(isinstance(norm, nn.LayerNorm) and norm.bias is not None for norm in norms),
+        "its norms are no LayerNorms": not all(
+            isinstance(norm, nn.LayerNorm) and norm.bias is not None for norm in norms
+        ),
         "its head is no linear layer": not isinstance(model.head, nn.Linear | nn.Identity),
     }
     return next((why for why, found in checks.items() if found), None)

@@ -1,10 +1,11 @@
-"""MambaVision: two stages of convolutions, then two of windows, which a selective scan mixes first and attention after it.
+"""MambaVision: two stages of convolutions, then two of windows, which a selective scan mixes first and attention after
+it.
 
-MambaVision-T/S/B and a nano. The modules of a block have the names of the release. `import repro.models` registers the models with
-timm.
+MambaVision-T/S/B and a nano. The modules of a block have the names of the release. `import repro.models` registers the
+models with timm.
 
-Shape suffixes: B images, b windows of all images, L = w² tokens of a window, C width of a stage, E = C/2 channels of the scan, N
-states, R rank of the step size's projection.
+Shape suffixes: B images, b windows of all images, L = w² tokens of a window, C width of a stage, E = C/2 channels of
+the scan, N states, R rank of the step size's projection.
 """
 
 import re
@@ -48,10 +49,12 @@ class ConvBlock(nn.Module):
 
 
 class MambaVisionMixer(nn.Module):
-    """Linear -> two branches of half the channels, each a Conv1d and SiLU, one of them also a selective scan -> both -> Linear.
+    """Linear -> two branches of half the channels, each a Conv1d and SiLU, one of them also a selective scan -> both ->
+    Linear.
 
-    The convolutions reach one token to both sides. The scan has one direction and no gate. Its step size is softplus of the projection
-    plus twice the bias: the release adds the bias in the projection and again in the scan, and its weights were trained with that.
+    The convolutions reach one token to both sides. The scan has one direction and no gate. Its step size is softplus of
+    the projection plus twice the bias: the release adds the bias in the projection and again in the scan, and its
+    weights were trained with that.
     """
 
     def __init__(self, dim: int):
@@ -68,15 +71,23 @@ class MambaVisionMixer(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x_bLC: Tensor) -> Tensor:
-        """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C) in their dtype (under autocast in that of the mode)."""
+        """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C) in their dtype (under autocast in that of the
+        mode).
+        """
         # both branches in one convolution; of height 1 in two dimensions, it needs no transposed copy
         weight = torch.cat((self.conv1d_x.weight, self.conv1d_z.weight)).unsqueeze(2)
         image = self.in_proj(x_bLC).transpose(1, 2).unsqueeze(2)
-        branches = F.silu(F.conv2d(image, weight, padding=(0, CONV_KERNEL // 2), groups=len(weight))).squeeze(2).transpose(1, 2)
+        branches = (
+            F.silu(F.conv2d(image, weight, padding=(0, CONV_KERNEL // 2), groups=len(weight)))
+            .squeeze(2)
+            .transpose(1, 2)
+        )
         u_bLE, z_bLE = branches.chunk(2, dim=-1)
         low, B_bLN, C_bLN = self.x_proj(u_bLE).split((self.rank, STATE_DIM, STATE_DIM), dim=-1)
         A = -torch.exp(at_least_fp32(self.A_log))
-        y = selective_scan(u_bLE, self.dt_proj(low), A, B_bLN, C_bLN, self.D, None, self.dt_proj.bias, backend=self.backend)
+        y = selective_scan(
+            u_bLE, self.dt_proj(low), A, B_bLN, C_bLN, self.D, None, self.dt_proj.bias, backend=self.backend
+        )
         return self.out_proj(torch.cat((y, z_bLE), dim=-1))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
@@ -85,7 +96,8 @@ class MambaVisionMixer(nn.Module):
 
 
 class WindowBlock(nn.Module):
-    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), each with stochastic depth; g1 and g2 are learned where there is a layer scale.
+    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), each with stochastic depth; g1 and g2 are learned where there is
+    a layer scale.
 
     Args:
         mixer: the scan or attention. layer_scale: what g1 and g2 start from; None for none.
@@ -107,7 +119,8 @@ class WindowBlock(nn.Module):
 class WindowStage(Stage):
     """A stage that cuts its map into windows, runs all blocks on them, and joins them.
 
-    The map is padded with zeros at the right and at the bottom to multiples of the window. Blocks treat what is padded as tokens.
+    The map is padded with zeros at the right and at the bottom to multiples of the window. Blocks treat what is padded
+    as tokens.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], downsample: nn.Module | None, window: int):
@@ -122,19 +135,22 @@ class WindowStage(Stage):
             x = F.pad(x, (0, columns * side - w, 0, rows * side - h))
         windows = x.permute(0, 2, 3, 1).unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
         tokens = self.run_blocks(windows.flatten(3, 4).flatten(0, 2), recompute=recompute)
-        joined = tokens.view(-1, rows, columns, side, side, tokens.shape[-1]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        joined = (
+            tokens.view(-1, rows, columns, side, side, tokens.shape[-1]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        )
         return joined[:, :h, :w].permute(0, 3, 1, 2)
 
 
 class MambaVision(Hierarchy):
-    """MambaVision in timm's conventions; no parameter depends on the image size or on the windows, but the result does on the windows.
+    """MambaVision in timm's conventions; no parameter depends on the image size or on the windows, but the result does
+    on the windows.
 
     Of a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
 
     Args:
         stem: channels of the first convolution.
-        num_heads, windows: attention heads, and the sides of the windows, of the last two stages. At 224 pixels the default windows are
-            the whole grids; the release enlarges them for dense tasks.
+        num_heads, windows: attention heads, and the sides of the windows, of the last two stages. At 224 pixels the
+            default windows are the whole grids; the release enlarges them for dense tasks.
         layer_scale: the start of the learned scale of the branches of the last two stages; None for no scale.
         kwargs: see `Hierarchy`.
 
@@ -154,7 +170,9 @@ class MambaVision(Hierarchy):
         super().__init__(**kwargs)
         later = self.widths[FIRST_OF_WINDOWS:]
         if not len(num_heads) == len(windows) == len(later):
-            raise ValueError(f"num_heads {list(num_heads)} and windows {list(windows)}: expected one of each for the last two stages")
+            raise ValueError(
+                f"num_heads {list(num_heads)} and windows {list(windows)}: expected one of each for the last two stages"
+            )
         if bad := [side for side in windows if side < 1]:
             raise ValueError(f"windows {list(windows)}: a side is {bad[0]}, expected at least 1")
         if odd := [(width, heads) for width, heads in zip(later, num_heads, strict=True) if width % heads or width % 2]:
@@ -166,7 +184,10 @@ class MambaVision(Hierarchy):
             convs[f"norm{number}"] = nn.BatchNorm2d(after, eps=STEM_EPS)
             convs[f"act{number}"] = nn.ReLU()
         self.patch_embed = nn.Sequential(convs)
-        leads = [*(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False) for before, after in pairwise(self.widths)), None]
+        leads = [
+            *(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False) for before, after in pairwise(self.widths)),
+            None,
+        ]
         stages: list[Stage] = []
         for i, (width, rates, lead) in enumerate(zip(self.widths, self.drop_path_rates, leads, strict=True)):
             if i < FIRST_OF_WINDOWS:
@@ -182,7 +203,9 @@ class MambaVision(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, that of the step size too, which starts at softplus(0); the rest by default."""
+        """Linear trunc_normal 0.02 with zero bias, that of the step size too, which starts at softplus(0); the rest by
+        default.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -191,7 +214,17 @@ class MambaVision(Hierarchy):
         """Named counts of parameters that add up to the model's own."""
         C, N = self.widths[0], STATE_DIM
         terms = {"stem": 9 * self.in_chans * self.stem + 9 * self.stem * C}
-        names = "conv_blocks", "downsampling", "batch_norms", "scan_projections", "conv1d", "scan", "attention", "layer_norms", "mlp"
+        names = (
+            "conv_blocks",
+            "downsampling",
+            "batch_norms",
+            "scan_projections",
+            "conv1d",
+            "scan",
+            "attention",
+            "layer_norms",
+            "mlp",
+        )
         terms |= dict.fromkeys((*names, "layer_scale"), 0)
         terms["batch_norms"] = 2 * (self.stem + C + self.num_features)
         for i, (C, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
@@ -211,9 +244,13 @@ class MambaVision(Hierarchy):
         return terms | {"head": self.num_classes * (self.num_features + 1)}
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels, with those of the positions that windows are padded to."""
+        """Named counts of multiply-adds for one image of (H, W) pixels, with those of the positions that windows are
+        padded to.
+        """
         terms = self.paper_mac_terms(image_size) | dict.fromkeys(("conv1d", "scan", "attention_products"), 0)
-        for (tokens, window), C, depth in zip(self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True):
+        for (tokens, window), C, depth in zip(
+            self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True
+        ):
             scans = scan_blocks(depth)
             terms["conv1d"] += scans * tokens * CONV_KERNEL * C
             terms["scan"] += scans * tokens * 4 * (C // 2) * STATE_DIM
@@ -225,10 +262,16 @@ class MambaVision(Hierarchy):
         sizes = [h * w for h, w in self.grids_of(*image_size)]
         height, width = (-(-side // 2) for side in image_size)
         terms = {"stem": height * width * 9 * self.in_chans * self.stem + sizes[0] * 9 * self.stem * self.widths[0]}
-        terms["conv_blocks"] = sum(depth * L * 18 * C * C for depth, L, C in list(zip(self.depths, sizes, self.widths, strict=True))[:2])
-        terms["downsampling"] = sum(L * 9 * before * C for L, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True))
+        terms["conv_blocks"] = sum(
+            depth * L * 18 * C * C for depth, L, C in list(zip(self.depths, sizes, self.widths, strict=True))[:2]
+        )
+        terms["downsampling"] = sum(
+            L * 9 * before * C for L, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True)
+        )
         terms |= dict.fromkeys(("scan_projections", "attention", "mlp"), 0)
-        for (tokens, _), C, depth in zip(self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True):
+        for (tokens, _), C, depth in zip(
+            self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True
+        ):
             E, R, scans = C // 2, -(-C // 16), scan_blocks(depth)
             terms["scan_projections"] += scans * tokens * (2 * C * C + E * (R + 2 * STATE_DIM + R))
             terms["attention"] += (depth - scans) * tokens * 4 * C * C
@@ -238,7 +281,9 @@ class MambaVision(Hierarchy):
     def _window_tokens(self, image_size: Grid) -> list[tuple[int, int]]:
         """Of each stage with windows: the tokens of all windows of an image, and those of one window."""
         grids = self.grids_of(*image_size)[FIRST_OF_WINDOWS:]
-        return [(-(-h // side) * -(-w // side) * side**2, side**2) for (h, w), side in zip(grids, self.windows, strict=True)]
+        return [
+            (-(-h // side) * -(-w // side) * side**2, side**2) for (h, w), side in zip(grids, self.windows, strict=True)
+        ]
 
 
 def scan_blocks(depth: int) -> int:
@@ -261,8 +306,9 @@ _RENAMED = {
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the official release under our names; unknown keys are kept, for a strict load to report.
 
-    Where keys begin with `encoder.`, the others are left out, as the release does. Where a file does not say how many batches a
-    BatchNorm has seen, it is 0, which changes nothing but the averages of a further training without momentum.
+    Where keys begin with `encoder.`, the others are left out, as the release does. Where a file does not say how many
+    batches a BatchNorm has seen, it is 0, which changes nothing but the averages of a further training without
+    momentum.
     """
     encoder = {key.removeprefix("encoder."): value for key, value in state_dict.items() if key.startswith("encoder.")}
 
@@ -271,7 +317,9 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return re.sub(pattern, _RENAMED.get(pattern, ""), key)
 
     found = rename_keys(encoder or state_dict, rename)
-    counters = {key.removesuffix("running_mean") + "num_batches_tracked" for key in found if key.endswith(".running_mean")}
+    counters = {
+        key.removesuffix("running_mean") + "num_batches_tracked" for key in found if key.endswith(".running_mean")
+    }
     return found | {key: torch.tensor(0) for key in sorted(counters) if key not in found}
 
 

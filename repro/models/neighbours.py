@@ -1,4 +1,6 @@
-"""Neighbourhood attention: softmax attention of each token to a square window of tokens around it, at a cost linear in the tokens."""
+"""Neighbourhood attention: softmax attention of each token to a square window of tokens around it, at a cost linear in
+the tokens.
+"""
 
 import torch
 from torch import Tensor
@@ -9,8 +11,8 @@ from .backbone import Grid
 def attend_to_neighbours(q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: int) -> Tensor:
     """Softmax attention of every query to the keys in a window, with scores ⟨q, k⟩·d^-½ and no bias for positions.
 
-    At a border the window moves inwards, so that every query has window² keys; a grid narrower than the window bounds it. Time and
-    memory are O(N·window²).
+    At a border the window moves inwards, so that every query has window² keys; a grid narrower than the window bounds
+    it. Time and memory are O(N·window²).
 
     Args:
         q, k, v: (B, h, N, d), row-major on the (rows, columns) grid.
@@ -21,7 +23,8 @@ def attend_to_neighbours(q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: in
         (B, h, N, d), in the dtype of v.
     """
     index = find_neighbours(grid, window, q.device)
-    keys, values = (each.index_select(2, index.flatten()).unflatten(2, index.shape) for each in (k, v))  # (B, h, N, window², d)
+    # (B, h, N, window², d)
+    keys, values = (each.index_select(2, index.flatten()).unflatten(2, index.shape) for each in (k, v))
     scores = (keys @ q.unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
     return (scores.softmax(-1).to(v.dtype).unsqueeze(-2) @ values).squeeze(-2)
 

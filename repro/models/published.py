@@ -1,4 +1,6 @@
-"""The weights that timm publishes: finding the set that a name means, and building the model with it. Errors are one line."""
+"""The weights that timm publishes: finding the set that a name means, and building the model with it. Errors are one
+line.
+"""
 
 import contextlib
 import dataclasses
@@ -17,11 +19,13 @@ from ..core.errors import RunError, UserError
 from .registry import build_model, family_module, require_known
 from .weights import read_official, require_sound
 
-# tags of the architecture's own authors, for weights that were trained on ImageNet-1K alone; they are preferred to timm's
+# tags of the architecture's own authors, for weights that were trained on ImageNet-1K alone; they are preferred to
+# timm's
 _AUTHORS = ("fb_in1k", "ms_in1k", "pycls_in1k")
 # where a file of timm's may hold its state dict, in timm's order: the moving average counts
 PLACES = ("state_dict_ema", "model_ema", "state_dict", "model")
-# parts of timm's tags that mean more than labelled ImageNet-1K: fine-tuned, linear probe, weak or noisy labels, a teacher
+# parts of timm's tags that mean more than labelled ImageNet-1K: fine-tuned, linear probe, weak or noisy labels, a
+# teacher
 _MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "distilled"])
 
 
@@ -32,10 +36,11 @@ class Published:
     model: str  # registered name, without timm's tag
     tag: str  # timm's name for this set of weights; empty for a model with one unnamed set
     license: str | None  # stated by the publisher on the hub, according to timm's configuration
-    # whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors' own set if
-    # they published one
+    # whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors'
+    # own set if they published one
     comparable: bool
-    preprocessing: Mapping[str, Any]  # timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others
+    # timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others
+    preprocessing: Mapping[str, Any]
 
     @property
     def full_name(self) -> str:
@@ -44,18 +49,24 @@ class Published:
 
     @property
     def record_name(self) -> str:
-        """The name in records: the plain one, by which reports find the model, only if a paper's row may stand beside it."""
+        """The name in records: the plain one, by which reports find the model, only if a paper's row may stand beside
+        it.
+        """
         return self.model if self.comparable else self.full_name
 
 
 def is_only_imagenet_1k(tag: str) -> bool:
     """Whether a tag of timm's says that the weights have seen labelled ImageNet-1K and nothing else; False in doubt."""
     *parts, last = tag.split("_")
-    return last == "in1k" and not _MORE & set(parts) and not any(part.startswith(("in", "laion", "lvd")) for part in parts)
+    return (
+        last == "in1k" and not _MORE & set(parts) and not any(part.startswith(("in", "laion", "lvd")) for part in parts)
+    )
 
 
 def is_from_timm(name: str) -> bool:
-    """Whether a model, named with or without a tag, is one of timm's and not of this project; an unknown one is a UserError."""
+    """Whether a model, named with or without a tag, is one of timm's and not of this project; an unknown one is a
+    UserError.
+    """
     try:
         require_known(name)
     except ValueError as error:
@@ -66,8 +77,9 @@ def is_from_timm(name: str) -> bool:
 def find_published(name: str, *, required: bool = True) -> Published:
     """The published weights that a name means.
 
-    `model.tag` means that set. `model` alone means the set for a paper's table (ImageNet-1K alone, the authors' before timm's), or
-    timm's default if there is none. If not `required`, a model without published weights gives timm's configuration, with an empty tag.
+    `model.tag` means that set. `model` alone means the set for a paper's table (ImageNet-1K alone, the authors' before
+    timm's), or timm's default if there is none. If not `required`, a model without published weights gives timm's
+    configuration, with an empty tag.
 
     Raises:
         UserError: an unknown model or tag, or a model without published weights.
@@ -84,18 +96,21 @@ def find_published(name: str, *, required: bool = True) -> Published:
     chosen = tag or (pure[0] if pure else default)
     config = timm.get_pretrained_cfg(f"{model}.{chosen}" if chosen else model)
     comparable = bool(pure) and chosen == pure[0]
-    return Published(model=model, tag=chosen, license=config.license, comparable=comparable, preprocessing=dataclasses.asdict(config))
+    return Published(
+        model=model, tag=chosen, license=config.license, comparable=comparable, preprocessing=dataclasses.asdict(config)
+    )
 
 
 def build_published(published: Published, *, file: Path | None = None, **options: Any) -> nn.Module:
-    """A model with published weights, from the hub, from the hub's local cache or from a file; timm loads them, strictly.
+    """A model with published weights, from the hub, from the hub's local cache or from a file; timm loads them,
+    strictly.
 
-    A file has timm's names, or names that timm translates. `options` are further arguments of the model, such as `img_size` and, for a
-    file, its own `num_classes`.
+    A file has timm's names, or names that timm translates. `options` are further arguments of the model, such as
+    `img_size` and, for a file, its own `num_classes`.
 
     Raises:
-        UserError: a model that cannot be built with these options, a file that cannot be read or does not fit it, or weights that are
-            not finite.
+        UserError: a model that cannot be built with these options, a file that cannot be read or does not fit it, or
+            weights that are not finite.
         RunError: the weights cannot be fetched.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -111,10 +126,13 @@ def build_published(published: Published, *, file: Path | None = None, **options
             model = build_model(published.full_name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
         except (LocalEntryNotFoundError, OfflineModeIsEnabled):
             why = problem or "the download failed"
-            raise RunError(f"{published.full_name}: weights cannot be fetched and are not in the local cache: {why}") from None
+            raise RunError(
+                f"{published.full_name}: weights cannot be fetched and are not in the local cache: {why}"
+            ) from None
         except ValueError as error:
             raise UserError(" ".join(str(error).split())) from None
-        except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:  # damaged, or with other keys
+        # damaged, or with other keys
+        except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
             why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
             raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
     model.pretrained_cfg.pop("state_dict", None)
@@ -141,13 +159,15 @@ def _find_hub_problem(endpoint: str) -> str | None:
 
 @contextlib.contextmanager
 def _only_cache_if_offline() -> Iterator[str | None]:
-    """Use only the hub's cache while the hub cannot be reached: its client would otherwise retry for most of a minute per model.
+    """Use only the hub's cache while the hub cannot be reached: its client would otherwise retry for most of a minute
+    per model.
 
     Yields why the hub cannot be reached, or None.
     """
     from huggingface_hub import constants
 
-    offline, loggers = constants.HF_HUB_OFFLINE, [logging.getLogger(f"timm.models.{name}") for name in ("_builder", "_hub")]
+    offline = constants.HF_HUB_OFFLINE
+    loggers = [logging.getLogger(f"timm.models.{name}") for name in ("_builder", "_hub")]
     problem = "HF_HUB_OFFLINE is set" if offline else _find_hub_problem(constants.ENDPOINT)
     levels = [logger.level for logger in loggers]
     try:

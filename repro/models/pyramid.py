@@ -1,7 +1,7 @@
 """Four feature maps of an image for dense tasks, from any backbone.
 
-A plain backbone becomes a `Pyramid` through a ViT-Adapter (`adapter.ViTAdapter`); a hierarchical one (this project's, or timm's Swin,
-ConvNeXt, ResNet and others) has maps of its own (`NativePyramid`).
+A plain backbone becomes a `Pyramid` through a ViT-Adapter (`adapter.ViTAdapter`); a hierarchical one (this project's,
+or timm's Swin, ConvNeXt, ResNet and others) has maps of its own (`NativePyramid`).
 """
 
 import inspect
@@ -28,8 +28,9 @@ _ANY_SIZE = {"strict_img_size": False, "always_partition": True}  # with these, 
 class NativePyramid(Pyramid):
     """A hierarchical backbone with timm's feature interface.
 
-    What follows the last map, final norm and head, is removed. Each map gets a LayerNorm over its channels, as in the releases of
-    Swin and ConvNeXt for detection and segmentation. Images are not padded for a `Hierarchy`, whose grids are rounded up.
+    What follows the last map, final norm and head, is removed. Each map gets a LayerNorm over its channels, as in the
+    releases of Swin and ConvNeXt for detection and segmentation. Images are not padded for a `Hierarchy`, whose grids
+    are rounded up.
 
     Args:
         backbone: a model with `feature_info` and `forward_intermediates`.
@@ -45,7 +46,9 @@ class NativePyramid(Pyramid):
         found = {info["reduction"]: (index, info["num_chs"]) for index, info in enumerate(backbone.feature_info)}
         missing = [stride for stride in STRIDES if stride not in found]
         if missing:
-            raise ValueError(f"its maps have the strides {', '.join(map(str, found))}; a pyramid also needs {missing[0]}")
+            raise ValueError(
+                f"its maps have the strides {', '.join(map(str, found))}; a pyramid also needs {missing[0]}"
+            )
         super().__init__(backbone, freeze_backbone)
         self.indices = [found[stride][0] for stride in STRIDES]
         self.channels = tuple(found[stride][1] for stride in STRIDES)
@@ -66,7 +69,9 @@ class NativePyramid(Pyramid):
             maps = self.backbone.forward_intermediates(images, indices=self.indices, intermediates_only=True)
         except (AssertionError, ValueError) as error:  # how timm and a Hierarchy refuse a size
             height, width = images.shape[-2:]
-            raise UserError(f"{type(self.backbone).__name__} does not take images of {height}x{width} pixels: {error}") from None
+            raise UserError(
+                f"{type(self.backbone).__name__} does not take images of {height}x{width} pixels: {error}"
+            ) from None
         return [norm(level) for norm, level in zip(self.norms, maps, strict=True)]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -80,7 +85,9 @@ class NativePyramid(Pyramid):
             UserError: the backbone's family has no such patterns.
         """
         if not hasattr(self.backbone, "group_matcher"):
-            raise UserError(f"{type(self.backbone).__name__} does not say which layers it has; train it without layer-wise decay")
+            raise UserError(
+                f"{type(self.backbone).__name__} does not say which layers it has; train it without layer-wise decay"
+            )
         return _prepend(self.backbone.group_matcher(coarse), rf"^{re.escape(prefix)}backbone\.")
 
     def no_weight_decay(self) -> set[str]:
@@ -108,7 +115,8 @@ def build_pyramid(
     Args:
         name: a model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
         options: further arguments of the backbone, with the `img_size` of its training where that is not the default.
-        drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's extractors.
+        drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's
+            extractors.
         features, size: see `ViTAdapter`; a hierarchical backbone uses neither.
         final_norm: see `ViTAdapter`; the maps of a hierarchical backbone have norms of their own.
         freeze_backbone: see `Pyramid`.
@@ -143,12 +151,14 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
     """Fill the backbone of a pyramid with the weights of a classifier, strictly.
 
     Returns:
-        A line for every key. For keys of the checkpoint: `used`, or `expected: not needed` (norm and head; a ViT's class token).
-        For keys of the pyramid that the checkpoint does not fill: `expected: new` (everything but the backbone; a ViT's layer scales).
+        A line for every key. For keys of the checkpoint: `used`, or `expected: not needed` (norm and head; a ViT's
+            class token).
+        For keys of the pyramid that the checkpoint does not fill: `expected: new` (everything but the backbone; a ViT's
+            layer scales).
 
     Raises:
-        UserError: a checkpoint that cannot be read, that belongs to another model or was built with other options, or with keys
-            that are missing, left over or of another shape. The pyramid is then unchanged.
+        UserError: a checkpoint that cannot be read, that belongs to another model or was built with other options, or
+            with keys that are missing, left over or of another shape. The pyramid is then unchanged.
     """
     name, options = pyramid.built_from
     require_same_architecture(checkpoint, name, options)
@@ -169,7 +179,9 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _prepend(pattern: Any, start: str) -> Any:
-    """A matcher of timm's (a pattern, or dicts and sequences of patterns) for parameters whose names begin with `start`."""
+    """A matcher of timm's (a pattern, or dicts and sequences of patterns) for parameters whose names begin with
+    `start`.
+    """
     if isinstance(pattern, str):
         alternatives = re.sub(r"(^|\|)\^", r"\1", pattern)
         return f"{start}(?:{alternatives})"

@@ -1,4 +1,5 @@
-"""How the paper is read where it leaves a choice open or contradicts itself: one value for each choice, which is a switch of Vittt.
+"""How the paper is read where it leaves a choice open or contradicts itself: one value for each choice, which is a
+switch of Vittt.
 
 docs/readings.md says of each choice what the paper says, why the default was taken and what would refute it.
 """
@@ -18,8 +19,9 @@ UNNAMED_READING = "conv1d_arrival=together"
 class Reading:
     """A reading of the paper; the defaults are ours.
 
-    Written as text, it lists what differs from the defaults: `gate_activation=sigmoid,post_norm=none`. In that form it is an option
-    of the model, in params.yaml and on the command line as in Python: `timm.create_model(..., reading="post_norm=none")`.
+    Written as text, it lists what differs from the defaults: `gate_activation=sigmoid,post_norm=none`. In that form it
+    is an option of the model, in params.yaml and on the command line as in Python: `timm.create_model(...,
+    reading="post_norm=none")`.
 
     Raises:
         ValueError: a value that its switch does not have.
@@ -29,14 +31,16 @@ class Reading:
     gate_input: Literal["x", "conv1d"] = "x"  # the normalised tokens, or the forward keys after their Conv1d
     gate_bias: bool = False
     out_bias: bool = False  # of the output projection
-    conv1d_arrival: Literal["key_with_gate", "query_with_gate", "together"] = "key_with_gate"  # which Conv1d the design `gating` has
+    # which Conv1d the design `gating` has
+    conv1d_arrival: Literal["key_with_gate", "query_with_gate", "together"] = "key_with_gate"
     conv1d_kernel: Literal[4, 3] = 4  # tokens
     conv1d_bias: bool = True
     conv1d_count: Literal[2, 1] = 2  # one for the keys and one for the queries of a direction, or one for both
     dwconv_place: Literal["before_norm", "after_norm"] = "before_norm"
     dwconv_residual: bool = True
     dwconv_bias: bool = False
-    dwconv_class_tokens: Literal["skip", "one_pixel"] = "skip"  # a class token passes unchanged, or is an image of one pixel
+    # a class token passes unchanged, or is an image of one pixel
+    dwconv_class_tokens: Literal["skip", "one_pixel"] = "skip"
     post_norm: Literal["merged", "per_direction", "none"] = "merged"
     post_norm_place: Literal["before_gate", "after_gate"] = "before_gate"
     residual: Literal["stream", "normalised"] = "stream"  # what the mixer's output is added to
@@ -63,7 +67,9 @@ class Reading:
                 raise ValueError(f"reading: {field.name}={value}: expected a number above 0")
 
     def __str__(self) -> str:
-        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        changed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
         return ",".join(f"{name}={_write(value)}" for name, value in changed.items())
 
     @classmethod
@@ -79,7 +85,9 @@ class Reading:
         hints = typing.get_type_hints(cls)
         if unknown := [name for name in given if name not in hints]:
             raise ValueError(f"reading: {unknown[0]}: no such switch{did_you_mean(unknown[0], hints)}")
-        return cls(**{name: _read(text, hints[name]) if isinstance(text, str) else text for name, text in given.items()})
+        return cls(
+            **{name: _read(text, hints[name]) if isinstance(text, str) else text for name, text in given.items()}
+        )
 
 
 def _split(part: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Building a registered model by name, and facts about a model that results record.
 
-Classifiers and backbones are registered with timm. A denoiser, which maps a noisy input, a timestep and a label to noise, would not be
-what timm's users expect of a model, so its name stands here.
+Classifiers and backbones are registered with timm. A denoiser, which maps a noisy input, a timestep and a label to
+noise, would not be what timm's users expect of a model, so its name stands here.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,8 @@ def require_known(name: str) -> None:
 
 
 def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
-    """`timm.create_model` for this project's families and timm's own, and denoisers; wrong arguments raise one-line errors.
+    """`timm.create_model` for this project's families and timm's own, and denoisers; wrong arguments raise one-line
+    errors.
 
     The model's attribute `built_from` keeps (name, options). Models that take images of any size do without `img_size`.
 
@@ -72,7 +73,8 @@ def family_module(name: str) -> str:
 
 
 def kernel_backend(model: nn.Module, dtype: torch.dtype) -> str:
-    """The implementation of the model's own operators that runs on its device for activations of `dtype`, as results record it.
+    """The implementation of the model's own operators that runs on its device for activations of `dtype`, as results
+    record it.
 
     `torch` for a model without operators of this project.
     """

@@ -7,13 +7,17 @@ from timm.models.resnet import BasicBlock, ResNet
 
 from .backbone import default_cfg
 
-default_cfgs = generate_default_cfgs({"resnet_nano.untrained": {**default_cfg(144), "first_conv": "conv1.0", "classifier": "fc"}})
+default_cfgs = generate_default_cfgs(
+    {"resnet_nano.untrained": {**default_cfg(144), "first_conv": "conv1.0", "classifier": "fc"}}
+)
 
 official_state_dict = dict  # weights published for timm's class already have its names
 
 
 @register_model
 def resnet_nano(pretrained: bool = False, **kwargs: Any) -> ResNet:
-    """One basic block in each stage of 8, 16, 32 and 64 channels, after a deep stem; stride 32, 0.08 M parameters, any image size."""
+    """One basic block in each stage of 8, 16, 32 and 64 channels, after a deep stem; stride 32, 0.08 M parameters, any
+    image size.
+    """
     sizes = {"layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64), "stem_type": "deep", "stem_width": 4}
     return build_model_with_cfg(ResNet, "resnet_nano", pretrained, block=BasicBlock, **sizes | kwargs)

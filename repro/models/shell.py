@@ -1,8 +1,9 @@
 """A ViT without class token around any mixer of tokens: what Study, T5, LaCT and ViT3 share.
 
-Patches get positions in one of three ways, blocks are a mixer and an MLP after LayerNorms, and the head reads the mean of the tokens.
-A family brings its mixer: a module `mixer(x_BNC, grid)` with `param_terms()` and `mac_terms(grid)`, the named counts of one layer,
-and `init_weights()` if it has parameters beside linear layers and convolutions. The shell adds what is its own to these counts.
+Patches get positions in one of three ways, blocks are a mixer and an MLP after LayerNorms, and the head reads the mean
+of the tokens. A family brings its mixer: a module `mixer(x_BNC, grid)` with `param_terms()` and `mac_terms(grid)`, the
+named counts of one layer, and `init_weights()` if it has parameters beside linear layers and convolutions. The shell
+adds what is its own to these counts.
 
 Shape suffixes: B batch, N tokens (h·w), C width.
 """
@@ -46,8 +47,8 @@ class SoftmaxMixer(Attention):
 class BlockTable(nn.Module):
     """A learned vector for each position of the grid, and one for all of them, which are added to the tokens.
 
-    Nobody has published what holds the 0.9 M parameters of ViT3's design study that DeiT-S without class token lacks. A table of this
-    size in every block is what fits its twelve printed counts.
+    Nobody has published what holds the 0.9 M parameters of ViT3's design study that DeiT-S without class token lacks. A
+    table of this size in every block is what fits its twelve printed counts.
     """
 
     def __init__(self, dim: int, grid: Grid, std: float):
@@ -61,7 +62,9 @@ class BlockTable(nn.Module):
         nn.init.trunc_normal_(self.table, std=self.std)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """Tokens (B, N, C) on an (h, w) grid -> the same shape; another grid than the built one takes the resampled table."""
+        """Tokens (B, N, C) on an (h, w) grid -> the same shape; another grid than the built one takes the resampled
+        table.
+        """
         return tokens + resample_positions(self.table, self.grid, grid) + self.shift
 
 
@@ -103,8 +106,8 @@ class ClassFreeViT(Backbone):
     """A class-free ViT in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        build_mixer: width C -> the mixer of a block, and the depth-wise convolution of the tokens before it (CPE) or None. The family
-            builds both, so that it decides which is drawn first.
+        build_mixer: width C -> the mixer of a block, and the depth-wise convolution of the tokens before it (CPE) or
+            None. The family builds both, so that it decides which is drawn first.
         num_heads: heads h of the mixer.
         positions: `table` is added to the patches, `block_table` in every block (see `BlockTable`), or `none`.
         position_std: the deviation of the positions' start.
@@ -152,7 +155,8 @@ class ClassFreeViT(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, positions trunc_normal `position_std`, convolutions by PyTorch's default.
+        """Linear trunc_normal 0.02 with zero bias, positions trunc_normal `position_std`, convolutions by PyTorch's
+        default.
 
         Mixers draw what else they have.
         """
@@ -167,7 +171,9 @@ class ClassFreeViT(Backbone):
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Image (B, C, H, W) -> patch tokens with positions (B, N, C), and their (h, w) grid; raises as `patches`."""
         tokens, grid = self.patches(x)
-        return tokens + resample_positions(self.pos_embed, self.grid_size, grid) if self.positions == "table" else tokens, grid
+        return tokens + resample_positions(
+            self.pos_embed, self.grid_size, grid
+        ) if self.positions == "table" else tokens, grid
 
     def no_weight_decay(self) -> set[str]:
         """The positions, as in DeiT."""
@@ -175,7 +181,11 @@ class ClassFreeViT(Backbone):
 
     def param_terms(self) -> dict[str, int]:
         """Named counts of parameters that add up to the model's own."""
-        C, L, N, hidden, block = self.embed_dim, self.depth, self.grid_size[0] * self.grid_size[1], self.hidden, self.blocks[0]
+        C = self.embed_dim
+        L = self.depth
+        N = self.grid_size[0] * self.grid_size[1]
+        hidden = self.hidden
+        block = self.blocks[0]
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
             "positions": {"table": N * C, "block_table": L * (N + 1) * C, "none": 0}[self.positions],

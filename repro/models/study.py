@@ -1,8 +1,8 @@
 """The design study of ViT3: a DeiT without class token whose attention is replaced by an inner learner of any kind.
 
-Small is DeiT-S, on which the study was made, and nano a model for the embedded data sets. Options choose the inner learner, see
-`repro.models.inner.InnerLoop`; softmax attention in the same shell is one of the mixers. `import repro.models` registers the models
-with timm.
+Small is DeiT-S, on which the study was made, and nano a model for the embedded data sets. Options choose the inner
+learner, see `repro.models.inner.InnerLoop`; softmax attention in the same shell is one of the mixers. `import
+repro.models` registers the models with timm.
 """
 
 from typing import Any, Literal, get_args
@@ -24,7 +24,8 @@ class Study(ClassFreeViT):
         num_heads: heads h.
         mixer: `inner` for an inner learner, or `softmax`.
         positions: `table` is added to the patches, `block_table` in every block, or `none`; see `ClassFreeViT`.
-        inner_model, inner_width, inner_depth, inner_loss, inner_lr, inner_rate, inner_epochs, inner_batches, inner_damping: see
+        inner_model, inner_width, inner_depth, inner_loss, inner_lr, inner_rate, inner_epochs, inner_batches,
+        inner_damping: see
             `InnerLoop`.
         inner_start: `random`, or `identity` for the last inner weight.
         kwargs: see `ClassFreeViT`.
@@ -80,7 +81,14 @@ register_sizes(
         # DeiT-S without its class token, 23.472 M parameters with the two-layer MLP
         "study_small_patch16_224": {"embed_dim": 384, "num_heads": 6},
         # for the embedded data sets: as many tokens, of a pixel each, as a scanned digit has pixels
-        "study_nano_patch4_32": {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2, "position_std": 0.3},
+        "study_nano_patch4_32": {
+            "img_size": 32,
+            "patch_size": 4,
+            "embed_dim": 48,
+            "depth": 2,
+            "num_heads": 2,
+            "position_std": 0.3,
+        },
         # the shell of the other families' nanos
         "study_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2},
     },

@@ -1,9 +1,10 @@
 """T5, a pretrained ViT whose softmax attention is replaced by an inner learner, and the models that its paper compares.
 
-The shell is a DeiT without class token: its projections, MLPs, norms and positions come from a softmax model (`repro.models.linearize`
-moves them), and the inner weights and convolutions are new. One class has the paper's switches: softmax itself, two linear
-attentions, four inner learners, norms of the keys, convolutions, and neighbourhood attention beside. `import repro.models` registers
-the models with timm; `t5_softmax_*` are the softmax models of the same sizes.
+The shell is a DeiT without class token: its projections, MLPs, norms and positions come from a softmax model
+(`repro.models.linearize` moves them), and the inner weights and convolutions are new. One class has the paper's
+switches: softmax itself, two linear attentions, four inner learners, norms of the keys, convolutions, and neighbourhood
+attention beside. `import repro.models` registers the models with timm; `t5_softmax_*` are the softmax models of the
+same sizes.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,9 @@ class T5(ClassFreeViT):
         if neighbours < 0 or (neighbours and neighbours % 2 == 0):
             raise ValueError(f"neighbours {neighbours}: expected an odd side of a window, or 0 for none")
         if inner == "softmax" and (key_norm != "none" or dwc != "none" or neighbours):
-            raise ValueError("inner softmax: attends as the pretrained model does; it goes with key_norm none, dwc none and neighbours 0")
+            raise ValueError(
+                "inner softmax: attends as the pretrained model does; it goes with key_norm none, dwc none and neighbours 0"
+            )
 
         def build_mixer(dim: int) -> tuple[nn.Module, nn.Conv2d | None]:
             if inner == "softmax":
@@ -69,10 +72,15 @@ class T5(ClassFreeViT):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; its inner weights have a first axis of one image, which ours do not."""
+    """The state dict of the official release under our names; its inner weights have a first axis of one image, which
+    ours do not.
+    """
     renamed = rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
     renamed = rename_keys(renamed, lambda key: key.replace(".q_conv2d.", ".dwc_q.").replace(".k_conv2d.", ".dwc_k."))
-    return {key: value[0] if value.ndim == 4 and value.shape[0] == 1 and ".attn.w" in key else value for key, value in renamed.items()}
+    return {
+        key: value[0] if value.ndim == 4 and value.shape[0] == 1 and ".attn.w" in key else value
+        for key, value in renamed.items()
+    }
 
 
 # the arguments of each size, of the students and of the softmax models
@@ -83,9 +91,23 @@ SHELLS: dict[str, dict[str, Any]] = {
     "vit_base_patch16_224": {"embed_dim": 768, "num_heads": 12},
     "vit_large_patch16_224": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
     # for the embedded data sets: as many tokens, of a pixel each, as a scanned digit has pixels
-    "nano_patch4_32": {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2, "position_std": 0.3},
+    "nano_patch4_32": {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 2,
+        "position_std": 0.3,
+    },
     # long keys and many blocks, in which errors of a mixer add up
-    "deep_patch4_32": {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 12, "num_heads": 1, "position_std": 0.3},
+    "deep_patch4_32": {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 64,
+        "depth": 12,
+        "num_heads": 1,
+        "position_std": 0.3,
+    },
     # the shell of the other families' nanos
     "nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2},
 }

@@ -21,12 +21,14 @@ from .reading import Reading
 # Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
-# what paper 004 changes in the inner learner: `ascent` learns up the loss, `q_is_k` reads out keys, `plain` leaves the LayerNorm and the
-# bias out, and `dot` takes the dot product for its loss, too
+# what paper 004 changes in the inner learner: `ascent` learns up the loss, `q_is_k` reads out keys, `plain` leaves the
+# LayerNorm and the bias out, and `dot` takes the dot product for its loss, too
 Step = Literal["own", "ascent", "q_is_k", "plain", "dot"]
 STEPS: tuple[Step, ...] = get_args(Step)
 REDUCIBLE = ("plain", "dot")  # to linear attention, by a parallel form
-_NORM = "backend parallel: the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"
+_NORM = (
+    "backend parallel: the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"
+)
 DESIGNS: tuple[Design, ...] = get_args(Design)
 W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
@@ -50,9 +52,9 @@ def conv1d_names(design: Design, reading: Reading) -> tuple[str, ...]:
 def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, step: Step = "own") -> int:
     """Multiply-adds of the inner learner in one direction, of the recurrent form.
 
-    Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n tokens. The
-    last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not move on the state of the last
-    chunk, and with the dot product forms no prediction.
+    Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n
+    tokens. The last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not move
+    on the state of the last chunk, and with the dot product forms no prediction.
     """
     b = chunk_size or tokens
     saved = ((tokens - 1) % b + 1) * (step in REDUCIBLE) + tokens * (step == "dot")
@@ -66,7 +68,9 @@ def rate_of(arguments: Arguments, r: int) -> Tensor:
 
 
 def replay_inner_learning(arguments: Arguments) -> InnerLearning:
-    """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the reference."""
+    """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the
+    reference.
+    """
     found = []
     for r, reverse in enumerate(arguments.reverse):
         q, k, v = (x[:, :, r] for x in arguments[:3])
@@ -76,14 +80,17 @@ def replay_inner_learning(arguments: Arguments) -> InnerLearning:
 
 
 class TTTMixer(nn.Module):
-    """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
+    """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate
+    -> Linear.
 
-    Every reading runs on every backend: a target v is the operator's v − k for v + k, and an output without q is the operator's minus q.
+    Every reading runs on every backend: a target v is the operator's v − k for v + k, and an output without q is the
+    operator's minus q.
 
     Args:
         dim: width D.
         num_heads: heads H; D must be a multiple of it.
-        num_tokens: number of tokens that the model is built for: the length of the learned token scale if `chunk_size` is 0.
+        num_tokens: number of tokens that the model is built for: the length of the learned token scale if `chunk_size`
+            is 0.
         design: which design of the paper's route, Table 3.
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
@@ -119,15 +126,17 @@ class TTTMixer(nn.Module):
 
         R, H, d = self.directions, num_heads, self.head_dim
         own_gate = self.has_gate and (self.gate_on_conv1d or reading.gate_bias)
-        # one matrix for all bias-free projections of x, in the order in which `forward` splits them: gate, q, k (or kq), v, each for
-        # all directions
+        # one matrix for all bias-free projections of x, in the order in which `forward` splits them: gate, q, k (or
+        # kq), v, each for all directions
         self.split_sizes = [dim] * (self.has_gate and not own_gate) + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=reading.gate_bias) if own_gate else None
         self.lr_proj = nn.Linear(dim, num_heads * (R if reading.learning_rate == "per_direction" else 1))
         for name in conv1d_names(design, reading):
             # nn.Conv1d holds and initialises the weights; they are in scan order, first those of the forward scan
-            self.add_module(name, nn.Conv1d(R * dim, R * dim, reading.conv1d_kernel, groups=R * dim, bias=reading.conv1d_bias))
+            self.add_module(
+                name, nn.Conv1d(R * dim, R * dim, reading.conv1d_kernel, groups=R * dim, bias=reading.conv1d_bias)
+            )
         state = torch.empty(1 if w0 == "shared" else R, H, d, d)
         if w0 == "frozen":
             self.register_buffer("W0", state)
@@ -139,7 +148,9 @@ class TTTMixer(nn.Module):
         self.ln_bias = nn.Parameter(torch.empty(norms, H, d))
         # delta of c[j] = max(0, 1/(j+1) + delta_j)
         scales = 1 if reading.token_scale == "shared" else R
-        self.token_scale = None if reading.token_scale == "fixed" else nn.Parameter(torch.empty(scales, self.built_chunk))
+        self.token_scale = (
+            None if reading.token_scale == "fixed" else nn.Parameter(torch.empty(scales, self.built_chunk))
+        )
         self.post_norm = {
             "merged": lambda: nn.LayerNorm(dim, eps=eps),
             "per_direction": lambda: nn.ModuleList(nn.LayerNorm(dim, eps=eps) for _ in range(R)),
@@ -185,18 +196,33 @@ class TTTMixer(nn.Module):
             z = ttt_linear_bidir(*arguments[:9], **options)
         else:
             scans = [one_direction(arguments._replace(lr=rate_of(arguments, r))[:9], r) for r in range(self.directions)]
-            z = torch.stack([ttt_linear(*scan, reverse=flag, **options) for scan, flag in zip(scans, arguments.reverse, strict=True)], 2)
+            z = torch.stack(
+                [
+                    ttt_linear(*scan, reverse=flag, **options)
+                    for scan, flag in zip(scans, arguments.reverse, strict=True)
+                ],
+                2,
+            )
         return z if self.reading.inner_residual else z - arguments.q
 
     def _learn_plainly(self, arguments: Arguments) -> Tensor:
         """The outputs of inner learners without LayerNorm and bias, (B, T, R, H, d)."""
         o = arguments
         target = o.v.to(torch.promote_types(o.v.dtype, torch.float32)) - o.k
-        options = {"loss": "mse" if self.step == "plain" else "dot", "chunk_size": o.chunk_size, "form": self.selected_backend(o.q.dtype)}
+        options = {
+            "loss": "mse" if self.step == "plain" else "dot",
+            "chunk_size": o.chunk_size,
+            "form": self.selected_backend(o.q.dtype),
+        }
         with no_autocast(o.q.device.type):
             scans = [
                 ttt_linear_plain(
-                    *(x[:, :, r] for x in (o.q, o.k, target)), rate_of(o, r), o.token_scale[r], o.W0[r], reverse=flag, **options
+                    *(x[:, :, r] for x in (o.q, o.k, target)),
+                    rate_of(o, r),
+                    o.token_scale[r],
+                    o.W0[r],
+                    reverse=flag,
+                    **options,
                 )
                 for r, flag in enumerate(o.reverse)
             ]
@@ -216,7 +242,9 @@ class TTTMixer(nn.Module):
         return z if gate is None or gate_first else gate * z
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Arguments]:
-        """The gate (B, T, D) or None, and what the inner learners are given; the rates are (B, T, R, H) where each direction has its own."""
+        """The gate (B, T, D) or None, and what the inner learners are given; the rates are (B, T, R, H) where each
+        direction has its own.
+        """
         (B, T, _), (R, H, d) = x_BTD.shape, (self.directions, self.num_heads, self.head_dim)
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
         gate = parts.pop(0) if self.has_gate and self.gate_proj is None else None
@@ -246,7 +274,8 @@ class TTTMixer(nn.Module):
         return gate, Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, reverse, self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was built for.
+        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was
+        built for.
 
         For `plain` and `dot` it is `recurrent` or `parallel`, which `auto` takes on a GPU.
         """
@@ -254,14 +283,17 @@ class TTTMixer(nn.Module):
             on_gpu = self.out_proj.weight.is_cuda
             return "parallel" if self.backend == "parallel" or (self.backend == "auto" and on_gpu) else "recurrent"
         self._refuse_parallel()
-        return selected_backend(self.backend, self.b0.device, head_dim=self.head_dim, chunk_size=self.built_chunk, dtype=dtype)
+        return selected_backend(
+            self.backend, self.b0.device, head_dim=self.head_dim, chunk_size=self.built_chunk, dtype=dtype
+        )
 
     def _refuse_parallel(self) -> None:
         if self.backend == "parallel":
             raise ValueError(_NORM)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction has its own.
+        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction
+        has its own.
 
         They are below 0 for steps up the loss.
         """
@@ -272,7 +304,9 @@ class TTTMixer(nn.Module):
     def scale_per_token(self, chunk_size: int) -> Tensor:
         """c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
         index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
-        start = (1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)).expand(self.directions, -1)
+        start = (1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)).expand(
+            self.directions, -1
+        )
         if self.token_scale is None:
             return start
         delta = self.token_scale[:, :chunk_size]
@@ -280,14 +314,17 @@ class TTTMixer(nn.Module):
 
     @torch.no_grad()
     def inner_losses(self, x_BTD: Tensor) -> Tensor:
-        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk: fp32 (B, T, R, H), by the reference."""
+        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk: fp32 (B, T, R, H), by the
+        reference.
+        """
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             return replay_inner_learning(self._project(x_BTD)[1]).loss
 
 
 def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
-    """Rotary embedding of queries or keys (B, T, R, H, d) by the place of each token in its chunk, in the order of its direction's scan.
+    """Rotary embedding of queries or keys (B, T, R, H, d) by the place of each token in its chunk, in the order of its
+    direction's scan.
 
     Channels i and i + d/2 are turned by place · 10000^(−2i/d) radians.
     """

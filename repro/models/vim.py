@@ -1,9 +1,11 @@
-"""Vision Mamba (Vim): bidirectional selective scans, with a class token in the middle of the sequence; Vim-T/S/B and a nano.
+"""Vision Mamba (Vim): bidirectional selective scans, with a class token in the middle of the sequence; Vim-T/S/B and a
+nano.
 
-`import repro.models` registers the models with timm. The modules of a block have the names of the official release, whose state
-dicts therefore differ from ours only in the three prefixes that `official_state_dict` renames.
+`import repro.models` registers the models with timm. The modules of a block have the names of the official release,
+whose state dicts therefore differ from ours only in the three prefixes that `official_state_dict` renames.
 
-Shape suffixes: B images, T tokens, D width, E = 2·D channels of the scan, N states, R rank of the step size's projection.
+Shape suffixes: B images, T tokens, D width, E = 2·D channels of the scan, N states, R rank of the step size's
+projection.
 """
 
 import math
@@ -47,14 +49,16 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = at_least_fp32(self.weight)
-        return F.rms_norm(at_least_fp32(x).to(weight.dtype), self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+        return F.rms_norm(at_least_fp32(x).to(weight.dtype), self.normalized_shape, weight, self.eps).to(
+            self.weight.dtype
+        )
 
 
 class VimMixer(nn.Module):
     """Linear -> causal Conv1d and SiLU -> gated selective scan, in both directions -> mean of both -> Linear.
 
-    Both directions share the projections of the input, the gate and the output. Parameters with `_b` in their name belong to the
-    backward direction.
+    Both directions share the projections of the input, the gate and the output. Parameters with `_b` in their name
+    belong to the backward direction.
 
     `depth`, the number of blocks, scales the initial output projection by its inverse square root.
     """
@@ -81,8 +85,8 @@ class VimMixer(nn.Module):
     def reset_parameters(self, depth: int) -> None:
         """Initialise rates, step sizes, skips and the output projection; the rest keeps PyTorch's defaults.
 
-        The step size of the backward direction starts at softplus(0) = 0.69, as in the official release: its general rule zeroes
-        that bias, while it exempts the bias of the forward direction.
+        The step size of the backward direction starts at softplus(0) = 0.69, as in the official release: its general
+        rule zeroes that bias, while it exempts the bias of the forward direction.
         """
         low, high = (math.log(size) for size in STEP_SIZES)
         size = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp_().clamp_(min=1e-4)
@@ -104,7 +108,8 @@ class VimMixer(nn.Module):
         padded = pad_for_scans((x_BTE, x_BTE), CONV_KERNEL - 1)
         weights, bias = (self.conv1d.weight, self.conv1d_b.weight), torch.cat((self.conv1d.bias, self.conv1d_b.bias))
         u = F.silu(convolve_scans(padded, weights, bias)).view(B, T, 2, E)
-        # both directions in one batched product, direction first: its parts are views that the scan takes without a copy
+        # both directions in one batched product, direction first: its parts are views that the scan takes without a
+        # copy
         rows = u.view(B * T, 2, E).transpose(0, 1)
         parts = torch.bmm(rows, torch.stack((self.x_proj.weight, self.x_proj_b.weight)).mT)
         low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
@@ -137,8 +142,9 @@ class VimBlock(nn.Module):
 class Vim(Backbone):
     """Vision Mamba in timm's conventions, as a `PlainBackbone`.
 
-    The official release carries the output of a block beside the residual, and adds it before the next norm with the drop path rate
-    of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0, p), which is built here.
+    The official release carries the output of a block beside the residual, and adds it before the next norm with the
+    drop path rate of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0,
+    p), which is built here.
 
     Arguments are those of `Backbone` but for `pool`: the class token in the middle is the class feature.
     """
@@ -166,7 +172,9 @@ class Vim(Backbone):
         return (num_patches // 2,)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) with the class token and positions, and the (h, w) grid of the patches."""
+        """Image (B, C, H, W) -> tokens (B, T, D) with the class token and positions, and the (h, w) grid of the
+        patches.
+        """
         tokens, grid = self.patches(x)
         middle, built = (self.prefix_positions(h * w) for h, w in (grid, self.grid_size))
         tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1), middle)
@@ -185,7 +193,9 @@ class Vim(Backbone):
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, in addition to vectors and biases, which every family exempts; the rates A_log of the scan decay, as officially."""
+        """Embeddings, in addition to vectors and biases, which every family exempts; the rates A_log of the scan decay,
+        as officially.
+        """
         return {"pos_embed", "cls_token"}
 
 

@@ -1,8 +1,8 @@
 """ViT3, vision test-time training in the shell of DeiT: ViT3-T/S/B, and a nano for tests and the embedded data sets.
 
-Every block learns two small models on its own tokens, by one step of full-batch gradient descent per image, and reads them out: a
-gated linear unit for each head, and beside the heads one depth-wise 3x3 convolution on the grid. There is no position embedding
-and no class token. `import repro.models` registers the models with timm.
+Every block learns two small models on its own tokens, by one step of full-batch gradient descent per image, and reads
+them out: a gated linear unit for each head, and beside the heads one depth-wise 3x3 convolution on the grid. There is
+no position embedding and no class token. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width, d head dimension.
 """
@@ -21,9 +21,10 @@ from .shell import ClassFreeViT, build_cpe, require_choice
 
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
 _SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
-# step -> how the heads learn, `own` as in ViT3. The gate SiLU(x w2) of V1 is static, so that w1 learns alone from values v ⊙ SiLU(k w2).
-# V6 leaves out the damping, which stands in ViT3 where LaCT has Muon. `as_run`: the value is v ⊙ (k w1), since the paper's code keeps the
-# line of the gated unit, whose gradient that is; without it, the step is the gradient of the loss itself
+# step -> how the heads learn, `own` as in ViT3. The gate SiLU(x w2) of V1 is static, so that w1 learns alone from
+# values v ⊙ SiLU(k w2). V6 leaves out the damping, which stands in ViT3 where LaCT has Muon. `as_run`: the value is v ⊙
+# (k w1), since the paper's code keeps the line of the gated unit, whose gradient that is; without it, the step is the
+# gradient of the loss itself
 STEPS: dict[str, InnerLoop] = {
     "own": InnerLoop(model="glu", **_SHARED),
     "ascent": InnerLoop(model="glu", direction="ascent", **_SHARED),
@@ -47,8 +48,9 @@ class InnerTraining(nn.Module):
 
         L = −(s/N) Σ_n ⟨F(k_n), v_n⟩,    g = ∂L/∂w,    w' = w − g / (‖g‖ + 1),    s = 1/3,
 
-    and the output is F(q) under w'. The heads learn F(x) = (x w1) · SiLU(x w2), with one ‖g‖ per output column, over the input
-    axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its 3x3 window. See `repro.models.inner`.
+    and the output is F(q) under w'. The heads learn F(x) = (x w1) · SiLU(x w2), with one ‖g‖ per output column, over
+    the input axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its 3x3 window. See
+    `repro.models.inner`.
 
     Args:
         dim: width C, a multiple of the heads (ValueError).
@@ -60,7 +62,9 @@ class InnerTraining(nn.Module):
 
     learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
 
-    def __init__(self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1, *, loop: InnerLoop | None = None):
+    def __init__(
+        self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1, *, loop: InnerLoop | None = None
+    ):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
@@ -80,15 +84,18 @@ class InnerTraining(nn.Module):
             del self.w2
 
     def forward(self, x_BNC: Tensor, grid: Grid, rotation: Rotation | None = None) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that of the mode).
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that
+        of the mode).
 
         With a `rotation`, the queries and keys of the heads are turned by `rotate` before they are split into heads.
         """
         projected = self.qkv(x_BNC)
-        # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are subnormal in
-        # fp16, and in bf16 one of eight elements of w does not move at all
+        # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are
+        # subnormal in fp16, and in bf16 one of eight elements of w does not move at all
         with full_precision(x_BNC.device.type):
-            heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(self.split_sizes, dim=-1)
+            heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(
+                self.split_sizes, dim=-1
+            )
             if rotation is not None:
                 qk, v = heads.split([2 * self.proj.out_features, self.proj.out_features], dim=-1)
                 heads = torch.cat((rotate(qk.unflatten(-1, (2, -1)), rotation).flatten(-2), v), dim=-1)
@@ -108,7 +115,8 @@ class InnerTraining(nn.Module):
         out = self.learn(self.loop, weights, q, k, v, (1, k.shape[2]))
         if self.step == "v1":
             out = F.silu(q @ w2) * out
-        elif self.step.endswith("_as_run"):  # so that w2 has a gradient, which is zero, and decays as it did in the paper's code
+        # so that w2 has a gradient, which is zero, and decays as it did in the paper's code
+        elif self.step.endswith("_as_run"):
             out = out + 0 * self.w2.sum()
         return out.transpose(1, 2).flatten(2)
 
@@ -132,8 +140,8 @@ class InnerTraining(nn.Module):
     def mac_terms(self, grid: Grid) -> dict[str, int]:
         """Named counts of multiply-adds on an (h, w) grid; see `InnerLoop.count_macs`.
 
-        ViT3's own step has 6·N·C·d in the heads (K, its transpose and Q, each with two d x d matrices) and 2·9·N·d in the
-        convolution (the gradient of its window, and its output); the damping is element-wise and free.
+        ViT3's own step has 6·N·C·d in the heads (K, its transpose and Q, each with two d x d matrices) and 2·9·N·d in
+        the convolution (the gradient of its window, and its output); the damping is element-wise and free.
         """
         N, C, d = grid[0] * grid[1], self.proj.out_features, self.head_dim
         of_head = self.loop.count_macs(N, d) + _FURTHER_PRODUCTS.get(self.step, 0) * N * d * d
@@ -178,7 +186,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 register_sizes(
     ViT3,
     {
-        "vit3_tiny_patch16_224": {"embed_dim": 192, "num_heads": 6},  # 6.149 M parameters; the paper trains it with drop path 0
+        # 6.149 M parameters; the paper trains it with drop path 0
+        "vit3_tiny_patch16_224": {"embed_dim": 192, "num_heads": 6},
         "vit3_small_patch16_224": {"embed_dim": 384, "num_heads": 6},  # 23.799 M; drop path 0.1
         "vit3_base_patch16_224": {"embed_dim": 768, "num_heads": 12},  # 90.056 M; drop path 0.4
         # for tests and the embedded data sets: heads as wide as those of ViT3-T, 9x9 tokens

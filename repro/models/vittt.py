@@ -1,7 +1,9 @@
-"""Vittt, the backbone of Vision-TTT (sections 4.2 and 4.3): Vittt-T/S/B, and a nano for tests and the embedded data sets.
+"""Vittt, the backbone of Vision-TTT (sections 4.2 and 4.3): Vittt-T/S/B, and a nano for tests and the embedded data
+sets.
 
-One class is the whole family: its arguments select among the six designs of the paper's route (Table 3), the class strategies
-(Table 4), the chunk sizes (Fig. 7a) and the initial states (Fig. 7b). `import repro.models` registers the models with timm.
+One class is the whole family: its arguments select among the six designs of the paper's route (Table 3), the class
+strategies (Table 4), the chunk sizes (Fig. 7a) and the initial states (Fig. 7b). `import repro.models` registers the
+models with timm.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,19 @@ from . import fused_block
 from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, remove_tokens, resample_positions
 from .reading import Reading
 from .shell import require_choice
-from .ttt_mixer import DESIGNS, REDUCIBLE, STEPS, W0_MODES, Design, Step, TTTMixer, W0Mode, conv1d_names, design_has, ttt_linear_macs
+from .ttt_mixer import (
+    DESIGNS,
+    REDUCIBLE,
+    STEPS,
+    W0_MODES,
+    Design,
+    Step,
+    TTTMixer,
+    W0Mode,
+    conv1d_names,
+    design_has,
+    ttt_linear_macs,
+)
 
 Pool = Literal["mean", "max", "head", "mid", "double"]  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
 POOLS: tuple[Pool, ...] = get_args(Pool)
@@ -25,14 +39,23 @@ EPS = 1e-6
 class VitttBlock(nn.Module):
     """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each after a LayerNorm and with a residual.
 
-    Class tokens, whose places depend on `pool`, skip the convolution. `drop_path` is the rate of both residual branches; the other
-    arguments are those of `TTTMixer`. All of this is the default reading; `Reading` has the others.
+    Class tokens, whose places depend on `pool`, skip the convolution. `drop_path` is the rate of both residual
+    branches; the other arguments are those of `TTTMixer`. All of this is the default reading; `Reading` has the others.
     """
 
     constants: fused_block.Constants | None = None  # kept by `Vittt.freeze`
 
     def __init__(
-        self, dim: int, num_heads: int, num_tokens: int, *, design: Design, pool: Pool, drop_path: float, reading: Reading, **learner: Any
+        self,
+        dim: int,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        design: Design,
+        pool: Pool,
+        drop_path: float,
+        reading: Reading,
+        **learner: Any,
     ):
         super().__init__()
         self.pool, self.reading = pool, reading
@@ -130,7 +153,12 @@ class Vittt(Backbone):
         if chunk_size < 0:
             raise ValueError(f"chunk_size {chunk_size} is negative; 0 takes the whole sequence as one chunk")
         super().__init__(pool=pool, **kwargs)
-        self.num_heads, self.design, self.chunk_size, self.w0, self.reading, self.step = num_heads, design, chunk_size, w0, reading, step
+        self.num_heads = num_heads
+        self.design = design
+        self.chunk_size = chunk_size
+        self.w0 = w0
+        self.reading = reading
+        self.step = step
         D, num_patches = self.embed_dim, self.grid_size[0] * self.grid_size[1]
         num_class_tokens = len(self.prefix_positions(num_patches))
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches, D)) if reading.positions != "none" else None
@@ -140,13 +168,16 @@ class Vittt(Backbone):
         self.cls_pos_embed = nn.Parameter(torch.empty(1, rows, D)) if rows else None
         options = {"design": design, "chunk_size": chunk_size, "w0": w0, "pool": pool, "reading": reading, "step": step}
         self.blocks = nn.ModuleList(
-            VitttBlock(D, num_heads, num_patches + num_class_tokens, drop_path=rate, **options) for rate in self.drop_path_rates
+            VitttBlock(D, num_heads, num_patches + num_class_tokens, drop_path=rate, **options)
+            for rate in self.drop_path_rates
         )
         self.norm = nn.LayerNorm(D, eps=EPS)
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear layers and embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers initialise themselves."""
+        """Linear layers and embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers
+        initialise themselves.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and ".mixer." not in name:
                 init_linear(module)
@@ -159,9 +190,11 @@ class Vittt(Backbone):
         return class_positions(self.pool, num_patches)
 
     def freeze(self) -> "Vittt":
-        """Keep what the GPU's kernels make of the weights, some 25 small operations a block, from now on; for inference.
+        """Keep what the GPU's kernels make of the weights, some 25 small operations a block, from now on; for
+        inference.
 
-        Training, moving, casting or loading the model ends it. Another write to the weights does not, and must not happen.
+        Training, moving, casting or loading the model ends it. Another write to the weights does not, and must not
+        happen.
         """
         for block in self.blocks:
             fused_block.freeze(block, self.grid_size[0] * self.grid_size[1])
@@ -176,7 +209,8 @@ class Vittt(Backbone):
         if positions:
             extra = self.cls_token if self.cls_pos_embed is None else self.cls_token + self.cls_pos_embed
             tokens = insert_tokens(tokens, extra.expand(len(tokens), -1, -1), positions)
-        elif self.cls_pos_embed is not None:  # the row of a class token that there is not: a parameter without an effect
+        # the row of a class token that there is not: a parameter without an effect
+        elif self.cls_pos_embed is not None:
             tokens = tokens + 0 * self.cls_pos_embed
         return tokens, grid
 
@@ -208,7 +242,11 @@ class Vittt(Backbone):
             "dwconv": L * (9 + reading.dwconv_bias) * D * design_has(self.design, "conv2d"),
             "learning_rate": L * self.num_rates * (D * H + H),
             "inner_state": L * states * H * (D // H) ** 2,
-            "inner_bias_and_norm": L * (1 if reading.inner_norm == "shared" else R) * 3 * D * (self.step not in REDUCIBLE),
+            "inner_bias_and_norm": L
+            * (1 if reading.inner_norm == "shared" else R)
+            * 3
+            * D
+            * (self.step not in REDUCIBLE),
             "token_scale": L * scales * (self.chunk_size or built_for + class_tokens),
             "post_norm": L * {"merged": 1, "per_direction": R, "none": 0}[reading.post_norm] * 2 * D,
             "swiglu": L * (3 * D * hidden + (2 * hidden + D) * reading.swiglu_bias),
@@ -218,9 +256,9 @@ class Vittt(Backbone):
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Named counts of multiply-adds for one image of (H, W) pixels.
 
-        Per token and layer: n·D² for the n projections, 3·D·hidden for SwiGLU, (3d + 2b)·D for the inner learner and 4·D for each
-        Conv1d in each direction, 9·D for DWConv and D·H for the learning rate, with d = D/H and chunks of b tokens. The paper's
-        Eq. 14, 6TD² + 6TDd + 4bTD, is the projections and the inner learner of two directions.
+        Per token and layer: n·D² for the n projections, 3·D·hidden for SwiGLU, (3d + 2b)·D for the inner learner and
+        4·D for each Conv1d in each direction, 9·D for DWConv and D·H for the learning rate, with d = D/H and chunks of
+        b tokens. The paper's Eq. 14, 6TD² + 6TDd + 4bTD, is the projections and the inner learner of two directions.
         """
         D, L, H, R, reading = self.embed_dim, self.depth, self.num_heads, self.directions, self.reading
         h, w = self.grid_of(*image_size)
@@ -256,17 +294,31 @@ class Vittt(Backbone):
 
     @property
     def num_projections(self) -> int:
-        """D x D projections of a mixer: k, v and, before it is shared with k, q in each direction; the gate and the output once."""
-        return self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
+        """D x D projections of a mixer: k, v and, before it is shared with k, q in each direction; the gate and the
+        output once.
+        """
+        return (
+            self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
+        )
 
     def no_weight_decay(self) -> set[str]:
         """Embeddings, class tokens, and the inner learner's norm, bias and token scale; W0 and the projections decay."""
-        exempt = ("pos_embed", "cls_token", "cls_pos_embed", "mixer.ln_weight", "mixer.ln_bias", "mixer.b0", "mixer.token_scale")
+        exempt = (
+            "pos_embed",
+            "cls_token",
+            "cls_pos_embed",
+            "mixer.ln_weight",
+            "mixer.ln_bias",
+            "mixer.b0",
+            "mixer.token_scale",
+        )
         return {name for name, _ in self.named_parameters() if name.endswith(exempt)}
 
 
 def count_class_rows(reading: Reading, num_class_tokens: int) -> int:
-    """Rows of the position embedding beyond those of the patches: one for each class token; T + 1 rows stand where there is none."""
+    """Rows of the position embedding beyond those of the patches: one for each class token; T + 1 rows stand where
+    there is none.
+    """
     if reading.positions == "none":
         return 0
     return max(num_class_tokens, int(reading.positions == "patches_and_class"))

@@ -1,10 +1,10 @@
 """VMamba: selective scans along the rows and the columns of a grid, each forward and back; VMamba-T/S/B and a nano.
 
-These are the models that its release calls v2 (`v05_noz`): no gate, one state for each channel, an MLP in every block. The modules
-of a block's scan have the names of the release. `import repro.models` registers the models with timm.
+These are the models that its release calls v2 (`v05_noz`): no gate, one state for each channel, an MLP in every block.
+The modules of a block's scan have the names of the release. `import repro.models` registers the models with timm.
 
-Shape suffixes: B images, L = h·w positions, C width of a stage, E channels of the scan, K routes, N states, R rank of the step
-size's projection. Inside a stage, maps are (B, h, w, C).
+Shape suffixes: B images, L = h·w positions, C width of a stage, E channels of the scan, K routes, N states, R rank of
+the step size's projection. Inside a stage, maps are (B, h, w, C).
 """
 
 import math
@@ -36,7 +36,8 @@ ROUTES, SEQUENCES = 4, 2
 class SS2D(nn.Module):
     """Linear -> depth-wise 3x3 convolution and SiLU -> four selective scans -> their sum -> LayerNorm -> Linear.
 
-    All routes read the same channels. Each has its own projections to the step size, B and C, and its own rates and skips.
+    All routes read the same channels. Each has its own projections to the step size, B and C, and its own rates and
+    skips.
 
     Args:
         dim: C. `expand`: E/C.
@@ -83,7 +84,8 @@ class SS2D(nn.Module):
         delta, B_BLKN, C_BLKN = (part.unflatten(1, (B, L)).permute(1, 2, 0, 3) for part in (delta, B_rows, C_rows))
         A = -torch.exp(at_least_fp32(self.A_logs)).view(ROUTES, E, N)
         skip, bias = self.Ds.view(ROUTES, E), self.dt_projs_bias
-        options = {"reverse": REVERSE, "full_precision": True, "backend": self.backend}  # fp16 overflows before the norm
+        # fp16 overflows before the norm
+        options = {"reverse": REVERSE, "full_precision": True, "backend": self.backend}
         y = selective_scan_routes(u_BL2E, delta, A, B_BLKN, C_BLKN, skip, None, bias, **options)
         y = add_routes(y, (h, w))
         return self.out_proj(self.out_norm(y.to(self.out_norm.weight.dtype)).to(v.dtype))
@@ -99,7 +101,9 @@ def to_sequences(x: Tensor) -> Tensor:
 
 
 def add_routes(y: Tensor, grid: Grid) -> Tensor:
-    """What the routes give, (B, L, K, E), each in the order of its sequence -> their sum in the places of the grid (B, h, w, E)."""
+    """What the routes give, (B, L, K, E), each in the order of its sequence -> their sum in the places of the grid (B,
+    h, w, E).
+    """
     by_rows, by_columns = y.unflatten(2, (-1, SEQUENCES)).sum(2).unbind(2)
     return by_rows.unflatten(1, grid) + by_columns.unflatten(1, grid[::-1]).transpose(1, 2)
 
@@ -159,7 +163,9 @@ class VMamba(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; the scans initialise what is their own."""
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; the scans initialise what is
+        their own.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -185,14 +191,16 @@ class VMamba(Hierarchy):
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Named counts of multiply-adds for one image of (H, W) pixels; the scan has 4 for each state of each route."""
         sizes, layers = self._layer_macs(image_size)
-        scanned = sum(L * depth * ROUTES * self.expand * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True))
+        scanned = sum(
+            L * depth * ROUTES * self.expand * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True)
+        )
         return layers | {"scan": 4 * scanned * STATE_DIM}
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
         """The same by the convention of its authors, which is fvcore's, and with which Table 1 prints VMamba's FLOPs.
 
-        Beside convolutions and linear layers, an output of a LayerNorm counts 5, the input of the pooling 1, and the scan 9·N + 1 for
-        each position and channel of each route.
+        Beside convolutions and linear layers, an output of a LayerNorm counts 5, the input of the pooling 1, and the
+        scan 9·N + 1 for each position and channel of each route.
         """
         sizes, layers = self._layer_macs(image_size)
         C, half = self.widths[0], tuple(-(-side // 2) for side in image_size)
@@ -203,7 +211,11 @@ class VMamba(Hierarchy):
             normed += L * depth * (2 * C + E)
             scanned += L * depth * ROUTES * E
         normed += sum(L * C for L, C in zip(sizes[1:], self.widths[1:], strict=True))
-        own = {"scan": (9 * STATE_DIM + 1) * scanned, "layer_norm": 5 * normed, "pooling": sizes[-1] * self.num_features}
+        own = {
+            "scan": (9 * STATE_DIM + 1) * scanned,
+            "layer_norm": 5 * normed,
+            "pooling": sizes[-1] * self.num_features,
+        }
         return layers | own
 
     def _layer_macs(self, image_size: Grid) -> tuple[list[int], dict[str, int]]:
@@ -225,7 +237,9 @@ class VMamba(Hierarchy):
 
 
 def _downsampling(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(conv=nn.Conv2d(before, after, 3, stride=2, padding=1), norm=LayerNorm2d(after, eps=EPS)))
+    return nn.Sequential(
+        OrderedDict(conv=nn.Conv2d(before, after, 3, stride=2, padding=1), norm=LayerNorm2d(after, eps=EPS))
+    )
 
 
 # official names by pattern -> ours
@@ -269,7 +283,8 @@ register_sizes(
         # 30.249 M parameters; the release's `s1l8`, drop path 0.2
         "vmamba_tiny_224": {**_SMALL, "depths": (2, 2, 8, 2), "expand": 1},
         "vmamba_small_224": {**_SMALL, "depths": (2, 2, 15, 2)},  # 50.148 M; `s2l15`, drop path 0.3
-        "vmamba_base_224": {"widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},  # 88.558 M; `s2l15`, drop path 0.6
+        # 88.558 M; `s2l15`, drop path 0.6
+        "vmamba_base_224": {"widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
         "vmamba_nano_144": {"img_size": 144, "widths": (16, 32, 64, 128), "depths": (1, 1, 2, 1), "expand": 1},
     },

@@ -1,8 +1,8 @@
 """Vision-RWKV: VRWKV-T/S/B, and a nano for tests and the embedded data sets.
 
-`import repro.models` registers the models with timm. Parameters have the names of the official release, except for three outer ones
-that all families here share; see `official_state_dict`. Official weights were trained with the CUDA kernel of the release, which
-departs slightly from the paper's equation that runs here; see `kernels.bi_wkv.reference`.
+`import repro.models` registers the models with timm. Parameters have the names of the official release, except for
+three outer ones that all families here share; see `official_state_dict`. Official weights were trained with the CUDA
+kernel of the release, which departs slightly from the paper's equation that runs here; see `kernels.bi_wkv.reference`.
 
 Shape letters: B images, T tokens on an (h, w) grid, C channels.
 """
@@ -27,7 +27,8 @@ SHIFT_PARTS = 4  # Q-Shift takes a quarter of the channels each from the left, r
 
 
 def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
-    """(B,T,C) on an (h, w) grid -> (B,T,C): a quarter of the channels from each neighbour, in the order left, right, upper, lower.
+    """(B,T,C) on an (h, w) grid -> (B,T,C): a quarter of the channels from each neighbour, in the order left, right,
+    upper, lower.
 
     Quarter j is the channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋. Outside the grid are zeros.
     """
@@ -42,7 +43,8 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project their own mixture of the tokens and their Q-Shift.
+    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project their own mixture of the tokens and their
+    Q-Shift.
 
     `layer` and `depth`, index of the block and number of blocks, are for the initial values; see `init_weights`.
     """
@@ -51,14 +53,16 @@ class SpatialMix(nn.Module):
         super().__init__()
         self.layer, self.depth, self.backend = layer, depth, "auto"
         self.spatial_decay, self.spatial_first = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.spatial_mix_k, self.spatial_mix_v, self.spatial_mix_r = (nn.Parameter(torch.empty(1, 1, dim)) for _ in range(3))
+        self.spatial_mix_k, self.spatial_mix_v, self.spatial_mix_r = (
+            nn.Parameter(torch.empty(1, 1, dim)) for _ in range(3)
+        )
         self.key, self.value, self.receptance, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def init_weights(self) -> None:
         """The "fancy" values of the release, for layer l of L and channel i of C.
 
-        The decay is −5 + 8 (i/(C−1))^(0.7 + 1.3 l/(L−1)), the bonus ln 0.3 + ½(((i+1) mod 3) − 1). With p = 1 − l/L, the mixtures
-        are (i/C)^p for k, (i/C)^p + 0.3 l/(L−1) for v, and (i/C)^(p/2) for r.
+        The decay is −5 + 8 (i/(C−1))^(0.7 + 1.3 l/(L−1)), the bonus ln 0.3 + ½(((i+1) mod 3) − 1). With p = 1 − l/L,
+        the mixtures are (i/C)^p for k, (i/C)^p + 0.3 l/(L−1) for v, and (i/C)^(p/2) for r.
         """
         dim = len(self.spatial_decay)
         i = torch.arange(dim, dtype=torch.float64)
@@ -82,7 +86,9 @@ class SpatialMix(nn.Module):
         v = self.value(shifted.lerp(x, self.spatial_mix_v))
         r = self.receptance(shifted.lerp(x, self.spatial_mix_r))
         T = x.shape[1]
-        return self.output(torch.sigmoid(r) * bi_wkv(self.spatial_decay / T, self.spatial_first / T, k, v, backend=self.backend))
+        return self.output(
+            torch.sigmoid(r) * bi_wkv(self.spatial_decay / T, self.spatial_first / T, k, v, backend=self.backend)
+        )
 
 
 class ChannelMix(nn.Module):
@@ -113,8 +119,8 @@ class ChannelMix(nn.Module):
 class VRWKVBlock(nn.Module):
     """x + att(ln1 x), then x + ffn(ln2 x); with `post_norm` x + γ1 ln1(att(x)), then x + γ2 ln2(ffn(x)).
 
-    Block 0 begins with an additional norm, ln0. `gamma` is the initial value of γ1 and γ2, `drop_path` the rate of stochastic depth in
-    both residual branches.
+    Block 0 begins with an additional norm, ln0. `gamma` is the initial value of γ1 and γ2, `drop_path` the rate of
+    stochastic depth in both residual branches.
     """
 
     def __init__(self, dim: int, layer: int, depth: int, *, post_norm: bool, gamma: float, drop_path: float):
@@ -145,7 +151,8 @@ class VRWKV(Backbone):
     Args:
         post_norm: norms after the mixers and a layer scale (S, B) instead of norms before them (T); see `VRWKVBlock`.
         gamma: initial value of the layer scale: 1 for S, 1e-5 for B.
-        kwargs: see `Backbone`; `pool` is always the mean. The release trains T, S and B with a drop path rate of 0, 0.3 and 0.5.
+        kwargs: see `Backbone`; `pool` is always the mean. The release trains T, S and B with a drop path rate of 0, 0.3
+            and 0.5.
     """
 
     def __init__(self, *, post_norm: bool = False, gamma: float = 1.0, **kwargs: Any):
@@ -153,13 +160,16 @@ class VRWKV(Backbone):
         C, depth = self.embed_dim, self.depth
         self.pos_embed = nn.Parameter(torch.zeros(1, self.grid_size[0] * self.grid_size[1], C))
         self.blocks = nn.ModuleList(
-            VRWKVBlock(C, i, depth, post_norm=post_norm, gamma=gamma, drop_path=rate) for i, rate in enumerate(self.drop_path_rates)
+            VRWKVBlock(C, i, depth, post_norm=post_norm, gamma=gamma, drop_path=rate)
+            for i, rate in enumerate(self.drop_path_rates)
         )
         self.norm = nn.LayerNorm(C, eps=EPS)
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, biases and positions 0, the patch convolution by PyTorch's default; mixers initialise themselves."""
+        """Linear trunc_normal 0.02, biases and positions 0, the patch convolution by PyTorch's default; mixers
+        initialise themselves.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -186,8 +196,12 @@ class VRWKV(Backbone):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; `layers`, `patch_embed.projection` and the last `ln1` differ."""
-    return rename_prefixes(state_dict, {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."})
+    """The state dict of the official release under our names; `layers`, `patch_embed.projection` and the last `ln1`
+    differ.
+    """
+    return rename_prefixes(
+        state_dict, {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."}
+    )
 
 
 register_sizes(
@@ -196,6 +210,7 @@ register_sizes(
         "vrwkv_tiny_patch16_224": {"embed_dim": 192},  # 6,155,176 parameters
         "vrwkv_small_patch16_224": {"embed_dim": 384, "post_norm": True},  # 23,820,136
         "vrwkv_base_patch16_224": {"embed_dim": 768, "post_norm": True, "gamma": 1e-5},  # 93,645,544
-        "vrwkv_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4},  # for tests and the embedded data sets: 9x9 tokens
+        # for tests and the embedded data sets: 9x9 tokens
+        "vrwkv_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4},
     },
 )

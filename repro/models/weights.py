@@ -1,8 +1,9 @@
-"""Weights on disk: this project's own files, and those that the authors of a family publish. All of them are loaded strictly.
+"""Weights on disk: this project's own files, and those that the authors of a family publish. All of them are loaded
+strictly.
 
-Our own files are safetensors with the architecture and the preprocessing in their metadata. Official files are checkpoints of
-PyTorch, or safetensors without such metadata; they name neither, and the function `official_state_dict` of the family's module
-translates their keys. `checkpoints.open_weights` opens any of them.
+Our own files are safetensors with the architecture and the preprocessing in their metadata. Official files are
+checkpoints of PyTorch, or safetensors without such metadata; they name neither, and the function `official_state_dict`
+of the family's module translates their keys. `checkpoints.open_weights` opens any of them.
 """
 
 import argparse
@@ -31,15 +32,18 @@ from .reading import UNNAMED_READING, Reading
 
 State = Mapping[str, Tensor]
 
-METADATA_KEY = "vision_ttt_repro"  # the only metadata key: safetensors would write several in an order that varies from run to run
+# the only metadata key: safetensors would write several in an order that varies from run to run
+METADATA_KEY = "vision_ttt_repro"
 # what the metadata have, and what they may have beside it; an unknown key is a damaged one, or of a later version
 _NEEDED, _FURTHER = {"model", "options", "preprocessing", "classes"}, {"checksum", "reading", "task"}
-_CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)  # in the header, where the metadata are JSON in a string of JSON
+# in the header, where the metadata are JSON in a string of JSON
+_CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)
 # what a tensor of weights may be; whether an integer is one in the model, too, is compared when it is loaded
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
 _NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})\.")  # torch.hub's names of files carry the first digits of their SHA-256
-# settings that training code saves beside the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin and ViT3)
+# settings that training code saves beside the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin
+# and ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
@@ -62,12 +66,17 @@ def save_weights(
         classes: class names in the order of the outputs.
         task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
 
-    The file of a Vittt also names every switch of its reading, so that it keeps its meaning if a default changes. `checksum` in the
-    metadata is the SHA-256 of the whole file with zeros in its own place, so that it covers names, shapes and metadata, too.
+    The file of a Vittt also names every switch of its reading, so that it keeps its meaning if a default changes.
+    `checksum` in the metadata is the SHA-256 of the whole file with zeros in its own place, so that it covers names,
+    shapes and metadata, too.
     """
-    metadata = {"checksum": "0" * 64, "model": name, "options": options, "preprocessing": preprocessing, "classes": classes} | (
-        {"task": task} if task else {}
-    )
+    metadata = {
+        "checksum": "0" * 64,
+        "model": name,
+        "options": options,
+        "preprocessing": preprocessing,
+        "classes": classes,
+    } | ({"task": task} if task else {})
     if (reading := next((m.reading for m in model.modules() if hasattr(m, "reading")), None)) is not None:
         metadata["reading"] = dataclasses.asdict(reading)
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -85,8 +94,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     The options of a Vittt have its reading, where that is not the default.
 
     Raises:
-        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), one that is not of this project, or one
-            whose content is not what its checksum says.
+        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), one that is not of this
+            project, or one whose content is not what its checksum says.
     """
     metadata = _read_header(path)
     if METADATA_KEY not in metadata:
@@ -97,8 +106,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError):
         known = False
     # where the checksum is not where `_CHECKSUM` looks for it, nothing was verified
-    if not known or ("checksum" in found and not metadata[METADATA_KEY].startswith(f'{{"checksum": "{found.pop("checksum")}"')):
-        raise UserError(f"{path}: damaged, or of a later version: its metadata are not those of a weights file; get it again")
+    if not known or (
+        "checksum" in found and not metadata[METADATA_KEY].startswith(f'{{"checksum": "{found.pop("checksum")}"')
+    ):
+        raise UserError(
+            f"{path}: damaged, or of a later version: its metadata are not those of a weights file; get it again"
+        )
     if found["model"].startswith("vittt_"):
         options = {key: value for key, value in found["options"].items() if key != "reading"}
         # a file that names no reading was written when there was one; only one design was another model then
@@ -112,7 +125,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file comes from another project: true for everything except a .safetensors file with this project's metadata.
+    """Whether a file comes from another project: true for everything except a .safetensors file with this project's
+    metadata.
 
     Raises:
         UserError: no such file, or a .safetensors file that cannot be read.
@@ -121,13 +135,18 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file; a file of this project from before there were checksums is read with a line on stderr.
+    """The tensors of a .safetensors file; a file of this project from before there were checksums is read with a line
+    on stderr.
 
     Raises the errors of `read_metadata` for unreadable files, and those of `require_sound`.
     """
     with _open(path) as stream:
         if '"checksum"' not in (stream.metadata() or {}).get(METADATA_KEY, '"checksum"'):
-            print(f"repro: {path}: has no checksum, so damage would not be noticed; run its stage again", file=sys.stderr, flush=True)
+            print(
+                f"repro: {path}: has no checksum, so damage would not be noticed; run its stage again",
+                file=sys.stderr,
+                flush=True,
+            )
         state = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
     require_sound(state, path)
     return state
@@ -142,22 +161,27 @@ def require_sound(state: State, where: Path | str) -> None:
     for key, value in state.items():
         if value.dtype not in _DTYPES or value.layout is not torch.strided or value.is_meta:
             what = str(value.dtype).removeprefix("torch.")
-            raise UserError(f"{where}: {key} is {what} ({value.layout}, {value.device}), expected fp16, bf16, fp32, fp64 or integers")
+            raise UserError(
+                f"{where}: {key} is {what} ({value.layout}, {value.device}), expected fp16, bf16, fp32, fp64 or integers"
+            )
         if not value.isfinite().all():
             many = int((~value.isfinite()).sum())
-            raise UserError(f"{where}: {key} has {many} values that are not finite: the file is damaged, or its training diverged")
+            raise UserError(
+                f"{where}: {key} has {many} values that are not finite: the file is damaged, or its training diverged"
+            )
 
 
 def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -> dict[str, Tensor]:
     """The state dict in an official file, under the names of its authors' model.
 
-    The file may hold the state dict itself, or hold it in the first of these `places` beside an optimiser or settings, which are
-    ignored. The prefixes `module.` (DataParallel), `_orig_mod.` (torch.compile) and `backbone.` (mmcls) are removed, and mmcls'
-    `head.fc.` becomes `head.`. A name that ends in a hash, as torch.hub's do, must be that of the content.
+    The file may hold the state dict itself, or hold it in the first of these `places` beside an optimiser or settings,
+    which are ignored. The prefixes `module.` (DataParallel), `_orig_mod.` (torch.compile) and `backbone.` (mmcls) are
+    removed, and mmcls' `head.fc.` becomes `head.`. A name that ends in a hash, as torch.hub's do, must be that of the
+    content.
 
     Raises:
-        UserError: a file that does not exist, cannot be read, has another hash than its name says, holds Python objects other than
-            data, or holds no state dict, or two tensors under one name; and as `require_sound`.
+        UserError: a file that does not exist, cannot be read, has another hash than its name says, holds Python objects
+            other than data, or holds no state dict, or two tensors under one name; and as `require_sound`.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such weights file")
@@ -166,9 +190,13 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
     content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
-    named = isinstance(content, Mapping) and all(isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items())
+    named = isinstance(content, Mapping) and all(
+        isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items()
+    )
     if not named or not content:
-        raise UserError(f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}")
+        raise UserError(
+            f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}"
+        )
     try:
         state = rename_keys(content, lambda name: name.removeprefix("module.").removeprefix("_orig_mod."))
         if any(name.startswith("backbone.") for name in state):
@@ -180,7 +208,9 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
 
 
 def translate_official(state: State, module: str) -> dict[str, Tensor]:
-    """A state dict under its official names -> the same under ours, by `official_state_dict` of a family's module; a UserError without."""
+    """A state dict under its official names -> the same under ours, by `official_state_dict` of a family's module; a
+    UserError without.
+    """
     translate = getattr(sys.modules[module], "official_state_dict", None)
     if translate is None:
         raise UserError("no official weights are known for this family")
@@ -188,7 +218,9 @@ def translate_official(state: State, module: str) -> dict[str, Tensor]:
 
 
 def classifier_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the classifier's layers in timm's configuration of a model, which has none, one, or several of a distilled model."""
+    """The names of the classifier's layers in timm's configuration of a model, which has none, one, or several of a
+    distilled model.
+    """
     names = config.get("classifier") or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -201,7 +233,8 @@ def load_state(
     not_needed: Callable[[str], bool] = lambda key: False,
     new: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, str]:
-    """Fill a model strictly: every key is used, none is missing, every shape is equal, and integers stand where the model has some.
+    """Fill a model strictly: every key is used, none is missing, every shape is equal, and integers stand where the
+    model has some.
 
     Args:
         model, state: have the same names.
@@ -238,7 +271,9 @@ def load_state(
 
 
 def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
-    """Let a model, whose outputs are tensors, refuse those that are not finite: with a UserError that names its weights, `where`."""
+    """Let a model, whose outputs are tensors, refuse those that are not finite: with a UserError that names its
+    weights, `where`.
+    """
 
     def check(module: nn.Module, inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
         if not all(each.isfinite().all() for each in ([output] if isinstance(output, Tensor) else output)):
@@ -250,18 +285,21 @@ def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
 def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
     """A state dict of a training at another image size, made to fit a model of the same architecture.
 
-    Our families: a position embedding is resampled to the model's grid (bicubic; class tokens keep their rows), if it has the
-    length that belongs to `trained_size`. Weights of another patch stride therefore stay as they are and do not fit. timm's
-    families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of relative positions.
+    Our families: a position embedding is resampled to the model's grid (bicubic; class tokens keep their rows), if it
+    has the length that belongs to `trained_size`. Weights of another patch stride therefore stay as they are and do not
+    fit. timm's families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of
+    relative positions.
 
-    `state` has the model's names, with the classifier; `trained_size` is the image height and width in pixels that it belongs to.
+    `state` has the model's names, with the classifier; `trained_size` is the image height and width in pixels that it
+    belongs to.
     """
     if hasattr(model, "grid_of"):
         return _resample_positions(model, state, trained_size)
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
         return dict(state) if adapt is None else adapt(dict(state), model)
-    except (AttributeError, KeyError, IndexError, RuntimeError, ValueError):  # of another architecture: a strict load says so
+    # of another architecture: a strict load says so
+    except (AttributeError, KeyError, IndexError, RuntimeError, ValueError):
         return dict(state)
 
 
@@ -278,7 +316,9 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
 
 
 def _read_checkpoint(path: Path) -> Any:
-    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`; raises UserError."""
+    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`; raises
+    UserError.
+    """
     try:
         require_intact_zip(path)
         with torch.serialization.safe_globals(_SETTINGS), warnings.catch_warnings(action="ignore"):
@@ -300,7 +340,9 @@ def _open(path: Path) -> Any:
     try:
         stream = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error}); it may have been cut short while copying") from None
+        raise UserError(
+            f"{path}: not a readable safetensors file ({error}); it may have been cut short while copying"
+        ) from None
     place, stated, true = _find_checksum(path)
     if place and stated != true:
         raise UserError(f"{path}: damaged: its content is not what its checksum says; get it again")
@@ -308,7 +350,9 @@ def _open(path: Path) -> Any:
 
 
 def _find_checksum(path: Path) -> tuple[int, bytes, bytes]:
-    """Where in a file its checksum stands, what is stated there, and what it should be; (0, b"", b"") for a file without one."""
+    """Where in a file its checksum stands, what is stated there, and what it should be; (0, b"", b"") for a file
+    without one.
+    """
     with open(path, "rb") as stream:
         length = stream.read(8)
         header = stream.read(int.from_bytes(length, "little"))

@@ -1,7 +1,7 @@
 """One room for each paper: a folder here, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
 
-A room here is found by itself. Its other modules (variants, recipes) may be imported alone; nothing here imports the report, so that
-code that uses them does not depend on the report.
+A room here is found by itself. Its other modules (variants, recipes) may be imported alone; nothing here imports the
+report, so that code that uses them does not depend on the report.
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""Grids of variants, all trained by one recipe: what a paper ablates, or the readings of a paper. A room declares its own as `GRID`."""
+"""Grids of variants, all trained by one recipe: what a paper ablates, or the readings of a paper. A room declares its
+own as `GRID`.
+"""
 
 import dataclasses
 import importlib
@@ -20,7 +22,8 @@ from ..training.grid import Variant, train_grid, train_one
 from ..training.job import Cell
 from . import describe_recipe, find_rooms
 
-# what the recipes of the rooms for the embedded digits have in common; a patch of 4 pixels is a pixel of the scanned 8x8 digit
+# what the recipes of the rooms for the embedded digits have in common; a patch of 4 pixels is a pixel of the scanned
+# 8x8 digit
 ON_DIGITS: dict[str, Any] = {
     "data": "digits",
     "batch_size": 32,
@@ -46,7 +49,8 @@ class Grid:
         flags: of the command line, with which the stage trains these variants.
         section: of params.yaml, in which the recipe stands.
         spec: the task of the variants.
-        adapt: (recipe on the data, name of a variant) -> the recipe with what a variant changes beside options; None changes nothing.
+        adapt: (recipe on the data, name of a variant) -> the recipe with what a variant changes beside options; None
+            changes nothing.
         of_teacher: a file of weights -> the same grid for students of that model; None where no variant inherits.
     """
 
@@ -83,8 +87,11 @@ def load_grid(paper: str, teacher: str | None = None) -> Grid:
     return grid.of_teacher(teacher)
 
 
-def run_variants(grid: Grid, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool) -> None:
-    """Train one variant in this process, or all in processes of their own, into results/measured/<device>/<folder>/<data>/<variant>/.
+def run_variants(
+    grid: Grid, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool
+) -> None:
+    """Train one variant in this process, or all in processes of their own, into
+    results/measured/<device>/<folder>/<data>/<variant>/.
 
     Args:
         grid: the stage and its variants.
@@ -123,11 +130,13 @@ def build_variant(grid: Grid, name: str, paths: Paths, *, data: str | None, seed
     return Variant(cell=cell, changes=changes, arguments=arguments)
 
 
-def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds: tuple[int, ...], epochs: int | None) -> ClassifierParams:
+def vary_recipe(
+    grid: Grid, name: str, paths: Paths, *, data: str | None, seeds: tuple[int, ...], epochs: int | None
+) -> ClassifierParams:
     """The parameters of a variant, trained as `pretrain` trains its first model of the family on this data.
 
-    Where `pretrain` has none on the data, the recipe of its first one holds, or the grid's own, without the changes of the image that
-    its labels may not survive; generated images keep their own size.
+    Where `pretrain` has none on the data, the recipe of its first one holds, or the grid's own, without the changes of
+    the image that its labels may not survive; generated images keep their own size.
 
     Raises:
         UserError: an unknown variant or data set, or no recipe.
@@ -136,12 +145,18 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
         raise UserError(f"{grid.stage}: --variant {name}: not known{did_you_mean(name, grid.variants)}")
     cells = section_keys(paths.params, grid.section) if grid.family else []
     every = [load_section(grid.spec.params, paths.params, grid.section, cell) for cell in cells]
-    ours = [params for params in every if params.model.startswith(f"{grid.family}_")] or ([grid.recipe] if grid.recipe else [])
+    ours = [params for params in every if params.model.startswith(f"{grid.family}_")] or (
+        [grid.recipe] if grid.recipe else []
+    )
     if not ours:
-        raise UserError(f"{paths.params}: {grid.section}: has no cell with a {grid.model}, whose recipe the variants need; add one")
+        raise UserError(
+            f"{paths.params}: {grid.section}: has no cell with a {grid.model}, whose recipe the variants need; add one"
+        )
     data = data or ours[0].data
     if data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}")
+        raise UserError(
+            f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}"
+        )
     recipe = next((params for params in ours if params.data == data), None)
     if recipe is None:
         unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None}
@@ -149,7 +164,9 @@ def vary_recipe(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds:
         if written := load_section(PrepareData, paths.params, "prepare_data", data).curves:
             unchanged["image_size"] = written.image_size
         transform = dataclasses.replace(ours[0].transform, **unchanged)
-        recipe = dataclasses.replace(ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0))
+        recipe = dataclasses.replace(
+            ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0)
+        )
     recipe = dataclasses.replace(recipe, data=data)
     if grid.adapt is not None:
         recipe = grid.adapt(recipe, name)

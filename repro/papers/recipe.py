@@ -1,4 +1,6 @@
-"""What a training comes to, with nothing left to compute; where it departs from a paper's recipe; the lines that say so."""
+"""What a training comes to, with nothing left to compute; where it departs from a paper's recipe; the lines that say
+so.
+"""
 
 import dataclasses
 import json
@@ -27,7 +29,8 @@ class Printed:
         models: registered name -> where its values differ, as in `said`.
         said: source -> key path, e.g. `optim.lr` -> value; a source is a clause with a place for the value. The rates
             are those at `optim.lr_batch_size`. Options that are named are the models' defaults; then any other departs.
-        choices: of this project, that are neither departures nor somebody's defaults -> the values with which one is made.
+        choices: of this project, that are neither departures nor somebody's defaults -> the values with which one is
+            made.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -66,7 +69,8 @@ def resolve(
         params: a cell of `pretrain:` or `linearize:` as nested dicts (`dataclasses.asdict`); `ema_decay` may be absent.
         choices: see `Printed`.
         world_size, micro_batch, accumulate: ranks, images of one forward pass on a rank, passes per step.
-        device, dtype, backend: where it runs; `fp32`, or the type of autocast; the implementation of the model's operators.
+        device, dtype, backend: where it runs; `fp32`, or the type of autocast; the implementation of the model's
+            operators.
         train_images: of the data set.
 
     Raises:
@@ -74,14 +78,17 @@ def resolve(
     """
     optim, batch, images = params["optim"], params["batch_size"], world_size * micro_batch * accumulate
     if images != batch:
-        raise ValueError(f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {images}")
+        raise ValueError(
+            f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {images}"
+        )
     # images that fill no batch are left out, other ones in each epoch
     per_epoch = params.get("steps_per_epoch") or train_images // batch
     total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
     peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
     mix, augment = params["mix"], params["transform"]["auto_augment"]
     inactive = {  # key path -> whether it has no effect, and why
-        "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),  # timm's test
+        # timm's test
+        "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),
         "mix.prob": (not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
         "mix.switch_prob": (not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
         "optim.warmup_lr": (not optim["warmup_epochs"], "there is no warm-up"),
@@ -129,7 +136,9 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     if params["model"] not in printed.models:
         found.append(f"model: {params['model']}, the paper has {', '.join(printed.models)}")
     if (images := resolved["data"]["train_images"]) != TRAIN_IMAGES or not params["data"].startswith("imagenet"):
-        found.append(f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})")
+        found.append(
+            f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})"
+        )
     others = [key for key in ours if options and key.startswith("options.") and key not in options]
     found += [f"{key}: {format_value(ours[key])}, the paper has the model's own" for key in others]
     compared, rates = dict(ours), [key for key in RATES if key in wanted]
@@ -150,7 +159,8 @@ def _same(ours: Any, wanted: Any, rel_tol: float = 1e-9) -> bool:
         return bool(ours) == bool(wanted)  # a strength of 0 switches it off
     if isinstance(wanted, tuple):  # 1.3333 in a params file is 4/3
         return len(ours) == len(wanted) and all(_same(*pair, rel_tol=5e-5) for pair in zip(ours, wanted, strict=True))
-    if isinstance(wanted, str):  # the parts of a RandAugment string have no order, and two operations are timm's default
+    # the parts of a RandAugment string have no order, and two operations are timm's default
+    if isinstance(wanted, str):
         return isinstance(ours, str) and sorted(set(ours.split("-")) - {"n2"}) == sorted(wanted.split("-"))
     # True is a number to Python, but not here
     return type(ours) in (int, float) and math.isclose(ours, wanted, rel_tol=rel_tol)
@@ -165,14 +175,28 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     rows = []
     if linearize := resolved.get("linearize"):
         trained = "the new weights alone" if linearize["freeze"] else "all weights"
-        rows.append(("trained", f"{trained}, the new ones at {format_value(linearize['new_lr_factor'])} times the rate"))
+        rows.append(
+            ("trained", f"{trained}, the new ones at {format_value(linearize['new_lr_factor'])} times the rate")
+        )
     rows += [
-        ("model", ", ".join([resolved["model"], *filter(None, [listed("options")]), f"drop path {format_value(resolved['drop_path'])}"])),
+        (
+            "model",
+            ", ".join(
+                [
+                    resolved["model"],
+                    *filter(None, [listed("options")]),
+                    f"drop path {format_value(resolved['drop_path'])}",
+                ]
+            ),
+        ),
         ("data", f"{listed('data')}, seed {resolved['seed']}"),
         ("batch", listed("batch")),
         ("steps", f"{listed('steps')}, epochs {resolved['epochs']}"),
         ("learning rate", f"{listed('learning_rate')}; linear warm-up, then cosine, set at each step"),
-        ("optimiser", f"{listed('optimizer', 'name', 'betas', 'eps', 'clip_grad_norm')}, ema_decay {format_value(resolved['ema_decay'])}"),
+        (
+            "optimiser",
+            f"{listed('optimizer', 'name', 'betas', 'eps', 'clip_grad_norm')}, ema_decay {format_value(resolved['ema_decay'])}",
+        ),
         ("weight decay", listed("optimizer", "weight_decay", "exempt_from_weight_decay")),
         ("augmentation", listed("transform", "image_size", "scale", "ratio", "hflip", "interpolation")),
         ("", listed("transform", "auto_augment", "color_jitter", "re_prob")),

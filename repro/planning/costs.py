@@ -1,7 +1,8 @@
 """The cost functions that the stages name in their rows of the table.
 
-Each takes a `Planner` and the stage's params, or {cell: params}, and returns rows. Hours of a training are its images over the
-throughput of one GPU; its evaluations are left out (under 1 % of ImageNet's 300 epochs), and so is a teacher's forward pass.
+Each takes a `Planner` and the stage's params, or {cell: params}, and returns rows. Hours of a training are its images
+over the throughput of one GPU; its evaluations are left out (under 1 % of ImageNet's 300 epochs), and so is a teacher's
+forward pass.
 """
 
 from collections.abc import Mapping
@@ -23,18 +24,22 @@ def charge_data(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     rows = []
     for cell, params in cells.items():
         manifest = planner.find_manifest(cell)
-        size_gb = sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KINDS[params.kind].size_gb
+        size_gb = (
+            sum(split.bytes for split in manifest.splits.values()) / 1e9 if manifest else KINDS[params.kind].size_gb
+        )
         source = "from its manifest" if manifest else "as published" if size_gb else "unknown until it is written"
-        rows.append(PlanRow(command=planner.command(cell), hours=0.0, disk_gb=size_gb, basis=f"CPU only; size {source}"))
+        rows.append(
+            PlanRow(command=planner.command(cell), hours=0.0, disk_gb=size_gb, basis=f"CPU only; size {source}")
+        )
     return rows
 
 
 def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """Charge `pretrain`, `baselines`, `linearize` or `ablate`: one training for each seed.
 
-    The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is one, the moving
-    average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in addition there are one state
-    that is being written, and the first seed's snapshots and weights in the results.
+    The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is one,
+    the moving average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in
+    addition there are one state that is being written, and the first seed's snapshots and weights in the results.
     """
     rows = []
     for cell, params in cells.items():
@@ -45,14 +50,17 @@ def charge_classification(planner: Planner, cells: Mapping[str, Any]) -> list[Pl
         epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
         seen = f"{repeated}{epochs} of {_count_images(params, data) // params.epochs:,} images"
         disk_gb = _count_copies(params) * counted.num_params * BYTES_PER_VALUE / 1e9
-        rows.append(_charge_training(planner, cell, params, data, planner.find_speed(params, counted.macs), seen, disk_gb))
+        rows.append(
+            _charge_training(planner, cell, params, data, planner.find_speed(params, counted.macs), seen, disk_gb)
+        )
     return rows
 
 
 def charge_detection(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
     """Charge `detect`, with every image at the largest of the image sizes; see `_charge_dense`."""
     return [
-        _charge_dense(planner, cell, params, (params.transform.min_size[-1], params.transform.max_size)) for cell, params in cells.items()
+        _charge_dense(planner, cell, params, (params.transform.min_size[-1], params.transform.max_size))
+        for cell, params in cells.items()
     ]
 
 
@@ -62,7 +70,9 @@ def charge_segmentation(planner: Planner, cells: Mapping[str, Any]) -> list[Plan
 
 
 def charge_generation(planner: Planner, cells: Mapping[str, Any]) -> list[PlanRow]:
-    """Charge `generate`: one training for each seed, without the samples; the disk holds what `charge_classification` says."""
+    """Charge `generate`: one training for each seed, without the samples; the disk holds what `charge_classification`
+    says.
+    """
     rows = []
     for cell, params in cells.items():
         data = planner.find_data(cell, params.data)
@@ -98,7 +108,9 @@ def charge_efficiency(planner: Planner, params: Any) -> list[PlanRow]:
     rows = len(params.models) * len(params.image_sizes)
     gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
     basis = f"at most: {rows} rows of {params.budget_s:g} s"
-    return [PlanRow(command=planner.command(), hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)]
+    return [
+        PlanRow(command=planner.command(), hours=rows * params.budget_s / 3600, disk_gb=0.0, basis=basis, gives=gives)
+    ]
 
 
 def _charge_dense(planner: Planner, cell: str, params: Any, image_size: tuple[int, int]) -> PlanRow:

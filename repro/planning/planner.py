@@ -102,7 +102,8 @@ class Rates:
 
 
 def find_measured(results: Results, key: str, stages: Collection[str], gpu: str) -> TrainingSpeed | None:
-    """The speed of a model (see `Results.model_key`) in the records of training of some stages on a GPU; the slowest of several, or None.
+    """The speed of a model (see `Results.model_key`) in the records of training of some stages on a GPU; the slowest of
+    several, or None.
 
     They lie at results/measured/<device>/<stage>/<cell>.json.
     """
@@ -125,10 +126,11 @@ def is_of_gpu(device: str, gpu: str) -> bool:
 
 
 def find_seconds(results: Results, stage: str, cell: str | None, params: Any) -> tuple[float, str] | None:
-    """How long a stage or cell with these params takes on a CPU by its record, and how that is known; None without a record that fits.
+    """How long a stage or cell with these params takes on a CPU by its record, and how that is known; None without a
+    record that fits.
 
-    The seconds of the record are in run.json beside it, or for the last run of all stages in results/pipeline.json. A training over
-    another number of epochs or seeds takes the same time for each.
+    The seconds of the record are in run.json beside it, or for the last run of all stages in results/pipeline.json. A
+    training over another number of epochs or seeds takes the same time for each.
     """
     pipeline = results.paths.results / PIPELINE_FILE
     noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
@@ -145,7 +147,11 @@ def find_seconds(results: Results, stage: str, cell: str | None, params: Any) ->
         if seconds is None or params_hash(like) != source.identity["params_hash"]:
             continue
         cpu = (source.identity.get("machine") or {}).get("cpu")
-        basis = "measured on this CPU" if cpu == cpu_name() else f"an estimate: the seconds of another machine, {cpu or source.device}"
+        basis = (
+            "measured on this CPU"
+            if cpu == cpu_name()
+            else f"an estimate: the seconds of another machine, {cpu or source.device}"
+        )
         return seconds * times, basis if times == 1 else f"{basis}, times {times:.3g} for other epochs or seeds"
     return None
 
@@ -180,16 +186,24 @@ class Planner:
         return read_manifest(file) if file.is_file() else None
 
     def find_data(self, cell: str, name: str) -> TrainingData:
-        """The data set that a cell trains on: counts from its manifest or, before that is written, the expected ones; or a UserError."""
+        """The data set that a cell trains on: counts from its manifest or, before that is written, the expected ones;
+        or a UserError.
+        """
         if name not in self.data:
-            raise UserError(f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{suggest_data(self.paths, name, self.data)}")
+            raise UserError(
+                f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{suggest_data(self.paths, name, self.data)}"
+            )
         manifest, expected = self.find_manifest(name), self.data[name].expected
         if manifest is None:
             return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)
-        return TrainingData(kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images)
+        return TrainingData(
+            kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images
+        )
 
     def find_speed(self, params: Any, macs: int) -> TrainingSpeed:
-        """The speed of a training: of a classifier as given, else as measured, else estimated from the `macs` of one image."""
+        """The speed of a training: of a classifier as given, else as measured, else estimated from the `macs` of one
+        image.
+        """
         key = self.model_key(params.model, params.options)
         if self.stage not in CLASSIFIERS:
             return self._find_measured(key, (self.stage,)) or self.rates.estimate(macs)
@@ -203,7 +217,11 @@ class Planner:
     def on_cpu(self, row: PlanRow, cell: str | None, params: Any) -> PlanRow:
         """A row with the time on a CPU, from what ran there before and from nothing else."""
         model = getattr(params, "model", None)
-        if model is not None and self.rates.find_given(model, self.model_key(model, params.options)) and self.stage in CLASSIFIERS:
+        if (
+            model is not None
+            and self.rates.find_given(model, self.model_key(model, params.options))
+            and self.stage in CLASSIFIERS
+        ):
             return row
         found = find_seconds(self.results, self.stage, cell, params)
         if found is None:
@@ -220,7 +238,8 @@ class Planner:
 class CostPlan:
     """The costs of all stages in the order of the params file, and what the paper asks for.
 
-    `needs` is table or figure -> for each number there, the measurements from which ours is computed, see `repro.report.demands`.
+    `needs` is table or figure -> for each number there, the measurements from which ours is computed, see
+    `repro.report.demands`.
     """
 
     rows: list[PlanRow]
@@ -243,7 +262,10 @@ class CostPlan:
     def count_covered(self) -> dict[str, tuple[int, int]]:
         """Table or figure -> (numbers whose measurements are all among those of the rows, all numbers)."""
         gives = frozenset().union(*(row.gives for row in self.rows))
-        return {place: (sum(bool(need) and need <= gives for need in needs), len(needs)) for place, needs in self.needs.items()}
+        return {
+            place: (sum(bool(need) and need <= gives for need in needs), len(needs))
+            for place, needs in self.needs.items()
+        }
 
 
 def charge_unknown(planner: Planner, params: Any = None) -> list[PlanRow]:
@@ -252,7 +274,8 @@ def charge_unknown(planner: Planner, params: Any = None) -> list[PlanRow]:
 
 
 def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
-    """Charge every stage of the table that params.yaml, or a profile, has a section for; records and manifests count where they exist.
+    """Charge every stage of the table that params.yaml, or a profile, has a section for; records and manifests count
+    where they exist.
 
     Raises:
         UserError: wrong parameters, or a given rate of a model that no cell trains.
@@ -264,7 +287,9 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
     trained: set[str] = set()
     rows: list[PlanRow] = []
     for name in sections:
-        planner = Planner(stage=name, paths=paths, rates=rates, results=results, data=params.get("prepare_data", {}), trained=trained)
+        planner = Planner(
+            stage=name, paths=paths, rates=rates, results=results, data=params.get("prepare_data", {}), trained=trained
+        )
         if name not in stages:
             rows += charge_unknown(planner)
         elif stages[name].cost is not None:
@@ -274,7 +299,9 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
                 own = [planner.on_cpu(row, cell, of_cell) for row, (cell, of_cell) in zip(own, units, strict=True)]
             rows += own
     if unknown := sorted(rates.given.keys() - trained):
-        raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}")
+        raise UserError(
+            f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}"
+        )
     return CostPlan(rows, demands(load_primary().ledger))
 
 

@@ -1,4 +1,6 @@
-"""The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts with what they were measured on."""
+"""The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts with what
+they were measured on.
+"""
 
 import dataclasses
 import datetime
@@ -53,7 +55,10 @@ def lead_blocks(report: Report) -> tuple[Block, ...]:
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
-    blocks = {"verdict": render_blocks([verdict_block(first)]), "papers": render_blocks([_papers_table(reports)], "results/")}
+    blocks = {
+        "verdict": render_blocks([verdict_block(first)]),
+        "papers": render_blocks([_papers_table(reports)], "results/"),
+    }
     blocks["run"] = _describe_run(first.results.paths.results / PIPELINE_FILE)
     if shown := _contest_picture(first):
         blocks["picture"] = render_blocks(shown, "results/")
@@ -61,12 +66,16 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
 
 
 def verdict_block(report: Report) -> Bullets:
-    """What a reader comes for, a sentence each: what reproduces, what does not, what was not tested, and how fast the model is here."""
+    """What a reader comes for, a sentence each: what reproduces, what does not, what was not tested, and how fast the
+    model is here.
+    """
     lines: list[Line] = []
     for question, own in _said_questions(report):
         verb, detail = judge_question(own)
         said = f"{question.says} {verb}"
-        lines.append((strong(said[0].upper() + said[1:]), f" ({detail})", f": {question.why}." if question.why else "."))
+        lines.append(
+            (strong(said[0].upper() + said[1:]), f" ({detail})", f": {question.why}." if question.why else ".")
+        )
     if report.paper.contest and (line := _compare_speeds(report.paper.contest, report.results)):
         lines.append(line)
     return Bullets(lines)
@@ -76,7 +85,10 @@ def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
     """The questions that the verdict speaks of, with their verdicts; one that matches has no reason to give."""
     asked = ((question, question.find(report.paper.ledger)) for question in report.paper.questions if question.says)
     found = [(question, [report.verdicts[name] for name in names]) for question, names in asked]
-    return [(dataclasses.replace(each, why="") if judge_question(own)[0] == "reproduce" else each, own) for each, own in found]
+    return [
+        (dataclasses.replace(each, why="") if judge_question(own)[0] == "reproduce" else each, own)
+        for each, own in found
+    ]
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
@@ -85,7 +97,8 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     if all(verdict.ours is None for verdict in own):
         return "were not tested", f"{len(own)} numbers"
     good = counts[MATCHED.word] + counts[TRUNCATED.word]
-    fitted, bad = counts[FITTED.word], sum(counts[each.word] for each in (EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE))
+    fitted = counts[FITTED.word]
+    bad = sum(counts[each.word] for each in (EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE))
     detail = f"{good} of {len(own)} match" + (f", {fitted} agree by a fitted convention" if fitted else "")
     if good == len(own):
         return "reproduce", detail
@@ -97,7 +110,9 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
 
 
 def _compare_speeds(contest: Contest, results: Results) -> Line | None:
-    """How many times as fast the contest's model is at the largest size, and up to which size it is slower; None without such rows."""
+    """How many times as fast the contest's model is at the largest size, and up to which size it is slower; None
+    without such rows.
+    """
     if (speeds := find_speeds(contest, results)) is None:
         return None
     ratios: dict[str, dict[int, float]] = {"unfused": {}, "fused": {}}
@@ -108,7 +123,10 @@ def _compare_speeds(contest: Contest, results: Results) -> Line | None:
                 ratios[attention][size] = row["latency_ms"] / ours["latency_ms"]
     if not all(ratios.values()) or (largest := max(ratios["fused"])) not in ratios["unfused"]:
         return None
-    slower = {attention: max((size for size, ratio in found.items() if ratio < 1), default=0) for attention, found in ratios.items()}
+    slower = {
+        attention: max((size for size, ratio in found.items() if ratio < 1), default=0)
+        for attention, found in ratios.items()
+    }
     kind, _, name = speeds.group.device.partition(": ")
     ours, theirs = contest.ours[1], contest.theirs[1]
     text = (
@@ -148,16 +166,17 @@ def _describe_run(pipeline: Path) -> str:
 def note_pipeline(results: Results) -> None:
     """Write results/pipeline.json: how long all stages and each took, how many ran at once, and their commits.
 
-    After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the records, where
-    Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it is; likewise where it was written
-    for records of the same commits and only the report runs again.
+    After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the
+    records, where Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it
+    is; likewise where it was written for records of the same commits and only the report runs again.
     """
     # the record of the machine has no code hash, and is none of results
     own = [source for source in results.sources if source.stage is not None and "code_hash" in source.identity]
     files = [results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
-    file, commits = results.paths.results / PIPELINE_FILE, sorted({str(source.identity["parent_commit"]) for source in own})
+    file = results.paths.results / PIPELINE_FILE
+    commits = sorted({str(source.identity["parent_commit"]) for source in own})
     began, jobs = (float(each) for each in os.environ.get(RUN_BEGAN, "inf 1").split())
     try:
         runs = [read_json(file) for file in files]
@@ -196,7 +215,11 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
     computed = "computed from the equations" if any(verdict.ours is not None for verdict in own) else "–"
-    reason = next((verdict.reason for verdict in own if verdict.reason and verdict.ours is None), "–") if computed == "–" else computed
+    reason = (
+        next((verdict.reason for verdict in own if verdict.reason and verdict.ours is None), "–")
+        if computed == "–"
+        else computed
+    )
     origin = describe_origin(sources, report.named) if sources else reason
     words = [verdict.status for verdict in own]
     matched, truncated = (words.count(status.word) for status in (MATCHED, TRUNCATED))
@@ -214,7 +237,9 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the pairs that the paper orders are seen, a row for each data set; of each table the group with the most seeds."""
+    """How many of the pairs that the paper orders are seen, a row for each data set; of each table the group with the
+    most seeds.
+    """
     best: dict[tuple[str, str], tuple[Group, Ordering]] = {}
     for group, where, found in judge_variants(report):
         key = group.common["data"], where.place
@@ -231,10 +256,14 @@ def _orderings(report: Report) -> list[Fact]:
 
 
 def _count_pairs(found: Ordering) -> str:
-    """How many of the paper's pairs are seen, and how many contradicted; only the word where the budget is insufficient."""
+    """How many of the paper's pairs are seen, and how many contradicted; only the word where the budget is
+    insufficient.
+    """
     if found.word == "insufficient budget":
         return found.word
-    seen, contradicted = (sum(pair.word == word for pair in found.pairs) for word in ("ordering seen", "ordering contradicted"))
+    seen, contradicted = (
+        sum(pair.word == word for pair in found.pairs) for word in ("ordering seen", "ordering contradicted")
+    )
     return f"{seen} of {len(found.pairs)}" + (f", {contradicted} contradicted" if contradicted else "")
 
 

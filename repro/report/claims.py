@@ -42,7 +42,8 @@ class Report:
     results: Results
     verdicts: Mapping[str, Verdict]  # by the id of the entry, in the ledger's order
     named: str  # what params.yaml holds, in words
-    # by the id of an entry that is counted by a convention that was chosen for its row: whether our own convention agrees as well
+    # by the id of an entry that is counted by a convention that was chosen for its row: whether our own convention
+    # agrees as well
     plain: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     @property
@@ -55,11 +56,14 @@ class Report:
         return [self.verdicts[entry.id] for entry in claim.entries]
 
 
-def judge_paper(paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequence[str], profile: str | None) -> Report:
+def judge_paper(
+    paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequence[str], profile: str | None
+) -> Report:
     """Judge every entry of a paper's ledger.
 
     Args:
-        speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which does not name its own.
+        speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which does not name
+            its own.
         verbs: the verbs of the command line. A command with another verb is marked as not built yet.
         profile: the profile that params.yaml equals; None where it was edited.
     """
@@ -78,7 +82,11 @@ class _Judge:
         self.paper, self.entries, self.results, self.verbs = paper, paper.ledger.entries, results, verbs
         inference = [group for group in results.speed_rows if group.mode == "infer"]
         device, batch = paper.ledger.paper.speed_device, paper.ledger.paper.speed_batch
-        fitting = [each for each in inference if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)]
+        fitting = [
+            each
+            for each in inference
+            if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)
+        ]
         self.paper_group = fitting[0] if fitting else None
         self.other_groups = [group for group in inference if group != self.paper_group]
         reason, command = (
@@ -100,7 +108,9 @@ class _Judge:
         found = {"entry": entry, "evidence": evidence, "checks": len(decided), "violations": len(violations)}
         if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
             elsewhere = tuple(self._elsewhere(entry))
-            return Verdict(**found | {"evidence": why}, status=NOT_MEASURABLE.word, reason=why, command="none", elsewhere=elsewhere)
+            return Verdict(
+                **found | {"evidence": why}, status=NOT_MEASURABLE.word, reason=why, command="none", elsewhere=elsewhere
+            )
         if evidence is None and (why := self._find_scope(entry)):
             return Verdict(**found, status=OUT_OF_SCOPE.word, reason=why, command="none")
         self.results.used.clear()
@@ -112,7 +122,9 @@ class _Judge:
             reason, command = missing.args
             status = INCONSISTENT if evidence else NOT_MEASURED
             elsewhere = tuple(self._elsewhere(entry))
-            return Verdict(**found, status=status.word, reason=reason, command=self._known(command), elsewhere=elsewhere)
+            return Verdict(
+                **found, status=status.word, reason=reason, command=self._known(command), elsewhere=elsewhere
+            )
         found["sources"] = tuple(sorted(self.results.used))
         how, delta = ("holds" if ours else None), None
         if entry.printed is not None:
@@ -121,7 +133,15 @@ class _Judge:
         explanation = None if how else self._explain(entry)
         compared = self._compare(entry, how, explanation, is_declared)
         status = INCONSISTENT if evidence else compared
-        return Verdict(**found, status=status.word, compared=compared.word, ours=ours, how=how, delta=delta, explanation=explanation)
+        return Verdict(
+            **found,
+            status=status.word,
+            compared=compared.word,
+            ours=ours,
+            how=how,
+            delta=delta,
+            explanation=explanation,
+        )
 
     def _find_scope(self, entry: Entry) -> str | None:
         """Why an entry, or a number that ours needs, is out of this project's scope; None where all are in it."""
@@ -130,7 +150,9 @@ class _Judge:
         return next((why for name in entry.ours.references if (why := self._find_scope(self.entries[name]))), None)
 
     def _count_plainly(self, entry: Entry) -> Entry:
-        """An entry whose convention was chosen for its row, with the column's own in its place where that rounds to the printed number too."""
+        """An entry whose convention was chosen for its row, with the column's own in its place where that rounds to the
+        printed number too.
+        """
         if entry.plain is None:
             return entry
         plain = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
@@ -190,13 +212,17 @@ class _Judge:
                     return explanation.text
                 continue
             if entry.printed is None:
-                raise ValueError(f"ledger: {entry.id}: an explanation of a statement `shows` a condition, and no number")
+                raise ValueError(
+                    f"ledger: {entry.id}: an explanation of a statement `shows` a condition, and no number"
+                )
             if agreement(shown, entry.printed):
                 return explanation.text.format(computed=_format_computed(shown, decimals(entry.printed) + 2))
         return None
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
-        """Evidence that the paper's own numbers violate a relation; None where they do not, or where rounding could explain it."""
+        """Evidence that the paper's own numbers violate a relation; None where they do not, or where rounding could
+        explain it.
+        """
         if relation.requires is not None:
             failing = [part for part in relation.expression.conjuncts if not self._of_paper(part)]
             if all(self._is_explained_by_rounding(part, bool) for part in failing):
@@ -213,7 +239,9 @@ class _Judge:
         return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1))
 
     def _is_explained_by_rounding(self, expression: Expression, satisfies: Callable[[Any], bool]) -> bool:
-        """Whether an expression satisfies for some operands that round or truncate to the printed ones, tried at their extremes."""
+        """Whether an expression satisfies for some operands that round or truncate to the printed ones, tried at their
+        extremes.
+        """
         printed = {name: self.entries[name].printed for name in expression.references}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
             units = (shift / 10 ** decimals(digits) for shift, digits in zip(shifts, printed.values(), strict=True))
@@ -222,16 +250,24 @@ class _Judge:
                 return True
         return False
 
-    def _of_paper(self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False) -> Number | bool:
-        """The value of an expression over the paper's printed numbers, or over `moved` ones; `counted`: and over our counts."""
-        measured = dict.fromkeys([*self.results.functions(), *_SPEEDS], _raise_missing("the paper prints no such number", ""))
+    def _of_paper(
+        self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False
+    ) -> Number | bool:
+        """The value of an expression over the paper's printed numbers, or over `moved` ones; `counted`: and over our
+        counts.
+        """
+        measured = dict.fromkeys(
+            [*self.results.functions(), *_SPEEDS], _raise_missing("the paper prints no such number", "")
+        )
         if counted:
             measured |= self.results.functions()
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
         return self._evaluate(expression, printed, measured)
 
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
-        """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not measured."""
+        """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not
+        measured.
+        """
         if entry.ours is None:
             raise Missing(entry.reason or entry.out_of_scope, entry.command or "none")
         return self._evaluate_ours(entry.ours, group, choose=choose)
@@ -246,7 +282,9 @@ class _Judge:
         except ZeroDivisionError:
             raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
 
-    def _evaluate(self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]) -> Number | bool:
+    def _evaluate(
+        self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]
+    ) -> Number | bool:
         def agrees(number: Number, entry_id: str) -> bool:
             return agreement(number, self.entries[entry_id].printed) is not None
 
@@ -263,7 +301,9 @@ class _Judge:
             fused = self._decide(parts, group, "fused") if has_baseline else []
             if values:
                 of_fused = _join(fused) if len(fused) == len(values) else (None, None)
-                yield Elsewhere(group, *_join(values), *of_fused, self.paper.baseline, entry.unit, (len(values), len(parts)))
+                yield Elsewhere(
+                    group, *_join(values), *of_fused, self.paper.baseline, entry.unit, (len(values), len(parts))
+                )
 
     def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[list[Number | bool]]:
         """For each part for which everything was measured, its values; see `_spread`."""
@@ -274,7 +314,8 @@ class _Judge:
         return values
 
     def _spread(self, part: Expression, group: SpeedGroup, attention: str) -> list[Number | bool]:
-        """The value of an expression at the medians of its speeds, then at each combination of the ends of their intervals.
+        """The value of an expression at the medians of its speeds, then at each combination of the ends of their
+        intervals.
 
         What rises or falls with every speed takes its extremes there.
         """
@@ -307,9 +348,11 @@ def _raise_missing(reason: str, command: str) -> Callable:
 
 
 def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
-    """What the values of each part, see `_spread`, say together: a quantity, which has one part, and its ends; or a statement's word.
+    """What the values of each part, see `_spread`, say together: a quantity, which has one part, and its ends; or a
+    statement's word.
 
-    A statement holds if all its parts do whatever the speeds are within their intervals. It does not if one of them never does.
+    A statement holds if all its parts do whatever the speeds are within their intervals. It does not if one of them
+    never does.
     """
     if isinstance(parts[0][0], bool):
         if not all(map(any, parts)):

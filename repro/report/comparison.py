@@ -1,4 +1,6 @@
-"""The sections that set a paper beside ours: how to read the page, counts, tables, claims, contradictions, and what is missing."""
+"""The sections that set a paper beside ours: how to read the page, counts, tables, claims, contradictions, and what is
+missing.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -34,7 +36,11 @@ def how_to_read(report: Report) -> Section:
         f"`repro report` writes this page from the records under `results/` and from the paper's ledger; code sets every status. params.yaml "
         f"holds {report.named}. All entries, with reasons, commands and records, are in {files}."
     )
-    batch = f" at batch {conditions.speed_batch}" if conditions.speed_batch else " at the paper's batch, which it does not name"
+    batch = (
+        f" at batch {conditions.speed_batch}"
+        if conditions.speed_batch
+        else " at the paper's batch, which it does not name"
+    )
     speed = f", speed and memory only when taken on one {conditions.speed_device}{batch}"
     units = (
         "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
@@ -88,15 +94,24 @@ def table_section(about: Table, report: Report) -> Section:
     counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
     notes = [about.note] if about.note else []
     for key, column in about.columns.items():
-        agreeing = [agrees for row in about.records if (agrees := report.plain.get(f"{about.id}.{row}.{key}")) is not None]
+        agreeing = [
+            agrees for row in about.records if (agrees := report.plain.get(f"{about.id}.{row}.{key}")) is not None
+        ]
         if agreeing:
-            own_convention = f"By the column's own convention, without one that was chosen for a row, {sum(agreeing)} of these"
+            own_convention = (
+                f"By the column's own convention, without one that was chosen for a row, {sum(agreeing)} of these"
+            )
             notes.append(f"{own_convention} {len(agreeing)} {column.label} agree.")
-    return Section(f"{about.place}: {about.title}", [(" ".join([f"Each entry: paper → ours. {counts}.", *notes]),), table(header, rows)])
+    return Section(
+        f"{about.place}: {about.title}",
+        [(" ".join([f"Each entry: paper → ours. {counts}.", *notes]),), table(header, rows)],
+    )
 
 
 def shared_counts(reports: Sequence[Report]) -> list[Section]:
-    """The counts of one model that several papers print, where they print or get another number; no section where none is shared."""
+    """The counts of one model that several papers print, where they print or get another number; no section where none
+    is shared.
+    """
     found: dict[tuple[str, str], dict[str, Verdict]] = {}
     for report in reports:
         for verdict in report.all:
@@ -106,15 +121,22 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
                 what = "parameters (M)" if calls[0].name == "params_m" else "FLOPs (G)"
                 found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.id, verdict)
     shared = {key: own for key, own in found.items() if len(own) > 1}
-    unlike = {key: own for key, own in shared.items() if len({(each.entry.printed, each.status) for each in own.values()}) > 1}
+    unlike = {
+        key: own for key, own in shared.items() if len({(each.entry.printed, each.status) for each in own.values()}) > 1
+    }
     if not shared:
         return []
     judging = [report.paper for report in reports if any(report.paper.id in own for own in unlike.values())]
-    rows = [[code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging)] for (model, what), own in unlike.items()]
-    text = (
-        f"{len(shared)} counts are printed by two papers or more. {len(shared) - len(unlike)} have one number and one verdict; the others:"
-    )
-    return [Section("Counts that several papers print", [(text,), table(["model", "count", *(p.name for p in judging)], rows)])]
+    rows = [
+        [code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging)]
+        for (model, what), own in unlike.items()
+    ]
+    text = f"{len(shared)} counts are printed by two papers or more. {len(shared) - len(unlike)} have one number and one verdict; the others:"
+    return [
+        Section(
+            "Counts that several papers print", [(text,), table(["model", "count", *(p.name for p in judging)], rows)]
+        )
+    ]
 
 
 def other_claims(report: Report) -> Section:
@@ -162,7 +184,11 @@ def not_measurable(report: Report) -> list[Section]:
     if not groups:
         return []
     rows = [
-        ["; ".join(dict.fromkeys(each.entry.place for each in own)), join([_prints(each.entry) for each in own], "; "), why or ""]
+        [
+            "; ".join(dict.fromkeys(each.entry.place for each in own)),
+            join([_prints(each.entry) for each in own], "; "),
+            why or "",
+        ]
         for why, own in groups.items()
     ]
     return [Section("Not measurable as described", [table(["where", "it prints", "but"], rows)])]
@@ -189,7 +215,11 @@ def _compare(verdict: Verdict) -> Piece | Line:
 def _is_headline(claim: Claim, report: Report) -> bool:
     """Whether it is of the claims that are shown first, or repeats one of them."""
     shown_first = report.paper.headlines
-    said = {each.says for each in report.paper.ledger.claims if shown_first and any(e.id.startswith(shown_first) for e in each.entries)}
+    said = {
+        each.says
+        for each in report.paper.ledger.claims
+        if shown_first and any(e.id.startswith(shown_first) for e in each.entries)
+    }
     return claim.says in said
 
 
@@ -199,7 +229,9 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
     places: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
         own = report.of_claim(claim)
-        elsewhere = [f"{_key(claim, verdict)}{', '.join(map(str, verdict.elsewhere))}" for verdict in own if verdict.elsewhere]
+        elsewhere = [
+            f"{_key(claim, verdict)}{', '.join(map(str, verdict.elsewhere))}" for verdict in own if verdict.elsewhere
+        ]
         notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
         if with_reasons:
             notes += [(verdict.reason,) for verdict in own if verdict.status == NOT_MEASURED.word and verdict.reason]
@@ -207,8 +239,11 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
                 notes.append((Link("⚠ why", CONTRADICTIONS),))
             if any(verdict.compared in (EXPLAINED.word, UNEXPLAINED.word) for verdict in own):
                 notes.append((Link("≠ why", DIFFERENCES),))
-            notes += [(verdict.evidence,) for verdict in own if verdict.status == NOT_MEASURABLE.word and verdict.evidence]
-        ours, statuses = _merge([(format_ours(verdict),) for verdict in own]), _merge([status_line(verdict) for verdict in own])
+            notes += [
+                (verdict.evidence,) for verdict in own if verdict.status == NOT_MEASURABLE.word and verdict.evidence
+            ]
+        ours = _merge([(format_ours(verdict),) for verdict in own])
+        statuses = _merge([status_line(verdict) for verdict in own])
         note = join(dict.fromkeys(notes), "; ")
         key = claim.says, plain(*ours), plain(*statuses), plain(*note)
         rows.setdefault(key, [claim.says, ours, statuses, note])

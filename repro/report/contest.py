@@ -1,4 +1,6 @@
-"""The contest of a paper's model with its baseline over the image size: the record that it is read from, and its picture."""
+"""The contest of a paper's model with its baseline over the image size: the record that it is read from, and its
+picture.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,10 +33,15 @@ def draw_contest(report: Report, folder: Path) -> None:
     contest = report.paper.contest
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
         return
-    series = {family: [row for key, row in speeds.rows.items() if key[:2] == model] for family, model in contest.series.items()}
+    series = {
+        family: [row for key, row in speeds.rows.items() if key[:2] == model]
+        for family, model in contest.series.items()
+    }
     title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
     path = folder / contest.picture.removesuffix(".png")
-    against_resolution(path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib"))
+    against_resolution(
+        path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib")
+    )
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
@@ -58,5 +65,9 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
         wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)
         return wanted, speeds.group.device.startswith("cuda"), len(speeds.rows), speeds.source.path
 
-    both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == {contest.ours[0], contest.theirs[0]}]
+    both = [
+        speeds
+        for speeds in candidates.values()
+        if {name for name, _, _ in speeds.rows} == {contest.ours[0], contest.theirs[0]}
+    ]
     return max(both, key=rank, default=None)

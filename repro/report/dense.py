@@ -1,4 +1,6 @@
-"""Pictures of trainings that a method without learning is set beside: their learning curves, and which classes they confuse."""
+"""Pictures of trainings that a method without learning is set beside: their learning curves, and which classes they
+confuse.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +26,12 @@ def find_compared_runs(results: Results) -> Runs:
     runs: Runs = {}
     for source in results.score_sources:
         if reference := source.metrics.get("without_learning"):
-            stage = next(name for name, labels in results.scores.items() if labels and next(iter(labels)) in source.metrics)
-            runs.setdefault((stage, source.metrics["data"], format_scores(reference, results.scores[stage])), []).append(source)
+            stage = next(
+                name for name, labels in results.scores.items() if labels and next(iter(labels)) in source.metrics
+            )
+            runs.setdefault(
+                (stage, source.metrics["data"], format_scores(reference, results.scores[stage])), []
+            ).append(source)
     return runs
 
 
@@ -48,8 +54,9 @@ def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
 def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
     """The name of each file -> what draws it, and from which records.
 
-    The curves of a model, a task and a data set share a picture, those by hand in place of those of the pipeline where they have more
-    seeds. What is confused is drawn for the first seed of each run of the pipeline. The models are those that stand on the paper's page.
+    The curves of a model, a task and a data set share a picture, those by hand in place of those of the pipeline where
+    they have more seeds. What is confused is drawn for the first seed of each run of the pipeline. The models are those
+    that stand on the paper's page.
     """
     drawn: dict[str, tuple[Draw, list[Source]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
@@ -57,7 +64,9 @@ def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
         best: dict[str, dict[str, Source]] = {}
         for source in runs:
             of_model, first = best.setdefault(source.metrics["model"], {}), name_first_weights(source)
-            if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(of_model.get(first)):
+            if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(
+                of_model.get(first)
+            ):
                 of_model[first] = source
         for model, chosen in best.items():
             if chosen:
@@ -78,7 +87,9 @@ def _curve_file(source: Source, results: Results) -> Path:
 
 
 def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: Results) -> Path:
-    """A panel for each score: thin lines for the seeds, a thick one for their mean, a point for the reported score, a line without learning."""
+    """A panel for each score: thin lines for the seeds, a thick one for their mean, a point for the reported score, a
+    line without learning.
+    """
     labels = dict(list(results.scores[stage].items())[:_PANELS])
     figure, panels = new_figure(len(labels))
     for panel, (key, label) in zip(panels, labels.items(), strict=True):
@@ -105,15 +116,21 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
     figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
     first = sources[0].metrics
     split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
-    interval = ", with its 95 % interval over seeds" if any(len(source.metrics["by_seed"]) > 1 for source in sources) else ""
-    figure.suptitle(f"{stage}, {first['model']} on {first['data']}: {split}; star: {first['split']}{interval}", fontsize=11)
+    interval = (
+        ", with its 95 % interval over seeds" if any(len(source.metrics["by_seed"]) > 1 for source in sources) else ""
+    )
+    figure.suptitle(
+        f"{stage}, {first['model']} on {first['data']}: {split}; star: {first['split']}{interval}", fontsize=11
+    )
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
 
 
 def _mark_score(panel: Any, epoch: int, score: float, interval: Sequence[float] | None, colour: str) -> None:
     spread = None if interval is None else [[score - interval[0]], [interval[1] - score]]
-    panel.errorbar(epoch, score, yerr=spread, fmt="*", color=colour, markeredgecolor="black", markersize=12, capsize=4, zorder=3)
+    panel.errorbar(
+        epoch, score, yerr=spread, fmt="*", color=colour, markeredgecolor="black", markersize=12, capsize=4, zorder=3
+    )
 
 
 def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
@@ -129,11 +146,16 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
     for y, row in enumerate(shares):
         for x, share in enumerate(row):
             if share >= 0.5:
-                panel.text(x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 55 else "black")
+                panel.text(
+                    x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 55 else "black"
+                )
     panel.set_xticks(range(len(names)), names, rotation=90)
     panel.set_yticks(range(len(names)), [f"{name} ({sum(row)})" for name, row in zip(names, counts, strict=True)])
     panel.set(xlabel="found", ylabel="truth (how many)")
-    panel.set_title(f"{source.stage} on {source.metrics['data']}, {source.metrics['split']}: {confusion['of']}, % of each row", fontsize=10)
+    panel.set_title(
+        f"{source.stage} on {source.metrics['data']}, {source.metrics['split']}: {confusion['of']}, % of each row",
+        fontsize=10,
+    )
     figure.colorbar(image, ax=panel, fraction=0.046)
     figure.tight_layout()
     return save_png(figure, path)

@@ -1,6 +1,8 @@
-"""A page as data: sections of paragraphs, lists and tables, whose cells know what they hold. `markdown` and `html` render it.
+"""A page as data: sections of paragraphs, lists and tables, whose cells know what they hold. `markdown` and `html`
+render it.
 
-A piece of text is a `str` (shown as it is, never read as markup) or one of the classes below; a line is a tuple of pieces.
+A piece of text is a `str` (shown as it is, never read as markup) or one of the classes below; a line is a tuple of
+pieces.
 """
 
 import dataclasses
@@ -95,7 +97,10 @@ class Table:
         """For each column, whether most of its filled cells are numbers."""
         columns = list(zip(*self.rows)) or [()] * len(self.header)
         filled = [[line for line in column if plain(*line) not in ("", "–")] for column in columns]
-        return [2 * sum(len(line) == 1 and getattr(line[0], "style", "") == "number" for line in lines) > len(lines) for lines in filled]
+        return [
+            2 * sum(len(line) == 1 and getattr(line[0], "style", "") == "number" for line in lines) > len(lines)
+            for lines in filled
+        ]
 
 
 Block = Line | Bullets | Heading | Table  # a line alone is a paragraph
@@ -126,7 +131,9 @@ def strong(text: object) -> Text:
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Piece | Line]]) -> Table:
     """A table; a cell is one piece, or several of them in a tuple."""
-    return Table(tuple(header), tuple(tuple(cell if isinstance(cell, tuple) else (cell,) for cell in row) for row in rows))
+    return Table(
+        tuple(header), tuple(tuple(cell if isinstance(cell, tuple) else (cell,) for cell in row) for row in rows)
+    )
 
 
 def join(lines: Iterable[Line], between: str) -> Line:

@@ -33,8 +33,8 @@ class Call(NamedTuple):
 class Expression:
     """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
 
-    An id is written as it is, `table1.vittt_t.top1_percent`, or as `entry("text.5_3.speedup_1280_t")` where a part begins with a digit.
-    A part of another kind is a `ValueError`, a mistake in the ledger.
+    An id is written as it is, `table1.vittt_t.top1_percent`, or as `entry("text.5_3.speedup_1280_t")` where a part
+    begins with a digit. A part of another kind is a `ValueError`, a mistake in the ledger.
     """
 
     def __init__(self, tree: ast.expr):
@@ -57,7 +57,10 @@ class Expression:
     def calls(self) -> tuple[Call, ...]:
         """The functions that it calls, with their arguments."""
         nodes = (node for node in _walk(self._tree) if isinstance(node, ast.Call) and not _id_of(node))
-        return tuple(Call(node.func.id, tuple(arg.value if isinstance(arg, ast.Constant) else None for arg in node.args)) for node in nodes)
+        return tuple(
+            Call(node.func.id, tuple(arg.value if isinstance(arg, ast.Constant) else None for arg in node.args))
+            for node in nodes
+        )
 
     @functools.cached_property
     def conjuncts(self) -> tuple["Expression", ...]:
@@ -73,7 +76,8 @@ class Expression:
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
         """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
 
-        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`. Another function is a `ValueError`.
+        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`. Another function is a
+        `ValueError`.
         """
         functions = {**FUNCTIONS, **functions, "entry": value}
         if unknown := [call.name for call in self.calls if call.name not in functions]:
@@ -110,7 +114,9 @@ def _compile(node: ast.expr) -> Callable[[Functions], Any]:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _compile(operand)
             return lambda functions: -inner(functions)
-        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
+            type(op) in _OPERATORS
+        ):
             a, b = _compile(left), _compile(right)
             return lambda functions: _OPERATORS[type(op)](a(functions), b(functions))
         case ast.BoolOp(op=ast.And(), values=parts):

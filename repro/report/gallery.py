@@ -19,11 +19,14 @@ OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 def figures_section(report: Report) -> Section:
     """The paper's figures and ours, and what the ledger says of each."""
     text = "The paper's figures and ours, without the diagrams and others that show nothing measurable here."
-    return Section("Figures", [(text,), *(block for figure in report.paper.figures for block in _figure(figure, report))])
+    return Section(
+        "Figures", [(text,), *(block for figure in report.paper.figures for block in _figure(figure, report))]
+    )
 
 
 def examples(report: Report) -> list[Section]:
-    """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what they confuse.
+    """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what
+    they confuse.
 
     A page shows the models that stand on it; no section without any.
     """
@@ -40,7 +43,10 @@ def examples(report: Report) -> list[Section]:
             pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
             blocks += [_origin_line(run, beside, report), table([""] * len(pictures), [pictures])]
     for name, sources in find_dense_drawn(report).items():
-        blocks += [(Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),), _origin_line(f"figures/{name}", sources, report)]
+        blocks += [
+            (Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),),
+            _origin_line(f"figures/{name}", sources, report),
+        ]
     text = "Held-out images with what trained models see in them. The paper prints none."
     return [Section("Example pictures", [(text,), *blocks])] if blocks else []
 
@@ -76,7 +82,8 @@ def describe_origin(sources: list[Source], named: str) -> str:
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
-    if all(device.startswith("none: ") for device in devices):  # on no device, and by no parameters that a run would have
+    # on no device, and by no parameters that a run would have
+    if all(device.startswith("none: ") for device in devices):
         return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
     return f"{', '.join(devices)}; {describe_profile(sources, named)}{describe_age(sources)}"
 

@@ -1,4 +1,5 @@
-"""results/report.html: the pages of all papers and their ledgers as one file that needs no network, from `template.html`.
+"""results/report.html: the pages of all papers and their ledgers as one file that needs no network, from
+`template.html`.
 
 Whatever comes from a record is escaped, here or by the template.
 """
@@ -46,9 +47,18 @@ def render_html(pages: Sequence[tuple[Report, Sequence[Section]]]) -> str:
     """
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"anchor": make_anchor, "delta": format_delta, "ours": lambda verdict: plain(format_ours(verdict))}
-    described = [_describe(report, page, "" if place == 0 else f"{report.paper.id}-") for place, (report, page) in enumerate(pages)]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {
+        "anchor": make_anchor,
+        "delta": format_delta,
+        "ours": lambda verdict: plain(format_ours(verdict)),
+    }
+    described = [
+        _describe(report, page, "" if place == 0 else f"{report.paper.id}-")
+        for place, (report, page) in enumerate(pages)
+    ]
     template = environment.from_string(Path(__file__).with_name("template.html").read_text(encoding="utf-8"))
     return template.render(pages=described, kinds=KINDS, statuses=STATUSES)
 
@@ -114,11 +124,17 @@ class _Renderer:
 
     def _table(self, block: Table, title: str) -> str:
         styles = [' style="text-align:right"' if right else "" for right in block.right_aligned]
-        head = "".join(f'<th scope="col"{style}>{escape(text)}</th>' for text, style in zip(block.header, styles, strict=True))
+        head = "".join(
+            f'<th scope="col"{style}>{escape(text)}</th>' for text, style in zip(block.header, styles, strict=True)
+        )
         rows, is_read = "", False
         for first, *rest in block.rows:
             is_read |= any(map(_is_prose, rest))
-            row_head = f'<th scope="row">{self._line(first)}</th>' if block.has_row_heads else self._cell(first, styles[0], block.header[0])
+            row_head = (
+                f'<th scope="row">{self._line(first)}</th>'
+                if block.has_row_heads
+                else self._cell(first, styles[0], block.header[0])
+            )
             rows += f"<tr>{row_head}{''.join(map(self._cell, rest, styles[1:], block.header[1:]))}</tr>"
         # a table with text to read is stacked on a phone, where its last columns would lie beyond the screen
         box = f'<div class="scroll{" read" if is_read else ""}" role="region" tabindex="0" aria-label="{escape(title)}, table">'
@@ -144,9 +160,7 @@ class _Renderer:
                 unseen = f'<span class="unseen"> {title or word}</span>'
                 return f'<span class="mark {make_anchor(word)}" title="{title or word}">{text}{unseen}</span>'
             case Comparison(paper=paper, ours=ours, result=result):
-                numbers = (
-                    f'<span class="paper">{escape(paper)}</span><span class="to">→</span><span class="ours">{self._piece(ours)}</span>'
-                )
+                numbers = f'<span class="paper">{escape(paper)}</span><span class="to">→</span><span class="ours">{self._piece(ours)}</span>'
                 return f'<span class="compared">{numbers}<span>{self._line(result)}</span></span>'
             case Picture():
                 return self._picture(piece)

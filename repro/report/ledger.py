@@ -13,10 +13,13 @@ from ..core.errors import UserError, did_you_mean
 from .expressions import Expression
 
 _BECAUSE = "the paper's other numbers give {computed}"
-CHOSEN_BY_ROW = "the convention of the count was chosen for this row, and the column's own does not give the printed number"
+CHOSEN_BY_ROW = (
+    "the convention of the count was chosen for this row, and the column's own does not give the printed number"
+)
 Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
 _PLACE = re.compile(
-    r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract", re.I
+    r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract",
+    re.I,
 )
 
 
@@ -32,7 +35,9 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains the fields."""
+    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains the
+    fields.
+    """
 
     id: str
     equals: str | None = None
@@ -78,16 +83,21 @@ class Entry:
     measurable: Relation | None = None  # the condition without which nobody can have measured the number as described
     explanations: tuple[Explanation, ...] = ()  # why ours may differ
     fitted: str | None = None  # what of our convention was fitted to such rows, and how often it was tried
-    ours: Expression | None = None  # our counterpart; where there is none, `reason` and `command` say why and what would show it
-    plain: Expression | None = None  # the same count by the column's own convention, where `ours` is by one that was chosen for the row
+    # our counterpart; where there is none, `reason` and `command` say why and what would show it
+    ours: Expression | None = None
+    # the same count by the column's own convention, where `ours` is by one that was chosen for the row
+    plain: Expression | None = None
     out_of_scope: str | None = None  # why this project will never have a counterpart
-    declared: Expression | None = None  # where we say the same, without evidence; it is asked where `ours` has no number
+    # where we say the same, without evidence; it is asked where `ours` has no number
+    declared: Expression | None = None
     reason: str | None = None
     command: str | None = None
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """The tables, figures, equations and sections that `place` names, each once; `place` itself where it names none."""
+        """The tables, figures, equations and sections that `place` names, each once; `place` itself where it names
+        none.
+        """
         found = dict.fromkeys(name[0].upper() + name[1:] for name in _PLACE.findall(self.place))
         return tuple(found) or (self.place,)
 
@@ -96,8 +106,9 @@ class Entry:
 class Column:
     """A column of a table. `ours` may use {model}, {size} and the other keys of a row.
 
-    `by_formula` has, for the ids of rows by pattern, what stands for it where the paper counts as a family's own authors do, and not as
-    we do. A column without `ours` has a `reason` and a `command`, as a claim has, or is `out_of_scope`.
+    `by_formula` has, for the ids of rows by pattern, what stands for it where the paper counts as a family's own
+    authors do, and not as we do. A column without `ours` has a `reason` and a `command`, as a claim has, or is
+    `out_of_scope`.
     """
 
     label: str
@@ -111,10 +122,12 @@ class Column:
     out_of_scope: str | None = None
 
     def __post_init__(self) -> None:
-        if sum(each is not None for each in (self.ours, self.reason, self.out_of_scope)) != 1 or (self.reason is None) != (
-            self.command is None
-        ):
-            raise ValueError(f"column {self.label}: has not exactly one of `ours`, a reason with a command, and `out_of_scope`")
+        if sum(each is not None for each in (self.ours, self.reason, self.out_of_scope)) != 1 or (
+            self.reason is None
+        ) != (self.command is None):
+            raise ValueError(
+                f"column {self.label}: has not exactly one of `ours`, a reason with a command, and `out_of_scope`"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +162,10 @@ class Table:
     def labels(self) -> dict[str, str]:
         """Id of a row -> its label, with the image size where that is not 224."""
         sizes = {row_id: row.get("size", "224") for row_id, row in self.records.items()}
-        return {row_id: row["label"] + (f" ({sizes[row_id]}²)" if sizes[row_id] != "224" else "") for row_id, row in self.records.items()}
+        return {
+            row_id: row["label"] + (f" ({sizes[row_id]}²)" if sizes[row_id] != "224" else "")
+            for row_id, row in self.records.items()
+        }
 
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
         """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
@@ -188,9 +204,14 @@ class _Answer:
     out_of_scope: str | None = None
 
     def fields(self, by_default: str | None) -> dict[str, Any]:
-        """The same as fields of an entry. Where `ours` is not given, our numbers are asked what the paper's are: `by_default`."""
+        """The same as fields of an entry. Where `ours` is not given, our numbers are asked what the paper's are:
+        `by_default`.
+        """
         text = self.ours or (None if self.reason or self.declared or self.out_of_scope else by_default)
-        parsed = {name: Expression.parse(each) if each else None for name, each in (("ours", text), ("declared", self.declared))}
+        parsed = {
+            name: Expression.parse(each) if each else None
+            for name, each in (("ours", text), ("declared", self.declared))
+        }
         return {**parsed, **{name: getattr(self, name) for name in ("fitted", "reason", "command", "out_of_scope")}}
 
 
@@ -207,7 +228,9 @@ class Value(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(_Answer):
-    """A sentence of the text. It has an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a statement."""
+    """A sentence of the text. It has an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a
+    statement.
+    """
 
     id: str
     place: str
@@ -226,14 +249,22 @@ class Claim(_Answer):
         about = {"place": self.place, "says": self.says, "kind": self.kind, "unit": self.unit}
         if not self.values:
             rules = _relations(self.id, self.because, requires=self.holds)
-            return (Entry(id=self.id, **about, relations=rules, contradiction=self.contradiction, **self.fields(self.holds)),)
+            return (
+                Entry(
+                    id=self.id, **about, relations=rules, contradiction=self.contradiction, **self.fields(self.holds)
+                ),
+            )
         entries = []
         for key, value in self.values.items():
             name = f"{self.id}_{key}"
             rules = _relations(name, value.because, equals=value.equals, requires=value.requires)
-            condition = Relation(id=name, requires=value.measurable, because=value.because) if value.measurable else None
+            condition = (
+                Relation(id=name, requires=value.measurable, because=value.because) if value.measurable else None
+            )
             fields = value.fields(value.equals)
-            entries.append(Entry(id=name, **about, printed=value.printed, relations=rules, measurable=condition, **fields))
+            entries.append(
+                Entry(id=name, **about, printed=value.printed, relations=rules, measurable=condition, **fields)
+            )
         return tuple(entries)
 
 
@@ -251,7 +282,10 @@ class Ledger:
     def entries(self) -> dict[str, Entry]:
         """Every entry by its id, in the paper's order, tables first."""
         listed = [
-            table.entry(row, name, self.relations) for table in self.tables for row in table.records.values() for name in table.columns
+            table.entry(row, name, self.relations)
+            for table in self.tables
+            for row in table.records.values()
+            for name in table.columns
         ]
         listed += [entry for claim in self.claims for entry in claim.entries]
         found = {entry.id: entry for entry in listed}
@@ -277,8 +311,8 @@ def load_ledger(path: Path) -> Ledger:
 
     Raises:
         UserError: an unknown key, or one that is missing.
-        ValueError: an id is there twice, an expression or a relation names an unknown id or is not understood, or a row has the
-            wrong length.
+        ValueError: an id is there twice, an expression or a relation names an unknown id or is not understood, or a row
+            has the wrong length.
     """
     ledger: Ledger = build(Ledger, load_yaml(path, as_text=True), path.name)
     named = [(relation.id, relation.id) for relation in ledger.relations]
@@ -302,13 +336,15 @@ def load_ledger(path: Path) -> Ledger:
 
 _SIZES = {"tiny": "T", "small": "S", "base": "B"}
 _NAMED_SIZES = re.compile(r"-([TSB](?:/[TSB])*)\b")
-_ASKED_SIZE = re.compile(r"([a-z]\w*?)_(?:(tiny|small|base)_|([tsb])\.)")  # `vim_tiny_patch16_224`, `table1.vim_t.macs_g`
+# `vim_tiny_patch16_224`, `table1.vim_t.macs_g`
+_ASKED_SIZE = re.compile(r"([a-z]\w*?)_(?:(tiny|small|base)_|([tsb])\.)")
 
 
 def find_narrowed(claim: Claim) -> str | None:
     """The sizes, e.g. `S, B`, to which a statement is narrowed, which is about more.
 
-    A statement is about the sizes that it names. One that names none is about T, S and B of every model that it speaks of.
+    A statement is about the sizes that it names. One that names none is about T, S and B of every model that it speaks
+    of.
     """
     if claim.kind != "statement" or claim.about:
         return None

@@ -3,7 +3,22 @@
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
-from .document import Block, Bullets, Comparison, Heading, Line, Link, PageLink, Picture, Piece, Section, Table, Text, find_way, make_anchor
+from .document import (
+    Block,
+    Bullets,
+    Comparison,
+    Heading,
+    Line,
+    Link,
+    PageLink,
+    Picture,
+    Piece,
+    Section,
+    Table,
+    Text,
+    find_way,
+    make_anchor,
+)
 
 _AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
 
@@ -11,7 +26,10 @@ _AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
 def render_markdown(page: Sequence[Section], to_results: str = "") -> str:
     """The whole page, whose first section is its opening; `to_results` leads from its folder to results/, e.g. `../`."""
     marks = ["#"] + ["##"] * (len(page) - 1)
-    parts = [f"{mark} {section.title}\n\n{render_blocks(section.blocks, to_results)}\n" for mark, section in zip(marks, page, strict=True)]
+    parts = [
+        f"{mark} {section.title}\n\n{render_blocks(section.blocks, to_results)}\n"
+        for mark, section in zip(marks, page, strict=True)
+    ]
     return "\n".join(parts)
 
 
@@ -27,9 +45,13 @@ def _render_block(block: Block, to_results: str) -> str:
         case Bullets(lines=lines):
             return "\n".join(f"- {_render(line, to_results)}" for line in lines)
         case Table():
-            rows = [[_render(line, to_results).replace("|", "\\|").replace("\n", " ") for line in row] for row in block.rows]
+            rows = [
+                [_render(line, to_results).replace("|", "\\|").replace("\n", " ") for line in row] for row in block.rows
+            ]
             rule = ["---:" if right else "---" for right in block.right_aligned]
-            return "\n".join([f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
+            return "\n".join(
+                [f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)]
+            )
     return _render(block, to_results)
 
 

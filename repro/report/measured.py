@@ -39,7 +39,16 @@ def speed_and_memory(results: Results) -> Section:
         "their own device only. A row is noisy where other work on the machine disturbed it (`docs/speed.md`): it gives no ratio."
     )
     blocks: list[Block] = [prose(text)]
-    header = ["model", "attention", "pixels", "images/s", "step (ms)", "range (ms)", "peak memory (MiB)", "multiply-adds (G)"]
+    header = [
+        "model",
+        "attention",
+        "pixels",
+        "images/s",
+        "step (ms)",
+        "range (ms)",
+        "peak memory (MiB)",
+        "multiply-adds (G)",
+    ]
     for group, rows in results.speed_rows.items():
         age = describe_age(source for _, source in rows)
         blocks.append(Heading(f"{group}, {group.mode}{age}"))
@@ -53,15 +62,19 @@ def speed_and_memory(results: Results) -> Section:
 
 
 def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> list[Section]:
-    """The runs that no paper's number is set beside and that stand on this paper's page, but for the paths that are `shown_elsewhere`.
+    """The runs that no paper's number is set beside and that stand on this paper's page, but for the paths that are
+    `shown_elsewhere`.
 
     A page that has none says so where it is the primary paper's.
     """
     title = "Runs on other data: no comparison with the paper"
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
-    others = (source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere)
+    others = (
+        source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere
+    )
     own = (source for source in others if results.stands_on(paper, source.metrics["model"]))
-    runs = [source for source in own if labels.keys() & source.metrics.keys()]  # a task with other scores has a place of its own
+    # a task with other scores has a place of its own
+    runs = [source for source in own if labels.keys() & source.metrics.keys()]
     if not runs:
         return [Section(title, [prose("There are none yet: `repro pretrain`.")])] if paper.primary else []
     rows: list[list[Piece]] = []
@@ -71,12 +84,16 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
         run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
         images = number(f"{m['held_out_images']:.0f}") if m.get("held_out_images") is not None else "–"
         about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
-        rows.append([run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.origin])
+        rows.append(
+            [run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.origin]
+        )
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
             unlearned.add(found)
-            rows.append([run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"])
+            rows.append(
+                [run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"]
+            )
     text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
     return [Section(title, [(text,), table(header, rows)])]
@@ -110,7 +127,9 @@ def over_resolution(results: Results) -> list[Section]:
 
 def searches(results: Results) -> list[Section]:
     """How learning rates and warm-ups were chosen, a row for each cell; no section without `repro tune`."""
-    found = [source for source in results.sources if source.metrics.get("split") == "tune" and "trials" in source.metrics]
+    found = [
+        source for source in results.sources if source.metrics.get("split") == "tune" and "trials" in source.metrics
+    ]
     if not found:
         return []
     rows: list[list[Piece | Line]] = []
@@ -118,7 +137,9 @@ def searches(results: Results) -> list[Section]:
         m = source.metrics
         chosen, score = m["chosen"], m["score"]
         tried = sorted(m["trials"], key=lambda trial: (trial["lr"], trial["warmup_epochs"]))
-        scores = "; ".join(f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried)
+        scores = "; ".join(
+            f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried
+        )
         at_edge = chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"])
         rate = f"{chosen['lr']:g}" + (", at the edge" if at_edge else "")
         rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.origin])
@@ -146,8 +167,12 @@ def build_provenance(report: Report) -> list[Section]:
     for source in report.results.sources:
         identity = source.identity
         if "code_hash" in identity:  # not that of the machine itself
-            versions = ", ".join(f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version)
-            dtype, backend, *hashes = (str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash"))
+            versions = ", ".join(
+                f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version
+            )
+            dtype, backend, *hashes = (
+                str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash")
+            )
             command, vector = identity.get("command"), (identity.get("machine") or {}).get("vector")
             device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
             made_by = code(command) if command else "–"
@@ -187,9 +212,15 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     metrics = rows[0][1].metrics
     compared = [_compared_row(each) for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
     if compared:
-        text = "Ours against each other family at the largest size where both ran, and from which size on ours is faster:"
+        text = (
+            "Ours against each other family at the largest size where both ran, and from which size on ours is faster:"
+        )
         blocks += [(text,), table(["size", "against", "pixels", "speed-up", "memory saved", "faster"], compared)]
-    grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group and len(each["image_sizes"]) > 1]
+    grown = [
+        each
+        for each in metrics["growth"]
+        if SpeedGroup.of(each, group.device) == group and len(each["image_sizes"]) > 1
+    ]
     if grown:
         powers = "macs_exponent", "latency_exponent", "memory_exponent"
         lines = [[_with_attention(each), *(number(significant(each[power])) for power in powers)] for each in grown]
@@ -216,7 +247,11 @@ def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     place, saved = found["crossover_image_size"], found["memory_saved_percent"]
     faster = (found["crossover"] or "–") if place is None else f"{found['crossover']} {place:.0f}²"
-    speedup = f"no ratio: {found['speedup_reason']}" if found["speedup"] is None else number(f"{significant(found['speedup'])}×")
+    speedup = (
+        f"no ratio: {found['speedup_reason']}"
+        if found["speedup"] is None
+        else number(f"{significant(found['speedup'])}×")
+    )
     memory = "–" if saved is None else number(f"{significant(saved)} %")
     return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, faster]
 
@@ -240,13 +275,20 @@ def _ratios(rows: Rows) -> list[Block]:
     """The ratios that a record gives of its own rows, each size against the baseline of that size."""
     lines = []
     for source in {source.path: source for _, source in rows}.values():
-        for key, label, unit in (("speedup_at_1280", "speed-up", "×"), ("memory_saved_at_1280_percent", "memory saved", " %")):
+        for key, label, unit in (
+            ("speedup_at_1280", "speed-up", "×"),
+            ("memory_saved_at_1280_percent", "memory saved", " %"),
+        ):
             for size, compared in sorted((source.metrics.get(key) or {}).items()):
                 shown = ", ".join(_ratio(compared, attention, unit) for attention in ("unfused", "fused"))
                 lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:
-            lines.append(prose(f"The op `ttt_linear_bidir` alone reaches {100 * share:.0f} % of the machine's matrix-product rate."))
+            lines.append(
+                prose(
+                    f"The op `ttt_linear_bidir` alone reaches {100 * share:.0f} % of the machine's matrix-product rate."
+                )
+            )
     return [Bullets(lines)] if lines else []
 
 

@@ -1,9 +1,10 @@
-"""Is the paper's order of variants seen in ours? Paired differences over seeds, Holm's correction, and what makes a verdict void.
+"""Is the paper's order of variants seen in ours? Paired differences over seeds, Holm's correction, and what makes a
+verdict void.
 
-Why paired: a seed gives every variant the same order and augmentation of the images and the same random stream for its first weights, so
-the accuracies of one seed are not independent of each other. The differences of a pair, one for each seed, are independent over the
-seeds, whatever the two variants share; Welch's test would take the two variants for independent. The price is degrees of freedom: with
-n seeds Student's t has n − 1.
+Why paired: a seed gives every variant the same order and augmentation of the images and the same random stream for its
+first weights, so the accuracies of one seed are not independent of each other. The differences of a pair, one for each
+seed, are independent over the seeds, whatever the two variants share; Welch's test would take the two variants for
+independent. The price is degrees of freedom: with n seeds Student's t has n − 1.
 """
 
 import bisect
@@ -30,8 +31,10 @@ class Pair:
     high: float
     p: float  # two-sided, after Holm's correction over the pairs
     word: Word
-    is_learnt: bool  # whether either exceeds chance by more than the noise of the images; without that nothing is separated
-    needed: int | None  # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
+    # whether either exceeds chance by more than the noise of the images; without that nothing is separated
+    is_learnt: bool
+    # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
+    needed: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Ordering:
     word: Word
     why: str  # the sentence behind it
     pairs: tuple[Pair, ...] = ()  # in the paper's order
-    tau: float | None = None  # Kendall's over these pairs, (in the paper's order − against it) / all; None without pairs
+    # Kendall's over these pairs, (in the paper's order − against it) / all; None without pairs
+    tau: float | None = None
 
 
 def judge_ordering(
@@ -66,8 +70,8 @@ def judge_ordering(
 
     Args:
         top1: variant -> seed -> accuracy in percent, on the reported split.
-        ends: variant -> seed -> accuracies at the last two evaluations of the curve, on the curve's split; the first of them is None
-            where there was one evaluation.
+        ends: variant -> seed -> accuracies at the last two evaluations of the curve, on the curve's split; the first of
+            them is None where there was one evaluation.
         orders: (better, worse) by the paper. Pairs with a variant that was not trained are left out.
         images: size of the reported split.
         classes: of the data set.
@@ -91,13 +95,20 @@ def compare_pairs(
 ) -> tuple[Pair, ...]:
     """Every ordered pair; see `Pair`.
 
-    Accuracies come in whole images. Where the spread is below that of the rounding, √(2/12) images in a difference, the latter is used.
+    Accuracies come in whole images. Where the spread is below that of the rounding, √(2/12) images in a difference, the
+    latter is used.
     """
     floor, rounding = 100 / classes + sampling_noise(100 / classes, images), 100 / images * math.sqrt(2 / 12)
     found = []
     for (better, worse), tested in zip(orders, _test_pairs(top1, orders, seeds, rounding), strict=True):
         is_learnt = max(statistics.mean(top1[name][seed] for seed in seeds) for name in (better, worse)) >= floor
-        word = "not separated" if tested.p >= ALPHA or not is_learnt else "ordering seen" if tested.mean > 0 else "ordering contradicted"
+        word = (
+            "not separated"
+            if tested.p >= ALPHA or not is_learnt
+            else "ordering seen"
+            if tested.mean > 0
+            else "ordering contradicted"
+        )
         needed = seeds_needed(tested.mean, tested.spread, ALPHA / len(orders))
         found.append(Pair(better, worse, tested.mean, tested.low, tested.high, tested.p, word, is_learnt, needed))
     return tuple(found)
@@ -106,7 +117,8 @@ def compare_pairs(
 def compare_means(
     values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], least_spread: float
 ) -> list[PairedTest] | None:
-    """The test of first − second for each pair of variants, over the seeds that all variants have; None with fewer than two.
+    """The test of first − second for each pair of variants, over the seeds that all variants have; None with fewer than
+    two.
 
     Args:
         values: variant -> seed -> any quantity.
@@ -118,7 +130,10 @@ def compare_means(
 
 
 def _test_pairs(
-    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], seeds: Sequence[int], least_spread: float
+    values: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[tuple[str, str]],
+    seeds: Sequence[int],
+    least_spread: float,
 ) -> list[PairedTest]:
     """Paired t tests over two seeds or more."""
     from scipy.stats import t as student
@@ -127,14 +142,18 @@ def _test_pairs(
     differences = [[values[first][seed] - values[second][seed] for seed in seeds] for first, second in pairs]
     means = [statistics.mean(each) for each in differences]
     spreads = [max(statistics.stdev(each), least_spread) for each in differences]
-    p_values = [2 * student.sf(abs(mean) / spread * math.sqrt(n), n - 1) for mean, spread in zip(means, spreads, strict=True)]
+    p_values = [
+        2 * student.sf(abs(mean) / spread * math.sqrt(n), n - 1) for mean, spread in zip(means, spreads, strict=True)
+    ]
     halves = [student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n) for spread in spreads]
     found = zip(means, spreads, halves, holm(p_values), strict=True)
     return [PairedTest(mean, spread, mean - half, mean + half, float(p)) for mean, spread, half, p in found]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the k-th smallest of m values times m − k + 1, but no less than a smaller value's, and at most 1."""
+    """Holm's step-down correction: the k-th smallest of m values times m − k + 1, but no less than a smaller value's,
+    and at most 1.
+    """
     m, adjusted, largest = len(p_values), [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(m), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (m - rank) * p_values[place]))
@@ -143,28 +162,41 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
-    """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread of the differences stay as they are."""
+    """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread of the differences stay as they
+    are.
+    """
     from scipy.stats import t as student
 
     numbers = range(2, MOST_SEEDS + 1)
-    place = bisect.bisect_left(numbers, True, key=lambda n: abs(mean) / spread * math.sqrt(n) >= student.isf(alpha / 2, n - 1))
+    place = bisect.bisect_left(
+        numbers, True, key=lambda n: abs(mean) / spread * math.sqrt(n) >= student.isf(alpha / 2, n - 1)
+    )
     return numbers[place] if place < len(numbers) else None
 
 
 def sampling_noise(percent: float, images: int) -> float:
-    """By how many points two accuracies near `percent`, each on `images` images, differ by chance in 95 % of all cases (binomial)."""
+    """By how many points two accuracies near `percent`, each on `images` images, differ by chance in 95 % of all cases
+    (binomial).
+    """
     share = percent / 100
     return 100 * 1.96 * math.sqrt(2 * share * (1 - share) / images)
 
 
 def _conclude(
-    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[tuple[float | None, float]], images: int, classes: int
+    pairs: Sequence[Pair],
+    means: Mapping[str, float],
+    ends: Sequence[tuple[float | None, float]],
+    images: int,
+    classes: int,
 ) -> tuple[Word, str]:
     """The word of a table and the sentence behind it: the first case that applies."""
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
     spread = best - min(means.values())
     if best - chance < sampling_noise(chance, images):
-        return "insufficient budget", f"no variant exceeds chance, {chance:.1f} %, by more than the noise of {images} images"
+        return (
+            "insufficient budget",
+            f"no variant exceeds chance, {chance:.1f} %, by more than the noise of {images} images",
+        )
     if any(before is None for before, _ in ends):
         return "insufficient budget", "accuracy was taken once, so whether it was still rising is unknown"
     gain = statistics.mean(last - before for before, last in ends)
@@ -190,5 +222,7 @@ def _conclude(
         why += f"; of {named} neither exceeds chance, {chance:.1f} %"
     if needed:
         seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
-        why += f"; with differences and spreads as observed, {'the rest' if unlearnt else 'all'} would need {seeds} seeds"
+        why += (
+            f"; with differences and spreads as observed, {'the rest' if unlearnt else 'all'} would need {seeds} seeds"
+        )
     return "not separated", why

@@ -35,17 +35,18 @@ RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 def write_report(
     papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = (), with_html: bool = True
 ) -> str:
-    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures, passages and the blocks of README.md.
+    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures, passages and the
+    blocks of README.md.
 
-    Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json for each
-    other, and, `with_html`, report.html for all of them. `passages` are further ones than the papers'.
+    Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json
+    for each other, and, `with_html`, report.html for all of them. `passages` are further ones than the papers'.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
 
     Raises:
-        UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then written but
-            figures and the time of the pipeline. A missing record leaves its entries `not measured`.
+        UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then
+            written but figures and the time of the pipeline. A missing record leaves its entries `not measured`.
     """
     note_pipeline(results)  # README says how long it took
     folder = results.paths.results
@@ -58,8 +59,11 @@ def write_report(
     return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
 
 
-def find_outdated(papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = ()) -> list[str]:
-    """The pages and the blocks of pages that `write_report` would change, e.g. `README.md, block results`. Nothing is written.
+def find_outdated(
+    papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = ()
+) -> list[str]:
+    """The pages and the blocks of pages that `write_report` would change, e.g. `README.md, block results`. Nothing is
+    written.
 
     Pictures, and what Git does not keep, are not compared. For the arguments see `write_report`.
     """
@@ -71,13 +75,19 @@ def find_outdated(papers: Sequence[Paper], results: Results, judge: Judge, *, pa
         pages, documents, built, _ = _build_pages(papers, results, judge, Path(folder) / "figures", with_html=False)
         _write_pages(pages, documents, [*built, *passages], written)
         files = [file.relative_to(written.root) for file in sorted(written.root.rglob("*")) if file.is_file()]
-        return [each for file in files for each in _compare_files(results.paths.root / file, written.root / file, file.as_posix())]
+        return [
+            each
+            for file in files
+            for each in _compare_files(results.paths.root / file, written.root / file, file.as_posix())
+        ]
 
 
 def _build_pages(
     papers: Sequence[Paper], results: Results, judge: Judge, figures: Path, *, with_html: bool
 ) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
-    """Judge, draw into the folder `figures`, and build the pages, the further ones by file, the passages and, `with_html`, the browser's page."""
+    """Judge, draw into the folder `figures`, and build the pages, the further ones by file, the passages and,
+    `with_html`, the browser's page.
+    """
 
     def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
@@ -92,7 +102,9 @@ def _build_pages(
                 if drawing.find(report):
                     drawing.draw(report, figures / drawing.file)
             pages.append((report, build_document(report, reports)))
-            documents |= {each.file: render_markdown(each.build(report), _find_results(each.file)) for each in paper.documents}
+            documents |= {
+                each.file: render_markdown(each.build(report), _find_results(each.file)) for each in paper.documents
+            }
             passages += build_passages(report)
         passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
         return pages, documents, passages, render_html(pages) if with_html else None
@@ -118,7 +130,9 @@ def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
-    """How a file of a checkout is called that is not the expected one, or those of its blocks that are not; empty where it is."""
+    """How a file of a checkout is called that is not the expected one, or those of its blocks that are not; empty where
+    it is.
+    """
     if not found.is_file():
         return [f"{name}, which is missing"]
     if found.read_bytes() == expected.read_bytes():
@@ -128,14 +142,18 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
 
 
 def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
-    """A paper's page, its opening first; that of the primary paper also shows the records that no paper is compared with.
+    """A paper's page, its opening first; that of the primary paper also shows the records that no paper is compared
+    with.
 
     Args:
         reports: those on all papers, to which the page links.
     """
     paper, results = report.paper, report.results
     links = link_pages([each.paper for each in reports or (report,)])
-    page = [Section(f"{paper.name}: the paper's numbers and ours", (links, *lead_blocks(report))), comparison.how_to_read(report)]
+    page = [
+        Section(f"{paper.name}: the paper's numbers and ours", (links, *lead_blocks(report))),
+        comparison.how_to_read(report),
+    ]
     if paper.primary:
         page += measured.missing_records(results)
     if paper.headlines:
@@ -182,7 +200,9 @@ def _find_results(file: str) -> str:
 
 
 def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
-    """The record without which `build(results, folder for figures)` succeeds; None where it fails without any one of them."""
+    """The record without which `build(results, folder for figures)` succeeds; None where it fails without any one of
+    them.
+    """
     for source in results.sources:
         try:
             with TemporaryDirectory() as figures:

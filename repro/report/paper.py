@@ -1,4 +1,6 @@
-"""What the report needs of a paper. Each room of `repro.papers` declares one `Paper`; nothing in this package knows one by name."""
+"""What the report needs of a paper. Each room of `repro.papers` declares one `Paper`; nothing in this package knows one
+by name.
+"""
 
 import dataclasses
 import fnmatch
@@ -27,10 +29,12 @@ class VariantTable:
     """A table or a figure of the paper that compares variants of its model."""
 
     place: str  # e.g. `Table 3` or `Fig. 7(a)`
-    # variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper prints no number
+    # variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper prints no
+    # number
     rows: Mapping[str, str | None]
     columns: tuple[str, ...] | None = None  # of the ledger's columns, those that are shown; None for all
-    orders: tuple[tuple[str, str], ...] | None = None  # (better, worse) by the paper's text; None takes its printed Top-1
+    # (better, worse) by the paper's text; None takes its printed Top-1
+    orders: tuple[tuple[str, str], ...] | None = None
     note: str = ""  # a sentence below the heading
     figure: str | None = None  # begins the name of the picture, `{figure}_{data}.png`
     # draws that picture: (path, the trained variants, the printed number of a row and column) -> path
@@ -41,16 +45,19 @@ class VariantTable:
 class Variants:
     """What the paper ablates."""
 
-    options: Mapping[str, Mapping[str, Any]]  # variant -> the options of the model that it changes; {} for the plain model
+    # variant -> the options of the model that it changes; {} for the plain model
+    options: Mapping[str, Mapping[str, Any]]
     tables: tuple[VariantTable, ...]  # where they are compared
     places: str  # the same in words, e.g. `Tables 3 and 4`
     stage: str  # the stage that trains them; its verb with `flags` and `--all` trains all of them
     flags: str = ""  # what of its verb's options says that they are these
     about: str  # the model and the data that the paper's numbers are of, in words
     label: str = ""  # what the plain model is called; empty for the paper's model
-    # variant -> settings of the recipe that it changes, as its record has them; a setting that is off need not stand in a record
+    # variant -> settings of the recipe that it changes, as its record has them; a setting that is off need not stand in
+    # a record
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    # variant -> the beginning of the registered names of the models that it is of, where the paper ablates several models
+    # variant -> the beginning of the registered names of the models that it is of, where the paper ablates several
+    # models
     models: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -91,7 +98,9 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contest:
-    """The paper's model against the baseline that its claims on speed are about. The baseline runs with fused and unfused attention."""
+    """The paper's model against the baseline that its claims on speed are about. The baseline runs with fused and
+    unfused attention.
+    """
 
     ours: tuple[str, str]  # (registered name, label)
     theirs: tuple[str, str]
@@ -111,7 +120,8 @@ class Drawing:
     """A picture that the report draws from records, beside those of variants and of the contest."""
 
     file: str  # its name under results/figures
-    find: Callable[[Any], Sequence[Any]]  # of a `repro.report.claims.Report`: the records that it shows; without any it is not drawn
+    # of a `repro.report.claims.Report`: the records that it shows; without any it is not drawn
+    find: Callable[[Any], Sequence[Any]]
     draw: Callable[[Any, Path], object]  # (report, path)
 
 
@@ -135,10 +145,11 @@ class Paper:
     primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
     claim: str = ""  # what it claims, in two sentences
     baseline: str = "baseline"  # the model with softmax attention that its claims on speed are about
-    # families of models (the first word of a registered name) that this project builds for it -> the options that are their defaults
-    # and so do not name a variant
+    # families of models (the first word of a registered name) that this project builds for it -> the options that are
+    # their defaults and so do not name a variant
     families: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)  # functions that its ledger's expressions may call
+    # functions that its ledger's expressions may call
+    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
     questions: tuple[Question, ...] = ()  # what its page answers first
     contest: Contest | None = None
@@ -148,8 +159,8 @@ class Paper:
     # what its page also says: functions of a `repro.report.claims.Report`; none where there are no records for it
     sections: tuple[Callable[[Any], Sequence[Section]], ...] = ()
     documents: tuple[Document, ...] = ()  # further pages
-    # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker -->` and
-    # `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say
+    # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker
+    # -->` and `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say
     passages: Mapping[str, Mapping[str, Callable[[Any], Sequence[Block]]]] = dataclasses.field(default_factory=dict)
 
     @property

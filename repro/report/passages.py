@@ -1,4 +1,6 @@
-"""What code writes of our measurements beside the papers' own pages: passages of pages that people write, and the page of the scenes."""
+"""What code writes of our measurements beside the papers' own pages: passages of pages that people write, and the page
+of the scenes.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,8 +43,20 @@ def compare_without_learning(report: Report) -> list[Block]:
         reference = own[0].metrics["without_learning"]
         rows: list[list[Piece | Line]] = [_run_row(source, labels, report) for source in own]
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
-        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images", *labels.values(), "measured on"]
-        blocks += [table(header, rows), Bullets([_against(source, reference, labels) for source in own]), *_class_scores(own)]
+        header = [
+            f"{stage}, {data}",
+            "first weights",
+            "epochs",
+            "seeds",
+            "held-out images",
+            *labels.values(),
+            "measured on",
+        ]
+        blocks += [
+            table(header, rows),
+            Bullets([_against(source, reference, labels) for source in own]),
+            *_class_scores(own),
+        ]
     text = (
         "Of several seeds, a run is ahead of the method without learning, or behind it, where the 95 % interval of its mean leaves out that "
         "method's score; a run of one seed has no interval, and another seed may say otherwise."
@@ -62,7 +76,9 @@ def count_noisy_rows(report: Report) -> list[Block]:
         rows.append([f"{group}, {group.mode}", number(len(found)), number(noisy), *widest])
     if not rows:
         return [prose("No row is measured yet: `repro efficiency`.")]
-    blocks: list[Block] = [table(["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"], rows)]
+    blocks: list[Block] = [
+        table(["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"], rows)
+    ]
     for source in results.sources:
         repeated = source.metrics.get("repeated") or {}
         if repeated.get("overlap_percent") is not None:
@@ -98,7 +114,8 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
 def _class_scores(sources: Sequence[Source]) -> list[Block]:
     """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
     found = {
-        source.path: [run["class_iou_percent"] for run in source.metrics["by_seed"] if "class_iou_percent" in run] for source in sources
+        source.path: [run["class_iou_percent"] for run in source.metrics["by_seed"] if "class_iou_percent" in run]
+        for source in sources
     }
     own = [source for source in sources if found[source.path]]
     if not own:

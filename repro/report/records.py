@@ -20,7 +20,8 @@ class Source:
     path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    stage: str | None = None  # which stage of the graph wrote it, and for which of its cells; None for what was run by hand
+    # which stage of the graph wrote it, and for which of its cells; None for what was run by hand
+    stage: str | None = None
     cell: str | None = None
     is_fresh: bool = True  # whether the code here would give the same numbers
 
@@ -87,7 +88,9 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics.json that the stages of dvc.yaml write at these parameters and that is not there."""
+    """(record, command) of each metrics.json that the stages of dvc.yaml write at these parameters and that is not
+    there.
+    """
     # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
     for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
@@ -95,7 +98,11 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
         template = stage.get("do", stage)
         for cell in cells:
             listed = [*template.get("metrics", []), *template.get("outs", [])]
-            for record in (name.replace("${key}", cell) for entry in listed for name in ([entry] if isinstance(entry, str) else entry)):
+            for record in (
+                name.replace("${key}", cell)
+                for entry in listed
+                for name in ([entry] if isinstance(entry, str) else entry)
+            ):
                 if record.endswith("/metrics.json") and not (paths.root / record).is_file():
                     missing.append((record, template["cmd"].replace("${key}", cell)))
     return missing
@@ -110,7 +117,9 @@ def describe_age(sources: Iterable[Source]) -> str:
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:
-    """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds` where they are over different numbers."""
+    """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds` where they are over different
+    numbers.
+    """
     counts = sorted({len(source.metrics.get("by_seed", ())) for source in sources})
     return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
 
@@ -125,7 +134,11 @@ def name_keys(value: Any, where: str) -> Any:
     """The same value, whose mappings answer a missing key with a `UserError` that names it, starting from `where`."""
     if isinstance(value, list):
         return [name_keys(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    return _Named({key: name_keys(item, f"{where}.{key}") for key, item in value.items()}, where) if isinstance(value, dict) else value
+    return (
+        _Named({key: name_keys(item, f"{where}.{key}") for key, item in value.items()}, where)
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def check_mapping(value: Any, where: str) -> Mapping[str, Any]:

@@ -34,7 +34,8 @@ BENCHMARKS = {
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
-_BACKENDS = ("triton", "numba", "torch")  # of two rows that measure the same, the one of the first backend counts, then a quiet one
+# of two rows that measure the same, the one of the first backend counts, then a quiet one
+_BACKENDS = ("triton", "numba", "torch")
 
 
 class Missing(Exception):
@@ -43,7 +44,9 @@ class Missing(Exception):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class SpeedGroup:
-    """Speed rows that may be compared with each other: one device, batch, dtype and mode (`infer` or `train`, and whether compiled)."""
+    """Speed rows that may be compared with each other: one device, batch, dtype and mode (`infer` or `train`, and
+    whether compiled).
+    """
 
     device: str
     batch_size: int
@@ -56,7 +59,9 @@ class SpeedGroup:
     @classmethod
     def of(cls, row: Mapping[str, Any], device: str) -> "SpeedGroup":
         """The group of a row, or of what a sweep concludes about rows."""
-        return cls(device, row["batch_size"], row["dtype"], f"{row['mode']}, compiled" if row.get("compile") else row["mode"])
+        return cls(
+            device, row["batch_size"], row["dtype"], f"{row['mode']}, compiled" if row.get("compile") else row["mode"]
+        )
 
 
 class Results:
@@ -65,8 +70,8 @@ class Results:
     Args:
         paths: the checkout.
         papers: for the model families that they name, see `Paper.families`.
-        scores: stages of the graph, in the order in which their records are shown -> keys of their scores -> labels; see
-            `stages.Stage.scores`. Records of other stages are not read.
+        scores: stages of the graph, in the order in which their records are shown -> keys of their scores -> labels;
+            see `stages.Stage.scores`. Records of other stages are not read.
 
     `used` collects the paths of the records that numbers were read from; whoever asks for a number empties it before.
     A damaged record is a `UserError`; a missing one is no error.
@@ -92,12 +97,16 @@ class Results:
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
-        """The speed rows of all devices, each with `noisy`, grouped by what may be compared; without what was measured a second time."""
+        """The speed rows of all devices, each with `noisy`, grouped by what may be compared; without what was measured
+        a second time.
+        """
         groups: dict[SpeedGroup, list] = {}
         for source in self.sources:
             rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
             if is_stage and not isinstance(rows, list):
-                raise UserError(f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again")
+                raise UserError(
+                    f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again"
+                )
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
             speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row)]
             for row in name_keys(mark_noise(pool_runs(speeds)), f"{source.path}: metrics.rows"):
@@ -107,13 +116,19 @@ class Results:
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
                 # a sweep may have rows by older code, which it does not measure again unless it is asked for them
                 is_fresh = row["code_hash"] == self._hash_row(row["model"]) if "code_hash" in row else source.is_fresh
-                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, dataclasses.replace(source, is_fresh=is_fresh)))
+                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append(
+                    (row, dataclasses.replace(source, is_fresh=is_fresh))
+                )
         return dict(sorted(groups.items()))
 
     @property
     def score_sources(self) -> list[Source]:
         """The records of trained or evaluated models: they name their data set."""
-        return [s for s in self.sources if isinstance(s.metrics.get("kind"), str) and isinstance(s.metrics.get("model"), str)]
+        return [
+            s
+            for s in self.sources
+            if isinstance(s.metrics.get("kind"), str) and isinstance(s.metrics.get("model"), str)
+        ]
 
     def without(self, source: Source) -> "Results":
         """The same but for one record."""
@@ -143,8 +158,11 @@ class Results:
             "operator": self._operator,
         }
 
-    def speed_functions(self, group: SpeedGroup, attention: str = "unfused", choose: Choose | None = None) -> dict[str, Callable]:
-        """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are unfused.
+    def speed_functions(
+        self, group: SpeedGroup, attention: str = "unfused", choose: Choose | None = None
+    ) -> dict[str, Callable]:
+        """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are
+        unfused.
 
         `choose` says which speed of its interval a row stands for; without it, the median.
         """
@@ -163,12 +181,16 @@ class Results:
         return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
 
     def stands_on(self, paper: Paper, model: str) -> bool:
-        """Whether runs of a model stand on a paper's page: its own families', and on the primary one's those that no paper names."""
+        """Whether runs of a model stand on a paper's page: its own families', and on the primary one's those that no
+        paper names.
+        """
         family = model.split("_")[0]
         return family in paper.families or (paper.primary and family not in self.families)
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
-        """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the family's defaults."""
+        """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the
+        family's defaults.
+        """
         options = record.get("options") or {}
         if not isinstance(options, Mapping):
             raise UserError(f"{where}: options: expected a mapping, got {options!r}")
@@ -205,7 +227,11 @@ class Results:
 
     def _count(self, row: str) -> Mapping[str, Any]:
         if row not in self.counts:
-            why = "no such row in results/complexity: not built yet, or not listed in params.yaml" if self.counts else "not counted yet"
+            why = (
+                "no such row in results/complexity: not built yet, or not listed in params.yaml"
+                if self.counts
+                else "not counted yet"
+            )
             raise Missing(why, "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
@@ -214,11 +240,16 @@ class Results:
     def _count_as_fvcore(self, row: str) -> float:
         found = self._count(row)
         if "macs_g_fvcore" not in found:
-            raise Missing("counted by our convention alone: the row's group in params.yaml does not say `fvcore`", "repro complexity")
+            raise Missing(
+                "counted by our convention alone: the row's group in params.yaml does not say `fvcore`",
+                "repro complexity",
+            )
         return found["macs_g_fvcore"]
 
     def _count_as_authors(self, row: str) -> float:
-        """By the convention of a family's own authors, which nobody fitted to their rows; a backbone's with its adapter is another matter."""
+        """By the convention of a family's own authors, which nobody fitted to their rows; a backbone's with its adapter
+        is another matter.
+        """
         found = self._count(row)
         if found["model"] == ADAPTER or "macs_g_paper_convention" not in found:
             raise Missing("nobody has written down by which convention its authors count", "none")
@@ -254,7 +285,9 @@ class Results:
             return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training by hand; and other first weights are another experiment
         starts_pretrained = benchmark.starts_pretrained or training.frozen is not None
-        return training.fits(record) and source.stage is not None and (record.get("init") is not None) == starts_pretrained
+        return (
+            training.fits(record) and source.stage is not None and (record.get("init") is not None) == starts_pretrained
+        )
 
     def _score_command(self, kind: str, model: str, training: Training) -> str:
         for section in self.scores:
@@ -266,10 +299,14 @@ class Results:
         return "none: profiles/paper.yaml has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:
-        """In what share of the trained models that `repro explain --probe` ran, the steps of a probe raise the inner loss."""
+        """In what share of the trained models that `repro explain --probe` ran, the steps of a probe raise the inner
+        loss.
+        """
         found = [source for source in self.sources if source.metrics.get("probe") == probe]
         if not found:
-            raise Missing(f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA")
+            raise Missing(
+                f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
+            )
         self.used.update(source.path for source in found)
         after = [source.metrics["probed"] for source in found]
         return 100 * sum(each["inner_loss_after"] > each["inner_loss_before"] for each in after) / len(after)
@@ -292,7 +329,11 @@ class Results:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self._paper_profile.get("prepare_data") or {}
         for name, cell in (self._paper_profile.get(section) or {}).items():
-            if isinstance(cell, Mapping) and "model" in cell and (prepared.get(cell.get("data")) or {}).get("kind") == kind:
+            if (
+                isinstance(cell, Mapping)
+                and "model" in cell
+                and (prepared.get(cell.get("data")) or {}).get("kind") == kind
+            ):
                 if training.fits(cell) and self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
                     return name
         return None
@@ -305,9 +346,12 @@ class Results:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            raise Missing(f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds", command)
+            raise Missing(
+                f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds", command
+            )
         self.used.add("profiles/paper.yaml")
-        return value[-1] if isinstance(value, list) else value  # of several sizes in training, evaluation takes the last
+        # of several sizes in training, evaluation takes the last
+        return value[-1] if isinstance(value, list) else value
 
     def _profile_setting(self, section: str, key: str) -> float:
         value = (self._paper_profile.get(section) or {}).get(key)
@@ -350,10 +394,16 @@ class Results:
         if row["noisy"] and field == "throughput_img_per_s":
             raise Missing(f"{model} at {size}×{size} on {group}: {describe_noise(row)}", "repro efficiency")
         for gate in source.metrics.get("gates", []):  # a model whose operator is slower than it could be gives no ratio
-            is_of_row = model.startswith(f"{gate['family']}_") and (gate["batch_size"], gate["dtype"]) == (group.batch_size, group.dtype)
+            is_of_row = model.startswith(f"{gate['family']}_") and (gate["batch_size"], gate["dtype"]) == (
+                group.batch_size,
+                group.dtype,
+            )
             if is_of_row and not gate["holds"]:
                 share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
-                raise Missing(f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required", "repro efficiency")
+                raise Missing(
+                    f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required",
+                    "repro efficiency",
+                )
         self.used.add(source.path)
         return row
 

@@ -14,8 +14,8 @@ class Training:
         image_size: side of the images in pixels.
         epochs: how many.
         mesa: whether the moving average of the weights taught the model (MESA).
-        frozen: whether a linearization, which begins with the weights of a softmax model, left these as they are; None also for a training
-            from random weights.
+        frozen: whether a linearization, which begins with the weights of a softmax model, left these as they are; None
+            also for a training from random weights.
     """
 
     image_size: int | None = None
@@ -25,7 +25,8 @@ class Training:
 
     @classmethod
     def parse(cls, asked: Sequence[int | str]) -> Self:
-        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`.
+        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or
+        `linearized, frozen`.
 
         Raises:
             ValueError: another one.

@@ -63,9 +63,11 @@ class Group:
 
 
 def find_groups(results: Results, variants: Variants) -> list[Group]:
-    """The trained variants: those of the pipeline, then those by hand. Another recipe, model, data set or device is another group.
+    """The trained variants: those of the pipeline, then those by hand. Another recipe, model, data set or device is
+    another group.
 
-    A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most seeds.
+    A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most
+    seeds.
     """
     found: dict[tuple, dict[str, Source]] = {}
     for source in results.sources:
@@ -77,7 +79,11 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
         of_group = found.setdefault((origin, m["data"], m["model"], rest, m["recipe_hash"]), {})
         if name not in of_group or len(m["by_seed"]) > len(of_group[name].metrics["by_seed"]):
             of_group[name] = source
-    has_speed = (source for source in results.sources if source.path.endswith("/speed.json") and source.metrics.get("throughput_img_per_s"))
+    has_speed = (
+        source
+        for source in results.sources
+        if source.path.endswith("/speed.json") and source.metrics.get("throughput_img_per_s")
+    )
     speeds = {source.folder: source for source in has_speed}
     groups = []
     for members in found.values():
@@ -90,7 +96,11 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
 def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any]) -> str | None:
     """Which variant a record is of; None for another combination of options, or of a recipe's settings."""
     defaults = results.families.get(metrics["model"].split("_")[0], {})
-    options = {key: value for key, value in metrics["options"].items() if key in variants.changed and defaults.get(key) != str(value)}
+    options = {
+        key: value
+        for key, value in metrics["options"].items()
+        if key in variants.changed and defaults.get(key) != str(value)
+    }
     recipe = {key: metrics[key] for key in variants.changed_recipe if metrics.get(key)}
     for name, changes in variants.options.items():
         is_of_model = metrics["model"].startswith(variants.models.get(name, ""))
@@ -104,11 +114,14 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
     top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
     ends = {name: {run["seed"]: find_ends(run) for run in of_variant} for name, of_variant in runs.items()}
-    return judge_ordering(top1, ends, find_orders(where, ledger), group.common["held_out_images"], group.common["classes"])
+    return judge_ordering(
+        top1, ends, find_orders(where, ledger), group.common["held_out_images"], group.common["classes"]
+    )
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
-    """The accuracies at the last two evaluations of a curve, in percent; None for the first where there was one evaluation.
+    """The accuracies at the last two evaluations of a curve, in percent; None for the first where there was one
+    evaluation.
 
     Both are on the curve's split, which names them where it is not the reported one.
     """
@@ -132,7 +145,9 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
 
 
 def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
-    """The verdict on each table and figure for each group that has two of its variants; of a table, the group with the most seeds first."""
+    """The verdict on each table and figure for each group that has two of its variants; of a table, the group with the
+    most seeds first.
+    """
     tables = report.paper.variants.tables if report.paper.variants else ()
     pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
@@ -148,7 +163,13 @@ def variants_section(report: Report) -> Section:
         text = f"No variant is trained yet: {some}`{variants.command} --all` for all {len(variants.options)} variants."
         return Section(title, [prose(text)])
     rows = [
-        [where.place, group.title, strong(found.word), found.why, "–" if found.tau is None else number(f"{found.tau:.2f}")]
+        [
+            where.place,
+            group.title,
+            strong(found.word),
+            found.why,
+            "–" if found.tau is None else number(f"{found.tau:.2f}"),
+        ]
         for group, where, found in judged
     ]
     text = (
@@ -185,18 +206,28 @@ def find_drawn(report: Report) -> dict[str, list[Source]]:
 
 
 def find_shown(report: Report) -> set[str]:
-    """The paths of the records that `variants_section` or another document alone shows; those of other stages stand elsewhere too."""
+    """The paths of the records that `variants_section` or another document alone shows; those of other stages stand
+    elsewhere too.
+    """
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
     shown = {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
     patterns = [document.records for document in report.paper.documents]
-    return shown | {source.path for source in report.results.sources if any(fnmatch.fnmatchcase(source.path, each) for each in patterns)}
+    return shown | {
+        source.path
+        for source in report.results.sources
+        if any(fnmatch.fnmatchcase(source.path, each) for each in patterns)
+    }
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
-    """Each group with each table and figure of which it has two variants, unless another one says all that it says, and more."""
+    """Each group with each table and figure of which it has two variants, unless another one says all that it says, and
+    more.
+    """
     pairs, root = _list_pairs(report), report.results.paths.root
     return [
-        (group, where) for group, where in pairs if not any(_surpasses(other, group, where, root) for other, at in pairs if at is where)
+        (group, where)
+        for group, where in pairs
+        if not any(_surpasses(other, group, where, root) for other, at in pairs if at is where)
     ]
 
 
@@ -207,14 +238,19 @@ def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable, root: Path) -> bool:
-    """Whether another group has all variants of a group, on the same data by the same recipes with more seeds, as those by hand may.
+    """Whether another group has all variants of a group, on the same data by the same recipes with more seeds, as those
+    by hand may.
 
-    The recipe is that of recipe.json. `recipe_hash` also covers what changes no weights, such as the epochs of snapshots.
+    The recipe is that of recipe.json. `recipe_hash` also covers what changes no weights, such as the epochs of
+    snapshots.
     """
     if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
         return False
     ours, theirs = group.at(where), other.at(where)
-    return all(name in theirs and _read_recipe(theirs[name], root) == _read_recipe(source, root) for name, source in ours.items())
+    return all(
+        name in theirs and _read_recipe(theirs[name], root) == _read_recipe(source, root)
+        for name, source in ours.items()
+    )
 
 
 def _read_recipe(source: Source, root: Path) -> dict[str, Any]:
@@ -222,16 +258,23 @@ def _read_recipe(source: Source, root: Path) -> dict[str, Any]:
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
-    """File name of a figure for a data set -> the group with most of its variants, and of those the one with most epochs."""
+    """File name of a figure for a data set -> the group with most of its variants, and of those the one with most
+    epochs.
+    """
     rivals: dict[str, list[tuple[Group, VariantTable]]] = {}
     for group, where in _pair(report):
         if where.draw is not None:
             rivals.setdefault(f"{where.figure}_{group.common['data']}.png", []).append((group, where))
-    return {name: max(pairs, key=lambda pair: (len(pair[0].at(pair[1])), pair[0].common["epochs"])) for name, pairs in rivals.items()}
+    return {
+        name: max(pairs, key=lambda pair: (len(pair[0].at(pair[1])), pair[0].common["epochs"]))
+        for name, pairs in rivals.items()
+    }
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
-    """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these weights."""
+    """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these
+    weights.
+    """
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
     printed_row = next((row for row in where.rows.values() if row), None)
     columns = ledger.table(printed_row.partition(".")[0]).columns if printed_row else {}
@@ -273,7 +316,9 @@ def _label(column: Column, key: str) -> str:
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
     """The scores of the detectors and segmenters whose first weights are this record's."""
     weights = f"{source.folder}/weights.safetensors"
-    began = [other.metrics for other in results.score_sources if (other.metrics.get("init") or {}).get("weights") == weights]
+    began = [
+        other.metrics for other in results.score_sources if (other.metrics.get("init") or {}).get("weights") == weights
+    ]
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
     return {key: m[key] for m in began for key in keys if isinstance(m.get(key), (int, float))}
 

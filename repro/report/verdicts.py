@@ -1,4 +1,6 @@
-"""The verdict on an entry: its status, how it is written on every page alike, and what claims.csv and claims.json hold of it."""
+"""The verdict on an entry: its status, how it is written on every page alike, and what claims.csv and claims.json hold
+of it.
+"""
 
 import dataclasses
 import math
@@ -21,25 +23,50 @@ class Status(Mark):
 
 MATCHED = Status("✓", "matched", means="ours, rounded to the paper's printed digits, is the paper's number")
 TRUNCATED = Status("✓", "matched, truncated", means="ours is the paper's number when its further digits are cut off")
-FITTED = Status("≈", "fitted", means="ours agrees by a convention that was fitted to such rows, so that it is no evidence")
-DECLARED = Status("≈", "declared", means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence")
+FITTED = Status(
+    "≈", "fitted", means="ours agrees by a convention that was fitted to such rows, so that it is no evidence"
+)
+DECLARED = Status(
+    "≈",
+    "declared",
+    means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
+)
 EXPLAINED = Status(
-    "≠ᵉ", "differs, explained", means="ours is another number (ours − paper is in parentheses), and a computation or a source shows why"
+    "≠ᵉ",
+    "differs, explained",
+    means="ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
 )
 UNEXPLAINED = Status("≠", "differs, unexplained", means="ours is another number, and nobody has shown why")
 INCONSISTENT = Status(
-    "⚠", "paper inconsistent", means="the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence"
+    "⚠",
+    "paper inconsistent",
+    means="the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
 )
 NOT_MEASURABLE = Status(
     "–",
     "not measurable as described",
     means="nobody can have measured this under the conditions that the paper names; the page lists the computation",
 )
-NOT_MEASURED = Status("–", "not measured", means="we have no number under the paper's conditions, and the page lists reasons and commands")
-OUT_OF_SCOPE = Status("○", "out of scope", means="it needs a model of another field than vision, which this project does not build")
+NOT_MEASURED = Status(
+    "–", "not measured", means="we have no number under the paper's conditions, and the page lists reasons and commands"
+)
+OUT_OF_SCOPE = Status(
+    "○", "out of scope", means="it needs a model of another field than vision, which this project does not build"
+)
 STATUSES = {
     each.word: each
-    for each in (MATCHED, TRUNCATED, FITTED, DECLARED, EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE, NOT_MEASURED, OUT_OF_SCOPE)
+    for each in (
+        MATCHED,
+        TRUNCATED,
+        FITTED,
+        DECLARED,
+        EXPLAINED,
+        UNEXPLAINED,
+        INCONSISTENT,
+        NOT_MEASURABLE,
+        NOT_MEASURED,
+        OUT_OF_SCOPE,
+    )
 }
 # what the marks say to a reader of a page; statuses that ask nothing different of the reader share a mark
 LEGEND = {
@@ -68,9 +95,12 @@ class Elsewhere:
     """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's."""
 
     group: SpeedGroup  # the rows that it was taken from
-    value: float | bool | str  # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
-    ends: tuple[float, float] | None  # between which the quantity lies by the steps of each process; None where they are too few
-    fused: float | bool | str | None  # `value` with the fused attention that users run; None where it has no baseline, or no such row
+    # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
+    value: float | bool | str
+    # between which the quantity lies by the steps of each process; None where they are too few
+    ends: tuple[float, float] | None
+    # `value` with the fused attention that users run; None where it has no baseline, or no such row
+    fused: float | bool | str | None
     fused_ends: tuple[float, float] | None
     baseline: str  # its name
     unit: str  # the quantity's unit
@@ -108,8 +138,10 @@ class Verdict:
     entry: Entry
     status: str  # a key of `STATUSES`; a contradiction of the paper goes before what `compared` says
     compared: str | None = None  # the status that ours compared with the paper's has; None where nothing was measured
-    ours: float | bool | None = None  # our number, or whether the statement holds for ours; None where nothing was measured
-    how: str | None = None  # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
+    # our number, or whether the statement holds for ours; None where nothing was measured
+    ours: float | bool | None = None
+    # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
+    how: str | None = None
     delta: float | None = None  # ours − paper; None for statements and where nothing was measured
     explanation: str | None = None  # why ours differs
     evidence: str | None = None  # why the paper contradicts itself, or why nobody can have measured it
@@ -153,7 +185,9 @@ def format_delta(verdict: Verdict) -> str:
 
 
 def status_line(verdict: Verdict) -> Line:
-    """The mark of the status, and how far ours is from the paper's where it differs; after a contradiction, also how ours compares."""
+    """The mark of the status, and how far ours is from the paper's where it differs; after a contradiction, also how
+    ours compares.
+    """
     if verdict.compared is None:
         return (verdict.mark,)
     compared: Line = (STATUSES[verdict.compared],)
@@ -179,7 +213,10 @@ def export_json(version: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     """All entries as rows of a table, whose lists are one text each."""
-    return [{name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(verdict).items()} for verdict in verdicts]
+    return [
+        {name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(verdict).items()}
+        for verdict in verdicts
+    ]
 
 
 _FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")
@@ -189,7 +226,13 @@ def _export(verdict: Verdict) -> dict[str, Any]:
     entry = verdict.entry
     about = {name: getattr(entry, name) for name in ("id", "kind", "place", "says", "unit")}
     found = {name: getattr(verdict, name) for name in _FOUND}
-    return {**about, "paper": entry.printed, **found, "elsewhere": list(map(str, verdict.elsewhere)), "sources": list(verdict.sources)}
+    return {
+        **about,
+        "paper": entry.printed,
+        **found,
+        "elsewhere": list(map(str, verdict.elsewhere)),
+        "sources": list(verdict.sources),
+    }
 
 
 def _format_bool(holds: bool) -> str:
@@ -197,7 +240,9 @@ def _format_bool(holds: bool) -> str:
 
 
 def _format_like(value: float, verdict: Verdict) -> str:
-    """`value` with the decimals that ours needs for four significant digits, or one more than the paper prints if that is more."""
+    """`value` with the decimals that ours needs for four significant digits, or one more than the paper prints if that
+    is more.
+    """
     leading = 3 - math.floor(math.log10(abs(verdict.ours))) if verdict.ours else 0
     text = f"{value:.{max(decimals(verdict.entry.printed) + 1, leading)}f}"
     return text.rstrip("0").rstrip(".") if float(value).is_integer() else text

@@ -1,4 +1,6 @@
-"""What is learned: one package for each task, whose `spec.py` tells the training code how to make, score and show a model and its data."""
+"""What is learned: one package for each task, whose `spec.py` tells the training code how to make, score and show a
+model and its data.
+"""
 
 import importlib
 import importlib.util

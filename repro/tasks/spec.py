@@ -62,8 +62,9 @@ class Predictor:
 class TaskSpec(abc.ABC):
     """A task: the class of its cells' parameters, and how the parts of a training are made from them.
 
-    `name` is the task's name in weights files and in `repro predict --task`; `scores` are the metrics that say how good a model is,
-    the most telling one first, each with what the report calls it. A score in percent ends in `_percent`, and is better the higher.
+    `name` is the task's name in weights files and in `repro predict --task`; `scores` are the metrics that say how good
+    a model is, the most telling one first, each with what the report calls it. A score in percent ends in `_percent`,
+    and is better the higher.
     """
 
     name: ClassVar[str]
@@ -79,7 +80,9 @@ class TaskSpec(abc.ABC):
         """
 
     @abc.abstractmethod
-    def build_model(self, params: Any, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+    def build_model(
+        self, params: Any, classes: Sequence[str], init: Path | None, where: str
+    ) -> tuple[Any, Mapping[str, str]]:
         """The model on the CPU, and what became of each weight of the file `init`, key by key; empty without one.
 
         Raises:
@@ -103,7 +106,9 @@ class TaskSpec(abc.ABC):
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
-        """Draw what a trained model, in eval mode, sees in some images of the reported split, as PNGs in a folder; nothing by default."""
+        """Draw what a trained model, in eval mode, sees in some images of the reported split, as PNGs in a folder;
+        nothing by default.
+        """
         return
 
     def count_flop_per_image(self, task: Any) -> float | None:

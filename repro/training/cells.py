@@ -49,8 +49,8 @@ def train_cells(
         cell: the name of one cell, also of one in `by_hand`; None trains all of the section.
         gpus: processes on this machine; None trains in this one.
         recipe: see `Cell`.
-        random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many, instead. The results
-            stand under results/measured then.
+        random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many,
+            instead. The results stand under results/measured then.
         by_hand: whether the stage is none of the graph, so that its results always stand there.
 
     Returns:
@@ -62,7 +62,9 @@ def train_cells(
     paths = find_root()
     runtime = load_runtime(paths)
     device = choose_device(runtime.device)
-    suffix = "".join(["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""])
+    suffix = "".join(
+        ["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""]
+    )
     cells = []
     for name in [cell] if cell else section_keys(paths.params, stage):
         keys = find_cell(paths.params, stage, name)
@@ -106,7 +108,9 @@ def check_before_launch(cell: Cell, processes: int) -> None:
     split_batch(cell.params, cell.runtime, Ranks(world_size=processes), cell.where)
     images = read_manifest(cell.inputs[0]).splits["train"].images
     if images < cell.params.batch_size:
-        raise UserError(f"{cell.where}.batch_size: {cell.params.batch_size}, and there are only {images} training images; make it smaller")
+        raise UserError(
+            f"{cell.where}.batch_size: {cell.params.batch_size}, and there are only {images} training images; make it smaller"
+        )
     verify_init(cell)
     for seed in cell.params.seeds:
         require_resumable(cell.state_folder(seed), cell.inputs, processes)
@@ -115,10 +119,10 @@ def check_before_launch(cell: Cell, processes: int) -> None:
 def train_cell(cell: Cell) -> None:
     """Train a cell with each of its seeds, and write its results.
 
-    The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the first seed;
-    curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves stays
-    in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has, by the same
-    parameters, data and code, are not trained again.
+    The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the
+    first seed; curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves
+    stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
+    by the same parameters, data and code, are not trained again.
 
     Raises:
         UserError: see `build_job`; or a record of another run lies in the folder.
@@ -139,7 +143,10 @@ def train_cell(cell: Cell) -> None:
         if (outcome := run_job(job)) is not None:
             outcomes[seed] = outcome
     if job is None and ranks.first:
-        print(f"{cell.name}: every seed is trained; its record is {cell.folder.relative_to(cell.paths.root)}/metrics.json", flush=True)
+        print(
+            f"{cell.name}: every seed is trained; its record is {cell.folder.relative_to(cell.paths.root)}/metrics.json",
+            flush=True,
+        )
     if job is None or not ranks.first:
         return
     _collect_files(cell, outcomes, finished)
@@ -153,10 +160,15 @@ def train_cell(cell: Cell) -> None:
     if job.task.device.type == "cuda":
         code = [*_code_of(cell), "repro.measure.speed"]  # it makes the record one of speed
         identity = make_identity(cell.paths.root, code, cell.params, data_manifest=cell.inputs[0], **place)
-        record_speed(cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds)
+        record_speed(
+            cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds
+        )
     remove_states(cell, outcomes)
     scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
-    print(f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}", flush=True)
+    print(
+        f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}",
+        flush=True,
+    )
 
 
 def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
@@ -165,11 +177,14 @@ def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
         shutil.rmtree(cell.state_folder(seed), ignore_errors=True)
 
 
-def record_speed(cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float) -> None:
-    """Write the speed of a cell's training, with which `repro plan` counts, to results/measured/<slug>/<stage>/<cell>.json.
+def record_speed(
+    cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float
+) -> None:
+    """Write the speed of a cell's training, with which `repro plan` counts, to
+    results/measured/<slug>/<stage>/<cell>.json.
 
-    It is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call trained has none. It
-    differs from run to run, so it is not an output of the graph.
+    It is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call
+    trained has none. It differs from run to run, so it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
     of = {"model": cell.params.model, "options": cell.params.options, "processes": cell.ranks.world_size}
@@ -195,7 +210,9 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
         if record["identity"][what] != value:
             made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
             different = what.removesuffix("_hash").replace("_", " ")
-            raise UserError(f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away")
+            raise UserError(
+                f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away"
+            )
     return finished
 
 
@@ -216,7 +233,9 @@ def format_load_report(report: Mapping[str, str]) -> list[str]:
     parts: dict[str, Counter] = {}
     for key, fate in report.items():
         parts.setdefault(fate, Counter())[key.split(".")[0]] += 1
-    return [f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()]
+    return [
+        f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()
+    ]
 
 
 def _find_facts(job: Job) -> dict[str, Any]:
@@ -241,25 +260,34 @@ def find_place(job: Job) -> dict[str, str]:
 
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
-    """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of all seeds."""
+    """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of
+    all seeds.
+    """
     curve = cell.folder / "curve.csv"
     rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
     if (first := outcomes.get(cell.params.seeds[0])) is not None:
-        files = {cell.folder / file.relative_to(first.folder): file for file in first.folder.rglob("*") if file.is_file()}
+        files = {
+            cell.folder / file.relative_to(first.folder): file for file in first.folder.rglob("*") if file.is_file()
+        }
         with contextlib.ExitStack() as renamed_at_the_end:
             for target, file in files.items():
                 shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
-            (cell.folder / "metrics.json").unlink(missing_ok=True)  # that of an earlier run must not stand beside the new files
-        for old in {file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()} - files.keys():
+            # that of an earlier run must not stand beside the new files
+            (cell.folder / "metrics.json").unlink(missing_ok=True)
+        for old in {
+            file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()
+        } - files.keys():
             old.unlink()
         (cell.folder / "snapshots").mkdir(exist_ok=True)  # an output of the graph, also where it is empty
     write_csv(curve, rows)
 
 
 def _round(value: float) -> float | str:
-    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole, and `nan` is no missing value."""
+    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole, and `nan` is no missing
+    value.
+    """
     return value if isinstance(value, int) else float(f"{value:.8g}") if math.isfinite(value) else str(value)
 
 
@@ -358,19 +386,25 @@ def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int |
         task.model.train()
         try:
             if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
-                raise UserError(f"{file}: its batch holds other images than {cell} has there now; the data or the seed changed")
+                raise UserError(
+                    f"{file}: its batch holds other images than {cell} has there now; the data or the seed changed"
+                )
             batch = next(iter(task.batches(dump["epoch"], dump["number"])))
             set_rng_state(seen["rng"])
             autocast = functools.partial(job.params.autocast, task.device)
             found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
         finally:
             job.close()
-        where = f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        where = (
+            f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        )
         print(f"{where}: loss {found['loss']}")
         print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
         print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
         for name, output in found["outputs"].items():
-            print(f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}")
+            print(
+                f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}"
+            )
         bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
         print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
         for name, losses in found["own"].get("inner_losses", {}).items():

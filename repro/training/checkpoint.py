@@ -1,4 +1,5 @@
-"""Training state on disk: written to a temporary name, flushed, renamed; two generations are kept; a damaged one is passed over.
+"""Training state on disk: written to a temporary name, flushed, renamed; two generations are kept; a damaged one is
+passed over.
 
 A file's name carries its step and the hash of its content, so a half-written or altered file is recognised before it is
 loaded. Everything is loaded with `weights_only=True`.
@@ -47,8 +48,14 @@ class Checkpointer:
             with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
                 temporary.write_bytes(content)
         except OSError as error:  # the disk is full, mostly
-            kept = f"the state after step {self._files()[0][0]} is intact" if self._files() else "no earlier state is there"
-            raise RunError(f"{self.folder}: the state after step {step} cannot be written: {error.strerror}; {kept}") from None
+            kept = (
+                f"the state after step {self._files()[0][0]} is intact"
+                if self._files()
+                else "no earlier state is there"
+            )
+            raise RunError(
+                f"{self.folder}: the state after step {step} cannot be written: {error.strerror}; {kept}"
+            ) from None
         for _, old in self._files()[GENERATIONS:]:
             old.unlink()
 
@@ -70,7 +77,9 @@ class Checkpointer:
             self.log(f"continuing after step {step} from {path.name}")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if files:
-            raise UserError(f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start again")
+            raise UserError(
+                f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start again"
+            )
         return None
 
     def _files(self) -> list[tuple[int, Path]]:

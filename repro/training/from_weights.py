@@ -46,7 +46,8 @@ def make_cell(
         recipe: see `Cell`.
 
     Raises:
-        UserError: weights that cannot be read, another model than a ViT, a student that cannot be built, or unknown data.
+        UserError: weights that cannot be read, another model than a ViT, a student that cannot be built, or unknown
+            data.
     """
     from ..models.linearize import choose_student, read_shell
     from ..models.registry import build_model
@@ -79,13 +80,17 @@ def make_cell(
     parts += [f"{epochs}epochs"] if epochs else []
     cell = "-".join(parts).replace(".", "_")
     folder = paths.measured(device_slug(choose_device(runtime.device))) / STAGE / cell
-    return Cell(stage=STAGE, name=cell, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder, recipe=recipe)
+    return Cell(
+        stage=STAGE, name=cell, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder, recipe=recipe
+    )
 
 
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
     """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
     if data is not None and data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(f"linearize: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}")
+        raise UserError(
+            f"linearize: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}"
+        )
     cells = [load_section(LinearizeParams, paths.params, STAGE, cell) for cell in section_keys(paths.params, STAGE)]
     if not cells:
         raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")
@@ -93,7 +98,8 @@ def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
 
 
 def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, str | None]:
-    """The file of a ViT's weights and, where the file does not say it, its registered name; published weights are fetched once.
+    """The file of a ViT's weights and, where the file does not say it, its registered name; published weights are
+    fetched once.
 
     Raises:
         UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.

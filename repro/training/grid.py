@@ -1,4 +1,6 @@
-"""Training many variants of a model, one process each, beside the graph: finished ones are not trained again, a stopped call continues."""
+"""Training many variants of a model, one process each, beside the graph: finished ones are not trained again, a stopped
+call continues.
+"""
 
 import dataclasses
 import time
@@ -75,10 +77,11 @@ def train_one(name: str, variant: Variant, *, speed: bool) -> None:
 
 
 def measure_throughput(cell: Cell) -> float | None:
-    """Measure a trained classifier and write speed.json into the cell's folder; images per second, or None with the reason there.
+    """Measure a trained classifier and write speed.json into the cell's folder; images per second, or None with the
+    reason there.
 
-    The batch is 64, or the largest power of two below that for which memory suffices; weights and inputs are fp32 on a CPU and fp16
-    on a GPU. `noisy` has the reasons of `core.noise.find_noise`.
+    The batch is 64, or the largest power of two below that for which memory suffices; weights and inputs are fp32 on a
+    CPU and fp16 on a GPU. `noisy` has the reasons of `core.noise.find_noise`.
 
     Raises:
         RunError: the measuring process broke.
@@ -98,7 +101,12 @@ def measure_throughput(cell: Cell) -> float | None:
             break
     shown = {"device": device_label(device, threads), "dtype": on["dtype"]}  # the training may have had fewer threads
     metrics = {name: row[name] for name in ("throughput_img_per_s", "latency_ms", "macs_g", "backend")}
-    metrics |= {"batch_size": batch_size, "noisy": find_noise(row), "weights_hash": _hash_weights(cell, "metrics.json"), **shown}
+    metrics |= {
+        "batch_size": batch_size,
+        "noisy": find_noise(row),
+        "weights_hash": _hash_weights(cell, "metrics.json"),
+        **shown,
+    }
     if row["status"] != "ok":
         metrics |= {f"{name}_reason": row["reason"] for name in ("throughput_img_per_s", "latency_ms")}
     code = [f"stages.{cell.stage}", "repro.measure.speed", family_module(params.model)]
@@ -114,7 +122,9 @@ def _make_work(variant: Variant) -> Work:
 
 def _has_throughput(cell: Cell) -> bool:
     """Whether the cell's folder has a speed.json of the weights that lie there."""
-    return (cell.folder / "speed.json").is_file() and _hash_weights(cell, "speed.json") == _hash_weights(cell, "metrics.json")
+    return (cell.folder / "speed.json").is_file() and _hash_weights(cell, "speed.json") == _hash_weights(
+        cell, "metrics.json"
+    )
 
 
 def _hash_weights(cell: Cell, record: str) -> str:

@@ -1,7 +1,9 @@
-"""Too many steps whose loss or gradient is not finite end a run, as do weights that are not; the last step is explained.
+"""Too many steps whose loss or gradient is not finite end a run, as do weights that are not; the last step is
+explained.
 
-The dump holds what is needed to run the step again (weights, random states, the batch's place) and what was seen: statistics of
-every layer's output and every parameter's gradient, and what the task adds, like the inner losses of TTT layers.
+The dump holds what is needed to run the step again (weights, random states, the batch's place) and what was seen:
+statistics of every layer's output and every parameter's gradient, and what the task adds, like the inner losses of TTT
+layers.
 """
 
 import math
@@ -23,7 +25,8 @@ _KEYS = {"step", "epoch", "number", "world_size", "accumulate", "scale", "model"
 
 
 def find_fault(run: Any, training: Any, steps: int) -> str | None:
-    """Why a training, before its last evaluation, has no result: most of the last epoch's steps or any weight not finite; None if it has.
+    """Why a training, before its last evaluation, has no result: most of the last epoch's steps or any weight not
+    finite; None if it has.
 
     Args:
         run, training: the `RunState` and `TrainingState` of `repro.training.loop`, after the last step.
@@ -38,7 +41,9 @@ def find_fault(run: Any, training: Any, steps: int) -> str | None:
     return None
 
 
-def dump_bad_step(folder: Path, task: Any, training: Any, step: int, place: tuple[int, int], batch: Any, rng: Any, why: str) -> None:
+def dump_bad_step(
+    folder: Path, task: Any, training: Any, step: int, place: tuple[int, int], batch: Any, rng: Any, why: str
+) -> None:
     """Write `bad_step_<step>.pt` and end the run.
 
     Args:
@@ -84,19 +89,28 @@ def load_dump(path: Path) -> dict[str, Any]:
         require_intact_zip(path)
         with warnings.catch_warnings(action="ignore"):  # about pickles that PyTorch did not write
             dump = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling a damaged file may raise anything; PyTorch's advice for other objects is to trust them
-        why = "no pickle of plain data" if isinstance(error, pickle.UnpicklingError) else " ".join(str(error).split())[:200]
+    # unpickling a damaged file may raise anything; PyTorch's advice for other objects is to trust them
+    except Exception as error:
+        why = (
+            "no pickle of plain data"
+            if isinstance(error, pickle.UnpicklingError)
+            else " ".join(str(error).split())[:200]
+        )
         raise UserError(f"{path}: not a dump of a bad step: {why}") from None
     if not isinstance(dump, dict) or not dump.keys() >= _KEYS:
         raise UserError(f"{path}: not a dump of a bad step")
     return dump
 
 
-def diagnose(task: Any, batch: Any, autocast: Callable[[], Any], accumulate: int = 1, scale: float = 1.0) -> dict[str, Any]:
-    """Run a batch forward and backward on the model, cut and scaled as in training, and report every layer's output in order.
+def diagnose(
+    task: Any, batch: Any, autocast: Callable[[], Any], accumulate: int = 1, scale: float = 1.0
+) -> dict[str, Any]:
+    """Run a batch forward and backward on the model, cut and scaled as in training, and report every layer's output in
+    order.
 
     Returns:
-        For the first part that is not finite, else for the last one: {part, loss, outputs {module: {absmax, mean, not_finite}},
+        For the first part that is not finite, else for the last one: {part, loss, outputs {module: {absmax, mean,
+            not_finite}},
         gradients {parameter: the same}, first_not_finite, own}: absmax and mean over the finite elements, `own`
         is what `task.inspect(batch)` returns. The weights stay as they are.
     """
@@ -122,7 +136,8 @@ def _diagnose_part(task: Any, piece: Any, autocast: Callable[[], Any], scale: fl
         # code that torch.compile made before the hooks were there does not call them
         with torch.compiler.set_stance("force_eager"):
             with autocast():
-                loss = task.loss(task.model, piece)["loss"]  # not its parallel wrapper: the other ranks may be elsewhere
+                # not its parallel wrapper: the other ranks may be elsewhere
+                loss = task.loss(task.model, piece)["loss"]
             gradients = torch.autograd.grad(loss * scale, [*parameters.values()], allow_unused=True)
     finally:
         for hook in hooks:

@@ -34,7 +34,8 @@ class Cell:
         ranks: the processes that train together.
         folder: where its results go.
         recipe: describes how it is trained, beside what the paper prescribes; None describes nothing.
-        reported: whether the trained model is evaluated on the reported split; not if the best of several cells is still to be chosen.
+        reported: whether the trained model is evaluated on the reported split; not if the best of several cells is
+            still to be chosen.
     """
 
     stage: str
@@ -65,7 +66,9 @@ class Cell:
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
-        """Where the state of a run waits; other parameters have another folder, so that no run continues a different one."""
+        """Where the state of a run waits; other parameters have another folder, so that no run continues a different
+        one.
+        """
         return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
 
 
@@ -155,7 +158,14 @@ def build_job(cell: Cell, seed: int) -> Job:
     train = TrainLoader(datasets.train, batch_size=share, **order, **here)
     at_once = 1 if datasets.alone else micro_batch
     held_out = {split: EvalLoader(dataset, batch_size=at_once, **here) for split, dataset in datasets.held_out.items()}
-    parts = {"model": model, "train": train, "held_out": held_out, "batch_size": params.batch_size, "device": device, "ranks": ranks}
+    parts = {
+        "model": model,
+        "train": train,
+        "held_out": held_out,
+        "batch_size": params.batch_size,
+        "device": device,
+        "ranks": ranks,
+    }
     task = spec.build_task(datasets, params, **parts)
     made = {"data": data, "described": described, "load_report": load_report}
     return Job(cell=cell, params=params, task=task, accumulate=share // micro_batch, **made)
@@ -214,12 +224,16 @@ def run_job(job: Job) -> Outcome | None:
 
 
 def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
-    """The images of a step on one process, and how many of them go through the model at once; raises UserError where they do not fit."""
+    """The images of a step on one process, and how many of them go through the model at once; raises UserError where
+    they do not fit.
+    """
     share = ranks.share(params.batch_size, f"{where}.batch_size")
     micro_batch = min(runtime.micro_batch or share, share)
     if share % micro_batch or (params.needs_even_parts and micro_batch % 2):
         what = "an even number" if params.needs_even_parts else "a number"
-        raise UserError(f"runtime.micro_batch: {micro_batch} does not fit {share} images of a process; take {what} that divides it")
+        raise UserError(
+            f"runtime.micro_batch: {micro_batch} does not fit {share} images of a process; take {what} that divides it"
+        )
     return share, micro_batch
 
 
@@ -254,19 +268,27 @@ def verify_init(cell: Cell) -> None:
     found, record = hash_file(path, digits=64), path.parent / "metrics.json"
     stated = init.sha256 or (read_record(record)["metrics"].get("weights_hash") if record.is_file() else None)
     if stated is None:
-        raise UserError(f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}")
+        raise UserError(
+            f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}"
+        )
     require_hash(path, stated, named=f"{where}.weights: {path}")
 
 
 def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:
-    """Refuse to continue a run that began on other inputs or with another number of processes; returns what a next call compares."""
+    """Refuse to continue a run that began on other inputs or with another number of processes; returns what a next call
+    compares.
+    """
     found = {"inputs": {file.name: hash_files(file.parent, [file.name]) for file in inputs}, "processes": processes}
     note = state / "run.json"
     if note.is_file() and any(state.glob("step_*.pt")):
         before = read_json(note)
-        changed = next((file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None)
+        changed = next(
+            (file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None
+        )
         if changed is not None:
-            raise UserError(f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start again")
+            raise UserError(
+                f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start again"
+            )
         if before["processes"] != processes:
             raise UserError(
                 f"{state}: the run was stopped with {before['processes']} process(es), and now there are {processes}; take the same "
@@ -276,7 +298,9 @@ def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> di
 
 
 def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, Any]:
-    """The numbers that every training has; what its curve says has the name of the curve's split, if another one is reported."""
+    """The numbers that every training has; what its curve says has the name of the curve's split, if another one is
+    reported.
+    """
     last, score = done.curve[-1], next(iter(spec.scores))
     of_curve = "" if task.curve_split == task.reported_split else f"{task.curve_split}_"
     found = {

@@ -32,19 +32,27 @@ class Task(abc.ABC):
     Args:
         model: the model, on its device.
         train: the batches of this rank in training.
-        held_out: split -> the batches of this rank, every sample once. Curves are of the first split, and the last one is reported;
-            where there is only one, it is both.
+        held_out: split -> the batches of this rank, every sample once. Curves are of the first split, and the last one
+            is reported; where there is only one, it is both.
         batch_size: images per step, over all ranks together.
         device: the device of the model.
         ranks: the processes that train together.
 
-    `teacher` is the moving average of the weights, in eval mode, in epochs whose loss asks it (`TrainParams.teacher_from`), else None.
+    `teacher` is the moving average of the weights, in eval mode, in epochs whose loss asks it
+    (`TrainParams.teacher_from`), else None.
     """
 
     teacher: nn.Module | None = None
 
     def __init__(
-        self, model: nn.Module, train: Any, held_out: Mapping[str, Any], *, batch_size: int, device: torch.device, ranks: Ranks = Ranks()
+        self,
+        model: nn.Module,
+        train: Any,
+        held_out: Mapping[str, Any],
+        *,
+        batch_size: int,
+        device: torch.device,
+        ranks: Ranks = Ranks(),
     ):
         self.model, self.train, self.held_out = model, train, held_out
         self.curve_split, self.reported_split = (tuple(held_out)[place] for place in (0, -1))
@@ -70,7 +78,9 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Scalars by name, all of which are logged, and `loss` is minimised; `network` is the model or its parallel wrapper."""
+        """Scalars by name, all of which are logged, and `loss` is minimised; `network` is the model or its parallel
+        wrapper.
+        """
 
     @abc.abstractmethod
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
@@ -88,7 +98,8 @@ class RunState:
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
     epoch_steps: int = 0  # finite steps summed so far
-    bad_excess: int = 0  # by how many steps the bad ones outnumber the others, counted from the step that makes it largest
+    # by how many steps the bad ones outnumber the others, counted from the step that makes it largest
+    bad_excess: int = 0
     bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
     scores: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -119,20 +130,23 @@ def fit(
     Args:
         task: model, batches, loss and evaluation, and the processes that train together, of which rank 0 writes.
         params: epochs, precision, cadences, optimiser and schedule.
-        accumulate: parts into which each batch of a rank is cut; they run one after the other and their gradients are averaged.
+        accumulate: parts into which each batch of a rank is cut; they run one after the other and their gradients are
+            averaged.
         save_every_steps: steps between two states saved within an epoch.
         checkpointer: keeps the state between steps.
-        snapshot: is called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated model.
+        snapshot: is called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated
+            model.
         watch: over the steps.
 
     Returns:
-        The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means of the
-        training numbers over the finite steps and all ranks, and, where evaluated, the numbers on the curve's split. Its scores are
-        those of that model on the reported split, on which no other model is evaluated.
+        The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means
+        of the training numbers over the finite steps and all ranks, and, where evaluated, the numbers on the curve's
+        split. Its scores are those of that model on the reported split, on which no other model is evaluated.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
-        Diverged: too many steps were not finite, see `params.max_bad_steps`; or most of the last epoch's, a final weight or a final score.
+        Diverged: too many steps were not finite, see `params.max_bad_steps`; or most of the last epoch's, a final
+            weight or a final score.
     """
     training, ranks, steps = TrainingState(task, params, accumulate), task.ranks, task.steps_per_epoch
     schedule = build_schedule(training.optimizer, params.optim, task.batch_size, params.epochs, steps)
@@ -143,7 +157,8 @@ def fit(
     progress = Progress("step", params.epochs * steps, done=run.step, log=print, every_s=0, shown=ranks.first)
     with catch_signals(twice=ranks.world_size > 1) as received, progress, watch.follow(run.step):
         while len(run.curve) < params.epochs:
-            epoch = len(run.curve)  # an epoch that was stopped before its evaluation has no batches left, and is evaluated
+            # an epoch that was stopped before its evaluation has no batches left, and is evaluated
+            epoch = len(run.curve)
             start = run.step - epoch * steps
             task.model.train()
             if params.teacher_from is not None and epoch >= params.teacher_from * params.epochs:
@@ -177,17 +192,22 @@ def fit(
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
         _judge_end(_find_bad_score(run), task, training, run, checkpointer)
-        if task.reported_split != task.curve_split:  # a call that is stopped here evaluates the last epoch again when it continues
+        # a call that is stopped here evaluates the last epoch again when it continues
+        if task.reported_split != task.curve_split:
             with watch.paused():
                 run.scores = task.evaluate(training.evaluated, task.reported_split)
-            progress.print(f"{task.reported_split}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.scores.items()))
+            progress.print(
+                f"{task.reported_split}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.scores.items())
+            )
             _judge_end(_find_bad_score(run), task, training, run, checkpointer)
             _stop_if(ranks.any(bool(received))[0], received, run.step)
     return run, training.evaluated
 
 
 class TrainingState:
-    """What the steps change. `network` is the model or its parallel wrapper; `evaluated` is the moving average where there is one."""
+    """What the steps change. `network` is the model or its parallel wrapper; `evaluated` is the moving average where
+    there is one.
+    """
 
     def __init__(self, task: Task, params: TrainParams, accumulate: int):
         self.model = self.network = self.evaluated = task.model
@@ -195,7 +215,9 @@ class TrainingState:
         if task.ranks.world_size > 1:
             own = [task.device.index] if task.device.type == "cuda" else None
             # buffers, such as a frozen W0, never change
-            self.network = DistributedDataParallel(task.model, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False)
+            self.network = DistributedDataParallel(
+                task.model, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
         self.ema = ModelEmaV3(task.model, decay=params.ema_decay) if params.ema_decay else None
         if self.ema is not None:
             self.evaluated = self.ema.module
@@ -254,8 +276,8 @@ def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_
 def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second signal is not held back.
 
-    With `twice` a second one is held back too: under torchrun a process is signalled by whoever stops the job and by torchrun, which
-    sends SIGKILL to those that do not end.
+    With `twice` a second one is held back too: under torchrun a process is signalled by whoever stops the job and by
+    torchrun, which sends SIGKILL to those that do not end.
     """
     received: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -282,7 +304,10 @@ def _stop_if(stop: bool, received: list[int], step: int) -> None:
 
 def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: bool) -> None:
     steps = max(1, run.epoch_steps) * task.ranks.world_size
-    means = {f"train_{name}": total / steps for name, total in zip(run.epoch_sums, task.ranks.sum([*run.epoch_sums.values()]))}
+    means = {
+        f"train_{name}": total / steps
+        for name, total in zip(run.epoch_sums, task.ranks.sum([*run.epoch_sums.values()]))
+    }
     training.evaluated.eval()
     run.scores = task.evaluate(training.evaluated, task.curve_split) if evaluate else {}
     rate = training.optimizer.param_groups[0]["lr"]
@@ -291,11 +316,15 @@ def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: boo
 
 
 def _find_bad_score(run: RunState) -> str | None:
-    return next((f"the final {name} is {value}" for name, value in run.scores.items() if not math.isfinite(value)), None)
+    return next(
+        (f"the final {name} is {value}" for name, value in run.scores.items() if not math.isfinite(value)), None
+    )
 
 
 def _judge_end(why: str | None, task: Task, training: TrainingState, run: RunState, checkpointer: Checkpointer) -> None:
-    """With a reason, end the run with a dump of its last batch and of the weights as they are now: a resumed run has no others."""
+    """With a reason, end the run with a dump of its last batch and of the weights as they are now: a resumed run has no
+    others.
+    """
     if why is not None:
         place = divmod(run.step - 1, task.steps_per_epoch)
         task.model.train()

@@ -1,4 +1,6 @@
-"""Optimiser and learning-rate schedule: timm's AdamW and LAMB, layer-wise decay and cosine, and the two schedules of the dense tasks."""
+"""Optimiser and learning-rate schedule: timm's AdamW and LAMB, layer-wise decay and cosine, and the two schedules of
+the dense tasks.
+"""
 
 from bisect import bisect_right
 from collections.abc import Set
@@ -13,18 +15,27 @@ from .params import OptimParams
 
 
 def build_optimizer(
-    model: nn.Module, params: OptimParams, batch_size: int, *, new: Set[str] = frozenset(), new_factor: float = 1.0, decay_all: bool = False
+    model: nn.Module,
+    params: OptimParams,
+    batch_size: int,
+    *,
+    new: Set[str] = frozenset(),
+    new_factor: float = 1.0,
+    decay_all: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW or LAMB with timm's weight-decay rule and, where asked, its layer-wise rates by the model's `group_matcher`.
+    """AdamW or LAMB with timm's weight-decay rule and, where asked, its layer-wise rates by the model's
+    `group_matcher`.
 
-    Where a model is converted, the parameters named in `new` have `new_factor` times the rate, and with `decay_all` no parameter is
-    exempt from the weight decay; there are no layer-wise rates then. The groups are checked to hold every trainable parameter exactly once.
+    Where a model is converted, the parameters named in `new` have `new_factor` times the rate, and with `decay_all` no
+    parameter is exempt from the weight decay; there are no layer-wise rates then. The groups are checked to hold every
+    trainable parameter exactly once.
     """
     rate, averages = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
     decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
     trained = model
     if new_factor != 1 or decay_all:
-        trained, decays = _group(model, params.weight_decay, new, new_factor, decay_all), {"weight_decay": params.weight_decay}
+        trained = _group(model, params.weight_decay, new, new_factor, decay_all)
+        decays = {"weight_decay": params.weight_decay}
     optimizer = create_optimizer_v2(trained, opt=params.optimizer, lr=rate, **averages, **decays)
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
@@ -34,7 +45,9 @@ def build_optimizer(
 
 
 def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: float, decay_all: bool) -> list[dict]:
-    """Groups by timm's rule of weight decay, each cut into what is inherited and what is new; the schedule multiplies by `lr_scale`."""
+    """Groups by timm's rule of weight decay, each cut into what is inherited and what is new; the schedule multiplies
+    by `lr_scale`.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if decay_all:
         groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
@@ -50,7 +63,9 @@ def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: flo
     return cut
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int) -> Scheduler:
+def build_schedule(
+    optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int
+) -> Scheduler:
     """The rate as a function of the step; call `step_update(step)` with the number of finished steps."""
     scale = batch_size / params.lr_batch_size
     if params.schedule == "cosine":
@@ -65,7 +80,9 @@ def build_schedule(optimizer: torch.optim.Optimizer, params: OptimParams, batch_
 
 
 class _DenseSchedule(Scheduler):
-    """The rates of detection and segmentation: steps or a linear decay, times the warm-up's factor 1 - (1 - t / n)(1 - first / peak)."""
+    """The rates of detection and segmentation: steps or a linear decay, times the warm-up's factor 1 - (1 - t / n)(1 -
+    first / peak).
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: OptimParams, epochs: int, steps_per_epoch: int):
         super().__init__(optimizer, "lr", t_in_epochs=False)

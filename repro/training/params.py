@@ -9,7 +9,8 @@ from ..core.runtime import torch_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimParams:
-    """The optimiser and its schedule (Appendix D of Vision-TTT; what it leaves open for classification is Swin's default).
+    """The optimiser and its schedule (Appendix D of Vision-TTT; what it leaves open for classification is Swin's
+    default).
 
     Args:
         optimizer: `adamw`, or timm's `lamb`, which by itself clips the global norm of the gradient to 1.
@@ -18,11 +19,14 @@ class OptimParams:
         lr_batch_size: the batch for which the rates are stated.
         weight_decay: of every parameter that timm's rule and the model's `no_weight_decay()` do not exempt.
         betas, eps: of the optimiser's two averages.
-        schedule: `cosine`; `step`, which divides the rate by ten after each milestone; or `poly`, linear to 0 over all steps.
+        schedule: `cosine`; `step`, which divides the rate by ten after each milestone; or `poly`, linear to 0 over all
+            steps.
         milestones: finished epochs, for `step`.
         warmup_epochs: epochs of linear warm-up; the cosine takes the epochs after them.
-        warmup_steps: steps of linear warm-up, in place of the epochs, with `step` and `poly`, whose rates it multiplies.
-        layer_decay: factor between the rates of neighbouring layers, counted down from the last layer, which has 1; null for one rate.
+        warmup_steps: steps of linear warm-up, in place of the epochs, with `step` and `poly`, whose rates it
+            multiplies.
+        layer_decay: factor between the rates of neighbouring layers, counted down from the last layer, which has 1;
+            null for one rate.
         clip_grad_norm: the largest global L2 norm of the gradient; null switches clipping off.
     """
 
@@ -86,11 +90,13 @@ class TrainParams:
         drop_path: stochastic depth, rising linearly from 0 to this over the blocks.
         evaluate_every: epochs between evaluations; the last epoch is always evaluated.
         snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
-        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them; fp16 scales its loss
-            adaptively); `auto` takes bf16 on GPUs and fp32 elsewhere.
-        ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw weights; null for none.
-        max_bad_steps: by how many the steps with a loss or gradient that is not finite may outnumber the others, counted from any step
-            on; with as many, the run stops and explains the last one. So it ends where more than half fail, and after as many in a row.
+        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them; fp16 scales
+            its loss adaptively); `auto` takes bf16 on GPUs and fp32 elsewhere.
+        ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw
+            weights; null for none.
+        max_bad_steps: by how many the steps with a loss or gradient that is not finite may outnumber the others,
+            counted from any step on; with as many, the run stops and explains the last one. So it ends where more than
+            half fail, and after as many in a row.
         optim: optimiser and schedule.
     """
 
@@ -117,7 +123,9 @@ class TrainParams:
             if late := [epoch for epoch in epochs if epoch > self.epochs]:
                 raise ValueError(f"{name}: {late[0]} is after the last epoch, {self.epochs}")
         if reserved := {"num_classes", "img_size", "drop_path_rate"} & set(self.options):
-            raise ValueError(f"options: {min(reserved)} follows from the data, from the transform or from drop_path; leave it out")
+            raise ValueError(
+                f"options: {min(reserved)} follows from the data, from the transform or from drop_path; leave it out"
+            )
 
     @property
     def needs_even_parts(self) -> bool:
@@ -147,7 +155,9 @@ class TrainParams:
         return dataclasses.replace(self, seeds=(seed,))
 
     def with_epochs(self, epochs: int) -> Self:
-        """The same training over another number of epochs; milestones move in proportion, and later snapshots are left out."""
+        """The same training over another number of epochs; milestones move in proportion, and later snapshots are left
+        out.
+        """
         milestones = tuple(max(1, round(milestone * epochs / self.epochs)) for milestone in self.optim.milestones)
         optim = dataclasses.replace(self.optim, milestones=milestones)
         snapshots = tuple(epoch for epoch in self.snapshot_epochs if epoch <= epochs)

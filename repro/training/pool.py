@@ -15,7 +15,9 @@ from ..core.errors import Interrupted
 from ..core.runtime import Runtime, choose_device, usable_cores
 
 # the lines with which DVC ends: of a command that failed, with its exit code, and of one that did not
-_OF_DVC = re.compile(r"^(?:ERROR: .*, exited with (-?\d+)|Use `dvc push` .*|Data and pipelines are up to date\.)$", re.MULTILINE)
+_OF_DVC = re.compile(
+    r"^(?:ERROR: .*, exited with (-?\d+)|Use `dvc push` .*|Data and pipelines are up to date\.)$", re.MULTILINE
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class Work:
     Args:
         arguments: of the command line, behind the name of the module.
         log: takes what it prints.
-        module: what Python runs. One of others is asked to end by a SIGINT to all its processes, as by a Ctrl-C, and not by a SIGTERM.
+        module: what Python runs. One of others is asked to end by a SIGINT to all its processes, as by a Ctrl-C, and
+            not by a SIGTERM.
         after: the names of others that must have succeeded before it starts; those that nobody runs count as done.
         alone: whether nothing may run beside it; it then has all threads.
         environment: variables that it has beside those of this process.
@@ -39,11 +42,14 @@ class Work:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def run_all(waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path, *, alike: bool = True) -> dict[str, str]:
-    """Run everything that waits, `jobs` processes at once, and print what becomes of each; name -> the error of those that failed.
+def run_all(
+    waiting: Mapping[str, Work], jobs: int, runtime: Runtime, root: Path, *, alike: bool = True
+) -> dict[str, str]:
+    """Run everything that waits, `jobs` processes at once, and print what becomes of each; name -> the error of those
+    that failed.
 
-    They start in the order of `waiting`, as far as what they need is done. What needs a failed one fails without having run. Where they
-    take about the same time (`alike`), it is said how long the rest will take.
+    They start in the order of `waiting`, as far as what they need is done. What needs a failed one fails without having
+    run. Where they take about the same time (`alike`), it is said how long the rest will take.
 
     Raises:
         Interrupted: a signal came; it was passed on, and each process has ended.
@@ -119,12 +125,17 @@ def _start(work: Work, environment: Mapping[str, str], root: Path) -> subprocess
         # in its own session: a Ctrl-C in the terminal reaches it once, and only through this process
         # and if this process is killed, it ends too
         module = ["repro"] if work.module == "repro" else ["repro.core.children", work.module]
-        command, environment = [sys.executable, "-m", *module, *work.arguments], {**environment, PARENT: str(os.getpid())}
-        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=root, env=environment, start_new_session=True)
+        command = [sys.executable, "-m", *module, *work.arguments]
+        environment = {**environment, PARENT: str(os.getpid())}
+        return subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, cwd=root, env=environment, start_new_session=True
+        )
 
 
 def _find_outcome(work: Work, code: int, root: Path) -> str:
-    """Which signal killed it; else the error in its log, which may stand before what it still wrote when it ended; else the last line."""
+    """Which signal killed it; else the error in its log, which may stand before what it still wrote when it ended; else
+    the last line.
+    """
     said = work.log.read_text(encoding="utf-8", errors="replace").strip()
     if work.module == "dvc":  # what it says itself hides the command's last line, but has the command's exit code
         code = next((int(given) for given in reversed(_OF_DVC.findall(said)) if given), code)
@@ -140,7 +151,9 @@ def _share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
     if choose_device(runtime.device).type == "cuda":
         import torch
 
-        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(
+            ","
+        )
         return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
     threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     return {"OMP_NUM_THREADS": str(max(1, threads // jobs))}

@@ -1,7 +1,8 @@
-"""Choosing learning rate and warm-up: the same small search for every cell, scored on the split `tune`, and never evaluated on `test`.
+"""Choosing learning rate and warm-up: the same small search for every cell, scored on the split `tune`, and never
+evaluated on `test`.
 
-Each trial is a whole training by the recipe of its cell, in a process of its own. Finished trials stay in .runs until the search of
-their cell is done, so that a stopped call loses none.
+Each trial is a whole training by the recipe of its cell, in a process of its own. Finished trials stay in .runs until
+the search of their cell is done, so that a stopped call loses none.
 """
 
 import dataclasses
@@ -53,7 +54,9 @@ class TuneParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchParams:
-    """What determines the outcome of a search, for the hash in its record: the cell without what is searched, and the search."""
+    """What determines the outcome of a search, for the hash in its record: the cell without what is searched, and the
+    search.
+    """
 
     cell: TrainParams
     tune: TuneParams
@@ -140,7 +143,9 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
     tune = load_section(TuneParams, paths.params, "tune") if "tune" in content else TuneParams()
     kind = load_section(PrepareData, paths.params, "prepare_data", data).kind
     if len(KINDS[kind].held_out) == 1:
-        raise UserError(f"tune: --data {data}: is of kind {kind}, which has no split tune to choose on; take embedded data")
+        raise UserError(
+            f"tune: --data {data}: is of kind {kind}, which has no split tune to choose on; take embedded data"
+        )
     folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
     found = {}
     for stage in STAGES:
@@ -154,15 +159,20 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
     chosen = [found[cell]] if cell else list(found.values())
     for search in chosen:
         if tune.seed in search.params.seeds:
-            raise UserError(f"tune.seed: {tune.seed} is a seed of {search.stage}.{search.name}, whose results are reported; take another")
+            raise UserError(
+                f"tune.seed: {tune.seed} is a seed of {search.stage}.{search.name}, whose results are reported; take another"
+            )
         if (longest := max(tune.warmup_epochs)) >= search.params.epochs:
             epochs = search.params.epochs
-            raise UserError(f"tune.warmup_epochs: {longest}, and {search.stage}.{search.name} trains {epochs} epochs; make it shorter")
+            raise UserError(
+                f"tune.warmup_epochs: {longest}, and {search.stage}.{search.name} trains {epochs} epochs; make it shorter"
+            )
     return chosen
 
 
 def run_searches(searches: list[Search], *, jobs: int) -> None:
-    """Run the trials that are still to be done, `jobs` at once, and write the record of each cell, with every trial and the chosen one.
+    """Run the trials that are still to be done, `jobs` at once, and write the record of each cell, with every trial and
+    the chosen one.
 
     Raises:
         UserError: a record of another search is in the way; before anything is trained.
@@ -206,7 +216,12 @@ def run_trial(search: Search, number: int) -> None:
     try:
         metrics = run_job(job).metrics
     except Diverged as error:
-        found |= {"diverged": True, score: None, "train_loss": None, "reason": f"step {error.step}: training not finite"}
+        found |= {
+            "diverged": True,
+            score: None,
+            "train_loss": None,
+            "reason": f"step {error.step}: training not finite",
+        }
         print(f"{trial.name}: diverged", flush=True)
     else:
         found |= {"diverged": False, score: metrics[score], "train_loss": metrics["train_loss"]}
@@ -242,7 +257,9 @@ def record_search(search: Search) -> None:
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
     manifest = search.trials[0].inputs[0]
-    identity = make_identity(search.paths.root, search.code, search.search_params, data_manifest=manifest, **finished[0]["place"])
+    identity = make_identity(
+        search.paths.root, search.code, search.search_params, data_manifest=manifest, **finished[0]["place"]
+    )
     write_record(search.folder, metrics, identity, seconds, name=search.name)
     for trial in search.trials:
         shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)
@@ -264,7 +281,9 @@ def _show(search: Search) -> None:
     rows = []
     for trial in metrics["trials"]:
         mark = "chosen" if all(trial[name] == value for name, value in chosen.items()) else ""
-        numbers = ["diverged", "–"] if trial["diverged"] else [f"{trial[score]:.2f} %", _format_loss(trial["train_loss"])]
+        numbers = (
+            ["diverged", "–"] if trial["diverged"] else [f"{trial[score]:.2f} %", _format_loss(trial["train_loss"])]
+        )
         rows.append([search.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), *numbers, mark])
     print_table(["cell", "rate", "warm-up epochs", f"{search.spec.scores[score]} on tune", "training loss", ""], rows)
 

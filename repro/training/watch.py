@@ -23,17 +23,19 @@ _OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak
 class Watch:
     """Watches the steps of one run, which `follow` encloses.
 
-    With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (over all ranks), `skipped`, `seconds` (since
-    the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a number that is not finite is null and is named
-    in the list `not_finite`. The operating system has the line when `step` returns, so a state that is saved afterwards never gets
-    ahead of the file, and a resumed run ends with the lines of an uninterrupted one, apart from the times. TensorBoard gets the
-    means of each window as `train/<name>`.
+    With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (over all ranks), `skipped`,
+    `seconds` (since the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a number that is
+    not finite is null and is named in the list `not_finite`. The operating system has the line when `step` returns, so
+    a state that is saved afterwards never gets ahead of the file, and a resumed run ends with the lines of an
+    uninterrupted one, apart from the times. TensorBoard gets the means of each window as `train/<name>`.
 
     Args:
         folder, device: where `train.jsonl` and the TensorBoard events go; where the model lies.
         jsonl, tensorboard: whether to write them; rank 0 alone writes.
-        flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), peak of one device; for MFU.
-        every: steps in a window; it ends where the step's number is a multiple. After a resume the first one may be shorter.
+        flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), peak of one device;
+            for MFU.
+        every: steps in a window; it ends where the step's number is a multiple. After a resume the first one may be
+            shorter.
         ranks, clock: the processes that train together, and a function that gives seconds.
 
     Raises:
@@ -56,7 +58,9 @@ class Watch:
         self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
         self.world_size = ranks.world_size
         self.jsonl, self.tensorboard = jsonl and ranks.first, tensorboard and ranks.first
-        self.flop_share = 3 * flop_per_image / (peak_flop_per_s * ranks.world_size) if flop_per_image and peak_flop_per_s else None
+        self.flop_share = (
+            3 * flop_per_image / (peak_flop_per_s * ranks.world_size) if flop_per_image and peak_flop_per_s else None
+        )
         # every rank looks, so that all of them end with the error and none waits for a rank 0 that is gone
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise UserError("TensorBoard is not installed: python -m pip install -e '.[tensorboard]', or switch it off")
@@ -69,7 +73,8 @@ class Watch:
         """Wrap the steps of a run.
 
         Args:
-            resumed_step: steps that an earlier process finished and saved; what was written about later ones is dropped.
+            resumed_step: steps that an earlier process finished and saved; what was written about later ones is
+                dropped.
 
         Raises:
             UserError: a folder not writable, a damaged line before the last of `train.jsonl`.
@@ -121,14 +126,16 @@ class Watch:
         """Count a finished step; to be called before its state is saved.
 
         Args:
-            step, epoch, lr, images: finished steps of the whole run, this one included; its epoch, its rate, this rank's images.
+            step, epoch, lr, images: finished steps of the whole run, this one included; its epoch, its rate, this
+                rank's images.
             numbers: of the step, by name.
             skipped: the guard kept the step from the weights; it counts for speed and skip rate, not for the means.
 
         Returns:
-            At the end of a window the means over its steps that were not skipped (a name that none of them has is absent), `lr` of
-            its last step, `img_per_s` of all ranks, `data_wait_percent` of this rank, `skip_rate_percent`, `peak_memory_mib` so
-            far (CUDA only), `mfu_percent` = 100 x 3 x flop_per_image x img_per_s / (peak_flop_per_s x world_size). Else None.
+            At the end of a window the means over its steps that were not skipped (a name that none of them has is
+            absent), `lr` of its last step, `img_per_s` of all ranks, `data_wait_percent` of this rank,
+            `skip_rate_percent`, `peak_memory_mib` so far (CUDA only), `mfu_percent` = 100 x 3 x flop_per_image x
+            img_per_s / (peak_flop_per_s x world_size). Else None.
 
         Raises:
             RunError: what is to be written cannot be, e.g. because the disk is full.
@@ -158,9 +165,9 @@ class Watch:
     def summary(self) -> dict[str, Any]:
         """Totals since entering, of this process alone after a resume; `<name>_reason` explains each None.
 
-        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`, `peak_memory_mib`,
-        and `mfu_percent` where the peak is known. They differ from run to run (the counts, where a run was resumed), so they explain
-        nothing and belong into run.json.
+        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`,
+        `peak_memory_mib`, and `mfu_percent` where the peak is known. They differ from run to run (the counts, where a
+        run was resumed), so they explain nothing and belong into run.json.
         """
         total = self._run + self._window
         found = self._rates(total)
@@ -172,7 +179,11 @@ class Watch:
         return values | {f"{name}_reason": why for name, why in reasons.items() if values[name] is None}
 
     def _end_window(self, step: int, lr: float) -> dict[str, float]:
-        means = {name: total / self._terms[name] for name, total in self._sums.items()} | {"lr": lr} | self._rates(self._window)
+        means = (
+            {name: total / self._terms[name] for name, total in self._sums.items()}
+            | {"lr": lr}
+            | self._rates(self._window)
+        )
         self._run, self._window, self._sums, self._terms = self._run + self._window, Counter(), Counter(), Counter()
         if self._writer:
             for name, value in means.items():
@@ -205,7 +216,9 @@ def format_window(window: dict[str, float]) -> str:
 
 
 def _reopen(path: Path, step: int) -> BinaryIO:
-    """Open the file for more lines, after dropping the lines about steps after `step` and a last line that a crash cut short."""
+    """Open the file for more lines, after dropping the lines about steps after `step` and a last line that a crash cut
+    short.
+    """
     lines, kept = path.read_bytes().splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         try:

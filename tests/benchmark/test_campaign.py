@@ -1,4 +1,6 @@
-"""`repro measure`: its steps run apart, stop in time, are continued, and outlive one that breaks. The records that a CPU can make are made."""
+"""`repro measure`: its steps run apart, stop in time, are continued, and outlive one that breaks. The records that a
+CPU can make are made.
+"""
 
 import dataclasses
 import os
@@ -51,7 +53,10 @@ def step(run):
 
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     """A refusal, an error and a killed process; the step after them runs, and the end says which failed."""
-    with pytest.raises(RunError, match=r"3 of 4 steps failed: refuse: there is no such thing; break_down: ZeroDivisionError: .*; die: its"):
+    with pytest.raises(
+        RunError,
+        match=r"3 of 4 steps failed: refuse: there is no such thing; break_down: ZeroDivisionError: .*; die: its",
+    ):
         run_campaign(Paths(tmp_path), steps=(step(refuse), step(break_down), step(die), step(succeed)))
     assert (tmp_path / "steps.txt").read_text() == "succeed\n"
     assert "Traceback" not in capfd.readouterr().err
@@ -109,13 +114,22 @@ def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
     monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: asked.extend(chosen))
     assert campaign.time_training(checkout, None)
     (cell,) = asked
-    assert (cell.runtime.peak_tflops, cell.runtime.data_roots, len(cell.params.seeds)) == (989.4, {"digits": "data/digits"}, 2)
+    assert (cell.runtime.peak_tflops, cell.runtime.data_roots, len(cell.params.seeds)) == (
+        989.4,
+        {"digits": "data/digits"},
+        2,
+    )
     file = checkout.measured("nvidia_h200") / f"{campaign.TRAINED}.json"
-    for modules, times in ((["repro.measure.speed"], 1), (["repro.benchmark.forms"], 2)):  # of this code, and as if of another
-        identity = make_identity(checkout.root, ["repro.measure.speed"], cell.params, device="cuda", dtype="bf16", backend="triton")
+    # of this code, and as if of another
+    for modules, times in ((["repro.measure.speed"], 1), (["repro.benchmark.forms"], 2)):
+        identity = make_identity(
+            checkout.root, ["repro.measure.speed"], cell.params, device="cuda", dtype="bf16", backend="triton"
+        )
         write_json(file, {"metrics": {}, "identity": identity | {"code_modules": modules}})
         assert campaign.time_training(checkout, None) and len(asked) == times
-    shutil.copytree(find_root(Path(__file__).parent).results / "prepare_data/digits", checkout.results / "prepare_data/digits")
+    shutil.copytree(
+        find_root(Path(__file__).parent).results / "prepare_data/digits", checkout.results / "prepare_data/digits"
+    )
     job = build_job(dataclasses.replace(cell, runtime=dataclasses.replace(cell.runtime, device="cpu", workers=0)), 0)
     assert len(job.task.train) == 64 and job.precision == "bf16"
     job.close()
@@ -126,11 +140,21 @@ def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     ((page, marker, text),) = campaign.make_passages(checkout)
     assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
     identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
-    write_json(checkout.measured("cpu_x") / "environment.json", {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}})
+    write_json(
+        checkout.measured("cpu_x") / "environment.json",
+        {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}},
+    )
     metrics = {"model": "vittt_tiny_patch16_224", "throughput_img_per_s": 2345.6, "data_wait_percent": 3.0}
     for device, share in (("nvidia_h200", {"mfu_percent": 2.1}), ("nvidia_k80", {})):
-        write_json(checkout.measured(device) / f"{campaign.TRAINED}.json", {"metrics": metrics | share, "identity": identity})
+        write_json(
+            checkout.measured(device) / f"{campaign.TRAINED}.json", {"metrics": metrics | share, "identity": identity}
+        )
     ((_, _, text),) = campaign.make_passages(checkout)
     first, second = text.splitlines()[2:]
-    assert f"`{campaign.TRAINED}.json`" in first and "2346 img/s" in first and "2 % of the peak" in first and "01234567" in first
+    assert (
+        f"`{campaign.TRAINED}.json`" in first
+        and "2346 img/s" in first
+        and "2 % of the peak" in first
+        and "01234567" in first
+    )
     assert "2346 img/s" in second and "not in our table" in second

@@ -41,7 +41,9 @@ def test_refused_image_sizes(text, message):
 
 
 def test_names_come_in_the_order_of_the_table_and_unknown_ones_are_guessed():
-    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim") and parse_names("--sizes", "B,T", SIZES) == ("T", "B")
+    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim") and parse_names(
+        "--sizes", "B,T", SIZES
+    ) == ("T", "B")
     with pytest.raises(UserError, match="^efficiency: --families vitt: not known; did you mean 'vittt'"):
         parse_names("--families", "vitt", FAMILIES)
     with pytest.raises(UserError, match="^efficiency: --sizes XL: not known; known: T, S, B$"):
@@ -63,7 +65,11 @@ def test_rows_to_count_are_every_combination():
 def test_the_grid_measures_what_is_compared_next_to_each_other():
     op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
     sizes = {"T": {"vittt": "v", "baseline": "d"}}
-    params = build(EfficiencyParams, {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op}, "efficiency")
+    params = build(
+        EfficiencyParams,
+        {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op},
+        "efficiency",
+    )
     specs = params.specs("cuda", threads=3)
     assert [(spec.image_size[0], spec.model, spec.attention) for spec in specs] == [
         (side, *model) for side in (64, 32) for model in (("v", None), ("d", "unfused"), ("d", "fused"), ("o", None))
@@ -72,10 +78,14 @@ def test_the_grid_measures_what_is_compared_next_to_each_other():
 
 
 def test_the_specs_of_a_sweep_cover_families_sizes_and_image_sizes_once():
-    params = SweepParams(families=("vittt", "deit", "deit_fused"), sizes=("T", "S"), image_sizes=(224, 512), batch_size=2)
+    params = SweepParams(
+        families=("vittt", "deit", "deit_fused"), sizes=("T", "S"), image_sizes=(224, 512), batch_size=2
+    )
     specs = params.with_defaults("cpu").specs("cpu")
     assert len({(spec.row_id, spec.attention) for spec in specs}) == len(specs) == 12
-    assert {spec.model for spec in specs} == {f"{f}_{s}_patch16_224" for f in ("vittt", "deit") for s in ("tiny", "small")}
+    assert {spec.model for spec in specs} == {
+        f"{f}_{s}_patch16_224" for f in ("vittt", "deit") for s in ("tiny", "small")
+    }
     assert {spec.batch_size for spec in specs} == {2}
 
 

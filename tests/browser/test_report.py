@@ -1,4 +1,6 @@
-"""report.html in a real browser, `make test-browser`: what only a browser can show. Screenshots to look at lie in .runs/browser."""
+"""report.html in a real browser, `make test-browser`: what only a browser can show. Screenshots to look at lie in
+.runs/browser.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, folder):
-    """Opens the report at a size and a colour scheme; afterwards there must have been no error and no request but for the file."""
+    """Opens the report at a size and a colour scheme; afterwards there must have been no error and no request but for
+    the file.
+    """
     pages, messages, requests = [], [], []
 
     def opened(viewport=DESKTOP, scheme="light", **more):
@@ -75,7 +79,9 @@ def shown(page) -> int:
 
 def column(page, index: int) -> list[str]:
     """The cells of a column of the ledger, those that are shown."""
-    return page.eval_on_selector_all("#ledger tbody tr:not([hidden])", f"rows => rows.map(row => row.cells[{index}].innerText.trim())")
+    return page.eval_on_selector_all(
+        "#ledger tbody tr:not([hidden])", f"rows => rows.map(row => row.cells[{index}].innerText.trim())"
+    )
 
 
 def test_filters_count_as_claims_json_does(open_page, folder):
@@ -97,7 +103,9 @@ def test_filters_count_as_claims_json_does(open_page, folder):
     assert shown(page) == sum(entry["id"].startswith("table3.") for entry in entries) == 42
     page.click("#reset")
     page.fill("#search", "vittt-t top-1")
-    found = [e for e in entries if all(word in json.dumps(e, ensure_ascii=False).lower() for word in ("vittt-t", "top-1"))]
+    found = [
+        e for e in entries if all(word in json.dumps(e, ensure_ascii=False).lower() for word in ("vittt-t", "top-1"))
+    ]
     assert shown(page) == len(found) > 0
     page.click("#reset")
     assert shown(page) == len(entries)
@@ -145,7 +153,9 @@ def test_pictures_open_large_by_click_and_key_and_close(open_page):
         assert dialog.is_visible() and dialog.locator("img").evaluate("image => image.naturalWidth") > 0
         close()
         assert dialog.is_hidden() and button.evaluate("button => button === document.activeElement")
-    assert page.locator(".zoom img").evaluate_all("images => images.every(image => image.complete && image.naturalWidth > 0)")
+    assert page.locator(".zoom img").evaluate_all(
+        "images => images.every(image => image.complete && image.naturalWidth > 0)"
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -156,7 +166,14 @@ def test_it_fits_reads_and_is_photographed(open_page, viewport, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 5 and min(contrasts.values()) >= 4.5, contrasts
-    for anchor in ("content", "the-ledger", "table-1-imagenet-1k-classification", "figures", "example-pictures", "not-measured-and-why"):
+    for anchor in (
+        "content",
+        "the-ledger",
+        "table-1-imagenet-1k-classification",
+        "figures",
+        "example-pictures",
+        "not-measured-and-why",
+    ):
         page.evaluate("anchor => document.getElementById(anchor).scrollIntoView()", anchor)
         page.screenshot(path=SHOTS / f"{viewport['width']}_{scheme}_{anchor}.png")
     page.evaluate("document.getElementById('the-ledger').scrollIntoView()")

@@ -86,7 +86,10 @@ def test_values(load, text, field, value):
         ("epochs: 1, name: 3", r"stage\.cell\.name: expected str, got int 3"),
         ("epochs: 1, flip: 1", r"stage\.cell\.flip: expected bool, got int 1"),
         ("epochs: 1, clip: -1", r"stage\.cell\.clip: -1\.0 is out of range"),
-        ("epochs: 1, backend: tritn", r"stage\.cell\.backend: str 'tritn' is not one of torch, triton; did you mean 'triton'\?"),
+        (
+            "epochs: 1, backend: tritn",
+            r"stage\.cell\.backend: str 'tritn' is not one of torch, triton; did you mean 'triton'\?",
+        ),
         ("epochs: 1, order: true", r"stage\.cell\.order: bool True is not one of 1, 2"),
         ("epochs: 1, sizes: 3", r"stage\.cell\.sizes: expected a list, got int 3"),
         ("epochs: 1, sizes: [2, 0]", r"stage\.cell\.sizes: 0 is out of range"),
@@ -161,7 +164,9 @@ def test_any_file_is_read_or_is_one_line(tmp_path, content, where):
 def test_flipped_bytes_are_read_or_are_one_line(tmp_path):
     path, rng = tmp_path / "params.yaml", random.Random(0)
     for _ in range(150):
-        content = bytearray(b'a: &a {b: 2001-01-01, c: !!int 3}\nd: [*a, 1e-3, !!float 2, 0x1f]\ne: {<<: *a, f: "\\u00e9"}\n')
+        content = bytearray(
+            b'a: &a {b: 2001-01-01, c: !!int 3}\nd: [*a, 1e-3, !!float 2, 0x1f]\ne: {<<: *a, f: "\\u00e9"}\n'
+        )
         for _ in range(3):
             content[rng.randrange(len(content))] = rng.randrange(256)
         path.write_bytes(content)

@@ -77,7 +77,9 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path):
 
 def test_git_ignores_what_a_killed_process_left(tmp_path):
     name = f"results/pretrain/nano/{leave_temporary(tmp_path).name}"
-    assert not subprocess.run(["git", "check-ignore", "--no-index", "-q", name], cwd=Path(__file__).parents[2]).returncode
+    assert not subprocess.run(
+        ["git", "check-ignore", "--no-index", "-q", name], cwd=Path(__file__).parents[2]
+    ).returncode
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_and_another_left_as_it_is(tmp_path):
@@ -103,7 +105,9 @@ def test_json_is_sorted_and_repeatable(tmp_path):
     assert list(json.loads((tmp_path / "a.json").read_text())) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("{", "not valid JSON"), ("", "not valid JSON")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("{", "not valid JSON"), ("", "not valid JSON")]
+)
 def test_bad_json_is_named(tmp_path, content, message):
     path = tmp_path / "a.json"
     if content is not None:
@@ -129,7 +133,12 @@ def test_records_refuse_missing_numbers_without_a_reason(tmp_path, metrics, mess
 
 
 def test_record_keeps_what_changes_from_run_to_run_apart(tmp_path):
-    metrics = {"top1_percent": None, "top1_percent_reason": "no GPU", "row": {"x": None, "reason": "out of memory"}, "n": 3}
+    metrics = {
+        "top1_percent": None,
+        "top1_percent_reason": "no GPU",
+        "row": {"x": None, "reason": "out of memory"},
+        "n": 3,
+    }
     contents = []
     for seconds in (1.0, 2.0):
         write_record(tmp_path, metrics, {"params": "abc"}, seconds)
@@ -140,7 +149,13 @@ def test_record_keeps_what_changes_from_run_to_run_apart(tmp_path):
 
 
 def test_scores_lie_apart_from_everything_else_and_are_read_with_it(tmp_path):
-    metrics = {"top1_percent": 90.5, "by_seed": [{"seed": 0}], "steps": 3, "top1_std_percent": None, "top1_std_percent_reason": "one seed"}
+    metrics = {
+        "top1_percent": 90.5,
+        "by_seed": [{"seed": 0}],
+        "steps": 3,
+        "top1_std_percent": None,
+        "top1_std_percent_reason": "one seed",
+    }
     identity = {"params": "abc"}
     for folder, scores in (("split", ("top1_percent", "not_measured")), ("whole", ())):
         write_record(tmp_path / folder, metrics, identity, 1.0, scores=scores)
@@ -253,7 +268,9 @@ def test_identity_holds_what_explains_a_number(checkout):
 
 
 def test_anyone_can_compute_the_code_hash_of_a_record_again(checkout):
-    found = make_identity(checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), device="cpu", dtype="fp32", backend="none")
+    found = make_identity(
+        checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), device="cpu", dtype="fp32", backend="none"
+    )
     assert found["code_modules"] == ["stages.report", "stages.train"]
     assert found["code_hash"] == hash_code(checkout, found["code_modules"])
     assert found["number_hash"] == hash_number(checkout, found["code_modules"])
@@ -263,7 +280,10 @@ def test_anyone_can_compute_the_code_hash_of_a_record_again(checkout):
     ("argv", "command"),
     [
         (["/usr/bin/repro", "pretrain", "--cell", "nano"], "repro pretrain --cell nano"),
-        (["/here/repro/__main__.py", "--debug", "efficiency", "--res", "224..1280"], "repro --debug efficiency --res 224..1280"),
+        (
+            ["/here/repro/__main__.py", "--debug", "efficiency", "--res", "224..1280"],
+            "repro --debug efficiency --res 224..1280",
+        ),
         (["repro", "data", "check", "a b"], "repro data check 'a b'"),
         (["repro", "evaluate", "--weights", "/here/.runs/w.pth"], "repro evaluate --weights .runs/w.pth"),
         (["repro", "evaluate", "--weights=/elsewhere/w.pth"], "repro evaluate --weights=.../w.pth"),
@@ -286,9 +306,14 @@ def test_a_process_notes_its_own_command_and_needs_no_torch(checkout):
         f"made = make_identity(Path({str(checkout)!r}), ['stages.train'], DigitsSettings(), device='cpu', dtype='uint8', backend='none');"
         "print(json.dumps([made, 'torch' in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     identity, has_torch = json.loads(done.stdout)
     assert identity["command"] == "repro toy --cell a" and "command_reason" not in identity
     assert not has_torch
     machine = identity["machine"]
-    assert machine["vector"] is machine["blas"] is machine["threads"] is None and machine["blas_reason"] == "made without PyTorch"
+    assert (
+        machine["vector"] is machine["blas"] is machine["threads"] is None
+        and machine["blas_reason"] == "made without PyTorch"
+    )

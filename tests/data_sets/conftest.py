@@ -8,7 +8,9 @@ CLASSES = {"ant": 5, "bee": 9, "cat": 6}
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small tree of class folders: 20 train and 20 val images of 16x16, each with a grey value of 10 times its place in sorted order."""
+    """A small tree of class folders: 20 train and 20 val images of 16x16, each with a grey value of 10 times its place
+    in sorted order.
+    """
     folder = tmp_path / "set"
     for split in ("train", "val"):
         place = 0

@@ -10,7 +10,10 @@ from repro.core.errors import UserError
 from repro.data.ade20k import AdePairs
 
 RNG = np.random.default_rng(0)
-STEMS = {"training": ["ADE_train_00000001", "ADE_train_00000002", "ADE_train_00000003"], "validation": ["ADE_val_00000001"]}
+STEMS = {
+    "training": ["ADE_train_00000001", "ADE_train_00000002", "ADE_train_00000003"],
+    "validation": ["ADE_val_00000001"],
+}
 HEADING = "Idx\tRatio\tTrain\tVal\t\tName\n"
 
 
@@ -25,8 +28,12 @@ def root(tmp_path):
         for part in ("images", "annotations"):
             (tmp_path / part / split).mkdir(parents=True)
         for stem in stems:
-            Image.fromarray(RNG.integers(256, size=(4, 6, 3), dtype=np.uint8)).save(tmp_path / f"images/{split}/{stem}.jpg")
-            Image.fromarray(RNG.integers(151, size=(4, 6), dtype=np.uint8)).save(tmp_path / f"annotations/{split}/{stem}.png")
+            Image.fromarray(RNG.integers(256, size=(4, 6, 3), dtype=np.uint8)).save(
+                tmp_path / f"images/{split}/{stem}.jpg"
+            )
+            Image.fromarray(RNG.integers(151, size=(4, 6), dtype=np.uint8)).save(
+                tmp_path / f"annotations/{split}/{stem}.png"
+            )
     (tmp_path / "objectInfo150.txt").write_text(names(150))
     (tmp_path / "images/training/.hidden.jpg").write_text("x")
     (tmp_path / "images/training/notes.txt").write_text("x")

@@ -127,15 +127,35 @@ TREE_FAULTS = {
     # the link and the count
     "link to nothing": (lambda r: [first(r).unlink(), nowhere(r)], 2, "nowhere.JPEG: this link is broken; remove it"),
     "empty file": (lambda r: first(r, "val").write_bytes(b""), 1, "is empty; get it again"),
-    "a web page": (lambda r: first(r).write_text("<html>denied</html>"), 1, "unreadable image (not in any image format)"),
+    "a web page": (
+        lambda r: first(r).write_text("<html>denied</html>"),
+        1,
+        "unreadable image (not in any image format)",
+    ),
     # the folder is empty, and classes and images are too few
-    "empty class": (lambda r: [f.unlink() for f in (r / "train" / WNIDS[1]).iterdir()], 3, "train/n01443537: holds no image"),
+    "empty class": (
+        lambda r: [f.unlink() for f in (r / "train" / WNIDS[1]).iterdir()],
+        3,
+        "train/n01443537: holds no image",
+    ),
     # val has two classes instead of three and 4 of 6 images, and train has one class more
-    "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "class 'n01484850' is in train but not in val; every split needs"),
+    "no class": (
+        lambda r: shutil.rmtree(r / "val" / WNIDS[2]),
+        3,
+        "class 'n01484850' is in train but not in val; every split needs",
+    ),
     "count": (lambda r: first(r, "val").unlink(), 1, "val: 5 images, 6 expected; 2 in each class, but n01440764 1;"),
     # one in each split
-    "renamed": (lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")], 2, "val/tench: is not a class of imagenet;"),
-    "misplaced": (lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name), 1, "_0.JPEG: is named as an image of n0144"),
+    "renamed": (
+        lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")],
+        2,
+        "val/tench: is not a class of imagenet;",
+    ),
+    "misplaced": (
+        lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name),
+        1,
+        "_0.JPEG: is named as an image of n0144",
+    ),
     "wrong map": (rotate_val, 1, "val: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
     "loose": (lambda r: picture(r / "train" / "a.jpg"), 1, "train: holds 1 image outside of class folders"),
 }
@@ -199,7 +219,9 @@ def test_ten_are_named_and_the_rest_counted(imagenet):
 
 
 def test_the_sample(imagenet):
-    assert draw_sample({"train": 12, "val": 6}, Depth(sample=8)) == draw_sample({"train": 12, "val": 6}, Depth(sample=8))
+    assert draw_sample({"train": 12, "val": 6}, Depth(sample=8)) == draw_sample(
+        {"train": 12, "val": 6}, Depth(sample=8)
+    )
     sizes = {"train": 1000, "val": 100}
     lengths = [{s: len(c) for s, c in draw_sample(sizes, Depth(sample=n)).items()} for n in (0, 20, 500, 5000)]
     assert lengths == [{"train": 0, "val": 0}, {"train": 10, "val": 10}, {"train": 400, "val": 100}, sizes]
@@ -220,10 +242,16 @@ def test_digits(tmp_path):
     write_digits(tmp_path / "digits", DigitsSettings(image_size=16, tune_fraction=0.3))
     depth = Depth(sample=20)
     lines, errors, warnings = findings(check_digits, tmp_path / "digits", depth)
-    assert (errors, warnings) == (0, 0) and f"ok       {tmp_path / 'digits'}: 1,797 images in all splits together" in lines
+    assert (errors, warnings) == (
+        0,
+        0,
+    ) and f"ok       {tmp_path / 'digits'}: 1,797 images in all splits together" in lines
     next((tmp_path / "digits" / "tune" / "digit_3").iterdir()).unlink()
     lines, errors, _ = findings(check_digits, tmp_path / "digits", depth)
-    assert errors == 1 and "1,796 images in all splits together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
+    assert (
+        errors == 1
+        and "1,796 images in all splits together, 1,797 expected; remove the folder and run" in only(lines, "error")[0]
+    )
 
 
 def test_connect(tmp_path):
@@ -233,7 +261,10 @@ def test_connect(tmp_path):
     assert (errors, warnings) == (0, 0) and "ok       train: 3 pairs" in lines
     (root / "tune/joined/pair_00001.png").unlink()
     lines, errors, _ = findings(check_connect, root, Depth(full=True))
-    assert errors == 1 and "tune: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
+    assert (
+        errors == 1
+        and "tune: pair_00001.png is in one class alone; remove the folder and run" in only(lines, "error")[0]
+    )
 
 
 def test_a_folder_of_ones_own(imagenet):
@@ -250,7 +281,10 @@ def test_a_folder_of_ones_own(imagenet):
 
 # COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
 COCO_SMALL = CocoCounts(
-    images={"train": 3, "val": 2}, instances={"train": 4, "val": 2}, empty_boxes={"train": 1, "val": 0}, category_ids=frozenset({1, 2, 90})
+    images={"train": 3, "val": 2},
+    instances={"train": 4, "val": 2},
+    empty_boxes={"train": 1, "val": 0},
+    category_ids=frozenset({1, 2, 90}),
 )
 TRAIN_JSON = "annotations/instances_train2017.json"
 
@@ -265,7 +299,9 @@ def instance(number, image_id, category_id, box):
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
     root = tmp_path / "coco"
-    categories = [{"id": i, "name": n, "supercategory": "x"} for i, n in ((1, "person"), (2, "bicycle"), (90, "toothbrush"))]
+    categories = [
+        {"id": i, "name": n, "supercategory": "x"} for i, n in ((1, "person"), (2, "bicycle"), (90, "toothbrush"))
+    ]
     instances = {
         "train2017": [
             instance(11, 9, 1, (0.0, 0.0, 64.0, 48.0)),
@@ -281,7 +317,13 @@ def coco(tmp_path: Path) -> Path:
             name = f"{number:012d}.jpg"
             picture(root / split / name, (64, 48), seed=number)
             images.append({"file_name": name, "height": 48, "width": 64, "id": number, "license": 1})
-        content = {"info": {}, "licenses": [], "images": images, "annotations": instances[split], "categories": categories}
+        content = {
+            "info": {},
+            "licenses": [],
+            "images": images,
+            "annotations": instances[split],
+            "categories": categories,
+        }
         (root / "annotations").mkdir(exist_ok=True)
         (root / f"annotations/instances_{split}.json").write_text(json.dumps(content))
     return root
@@ -307,8 +349,14 @@ def test_a_complete_coco(coco):
         *(
             f"ok       annotations/instances_{split}.json: {text}"
             for split, texts in (
-                ("train2017", ("3 categories with ids of 1..90", "3 images", "4 instances", "2 of 3 images have targets")),
-                ("val2017", ("3 categories with ids of 1..90", "2 images", "2 instances", "2 of 2 images have targets")),
+                (
+                    "train2017",
+                    ("3 categories with ids of 1..90", "3 images", "4 instances", "2 of 3 images have targets"),
+                ),
+                (
+                    "val2017",
+                    ("3 categories with ids of 1..90", "2 images", "2 instances", "2 of 2 images have targets"),
+                ),
             )
             for text in texts
         ),
@@ -321,30 +369,70 @@ def test_coco_2017_is_known():
 
 
 COCO_FAULTS = {
-    "an image is missing": (lambda r: (r / "train2017/000000000025.jpg").unlink(), 1, "000000000025.jpg: no such file, instances_train"),
+    "an image is missing": (
+        lambda r: (r / "train2017/000000000025.jpg").unlink(),
+        1,
+        "000000000025.jpg: no such file, instances_train",
+    ),
     "an image is cut": (lambda r: cut(r / "train2017/000000000025.jpg"), 1, "000000000025.jpg: unreadable image ("),
-    "an image is empty": (lambda r: (r / "train2017/000000000025.jpg").write_bytes(b""), 1, "train2017/000000000025.jpg: is empty"),
+    "an image is empty": (
+        lambda r: (r / "train2017/000000000025.jpg").write_bytes(b""),
+        1,
+        "train2017/000000000025.jpg: is empty",
+    ),
     "JSON cut": (lambda r: cut(r / TRAIN_JSON), 1, f"{TRAIN_JSON}: is not valid JSON ("),
     "no JSON": (lambda r: (r / TRAIN_JSON).unlink(), 1, f"{TRAIN_JSON}: No such file or directory; unpack"),
-    "captions": (lambda r: (r / TRAIN_JSON).write_text('{"images": [], "annotations": []}'), 1, "has no list 'categories'"),
+    "captions": (
+        lambda r: (r / TRAIN_JSON).write_text('{"images": [], "annotations": []}'),
+        1,
+        "has no list 'categories'",
+    ),
     "a list": (lambda r: (r / TRAIN_JSON).write_text("[1, 2]"), 1, "has no list 'images'"),
-    "size": (change("images", 1, width=65), 1, "train2017/000000000025.jpg: is 64×48, instances_train2017.json says 65×48; boxes"),
+    "size": (
+        change("images", 1, width=65),
+        1,
+        "train2017/000000000025.jpg: is 64×48, instances_train2017.json says 65×48; boxes",
+    ),
     "turned": (change("images", 2, width=48, height=64), 1, "is 64×48, instances_train2017.json says 48×64 (turned"),
     # the row, and the number of remaining images
     "image twice": (change("images", 2, id=25), 2, "images[2] has id 25, as another one has"),
     # an id of the release is missing in the file, and so is the category of an instance
-    "categories": (change("categories", 2, id=80), 2, "3 categories (unknown id 80, no id 90), 3 expected with ids of 1..90"),
-    "category of an instance": (change("annotations", 1, category_id=3), 1, "annotation 12 has category_id 3, which is not in the file"),
-    "no such image": (change("annotations", 1, image_id=7), 1, "annotation 12 has image_id 7, which is not in the file"),
-    "box outside": (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), 1, "boxes that leave their images: 1, none in the original"),
+    "categories": (
+        change("categories", 2, id=80),
+        2,
+        "3 categories (unknown id 80, no id 90), 3 expected with ids of 1..90",
+    ),
+    "category of an instance": (
+        change("annotations", 1, category_id=3),
+        1,
+        "annotation 12 has category_id 3, which is not in the file",
+    ),
+    "no such image": (
+        change("annotations", 1, image_id=7),
+        1,
+        "annotation 12 has image_id 7, which is not in the file",
+    ),
+    "box outside": (
+        change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]),
+        1,
+        "boxes that leave their images: 1, none in the original",
+    ),
     "box left of it": (change("annotations", 0, bbox=[-2, 0, 5, 5]), 1, "boxes that leave their images: 1"),
     "box is no number": (change("annotations", 0, bbox=[float("nan"), 0, 5, 5]), 1, "is not valid JSON (NaN"),
-    "no box": (change("annotations", 3, bbox=None), 1, "annotations[3] is malformed, it needs id, image_id, category_id, bbox"),
+    "no box": (
+        change("annotations", 3, bbox=None),
+        1,
+        "annotations[3] is malformed, it needs id, image_id, category_id, bbox",
+    ),
     "half a box": (change("annotations", 3, bbox=[1, 2]), 1, "annotation 14 is malformed (not enough values"),
     "no mask": (change("annotations", 3, segmentation=[]), 1, "annotation 14 has no segmentation"),
     "instance twice": (change("annotations", 3, id=13), 1, "annotations[3] has id 13, as another one has"),
     "images one level deeper": (
-        lambda r: [(r / "train2017").rename(r / "x"), (r / "train2017").mkdir(), (r / "x").rename(r / "train2017" / "train2017")],
+        lambda r: [
+            (r / "train2017").rename(r / "x"),
+            (r / "train2017").mkdir(),
+            (r / "x").rename(r / "train2017" / "train2017"),
+        ],
         1 + 3,
         "train2017: has no images, only the folder train2017/; move the images up",
     ),
@@ -378,7 +466,10 @@ def test_boxes_without_area_are_known_in_the_original(coco):
 def test_a_box_that_leaves_its_image_is_named(coco):
     change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5])(coco)
     lines, _, warnings = findings(check_coco, coco, expected=COCO_SMALL)
-    assert warnings == 1 and "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves its image of 64×48; training" in only(lines, "warning")[0]
+    assert (
+        warnings == 1
+        and "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves its image of 64×48; training" in only(lines, "warning")[0]
+    )
 
 
 def test_images_beside_the_annotations_are_a_warning(coco):
@@ -407,7 +498,9 @@ def ade(tmp_path: Path) -> Path:
             name = f"ADE_{short}_{number:08d}"
             picture(root / "images" / split / f"{name}.jpg", (40, 30), seed=number)
             label_map(root / "annotations" / split / f"{name}.png", (40, 30), [0, 1, 6, 13, 150])
-    (root / "objectInfo150.txt").write_text("Idx\tName\n" + "".join(f"{number}\tthing {number}\n" for number in range(1, 151)))
+    (root / "objectInfo150.txt").write_text(
+        "Idx\tName\n" + "".join(f"{number}\tthing {number}\n" for number in range(1, 151))
+    )
     return root
 
 
@@ -435,9 +528,17 @@ ADE_FAULTS = {
     "label cut": (lambda r: cut(r / LABEL), 1, f"{LABEL}: unreadable image ("),
     "label empty": (lambda r: (r / LABEL).write_bytes(b""), 1, f"{LABEL}: is empty"),
     "size": (lambda r: label_map(r / LABEL, (30, 40), [0, 1]), 1, f"{LABEL}: is 30×40, its image 40×30"),
-    "colours": (lambda r: Image.open(r / LABEL).convert("RGB").save(r / LABEL), 1, f"{LABEL}: label map of mode RGB, one channel"),
+    "colours": (
+        lambda r: Image.open(r / LABEL).convert("RGB").save(r / LABEL),
+        1,
+        f"{LABEL}: label map of mode RGB, one channel",
+    ),
     "palette": (lambda r: Image.open(r / LABEL).convert("P").save(r / LABEL), 1, f"{LABEL}: label map of mode P"),
-    "16 bits": (lambda r: Image.fromarray(np.full((30, 40), 7, np.uint16)).save(r / LABEL), 1, f"{LABEL}: label map of mode I;16"),
+    "16 bits": (
+        lambda r: Image.fromarray(np.full((30, 40), 7, np.uint16)).save(r / LABEL),
+        1,
+        f"{LABEL}: label map of mode I;16",
+    ),
     "another release": (
         lambda r: label_map(r / LABEL, (40, 30), [0, 151, 251]),
         1,
@@ -449,7 +550,11 @@ ADE_FAULTS = {
         f"{LABEL}: holds label 255, at most 150 expected; labels were already shifted down by one",
     ),
     "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
-    "no classes": (lambda r: (r / "objectInfo150.txt").unlink(), 1, "expected one file objectInfo<K>.txt with the names of the classes"),
+    "no classes": (
+        lambda r: (r / "objectInfo150.txt").unlink(),
+        1,
+        "expected one file objectInfo<K>.txt with the names of the classes",
+    ),
     "other classes": (
         lambda r: (r / "objectInfo150.txt").write_text("Idx\n1\twall\n3\tsky\n"),
         1,
@@ -480,7 +585,10 @@ def touch(path: Path) -> None:
         (["index_ade20k.mat", "images/training/a/abbey/ADE_train_00000001.jpg"], "index_ade20k.mat"),
         (["images/ADE/training/urban/street/ADE_train_00000001.jpg"], "images/ADE/"),
         (["images/training/a/abbey/ADE_train_00000001_seg.png"], "folders by scene: images/training/a/"),
-        (["images/training/ADE_train_00000001.jpg", "images/training/ADE_train_00000001_seg.png"], "ADE_train_00000001_seg.png"),
+        (
+            ["images/training/ADE_train_00000001.jpg", "images/training/ADE_train_00000001_seg.png"],
+            "ADE_train_00000001_seg.png",
+        ),
     ],
 )
 def test_the_full_ade20k_is_recognised(tmp_path, files, evidence):

@@ -72,7 +72,9 @@ def places(width=WIDTH, height=HEIGHT):
 
 
 def content():
-    """Image 12 has one target of each form and all sorts of non-targets; 5 has nothing; 30 is portrait; 31 too small; 40 has a crowd."""
+    """Image 12 has one target of each form and all sorts of non-targets; 5 has nothing; 30 is portrait; 31 too small;
+    40 has a crowd.
+    """
     return {
         "images": [image(12), image(5), image(30, 36, 50), image(31, 40, 31), image(40)],
         "annotations": [
@@ -200,13 +202,13 @@ def test_flips_are_as_often_as_they_should_be(root):
 
 
 def test_crops_by_hand(root):
-    """A resize to a short side of 40, which this image has; a crop of 16 to 24 pixels each way; an enlargement that shows the pixels."""
+    """A resize to a short side of 40, which this image has; a crop of 16 to 24 pixels each way; an enlargement that
+    shows the pixels.
+    """
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
-    boxes, masks = (
-        np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]),
-        [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)],
-    )
+    boxes = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]])
+    masks = [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)]
     seen, crops, sides = set(), 0, set()
     for epoch in range(120):
         pixels, target = dataset[(epoch, 0)]
@@ -249,7 +251,10 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
     settings = same_size(hflip=0.5, crop_min_size=(40, 50), crop_size=(16, 24), min_size=(20, 30, 40))
     one, again, other = (detection(root, settings, training=True, seed=seed) for seed in (1, 1, 2))
     torch.manual_seed(3)
-    drawn = [[pixels.sum().item() for pixels, _ in (dataset[(epoch, 0)] for epoch in range(8))] for dataset in (one, again, other)]
+    drawn = [
+        [pixels.sum().item() for pixels, _ in (dataset[(epoch, 0)] for epoch in range(8))]
+        for dataset in (one, again, other)
+    ]
     state = torch.get_rng_state()
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 4
     one[(3, 1)]
@@ -262,7 +267,8 @@ def test_loaders_batch_lists(root, workers):
     val = EvalLoader(detection(root), batch_size=2, workers=workers)
     try:
         ((images, targets),) = train.batches(0)
-        assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}  # 50 x 36 with a short side of 40
+        # 50 x 36 with a short side of 40
+        assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}
         assert sorted(target["image_id"] for target in targets) == [12, 30] and sorted(train.files(0, 0)) == [
             "000000000012.png",
             "000000000030.png",
@@ -342,8 +348,14 @@ def drop(name, place, key):
         (change(annotations={2: {"bbox": [10**400, 2, 3, 4]}}), "annotation 3 is malformed"),
         (change(annotations={2: {"segmentation": polygon(0, 0, 1e9, 9)}}), "annotation 3 is malformed"),
         (change(annotations={2: {"segmentation": [["a"] * 6]}}), "annotation 3 is malformed"),
-        (change(annotations={2: {"segmentation": {"size": [50, 36], "counts": [1800, -1, 1]}}}), "annotation 3 is malformed"),
-        (change(annotations={2: {"segmentation": {"size": [50, 36], "counts": "oooooooo"}}}), "annotation 3 is malformed"),
+        (
+            change(annotations={2: {"segmentation": {"size": [50, 36], "counts": [1800, -1, 1]}}}),
+            "annotation 3 is malformed",
+        ),
+        (
+            change(annotations={2: {"segmentation": {"size": [50, 36], "counts": "oooooooo"}}}),
+            "annotation 3 is malformed",
+        ),
         (change(annotations={1: {"segmentation": runs(block(0, 0, 8, 40, 50, 50))}}), "annotation 2 is malformed"),
         (change(images={1: {"width": 1e300}}), r"images\[1\] is malformed"),
         (change(images={1: {"width": -3}}), r"images\[1\] is malformed"),
@@ -365,21 +377,31 @@ def test_bad_annotations_are_refused_by_name(root, spoil, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("", "is not valid JSON"), ('{"images": [', "is not valid JSON"), ("[]", "has no list 'images'")],
+    [
+        (None, "No such file"),
+        ("", "is not valid JSON"),
+        ('{"images": [', "is not valid JSON"),
+        ("[]", "has no list 'images'"),
+    ],
 )
 def test_bad_files_are_refused_by_name(root, text, message):
     file = root / "annotations/instances_train2017.json"
     file.unlink()
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UserError, match=rf"instances_train2017\.json: {message}.*; unpack annotations_trainval2017\.zip again"):
+    with pytest.raises(
+        UserError, match=rf"instances_train2017\.json: {message}.*; unpack annotations_trainval2017\.zip again"
+    ):
         read_instances(root, "train")
 
 
 def test_missing_images_are_refused_by_name(root):
     for number in (5, 30):
         (root / f"train2017/{number:012d}.png").unlink()
-    with pytest.raises(UserError, match=r"train2017/000000000005\.png: no such file, .* \(and 1 more like this\); unpack train2017\.zip"):
+    with pytest.raises(
+        UserError,
+        match=r"train2017/000000000005\.png: no such file, .* \(and 1 more like this\); unpack train2017\.zip",
+    ):
         read_instances(root, "train")
     for path in (root / "train2017").iterdir():
         path.unlink()
@@ -391,7 +413,9 @@ def test_missing_images_are_refused_by_name(root):
 def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):
     write(tmp_path, {**content(), "annotations": []})
     assert len(detection(tmp_path)) == 5
-    with pytest.raises(UserError, match=r"instances_train2017\.json: none of its 5 images has an instance to learn from"):
+    with pytest.raises(
+        UserError, match=r"instances_train2017\.json: none of its 5 images has an instance to learn from"
+    ):
         detection(tmp_path, training=True)
 
 
@@ -404,7 +428,9 @@ def cut(root, file):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("spoil", "message"), [(other_size, r"is 40×60, instances_train2017\.json says 60×40"), (cut, "unreadable image")])
+@pytest.mark.parametrize(
+    ("spoil", "message"), [(other_size, r"is 40×60, instances_train2017\.json says 60×40"), (cut, "unreadable image")]
+)
 def test_what_shows_when_read_is_one_line_in_the_main_process(root, spoil, message, workers):
     file = root / "train2017/000000000012.png"
     spoil(root, file)
@@ -417,7 +443,9 @@ def test_what_shows_when_read_is_one_line_in_the_main_process(root, spoil, messa
         loader.close()
 
 
-@pytest.mark.parametrize("changes", [{"min_size": ()}, {"min_size": (900,), "max_size": 800}, {"crop_size": (300,)}, {"crop_size": (5, 4)}])
+@pytest.mark.parametrize(
+    "changes", [{"min_size": ()}, {"min_size": (900,), "max_size": 800}, {"crop_size": (300,)}, {"crop_size": (5, 4)}]
+)
 def test_impossible_settings(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         DetectionTransformSettings(**changes)

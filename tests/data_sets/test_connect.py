@@ -33,7 +33,10 @@ PLAIN = TransformSettings(image_size=96, crop_pct=1.0)
 
 def pairs(settings: ConnectSettings, split: str, number: int) -> np.ndarray:
     """(number, 2, S, S): the first pairs of a split; images of `apart` first."""
-    rngs = (np.random.Generator(np.random.PCG64((settings.seed, ("train", "tune", "test").index(split), i))) for i in range(number))
+    rngs = (
+        np.random.Generator(np.random.PCG64((settings.seed, ("train", "tune", "test").index(split), i)))
+        for i in range(number)
+    )
     return np.stack([draw_pair(rng, settings) for rng in rngs])
 
 
@@ -81,7 +84,9 @@ def test_files_depend_on_the_settings_alone(tmp_path):
     assert len({first[name] for name in images}) == len(images), "no two splits have an image in common"
 
 
-@pytest.mark.parametrize(("settings", "number"), [(KEPT, 150), (HARD, 20), (ConnectSettings(**SMALL), 100)], ids=["kept", "hard", "small"])
+@pytest.mark.parametrize(
+    ("settings", "number"), [(KEPT, 150), (HARD, 20), (ConnectSettings(**SMALL), 100)], ids=["kept", "hard", "small"]
+)
 def test_both_classes_have_the_same_of_everything_but_the_connection(settings, number):
     arms = set()
     for apart, joined in pairs(settings, "train", number):
@@ -91,7 +96,9 @@ def test_both_classes_have_the_same_of_everything_but_the_connection(settings, n
         assert (one, one_joined) == (False, True)
         assert curves == curves_joined == 2 + 2 * settings.distractors
         assert dashes == dashes_joined and np.array_equal(middles, middles_joined)
-        assert np.array_equal(np.bincount(apart.ravel(), minlength=256), np.bincount(joined.ravel(), minlength=256)), "ink"
+        assert np.array_equal(np.bincount(apart.ravel(), minlength=256), np.bincount(joined.ravel(), minlength=256)), (
+            "ink"
+        )
         arms.add(dashes)
     if not settings.distractors:  # four arms and two bends
         assert arms == {4 * length + 2 for length in range(settings.dashes[0], settings.dashes[1] + 1)}
@@ -153,7 +160,11 @@ def test_curves_are_longer_than_the_window_of_the_local_model():
         assert dashes * (settings.dash_px + settings.gap_px) - settings.gap_px > 2 * 17
 
 
-CELL = {"kind": "connect", "expected": {"classes": 2, "train": 12, "tune": 4, "test": 8}, "curves": SMALL | {"dashes": [1, 2]}}
+CELL = {
+    "kind": "connect",
+    "expected": {"classes": 2, "train": 12, "tune": 4, "test": 8},
+    "curves": SMALL | {"dashes": [1, 2]},
+}
 
 
 def prepare_small(folder: Path):
@@ -179,12 +190,15 @@ def test_stage_writes_it_and_training_writes_it_again(tmp_path):
 def test_both_images_of_a_pair_are_in_one_batch(tmp_path):
     cell = prepare_small(tmp_path)
     tree = cell.open_tree()
-    loader = TrainLoader(ImageFolder(tree, "train", eval_transform(PLAIN)), batch_size=4, seed=0, groups=cell.groups(tree))
+    loader = TrainLoader(
+        ImageFolder(tree, "train", eval_transform(PLAIN)), batch_size=4, seed=0, groups=cell.groups(tree)
+    )
     seen = []
     for number in range(3):
         files = [Path(name) for name in loader.files(0, number)]
         assert all(
-            a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"} for a, b in zip(files[::2], files[1::2], strict=True)
+            a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"}
+            for a, b in zip(files[::2], files[1::2], strict=True)
         )
         seen += files
     assert len(set(seen)) == 12
@@ -209,7 +223,8 @@ def test_bad_settings(changes, message):
 @pytest.mark.parametrize("changes", [{"dashes": (7, 7)}, {"distractors": 9}])
 def test_curves_that_do_not_fit(changes, tmp_path):
     with pytest.raises(
-        UserError, match=r"do not fit into 96 pixels after 40 attempts; take fewer distractors, fewer or shorter dashes, or a larger"
+        UserError,
+        match=r"do not fit into 96 pixels after 40 attempts; take fewer distractors, fewer or shorter dashes, or a larger",
     ):
         write_connect(tmp_path / "connect", ConnectSettings(**SMALL | changes))
     assert not os.listdir(tmp_path)

@@ -24,7 +24,11 @@ from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import ExpectedCounts, ScenesSettings
 
 SMALL = ScenesSettings(train=6, tune=2, test=3)
-CELL = {"kind": "scenes", "expected": {"classes": 13, "train": 6, "tune": 2, "test": 3}, "draw": {"train": 6, "tune": 2, "test": 3}}
+CELL = {
+    "kind": "scenes",
+    "expected": {"classes": 13, "train": 6, "tune": 2, "test": 3},
+    "draw": {"train": 6, "tune": 2, "test": 3},
+}
 
 
 def cell(root, manifest: Manifest) -> DataCell:
@@ -39,7 +43,9 @@ def scenes(tmp_path):
 
 @pytest.fixture
 def published(scenes):
-    """The parts of scenes as a COCO and an ADE20K have them, with a val in place of test; tune is left over, and nothing reads it."""
+    """The parts of scenes as a COCO and an ADE20K have them, with a val in place of test; tune is left over, and
+    nothing reads it.
+    """
     for test, val in (
         ("coco/test2017", "coco/val2017"),
         ("coco/annotations/instances_test2017.json", "coco/annotations/instances_val2017.json"),
@@ -58,7 +64,12 @@ def test_scenes_end_to_end_and_again(tmp_path):
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
     assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
     metrics = read_json(folder / "metrics.json")["metrics"]
-    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (13, 6, 2, 3)
+    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (
+        13,
+        6,
+        2,
+        3,
+    )
     assert metrics["departures"] == 0
     manifest = read_manifest(folder / "manifest.json")
     assert manifest.generated == SMALL and list(manifest.splits["train"].folders) == [
@@ -70,7 +81,10 @@ def test_scenes_end_to_end_and_again(tmp_path):
     root = runtime.data_root(paths, "scenes")
     shutil.rmtree(root)
     prepared = open_cell(paths, runtime, "scenes")
-    assert len(prepared.open_instances("train").names) == 6 and prepared.open_instances("train").folder == root / "coco/train2017"
+    assert (
+        len(prepared.open_instances("train").names) == 6
+        and prepared.open_instances("train").folder == root / "coco/train2017"
+    )
     assert len(prepared.open_pairs("test")) == 3
 
 
@@ -143,12 +157,24 @@ def remove_pair(root):
 @pytest.mark.parametrize(
     ("spoil", "part", "message"),
     [
-        (change_image, "coco", r"coco/tune2017: a file was changed or renamed \(1 such difference\); remove .*scenes and"),
+        (
+            change_image,
+            "coco",
+            r"coco/tune2017: a file was changed or renamed \(1 such difference\); remove .*scenes and",
+        ),
         (change_label, "ade20k", r"annotations/testing: a file was changed or renamed \(1 such difference\)"),
-        (remove_image, "coco", r"coco/train2017: 5 images, the manifest has 6 \(1 such difference\); remove .*scenes and"),
+        (
+            remove_image,
+            "coco",
+            r"coco/train2017: 5 images, the manifest has 6 \(1 such difference\); remove .*scenes and",
+        ),
         (cut_image, "coco", r"coco/train2017: \d+ bytes in 6 images, the manifest has \d+: a file was changed or cut"),
         (cut_label, "ade20k", r"annotations/testing: \d+ bytes in 3 images, .* cut short \(1 such difference\)"),
-        (edit_annotations, "coco", r"instances_test2017\.json: this annotation file differs from the one in the manifest"),
+        (
+            edit_annotations,
+            "coco",
+            r"instances_test2017\.json: this annotation file differs from the one in the manifest",
+        ),
         (remove_annotations, "coco", r"instances_test2017\.json: No such file"),
         (remove_pair, "ade20k", r"images/training: 5 images, the manifest has 6 \(2 such differences\)"),
     ],
@@ -174,13 +200,17 @@ def test_categories_must_be_the_same_in_every_split(scenes):
     content = json.loads(file.read_text())
     content["categories"][0]["name"] = "zero"
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"instances_test2017\.json: has other categories than instances_train2017\.json"):
+    with pytest.raises(
+        UserError, match=r"instances_test2017\.json: has other categories than instances_train2017\.json"
+    ):
         scan_manifest(scenes, "scenes", SMALL)
 
 
 def test_kinds_are_not_taken_for_one_another(scenes, root):
     folders = cell(root, scan_manifest(root, "folder"))
-    with pytest.raises(UserError, match=r"prepare_data\.mine: folder is not laid out as coco; choose a cell of kind scenes or coco"):
+    with pytest.raises(
+        UserError, match=r"prepare_data\.mine: folder is not laid out as coco; choose a cell of kind scenes or coco"
+    ):
         folders.open_instances("train")
     manifest = scan_manifest(scenes, "scenes", SMALL)
     with pytest.raises(

@@ -50,7 +50,9 @@ def test_tune_is_the_split_on_which_the_recipe_was_chosen(tmp_path, test_fractio
         members = rng.permutation(np.flatnonzero(truth == digit))
         first_fifth |= set(members[: round(0.2 * len(members))].tolist())
     assert scans["tune"] == first_fifth
-    assert tuple(map(len, scans.values())) == sizes and len(set.union(*scans.values())) == 1797, "no scan is in two splits"
+    assert tuple(map(len, scans.values())) == sizes and len(set.union(*scans.values())) == 1797, (
+        "no scan is in two splits"
+    )
 
 
 def test_images_show_the_scans(tmp_path):

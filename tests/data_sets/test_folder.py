@@ -59,7 +59,9 @@ def pets(tmp_path: Path) -> Path:
 def prepared(tmp_path: Path, cells: dict[str, Path], expected: dict | None = None):
     paths, runtime = Paths(tmp_path), Runtime(data_roots={name: str(root) for name, root in cells.items()})
     for name in cells:
-        prepare(build(PrepareData, {"kind": "folder", "expected": expected}, f"prepare_data.{name}"), paths, runtime, name)
+        prepare(
+            build(PrepareData, {"kind": "folder", "expected": expected}, f"prepare_data.{name}"), paths, runtime, name
+        )
     return [open_cell(paths, runtime, name) for name in cells]
 
 
@@ -80,7 +82,9 @@ def test_every_sort_of_picture_is_read_as_opencv_reads_it(pets, tmp_path):
         # decoders of JPEG round differently, and convert CMYK without a colour profile differently
         limit = {"print.jpeg": 12}.get(path.name, 2 if path.suffix.lower() == ".jpg" else 0)
         assert np.abs(ours.permute(1, 2, 0).numpy().astype(int) - theirs).max() <= limit, path.name
-    assert {tuple(dataset[(0, index)][0].shape[1:]) for index in range(10)} == {(24, 16), (16, 24)}, "two pictures are turned by 90 degrees"
+    assert {tuple(dataset[(0, index)][0].shape[1:]) for index in range(10)} == {(24, 16), (16, 24)}, (
+        "two pictures are turned by 90 degrees"
+    )
 
 
 def test_batches_of_training_and_of_evaluation(pets, tmp_path):
@@ -102,7 +106,10 @@ def test_the_manifest_takes_the_folder_as_it_is(pets, tmp_path):
     assert manifest.classes == {"cat": 0, "dog": 1, "guinea pig": 2}
     assert [split.images for split in manifest.splits.values()] == [30, 3]
     (pets / "train/dog/colour.png").unlink()
-    with pytest.raises(UserError, match="train/dog: 9 images, the manifest has 10 .*run `repro prepare-data` to accept the data as it is"):
+    with pytest.raises(
+        UserError,
+        match="train/dog: 9 images, the manifest has 10 .*run `repro prepare-data` to accept the data as it is",
+    ):
         cell.open_tree()
 
 
@@ -135,4 +142,8 @@ def test_an_image_without_a_range_of_values_is_named(pets, tmp_path):
     Image.fromarray(RAMP.astype(np.int32)).save(file, "TIFF")  # Pillow goes by the content
     (cell,) = prepared(tmp_path, {"pets": pets})
     with pytest.raises(UserError, match=r"val/cat/colour\.png: unreadable image"):
-        list(EvalLoader(ImageFolder(cell.open_tree(), "val", eval_transform(TransformSettings(image_size=16))), batch_size=4))
+        list(
+            EvalLoader(
+                ImageFolder(cell.open_tree(), "val", eval_transform(TransformSettings(image_size=16))), batch_size=4
+            )
+        )

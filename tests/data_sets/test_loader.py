@@ -65,7 +65,9 @@ def loader_of():
 def test_evaluation_sees_every_sample_once_with_its_label(root, loader_of, workers, world_size):
     seen = []
     for rank in range(world_size):
-        loader = loader_of(EvalLoader, evaluation(root), batch_size=3, workers=workers, rank=rank, world_size=world_size)
+        loader = loader_of(
+            EvalLoader, evaluation(root), batch_size=3, workers=workers, rank=rank, world_size=world_size
+        )
         for repetition in range(2):
             mine = [pair for images, targets in loader for pair in zip(places(images), targets.tolist())]
             assert len(mine) in (20 // world_size, 20 // world_size + 1)
@@ -281,7 +283,9 @@ def test_flipping_is_a_parameter(hflip, flipped):
     assert sum(bool(tensor[0, 8, 0] < tensor[0, 8, 15]) for tensor in results) == flipped
 
 
-@pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "rand-m5-n1", "rand-mstdinf", "rand-m9-tweights", "rand-mmax20-p0.3"])
+@pytest.mark.parametrize(
+    "text", ["rand-m9-mstd0.5-inc1", "rand-m5-n1", "rand-mstdinf", "rand-m9-tweights", "rand-mmax20-p0.3"]
+)
 def test_randaugment_strings_that_timm_takes(text):
     train_transform(TransformSettings(image_size=16, auto_augment=text))(Image.new("RGB", (20, 20)))
 
@@ -324,11 +328,17 @@ def test_bad_transform_settings(field, value):
 
 
 def test_preprocessing_travels_with_weights_and_is_read_from_timm():
-    settings = TransformSettings(image_size=48, scale=(0.5, 1.0), interpolation="bilinear", crop_pct=0.9, mean=(0.1, 0.2, 0.3))
+    settings = TransformSettings(
+        image_size=48, scale=(0.5, 1.0), interpolation="bilinear", crop_pct=0.9, mean=(0.1, 0.2, 0.3)
+    )
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 50, 3), dtype=np.uint8))
     again = TransformSettings.from_preprocessing(settings.preprocessing())
     assert torch.equal(eval_transform(again)(picture), eval_transform(settings)(picture))
-    assert eval_transform(TransformSettings.from_preprocessing(settings.preprocessing(), 32))(picture).shape == (3, 32, 32)
+    assert eval_transform(TransformSettings.from_preprocessing(settings.preprocessing(), 32))(picture).shape == (
+        3,
+        32,
+        32,
+    )
     config = timm.get_pretrained_cfg("deit_tiny_patch16_224.fb_in1k").to_dict()
     theirs = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=config))
     settings = TransformSettings.from_preprocessing(config)
@@ -337,7 +347,9 @@ def test_preprocessing_travels_with_weights_and_is_read_from_timm():
 
 
 def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
-    """As in the paper's recipe: after normalisation, each value of the rectangle is N(0, 1), in images chosen with `re_prob`."""
+    """As in the paper's recipe: after normalisation, each value of the rectangle is N(0, 1), in images chosen with
+    `re_prob`.
+    """
     settings, cpu = TransformSettings(image_size=32, re_prob=0.25), torch.device("cpu")
     images = torch.randint(0, 256, (400, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     plain = ToInput(settings, cpu)(images)
@@ -352,7 +364,8 @@ def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
         rows, columns = mask.any(dim=1).nonzero().flatten(), mask.any(dim=0).nonzero().flatten()
         inside = image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         assert mask.sum() == inside[0].numel(), "not a filled rectangle"
-        assert 0.01 * 1024 <= inside[0].numel() <= 0.36 * 1024  # a share of 0.02 to 1/3, rounded to whole rows and columns
+        # a share of 0.02 to 1/3, rounded to whole rows and columns
+        assert 0.01 * 1024 <= inside[0].numel() <= 0.36 * 1024
         noise.append(inside.flatten())
     noise = torch.cat(noise)
     assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
@@ -364,7 +377,9 @@ def test_pairs_of_one_group_cover_everything_once(world_size):
     ranks = [TrainOrder(12, 4 // world_size, 5, rank, world_size, groups) for rank in range(world_size)]
     epochs = []
     for epoch in range(6):
-        batches = [list(itertools.chain(*parts)) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)]
+        batches = [
+            list(itertools.chain(*parts)) for parts in zip(*(order.batches(epoch, 0) for order in ranks), strict=True)
+        ]
         flat = [index for batch in batches for _, index in batch]
         assert sorted(flat) == list(range(12)) and all(number == epoch for batch in batches for number, _ in batch)
         # 6, 5 and 1 make five pairs, and the two samples that remain make a sixth at the end

@@ -204,7 +204,9 @@ def test_a_changed_byte_is_noticed_where_the_project_wrote_the_data(root, tmp_pa
     written, own = scan_manifest(tmp_path / "digits", "digits", SMALL), scan_manifest(root, "folder")
     change_a_byte(next((tmp_path / "digits/tune/digit_3").iterdir()))
     change_a_byte(next((root / "val/bee").iterdir()))
-    with pytest.raises(UserError, match=r"tune/digit_3: a file was changed or renamed \(1 such difference\); remove .*digits and run"):
+    with pytest.raises(
+        UserError, match=r"tune/digit_3: a file was changed or renamed \(1 such difference\); remove .*digits and run"
+    ):
         cell(tmp_path / "digits", written).open_tree()
     cell(root, own).open_tree()  # of others' data, names and sizes are compared
 
@@ -224,7 +226,10 @@ def test_a_data_set_of_the_user_is_not_invented(root, tmp_path):
         ("[]", "expected a mapping"),
         ('{"kind": "digits"}', "classes: missing"),
         ('{"kind": "digit"}', "digit' is not one of digits, .*; did you mean 'digits'"),
-        ('{"kind": "digits", "generated": {"image_side": 16}}', r"generated\.image_side: unknown key; did you mean 'image_size'"),
+        (
+            '{"kind": "digits", "generated": {"image_side": 16}}',
+            r"generated\.image_side: unknown key; did you mean 'image_size'",
+        ),
     ],
 )
 def test_damaged_manifest(tmp_path, text, message):

@@ -57,7 +57,9 @@ def test_cmyk_becomes_rgb(tmp_path):
     assert np.abs(read_pixels(tmp_path / "image.jpg").mean(axis=(0, 1)) - (200, 60, 20)).max() < 4
 
 
-@pytest.mark.parametrize("content", ["TIFF", "GIF", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"])
+@pytest.mark.parametrize(
+    "content", ["TIFF", "GIF", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"]
+)
 def test_no_other_decoder_sees_a_file(tmp_path, monkeypatch, content):
     path = tmp_path / "image.jpg"
     Image.new("L", (4, 4)).save(path, content) if isinstance(content, str) else path.write_bytes(content)
@@ -66,7 +68,8 @@ def test_no_other_decoder_sees_a_file(tmp_path, monkeypatch, content):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [((13000, 13000), "13000×13000 .*runtime.max_pixels.* 80,000,000"), ((102, 2), "102×2 .*50 times")]
+    ("size", "message"),
+    [((13000, 13000), "13000×13000 .*runtime.max_pixels.* 80,000,000"), ((102, 2), "102×2 .*50 times")],
 )
 def test_a_large_or_oblong_image_is_refused_by_its_header(tmp_path, monkeypatch, size, message):
     path = tmp_path / "image.png"

@@ -22,7 +22,9 @@ from repro.data.settings import DigitsSettings, ScenesSettings
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 HARD, CALM = (
-    dataclasses.replace(load_section(PrepareData, PROFILES / f"{profile}.yaml", "prepare_data", cell).draw, train=24, tune=4, test=10)
+    dataclasses.replace(
+        load_section(PrepareData, PROFILES / f"{profile}.yaml", "prepare_data", cell).draw, train=24, tune=4, test=10
+    )
     for profile, cell in (("paper", "scenes_hard"), ("mini", "scenes"))
 )
 # fewest, most and least mean number of instances in an image; grey level of ink over mid-grey
@@ -85,7 +87,9 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 def test_hard_scenes_are_those_of_the_first_version(root):
     """The hash is of the files that the module wrote when its settings were constants of the code (commit 70c7940)."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(content(root).items()) if name != "generated.json")
-    assert hashlib.sha256(lines.encode()).hexdigest() == "65bf26e55868505b03aaaf0ba57c4f75e0ecd4828931fba3d4e6aa9ea961d470"
+    assert (
+        hashlib.sha256(lines.encode()).hexdigest() == "65bf26e55868505b03aaaf0ba57c4f75e0ecd4828931fba3d4e6aa9ea961d470"
+    )
 
 
 def test_sizes_do_not_depend_on_a_compressor(root, settings):
@@ -113,7 +117,12 @@ def test_boxes_areas_and_masks_by_hand(root, settings, split):
         assert np.array_equal(np.where(labels <= 10, labels, 0), expected)
         assert len(set(np.unique(labels)) - {*range(11)}) == 2, "two textures"
     (fewest, most, mean), _ = EXPECTED[settings.image_size]
-    assert len(counts) == getattr(settings, split) and min(counts) >= fewest and max(counts) <= most and np.mean(counts) > mean
+    assert (
+        len(counts) == getattr(settings, split)
+        and min(counts) >= fewest
+        and max(counts) <= most
+        and np.mean(counts) > mean
+    )
 
 
 def test_masks_lie_on_the_digits(root, settings):
@@ -126,11 +135,15 @@ def test_masks_lie_on_the_digits(root, settings):
                 assert np.percentile(inside, 75) - np.percentile(inside, 25) < 2 * 8
                 levels.append(np.median(inside) / 127.5)
     _, (darkest, brightest) = EXPECTED[settings.image_size]
-    assert len(levels) > 40 and darkest - 0.05 < min(levels) < darkest + 0.2 and brightest - 0.2 < max(levels) <= brightest
+    assert (
+        len(levels) > 40 and darkest - 0.05 < min(levels) < darkest + 0.2 and brightest - 0.2 < max(levels) <= brightest
+    )
 
 
 def test_calm_digits_lie_inside_and_hardly_on_one_another():
-    """Of what can be seen of a digit, which strokes over it can only make less, a box covers at most 15 %, and pixels of anti-aliasing."""
+    """Of what can be seen of a digit, which strokes over it can only make less, a box covers at most 15 %, and pixels
+    of anti-aliasing.
+    """
     scans, targets = load_scans()
     lost = 0
     for seed in range(40):
@@ -149,7 +162,10 @@ def test_calm_digits_lie_inside_and_hardly_on_one_another():
     [
         ({"side_px": [96, 24]}, r"side_px: expected \[smallest, largest\]"),
         ({"digits": [4]}, r"digits: expected \[fewest, most\]"),
-        ({"overlap": 0.1, "side_px": [24, 120], "image_size": 128}, "side_px: 120, turned by 30 degrees, needs 166 pixels of 128"),
+        (
+            {"overlap": 0.1, "side_px": [24, 120], "image_size": 128},
+            "side_px: 120, turned by 30 degrees, needs 166 pixels of 128",
+        ),
     ],
 )
 def test_settings_that_cannot_be_drawn_are_refused(settings, message):
@@ -169,11 +185,17 @@ def test_what_shows_too_little_to_be_annotated_is_unlabelled():
 
 
 def test_ids(root):
-    train, *held_out = (COCO(root / f"coco/annotations/instances_{split}2017.json") for split in ("train", "tune", "test"))
-    images, annotations = ([number for of in (train, *held_out) for number in ids(of)] for ids in (lambda of: of.imgs, lambda of: of.anns))
+    train, *held_out = (
+        COCO(root / f"coco/annotations/instances_{split}2017.json") for split in ("train", "tune", "test")
+    )
+    images, annotations = (
+        [number for of in (train, *held_out) for number in ids(of)] for ids in (lambda of: of.imgs, lambda of: of.anns)
+    )
     assert sorted(images) == list(range(1, 39)) and len(set(annotations)) == len(annotations) and min(annotations) > 0
     assert all(sorted(of.cats) == list(CATEGORY_IDS) != list(range(1, 11)) for of in (train, *held_out))
-    assert [train.cats[category_id]["name"] for category_id in CATEGORY_IDS] == [f"digit {digit}" for digit in range(10)]
+    assert [train.cats[category_id]["name"] for category_id in CATEGORY_IDS] == [
+        f"digit {digit}" for digit in range(10)
+    ]
 
 
 def test_each_split_shows_the_digits_that_pretraining_has_there(tmp_path, monkeypatch):
@@ -203,7 +225,9 @@ def test_mmseg_reads_it_as_ade20k(root, settings):
         pipeline=[{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}],
     )
     assert len(dataset) == settings.test
-    for sample, (_, _, pixels, labels) in zip((dataset[i] for i in range(len(dataset))), pairs(root, "test"), strict=True):
+    for sample, (_, _, pixels, labels) in zip(
+        (dataset[i] for i in range(len(dataset))), pairs(root, "test"), strict=True
+    ):
         assert np.array_equal(sample["img"], np.repeat(pixels[..., None], 3, axis=2))
         assert np.array_equal(sample["gt_seg_map"], np.where(labels == 0, 255, labels - 1.0))
         assert labels.max() <= len(CLASSES) and 0 < (labels == 0).mean() < 0.2

@@ -57,7 +57,11 @@ def pack(folders, target, layout):
                 elif layout == "class folders":
                     add(archive, f"{split}/{wnid}/{path.name}", path.read_bytes())
                 else:
-                    key = path.name.removesuffix(".JPEG") if split == "train" else f"{wnid}/{path.name.removesuffix('.JPEG')}"
+                    key = (
+                        path.name.removesuffix(".JPEG")
+                        if split == "train"
+                        else f"{wnid}/{path.name.removesuffix('.JPEG')}"
+                    )
                     add(archive, f"{key}.cls", str(WNIDS.index(wnid)).encode())
                     add(archive, f"{key}.JPEG", path.read_bytes())
                     add(archive, f"{key}.json", b"{}")
@@ -140,7 +144,10 @@ FAULTS = {
     "twice": (twice, f"n01440764_0.JPEG of class {WNIDS[0]} is there twice"),
     "label": (mislabel, "a.cls holds b'1000', expected a class index from 0 to 999"),
     "compressed": (compress, f"{WNIDS[0]}.tar: not a readable tar archive"),
-    "class of one split": (lambda r: (r / "val" / f"{WNIDS[2]}.tar").unlink(), f"class '{WNIDS[2]}' is in train but not in val"),
+    "class of one split": (
+        lambda r: (r / "val" / f"{WNIDS[2]}.tar").unlink(),
+        f"class '{WNIDS[2]}' is in train but not in val",
+    ),
 }
 
 
@@ -178,5 +185,9 @@ def test_the_check_reads_on_after_a_damaged_archive(folders, tmp_path):
     report = PrintAll(packed, lines.append)
     check_imagenet(packed, report, Depth(full=True), expected=ExpectedCounts(classes=3, train=15, val=6))
     errors = "\n".join(line for line in lines if line.startswith("error"))
-    assert f"train/{WNIDS[1]}.tar: cut short within" in errors and "is there twice; remove one archive or image" in errors, lines
-    assert not (packed / "train/.shards.npz").exists() and (packed / "val/.shards.npz").exists(), "a faulty listing is not kept"
+    assert (
+        f"train/{WNIDS[1]}.tar: cut short within" in errors and "is there twice; remove one archive or image" in errors
+    ), lines
+    assert not (packed / "train/.shards.npz").exists() and (packed / "val/.shards.npz").exists(), (
+        "a faulty listing is not kept"
+    )

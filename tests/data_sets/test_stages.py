@@ -16,7 +16,11 @@ from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
 from stages import environment
 
-DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}, "generate": {"image_size": 16}}
+DIGITS = {
+    "kind": "digits",
+    "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
+    "generate": {"image_size": 16},
+}
 
 
 def params(**changes):
@@ -32,7 +36,12 @@ def test_digits_end_to_end_and_again(tmp_path):
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
     assert contents[0] == contents[1]
     metrics = read_json(folder / "metrics.json")["metrics"]
-    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (10, 1079, 359, 359)
+    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (
+        10,
+        1079,
+        359,
+        359,
+    )
     assert metrics["departures"] == 0
     manifest = read_manifest(folder / "manifest.json")
     assert manifest.classes == {f"digit_{i}": i for i in range(10)}
@@ -67,10 +76,19 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
             {"kind": "imagnet"},
             "is not one of digits, digits_wild, imagenet, latents, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'",
         ),
-        ({"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing; digits has train, tune, test"),
-        ({"expected": {"classes": 10, "train": 1079, "val": 359}}, r"expected\.test: missing; digits has train, tune, test"),
+        (
+            {"expected": {"classes": 10, "train": 1079, "tune": 359}},
+            r"expected\.test: missing; digits has train, tune, test",
+        ),
+        (
+            {"expected": {"classes": 10, "train": 1079, "val": 359}},
+            r"expected\.test: missing; digits has train, tune, test",
+        ),
         ({"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split; digits has train, tune, test"),
-        ({"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}}, r"generate: test_fraction: 0\.45 and tune_fraction 0\.5 leave less"),
+        (
+            {"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}},
+            r"generate: test_fraction: 0\.45 and tune_fraction 0\.5 leave less",
+        ),
         ({"expected": None}, "expected: missing; say how many classes and images digits must have"),
         ({"expected": {"classes": 10, "train": 0, "tune": 1, "test": 1}}, r"expected\.train: 0 is out of range"),
     ],

@@ -1,4 +1,6 @@
-"""Where tokens look: implicit attention against softmax weights, formulas and whole Jacobians, and its numbers against hand counts."""
+"""Where tokens look: implicit attention against softmax weights, formulas and whole Jacobians, and its numbers against
+hand counts.
+"""
 
 import math
 
@@ -8,7 +10,14 @@ import torch
 from torch import nn
 
 import repro.models  # noqa: F401
-from repro.explain.attention import Look, choose_tokens, measure_implicit_attention, measure_shift_ratio, observe_attention, summarise_looks
+from repro.explain.attention import (
+    Look,
+    choose_tokens,
+    measure_implicit_attention,
+    measure_shift_ratio,
+    observe_attention,
+    summarise_looks,
+)
 from repro.models.inner_mixer import InnerMixer
 from repro.models.registry import build_model
 
@@ -42,7 +51,8 @@ def test_that_of_linear_attention_is_its_formula():
     one, two = torch.nn.functional.elu(split(q)) + 1, torch.nn.functional.elu(split(k)) + 1
     scores = one @ two.mT
     found = measure_implicit_attention(lambda *qkv: mixer.mix(*qkv, GRID), q, k, v, HEADS, range(12))
-    torch.testing.assert_close(found, scores / scores.sum(-1, keepdim=True), rtol=1e-6, atol=1e-9)  # the release adds 1e-6 to the sum
+    # the release adds 1e-6 to the sum
+    torch.testing.assert_close(found, scores / scores.sum(-1, keepdim=True), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +81,16 @@ def test_that_of_an_inner_learner_is_the_norm_of_its_jacobian(inner, dwc, neighb
 def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
     """Rebuilt from the input of each attention; a ViT's class token is not among the patches."""
     torch.manual_seed(0)
-    model = build_model(name, depth=2, img_size=64 if name.startswith("vit") else 32).eval().double().requires_grad_(False)
-    images = torch.randn(3, 3, *(2 * [model.patch_embed.img_size[0] if name.startswith("vit") else 32]), dtype=torch.float64)
+    model = (
+        build_model(name, depth=2, img_size=64 if name.startswith("vit") else 32).eval().double().requires_grad_(False)
+    )
+    images = torch.randn(
+        3, 3, *(2 * [model.patch_embed.img_size[0] if name.startswith("vit") else 32]), dtype=torch.float64
+    )
     inputs = []
-    hooks = [block.attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0])) for block in model.blocks]
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0])) for block in model.blocks
+    ]
     model(images)
     for hook in hooks:
         hook.remove()
@@ -102,7 +118,12 @@ def test_a_student_is_observed_in_batches():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("resnet18", {}), ("vittt_nano_patch16_144", {}), ("vit_tiny_patch16_224", {"qk_norm": True}), ("eva02_tiny_patch14_224", {})],
+    [
+        ("resnet18", {}),
+        ("vittt_nano_patch16_144", {}),
+        ("vit_tiny_patch16_224", {"qk_norm": True}),
+        ("eva02_tiny_patch14_224", {}),
+    ],
 )
 def test_a_model_without_plain_attention_is_refused(name, options):
     model = timm.create_model(name, **options)
@@ -126,7 +147,10 @@ def test_numbers_of_looks_that_are_known_by_hand():
     assert tokens == [0, 1, 2]
     itself = torch.eye(3).view(1, 1, 1, 3, 3)
     first = torch.tensor([1.0, 0.0, 0.0]).expand(1, 1, 1, 3, 3)
-    looks = {name: Look(share=share, shift_ratio=torch.tensor([0.5]), grid=(1, 3)) for name, share in {"a": itself, "b": first}.items()}
+    looks = {
+        name: Look(share=share, shift_ratio=torch.tensor([0.5]), grid=(1, 3))
+        for name, share in {"a": itself, "b": first}.items()
+    }
     found = summarise_looks(looks, "a")
     assert found["a"] == {"shift_ratio": [0.5], "reach_patches": [0.0], "peak_percent": [100.0]}
     assert found["b"]["reach_patches"] == [1.0]  # 0, 1 and 2 patches

@@ -54,7 +54,8 @@ def test_radii_and_anisotropy_of_known_fields():
 
     ray = torch.zeros(129, 129, dtype=torch.float64)
     ray[64, 65:] = 1.0
-    assert describe_field(ray, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)  # all of each ring in one of eight sectors
+    # all of each ring in one of eight sectors
+    assert describe_field(ray, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)
     assert describe_field(ray, (64, 64)).share_ahead == 1
     assert describe_field(ray.flip(1), (64, 64)).share_ahead == 0
     assert describe_field(ray.T, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)
@@ -74,7 +75,10 @@ def test_one_direction_sees_nothing_ahead(design, ahead):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), first([("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("resnet_nano", 160), ("vim_nano_patch16_144", 144)], 2)
+    ("name", "size"),
+    first(
+        [("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("resnet_nano", 160), ("vim_nano_patch16_144", 144)], 2
+    ),
 )
 def test_the_centre_is_where_the_central_unit_looks(name, size):
     """The centre of gravity of an untrained model's field is there, and not where a neighbouring unit's would be."""

@@ -1,4 +1,6 @@
-"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried from chunk to chunk."""
+"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried from chunk to
+chunk.
+"""
 
 import pytest
 import timm
@@ -21,7 +23,9 @@ from tests.slow import first
 def nano(**options):
     """A small model whose inner learners are far from their symmetrical start."""
     torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", **{"depth": 2, "num_classes": 3, "num_heads": 2, **options}).eval()
+    model = timm.create_model(
+        "vittt_nano_patch16_144", **{"depth": 2, "num_classes": 3, "num_heads": 2, **options}
+    ).eval()
     with torch.no_grad():
         for block in model.blocks:
             for parameter in (block.mixer.ln_weight, block.mixer.ln_bias, block.mixer.b0):
@@ -38,7 +42,9 @@ def calls_of(model, images):
 
 
 def by_autograd(o: Arguments, image: int, r: int, h: int):
-    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head: loss by definition, gradient by autograd, in fp64."""
+    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head: loss by definition, gradient by autograd, in
+    fp64.
+    """
     k, v, lr = (x.double() for x in (o.k[image, :, r, h], o.v[image, :, r, h], o.lr[image, :, h]))
     W, b, gamma, mu = (x[r, h].double() for x in (o.W0, o.b0, o.ln_weight, o.ln_bias))
     c, order = o.token_scale[r].double(), list(range(len(k)))
@@ -62,16 +68,26 @@ def by_autograd(o: Arguments, image: int, r: int, h: int):
     return norms, losses
 
 
-@pytest.mark.parametrize("options", first([{}, {"design": "conv1d", "chunk_size": 0}, {"pool": "mid", "w0": "shared", "chunk_size": 4}]))
+@pytest.mark.parametrize(
+    "options", first([{}, {"design": "conv1d", "chunk_size": 0}, {"pool": "mid", "w0": "shared", "chunk_size": 4}])
+)
 def test_maps_and_losses_are_those_of_autograd(options):
     model, images = nano(**options), torch.randn(2, 3, 64, 80)
     calls = calls_of(model, images)
     directions, heads = calls[0].q.shape[2:4]
-    found = [[[by_autograd(o, image, r, h) for h in range(heads)] for r in range(directions)] for o in calls for image in range(2)]
-    norms = torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
+    found = [
+        [[by_autograd(o, image, r, h) for h in range(heads)] for r in range(directions)]
+        for o in calls
+        for image in range(2)
+    ]
+    norms = (
+        torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
+    )
     forward = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
     patches = [t for t in range(norms.shape[-1]) if t not in model.prefix_positions(20)]
-    torch.testing.assert_close(compute_gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        compute_gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(compute_reconstruction_losses(model, images), forward.mean(1), rtol=1e-5, atol=1e-5)
     assert norms.max() > 2 * norms.min()  # otherwise a constant map would pass
 

@@ -69,7 +69,9 @@ def test_a_probe_changes_one_option():
     assert change_options({"img_size": 32}, "steps=3") == {"img_size": 32, "inner_steps": 3}
     assert change_options({"step": "v1"}, "steps=3") == {"step": "v1", "inner_steps": 3}
     assert change_options({"step": "own"}, "ascent") == {"step": "ascent"}
-    with pytest.raises(ValueError, match="probe q_is_k: the model was trained with step v1; probe one of step own, or the steps"):
+    with pytest.raises(
+        ValueError, match="probe q_is_k: the model was trained with step v1; probe one of step own, or the steps"
+    ):
         change_options({"step": "v1"}, "q_is_k")
     with pytest.raises(ValueError, match="known: steps=K, ascent, q_is_k"):
         change_options({}, "descent")

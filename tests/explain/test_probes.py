@@ -18,7 +18,8 @@ B, T, H, D, CHUNK = 2, 11, 3, 8, 4  # a short last chunk
 def arguments():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, B, T, 2, H, D, dtype=torch.float64)
-    lr, scale = torch.rand(B, T, H, dtype=torch.float64) / D, 1 / torch.arange(1, CHUNK + 1, dtype=torch.float64).repeat(2, 1)
+    lr = torch.rand(B, T, H, dtype=torch.float64) / D
+    scale = 1 / torch.arange(1, CHUNK + 1, dtype=torch.float64).repeat(2, 1)
     W0, b0 = 0.2 * torch.randn(2, H, D, D, dtype=torch.float64), 0.2 * torch.randn(2, H, D, dtype=torch.float64)
     gamma, mu = 1 + 0.2 * torch.randn(2, H, D, dtype=torch.float64), 0.2 * torch.randn(2, H, D, dtype=torch.float64)
     return Arguments(q, k, v, lr, scale, W0, b0, gamma, mu, CHUNK, [False, True], 1e-6)
@@ -36,7 +37,9 @@ def test_one_step_is_the_operator(arguments):
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_more_steps_are_descent_on_the_chunk(arguments, steps):
-    """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's for the chunk, from the state before the last step."""
+    """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's for the chunk, from the state before the last
+    step.
+    """
     o = arguments
     out, before, after = inner_loop(o, steps)
     for image, r, h in ((0, 0, 0), (1, 1, 2)):

@@ -1,8 +1,9 @@
 """Faults by the thousand, and their counts as a record: `repro selftest faults --many`.
 
-One process imports everything and forks a child for each run, which saves the seconds that an import takes. A child is killed at a random
-moment, or just before one of its changes to the file system. Rows are appended to .runs/faults/rows.jsonl as they come, so that a stopped
-campaign continues. The record is results/measured/<device>/faults/metrics.json.
+One process imports everything and forks a child for each run, which saves the seconds that an import takes. A child is
+killed at a random moment, or just before one of its changes to the file system. Rows are appended to
+.runs/faults/rows.jsonl as they come, so that a stopped campaign continues. The record is
+results/measured/<device>/faults/metrics.json.
 """
 
 import contextlib
@@ -60,20 +61,38 @@ _DENSE = {
     "batch_size": 2,
     "drop_path": 0.0,
     "precision": "fp32",
-    "optim": {"lr": 1e-3, "warmup_lr": 1e-4, "lr_batch_size": 2, "schedule": "poly", "warmup_steps": 1, "layer_decay": 0.85},
+    "optim": {
+        "lr": 1e-3,
+        "warmup_lr": 1e-4,
+        "lr_batch_size": 2,
+        "schedule": "poly",
+        "warmup_steps": 1,
+        "layer_decay": 0.85,
+    },
 }
-_RCNN = {"fpn_channels": 8, "box_channels": 16, "mask_channels": 8, "mask_layers": 1, "train_proposals": 20, "test_proposals": 20}
+_RCNN = {
+    "fpn_channels": 8,
+    "box_channels": 16,
+    "mask_channels": 8,
+    "mask_layers": 1,
+    "train_proposals": 20,
+    "test_proposals": 20,
+}
 _T5 = {"model": "t5_nano_patch4_32", "options": {"depth": 1}, "batch_size": 32, "steps_per_epoch": 3, "drop_path": 0.0}
 CELLS: dict[str, Any] = {
     "pretrain": {
         "nano": NANO | {"options": {"depth": 4}},
         "killed": NANO,
-        "diverging": NANO | {"max_bad_steps": 2, "optim": {"lr": 1e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}},
+        "diverging": NANO
+        | {"max_bad_steps": 2, "optim": {"lr": 1e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}},
     },
     "baselines": {"teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"}},
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
     "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/baselines/teacher/weights.safetensors"}}},
-    "detect": {"killed": _DENSE | {"mask_rcnn": _RCNN | {"roi_samples": 8}, "transform": {"min_size": [64], "max_size": 64, "hflip": 0.0}}},
+    "detect": {
+        "killed": _DENSE
+        | {"mask_rcnn": _RCNN | {"roi_samples": 8}, "transform": {"min_size": [64], "max_size": 64, "hflip": 0.0}}
+    },
     "segment": {
         "killed": _DENSE
         | {
@@ -101,7 +120,16 @@ CELLS: dict[str, Any] = {
 SCENES = {
     "kind": "scenes",
     "expected": {"classes": 13, "train": 6, "tune": 2, "test": 2},
-    "draw": {"image_size": 128, "train": 6, "tune": 2, "test": 2, "seed": 0, "tune_fraction": 0.2, "test_fraction": 0.2, "split_seed": 0},
+    "draw": {
+        "image_size": 128,
+        "train": 6,
+        "tune": 2,
+        "test": 2,
+        "seed": 0,
+        "tune_fraction": 0.2,
+        "test_fraction": 0.2,
+        "split_seed": 0,
+    },
 }
 KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS if stage != "baselines"} | {"report": ("report",)}
 
@@ -142,7 +170,11 @@ class Campaign:
         (self.base / "dvc.yaml").write_text("stages: {}\n")
         (folder / "data").mkdir()
         (self.base / "data").symlink_to(folder / "data")
-        params = PARAMS | {"runtime": PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}} | CELLS
+        params = (
+            PARAMS
+            | {"runtime": PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}}
+            | CELLS
+        )
         params |= {"prepare_data": PARAMS["prepare_data"] | {"scenes": SCENES}, "report": {}}
         (self.base / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
         for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("baselines", "--cell", "teacher")):
@@ -155,7 +187,9 @@ class Campaign:
         state = load_file(root / _WEIGHTS)
         torch.save({"model": state}, root / "published.pth")
         save_file(state, root / "published.safetensors")
-        (root / "published.safetensors").rename(root / f"published-{hash_file(root / 'published.safetensors')}.safetensors")
+        (root / "published.safetensors").rename(
+            root / f"published-{hash_file(root / 'published.safetensors')}.safetensors"
+        )
         if wait(start(root, ("pretrain", "--cell", "diverging"))) != RunError.exit_code:
             raise RunError(f"the run that must diverge did not: {' '.join(read_output(root).split())[-300:]}")
         pid = start(root, KILLED["pretrain"])
@@ -166,7 +200,9 @@ class Campaign:
         return root
 
     def require(self, root: Path, command: tuple[str, ...], kill_at: int | None = None) -> tuple[int, float]:
-        """Run a command to its end; return how often it changed the file system, and its seconds. A RunError if it fails."""
+        """Run a command to its end; return how often it changed the file system, and its seconds. A RunError if it
+        fails.
+        """
         began = time.monotonic()
         code = wait(start(root, command, kill_at))
         if code:
@@ -214,7 +250,9 @@ class Campaign:
         return found or "equal"
 
     def try_flip(self, kind: str, number: int) -> str:
-        """Flip a byte of a file and open it: `refused`, `equal` if the content is the same all the same, or what is wrong."""
+        """Flip a byte of a file and open it: `refused`, `equal` if the content is the same all the same, or what is
+        wrong.
+        """
         path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
         content, chosen = bytearray(path.read_bytes()), random.Random(f"{Settings.seed} {kind} {number}")
         content[chosen.randrange(len(content))] ^= chosen.randrange(1, 256)
@@ -281,7 +319,9 @@ class Campaign:
 
 
 def start(root: Path, command: tuple[str, ...], kill_at: int | None = None) -> int:
-    """Fork a child that runs `repro COMMAND` in a checkout; it kills itself before its change number `kill_at`, from 0 on. Its id."""
+    """Fork a child that runs `repro COMMAND` in a checkout; it kills itself before its change number `kill_at`, from 0
+    on. Its id.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -345,8 +385,8 @@ def read_output(root: Path) -> str:
 def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
     """What is wrong with the results of a killed run beside those of an uninterrupted one; nothing if all is right.
 
-    Every file under its final name must have the uninterrupted run's bytes. Once `finished`, all of them must be there and nothing else,
-    in the folder of states too.
+    Every file under its final name must have the uninterrupted run's bytes. Once `finished`, all of them must be there
+    and nothing else, in the folder of states too.
     """
     ours, theirs = (_list_results(each) for each in (root, whole))
     for name in sorted(ours & theirs):
@@ -360,14 +400,44 @@ def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
 
 
 def _list_results(root: Path) -> set[str]:
-    """The files of the results; without those that have the date, and while nothing is finished the temporary ones do not count."""
+    """The files of the results; without those that have the date, and while nothing is finished the temporary ones do
+    not count.
+    """
     found = (path for path in (root / "results").rglob("*") if path.is_file() and not path.name.endswith("run.json"))
     return {str(path.relative_to(root)) for path in found}
 
 
 ODD = (
-    *("null", "[]", "{}", "-1", "0", "1e999", ".nan", "-.inf", "yes", "~", "''", "2001-99-99", "!!int q", "!!float q", "!!timestamp q"),
-    *("!!python/object/apply:os.system [ls]", "&a [*a]", "<<: 3", "9" * 5000, "[" * 3000, "x" * 10_000, "0x_", "1:2:3", "\x00", "%", "\t"),
+    *(
+        "null",
+        "[]",
+        "{}",
+        "-1",
+        "0",
+        "1e999",
+        ".nan",
+        "-.inf",
+        "yes",
+        "~",
+        "''",
+        "2001-99-99",
+        "!!int q",
+        "!!float q",
+        "!!timestamp q",
+    ),
+    *(
+        "!!python/object/apply:os.system [ls]",
+        "&a [*a]",
+        "<<: 3",
+        "9" * 5000,
+        "[" * 3000,
+        "x" * 10_000,
+        "0x_",
+        "1:2:3",
+        "\x00",
+        "%",
+        "\t",
+    ),
 )
 
 
@@ -414,7 +484,9 @@ def are_equal(a: Any, b: Any) -> bool:
     if len(pairs) != len(tree_leaves(b)) or len(pairs) != len(tree_leaves(a)):
         return False
     return all(
-        x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x) == repr(y)
+        x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes()
+        if isinstance(x, torch.Tensor)
+        else repr(x) == repr(y)
         for x, y in pairs
     )
 
@@ -448,7 +520,8 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
         campaign = Campaign(root, Path(folder).resolve())
         done = campaign.done()
         left = [case for case in cases if case not in done]
-        hash_code(campaign.base, [f"stages.{name}" for name in stages.stage_names()])  # kept in memory, and every child needs it
+        # kept in memory, and every child needs it
+        hash_code(campaign.base, [f"stages.{name}" for name in stages.stage_names()])
         for name in {case.split()[1] for case in left if case.startswith("kill")}:
             campaign.run_whole(name)
         workers = []
@@ -466,5 +539,7 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
     outcomes = {case: outcomes.get(case, "stopped") for case in cases}
     device = choose_device("cpu")
     identity = make_identity(root, MODULES, Settings(), device=device_label(device), dtype="fp32", backend="auto")
-    write_record(Paths(root).measured(device_slug(device)) / "faults", summarise(outcomes), identity, time.monotonic() - began)
+    write_record(
+        Paths(root).measured(device_slug(device)) / "faults", summarise(outcomes), identity, time.monotonic() - began
+    )
     return all(outcome in GOOD for outcome in outcomes.values())

@@ -24,7 +24,8 @@ from repro.core.record import read_record
 ROOT = Path(__file__).parents[2]
 
 SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"
-LIMIT_S = 1800  # for one command; far above what any takes on a busy machine, so that one that hangs fails and does not stop the lab
+# for one command; far above what any takes on a busy machine, so that one that hangs fails and does not stop the lab
+LIMIT_S = 1800
 
 PARAMS: dict[str, Any] = {
     "runtime": {
@@ -61,7 +62,9 @@ PARAMS: dict[str, Any] = {
 }
 TRAIN = ("pretrain", "--cell", CELL)
 # a write beyond the limit fails like a write to a full disk, only with another errno
-SMALL_FILES = "import resource, runpy, sys; n = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
+SMALL_FILES = (
+    "import resource, runpy, sys; n = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
+)
 SMALL_FILES += "runpy.run_module('repro', run_name='__main__', alter_sys=True)"
 
 
@@ -77,7 +80,9 @@ class CommandResult:
         """Assert that the exit code is this one and, where it is not 0, that one line of error contains all `parts`."""
         lines = self.err.strip().splitlines()
         assert self.code == code, f"exit code {self.code} instead of {code}: {lines[-1] if lines else 'no message'}"
-        assert not code or (len(lines) == 1 and lines[0].startswith("repro: ")), f"{len(lines)} lines of error instead of one: {lines[-1:]}"
+        assert not code or (len(lines) == 1 and lines[0].startswith("repro: ")), (
+            f"{len(lines)} lines of error instead of one: {lines[-1:]}"
+        )
         missing = [part for part in parts if part not in self.err]
         assert not missing, f"the error does not mention {missing[0]!r}: {self.err.strip()}"
 
@@ -137,7 +142,11 @@ class Checkout:
     def start_training(self, processes: int = 1, largest_file: int | None = None) -> subprocess.Popen:
         """Start the training; with `largest_file`, no file may grow beyond so many bytes."""
         args = [*TRAIN, *(["--gpus", str(processes)] if processes > 1 else [])]
-        return self.start(*args) if largest_file is None else self.start(str(largest_file), *args, program=("-c", SMALL_FILES))
+        return (
+            self.start(*args)
+            if largest_file is None
+            else self.start(str(largest_file), *args, program=("-c", SMALL_FILES))
+        )
 
     def wait_for_training(self, process: subprocess.Popen) -> float:
         """Wait until the process begins to train, or ends; return the time of day then, in seconds."""
@@ -165,7 +174,9 @@ class Checkout:
             ours, theirs = self.results / name, whole.results / name
             assert ours.is_file(), f"{ours}: is missing"
             if ours.read_bytes() != theirs.read_bytes():
-                raise AssertionError(f"{ours}: differs from the uninterrupted run's{_describe_difference(ours, theirs)}")
+                raise AssertionError(
+                    f"{ours}: differs from the uninterrupted run's{_describe_difference(ours, theirs)}"
+                )
 
 
 class Lab:
@@ -194,7 +205,9 @@ class Lab:
         prepared.wait(prepared.start("prepare-data")).require(0)
 
     def make_checkout(self, like: Checkout | None = None) -> Checkout:
-        """A new checkout with the copied code and the data that all share; with `like`, also that one's results and states."""
+        """A new checkout with the copied code and the data that all share; with `like`, also that one's results and
+        states.
+        """
         root = Path(tempfile.mkdtemp(prefix="checkout_", dir=self.folder))
         shutil.copytree(like.root if like else self.folder / "prepared", root, symlinks=True, dirs_exist_ok=True)
         return Checkout(root)
@@ -211,7 +224,9 @@ class Lab:
 
     @functools.cached_property
     def begun_by_two(self) -> Checkout:
-        """A checkout with the first state of a run of two processes; that run itself goes on, as the uninterrupted one of two."""
+        """A checkout with the first state of a run of two processes; that run itself goes on, as the uninterrupted one
+        of two.
+        """
         checkout, begun = self.make_checkout(), self.make_checkout()
         process, states = checkout.start_training(2), []
         began = checkout.wait_for_training(process)
@@ -245,7 +260,9 @@ class Lab:
         if processes == 1:
             stopped.require(code, "is saved")
         else:  # torchrun says at length that it was stopped
-            assert stopped.code == code and stopped.err.endswith("the last saved state is kept; the same command continues\n")
+            assert stopped.code == code and stopped.err.endswith(
+                "the last saved state is kept; the same command continues\n"
+            )
         assert not checkout.results.exists() and len(checkout.states) == 2
         return checkout
 
@@ -270,7 +287,9 @@ class Lab:
         return checkout, checkout.wait(process)
 
     def finish_run(self, checkout: Checkout, processes: int = 1) -> int:
-        """Run to the end and compare with the uninterrupted run; return the step after which it continued, 0 if from the beginning."""
+        """Run to the end and compare with the uninterrupted run; return the step after which it continued, 0 if from
+        the beginning.
+        """
         result = checkout.wait(checkout.start_training(processes))
         result.require(0)
         checkout.compare(self.whole[processes])
@@ -296,7 +315,9 @@ def step_of(state: Path) -> int:
 
 
 def kill_all_in(folder: Path) -> None:
-    """Send SIGKILL to every process that works in this folder or below; the children of torchrun lead sessions of their own."""
+    """Send SIGKILL to every process that works in this folder or below; the children of torchrun lead sessions of their
+    own.
+    """
     found = True
     while found:
         found = False
@@ -309,7 +330,9 @@ def kill_all_in(folder: Path) -> None:
 
 
 def _describe_difference(ours: Path, theirs: Path) -> str:
-    """The largest difference of two weights files, as the end of a message; nothing for another file, or an unreadable one."""
+    """The largest difference of two weights files, as the end of a message; nothing for another file, or an unreadable
+    one.
+    """
     with contextlib.suppress(Exception):
         a, b = load_file(ours), load_file(theirs)
         return f", by {max(float((a[name].double() - b[name].double()).abs().max()) for name in b):.3g} at most"

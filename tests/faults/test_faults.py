@@ -1,7 +1,7 @@
 """Everything that can happen to a training run, done to real runs of this code in temporary checkouts.
 
-`make test` does the usual faults once, `make test-all` each; `repro selftest faults` kills at twenty moments and flips a hundred bytes. Each run must end with the
-bits of an uninterrupted one, or with one line that says why it does not.
+`make test` does the usual faults once, `make test-all` each; `repro selftest faults` kills at twenty moments and flips
+a hundred bytes. Each run must end with the bits of an uninterrupted one, or with one line that says why it does not.
 """
 
 import errno
@@ -20,8 +20,12 @@ from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
 from tests.slow import slow
 
-KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0)))
-pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks")
+KILLS, FLIPS, SEED = (
+    int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0))
+)
+pytestmark = pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks"
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,9 @@ def test_a_run_of_two_processes_is_not_continued_by_one(lab):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
 def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
-    assert lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code))) > 0
+    assert (
+        lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code))) > 0
+    )
 
 
 def require_loaded(wanted: Path, newest: Path, change: Callable[[], Any]) -> None:
@@ -179,7 +185,11 @@ def test_a_changed_number_of_processes_is_refused(lab):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "processes", "part"),
-    [(128, 3, "is not divisible by 3 processes"), (4096, 1, "only 1079 training images"), (4096, 2, "only 1079 training images")],
+    [
+        (128, 3, "is not divisible by 3 processes"),
+        (4096, 1, "only 1079 training images"),
+        (4096, 2, "only 1079 training images"),
+    ],
 )
 def test_a_batch_that_the_processes_or_the_data_do_not_allow_is_refused(lab, size, processes, part):
     (checkout := lab.make_checkout()).edit(batch_size=size)
@@ -216,5 +226,7 @@ def test_code_whose_runs_differ_is_found_out(tmp_path):
         shutil.copytree(ROOT / package, tmp_path / "broken" / package)
     with open(tmp_path / "broken/repro/models/weights.py", "a") as stream:
         stream.write(PLANTED)
-    with pytest.raises(AssertionError, match=r"weights\.safetensors: differs from the uninterrupted run's, by .* at most"):
+    with pytest.raises(
+        AssertionError, match=r"weights\.safetensors: differs from the uninterrupted run's, by .* at most"
+    ):
         Lab(tmp_path, tmp_path / "broken").train_twice()

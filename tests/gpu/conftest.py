@@ -1,4 +1,6 @@
-"""Tests that need a CUDA GPU: `make test-gpu`. A small checkout to train in, with a cell for every nano model and precision."""
+"""Tests that need a CUDA GPU: `make test-gpu`. A small checkout to train in, with a cell for every nano model and
+precision.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,11 @@ def nano_models() -> list[str]:
 
     import repro.models
 
-    names = [name for name in timm.list_models("*nano*") if timm.model_entrypoint(name).__module__.startswith(repro.models.__name__)]
+    names = [
+        name
+        for name in timm.list_models("*nano*")
+        if timm.model_entrypoint(name).__module__.startswith(repro.models.__name__)
+    ]
     assert len(names) >= 6, names
     return names
 
@@ -71,8 +77,12 @@ def prepared(tmp_path_factory) -> Path:
     data = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}}
     params = {
         "runtime": {"device": DEVICE, "data_roots": {"digits": "data/digits"}, "log_every_steps": 1},
-        "prepare_data": {"digits": data | {"generate": {"image_size": SIDE, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0}}},
-        "pretrain": {f"{model}_{precision}": cell(model, precision) for model in nano_models() for precision in PRECISIONS},
+        "prepare_data": {
+            "digits": data | {"generate": {"image_size": SIDE, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0}}
+        },
+        "pretrain": {
+            f"{model}_{precision}": cell(model, precision) for model in nano_models() for precision in PRECISIONS
+        },
     }
     root = tmp_path_factory.mktemp("prepared")
     (root / "params.yaml").write_text(json.dumps(params))  # JSON is YAML

@@ -63,7 +63,9 @@ def test_a_training_under_torchrun(checkout, device, gpus):
     """`repro pretrain --gpus`, with NCCL: a process for each GPU."""
     cell = "vittt_nano_patch16_144_bf16"
     command = [sys.executable, "-m", "repro", "pretrain", "--cell", cell, "--gpus", str(gpus)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = read_record(checkout / f"results/pretrain/{cell}/metrics.json")["metrics"]
     assert metrics["by_seed"][0]["train_loss"] < 3.0

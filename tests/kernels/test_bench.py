@@ -1,4 +1,6 @@
-"""What the bench times and how it counts: the peers get the work that ours get, bytes and FLOPs are those of the tensors."""
+"""What the bench times and how it counts: the peers get the work that ours get, bytes and FLOPs are those of the
+tensors.
+"""
 
 import functools
 import sys
@@ -9,7 +11,15 @@ import torch
 
 from kernels import ttt_linear
 from kernels.selective_scan import selective_scan
-from kernels.tools import bench, bi_wkv_cases, check, ms_deform_attn_cases, peers, selective_scan_cases, ttt_linear_cases
+from kernels.tools import (
+    bench,
+    bi_wkv_cases,
+    check,
+    ms_deform_attn_cases,
+    peers,
+    selective_scan_cases,
+    ttt_linear_cases,
+)
 from kernels.tools.bench import BOTH_PASSES, FORWARD
 from kernels.tools.operators import OPERATORS
 from repro.core.record import write_record
@@ -18,7 +28,9 @@ CPU = torch.device("cpu")
 
 
 def run_step(cases, sizes, name, passes, **changed):
-    """What a call of the named implementation returns: the output, or the gradients by the names of the inputs. `changed`: some inputs."""
+    """What a call of the named implementation returns: the output, or the gradients by the names of the inputs.
+    `changed`: some inputs.
+    """
 
     def make(device):
         function, inputs = cases.implementations(sizes)[name](device)
@@ -38,7 +50,9 @@ def test_what_is_timed_runs(name):
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, cases.bind(cases.SMALL)(*inputs, backend="torch"))
     gradients = run_step(cases, cases.SMALL, "torch", BOTH_PASSES)
-    assert [g.shape for g in gradients.values()] == [x.shape for x in inputs] and all(g.isfinite().all() for g in gradients.values())
+    assert [g.shape for g in gradients.values()] == [x.shape for x in inputs] and all(
+        g.isfinite().all() for g in gradients.values()
+    )
     shapes = cases.shapes()
     assert cases.COMPARED in shapes and len(set(shapes)) == len(shapes)
     assert len({sizes.batch for sizes in shapes}) == 1
@@ -46,7 +60,9 @@ def test_what_is_timed_runs(name):
 
 @pytest.mark.parametrize("kind", ["chunk", "fused_chunk"])
 def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
-    """With ours in place of its kernels: one call with both directions as heads, which both scan forward, and lr constant in a chunk."""
+    """With ours in place of its kernels: one call with both directions as heads, which both scan forward, and lr
+    constant in a chunk.
+    """
 
     def stands_in(q, k, v, w, b, eta, scale, eps, chunk_size, initial_state, initial_state_bias, output_final_state):
         assert {x.dtype for x in (q, k, v, w, b, eta)} == {torch.bfloat16} and scale == 1.0 and not output_final_state
@@ -56,14 +72,19 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
         return ttt_linear(q, k, v, lr.bfloat16(), *shared, chunk_size=chunk_size, eps=eps), None, None
 
     def ours(q, k, v, lr, *shared):
-        return torch.stack([ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared)) for r in (0, 1)], 2)
+        return torch.stack(
+            [ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared)) for r in (0, 1)], 2
+        )
 
     module = SimpleNamespace(chunk_ttt_linear=stands_in, fused_chunk_ttt_linear=stands_in)
     monkeypatch.setattr(peers, "_import", lambda name: module)
     cases, sizes = ttt_linear_cases.CASES, ttt_linear_cases.Sizes(batch=2, tokens=40, heads=2, head_dim=16)
     # with equal weights the gradients of a sum over a LayerNorm's outputs would vanish
     weight = 1 + 0.5 * torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    leaves = [weight if name == "ln_weight" else x for name, x in zip(cases.INPUTS, cases.layer_inputs(sizes, CPU), strict=True)]
+    leaves = [
+        weight if name == "ln_weight" else x
+        for name, x in zip(cases.INPUTS, cases.layer_inputs(sizes, CPU), strict=True)
+    ]
     expected = ours(*(x.requires_grad_() for x in leaves))
     out = run_step(cases, sizes, f"fla {kind}", FORWARD, ln_weight=weight.detach())
     assert check.relative_error(out, expected.detach()) < 1e-2
@@ -78,14 +99,20 @@ def test_mamba_ssm_gets_the_same_work(monkeypatch):
     """With ours in its place, in its layout, (B,E,T) and one direction: the same output and gradients."""
 
     def stands_in(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
-        assert {x.dtype for x in (u, delta, B, C, z)} == {torch.bfloat16} and {x.dtype for x in (A, D, delta_bias)} == {torch.float32}
+        assert {x.dtype for x in (u, delta, B, C, z)} == {torch.bfloat16} and {x.dtype for x in (A, D, delta_bias)} == {
+            torch.float32
+        }
         assert u.shape == delta.shape == z.shape == (2, 32, 21) and B.shape == C.shape == (2, 16, 21) and delta_softplus
         assert all(x.stride(-1) == 1 for x in (u, delta, B, C, z))
         return selective_scan(u.mT, delta.mT, A, B.mT, C.mT, D, z.mT, delta_bias).mT
 
-    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", SimpleNamespace(selective_scan_fn=stands_in))
+    monkeypatch.setitem(
+        sys.modules, "mamba_ssm.ops.selective_scan_interface", SimpleNamespace(selective_scan_fn=stands_in)
+    )
     cases, sizes = selective_scan_cases.CASES, selective_scan_cases.Sizes(batch=2, tokens=21, channels=32)
-    torch.testing.assert_close(run_step(cases, sizes, "mamba-ssm", FORWARD).movedim(-1, 1), run_step(cases, sizes, "torch", FORWARD))
+    torch.testing.assert_close(
+        run_step(cases, sizes, "mamba-ssm", FORWARD).movedim(-1, 1), run_step(cases, sizes, "torch", FORWARD)
+    )
     gradients, ours = (run_step(cases, sizes, name, BOTH_PASSES) for name in ("mamba-ssm", "torch"))
     z = gradients.pop("z")  # one for each direction, the second from back to front
     errors = check.relative_errors({"z": (z[:, 0] + z[:, 1].flip(-1)).mT}, {"z": ours["z"]})
@@ -105,7 +132,12 @@ def timed(operator, names, forward, both):
 
 
 def test_the_summary_compares_with_the_faster_peer():
-    fla = timed("ttt_linear", [*bench.OURS, "fla chunk", "fla fused_chunk"], (1.0, 2.0, 90.0, 5.0, 4.0), (2.0, 8.0, 90.0, 12.0, 20.0))
+    fla = timed(
+        "ttt_linear",
+        [*bench.OURS, "fla chunk", "fla fused_chunk"],
+        (1.0, 2.0, 90.0, 5.0, 4.0),
+        (2.0, 8.0, 90.0, 12.0, 20.0),
+    )
     other_shape = {**fla[3], "tokens": 196, "median_ms": 0.1}
     mamba = timed("selective_scan", [*bench.OURS, "mamba-ssm"], (1.0, 4.0, 90.0, 5.0), (2.0, 4.0, 90.0, 2.0))
     alone = timed("bi_wkv", bench.OURS, (1.0, 4.0, 90.0), (2.0, 5.0, 90.0))
@@ -123,7 +155,9 @@ def test_the_summary_compares_with_the_faster_peer():
     }
     missing = timed("ttt_linear", [*bench.OURS, "fla chunk"], (1.0, 2.0, 90.0, None), (None,) * 4)
     found = bench.summarise(ttt_linear_cases.CASES, missing)
-    assert found["forward_speedup_over_fla"] is None and found["forward_share_of_copy_percent"] == 50.0 and found["reason"]
+    assert (
+        found["forward_speedup_over_fla"] is None and found["forward_share_of_copy_percent"] == 50.0 and found["reason"]
+    )
 
 
 def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
@@ -152,7 +186,8 @@ def test_bytes_and_flop_of_ttt_linear():
     sizes = ttt_linear_cases.Sizes(batch=1, tokens=32, heads=1)
     rows, lr = 32 * 2 * 64 * 2, 32 * 2
     assert sizes.bytes(FORWARD) == 4 * rows + lr
-    assert sizes.bytes(BOTH_PASSES) == (4 * rows + lr) + (4 * rows + lr) + (3 * rows + lr)  # q k v out; q k v dout; dq dk dv
+    # q k v out; q k v dout; dq dk dv
+    assert sizes.bytes(BOTH_PASSES) == (4 * rows + lr) + (4 * rows + lr) + (3 * rows + lr)
     products = 3 * 16 * 64 * 64 + 2 * 16 * 16 * 64  # KW, QW, KᵀG; QKᵀ, AG: multiply-adds of a chunk
     assert sizes.flop(FORWARD) == 2 * 2 * 2 * products
     last_update = 2 * 16 * 64 * 64  # nothing depends on the state after the last chunk: two products less
@@ -160,9 +195,13 @@ def test_bytes_and_flop_of_ttt_linear():
 
 
 def test_bytes_and_flop_of_the_selective_scan():
-    """Two samples, T = 10, 32 channels of 16 states: the bytes of the tensors themselves; four multiply-adds a state, twice that back."""
+    """Two samples, T = 10, 32 channels of 16 states: the bytes of the tensors themselves; four multiply-adds a state,
+    twice that back.
+    """
     sizes = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32)
-    activations = sum(x.nbytes for x in selective_scan_cases.CASES.layer_inputs(sizes, CPU) if x.dtype == torch.bfloat16)
+    activations = sum(
+        x.nbytes for x in selective_scan_cases.CASES.layer_inputs(sizes, CPU) if x.dtype == torch.bfloat16
+    )
     out = 2 * 10 * 2 * 32 * 2
     assert sizes.bytes(FORWARD) == activations + out
     assert sizes.bytes(BOTH_PASSES) == (activations + out) + (activations + out) + activations
@@ -180,12 +219,16 @@ def test_bytes_and_flop_of_vmambas_routes():
     assert sizes.bytes(FORWARD) == activations + 2 * 10 * 4 * 32 * 4
     assert sizes.flop(FORWARD) == 2 * 4 * (2 * 10 * 4 * 32)
     assert bench.op_step(
-        lambda device: (functools.partial(selective_scan_cases.CASES.bind(sizes), backend="torch"), inputs), BOTH_PASSES, CPU
+        lambda device: (functools.partial(selective_scan_cases.CASES.bind(sizes), backend="torch"), inputs),
+        BOTH_PASSES,
+        CPU,
     )()
 
 
 def test_bytes_and_flop_of_bi_wkv():
-    """Two samples, T = 10, 32 channels: k, v, out; k, v, dout, dk, dv. The multiply-adds of a token and channel by hand."""
+    """Two samples, T = 10, 32 channels: k, v, out; k, v, dout, dk, dv. The multiply-adds of a token and channel by
+    hand.
+    """
     sizes = bi_wkv_cases.Sizes(batch=2, tokens=10, channels=32)
     assert (sizes.bytes(FORWARD), sizes.bytes(BOTH_PASSES)) == (3 * 640 * 2, 8 * 640 * 2)
     # 2 sums in 2 directions, and the token itself in both sums
@@ -193,7 +236,9 @@ def test_bytes_and_flop_of_bi_wkv():
     assert sizes.flop(BOTH_PASSES) - sizes.flop(FORWARD) == 2 * (6 + 2 + 1 + 2 + 2 + 4) * 640
 
 
-@pytest.mark.parametrize(("levels", "tokens", "queries"), [(1, 12, 6 * 8 + 3 * 4 + 2 * 2), (3, 6 * 8 + 3 * 4 + 2 * 2, 12)])
+@pytest.mark.parametrize(
+    ("levels", "tokens", "queries"), [(1, 12, 6 * 8 + 3 * 4 + 2 * 2), (3, 6 * 8 + 3 * 4 + 2 * 2, 12)]
+)
 def test_bytes_and_flop_of_deformable_attention(levels, tokens, queries):
     """A map of 3 by 4 pixels beside those of twice and half the sides: the bytes of the tensors themselves."""
     sizes = ms_deform_attn_cases.Sizes(batch=2, tokens=12, heads=2, head_dim=8, levels=levels)

@@ -1,4 +1,6 @@
-"""What is Bi-WKV's own among its tests: the official tensor, exponents of any size, blocks of images and channels, NaN in a channel."""
+"""What is Bi-WKV's own among its tests: the official tensor, exponents of any size, blocks of images and channels, NaN
+in a channel.
+"""
 
 from pathlib import Path
 
@@ -101,7 +103,9 @@ def test_both_ways_agree(monkeypatch):
     assert max(errors(inputs, sizes, without).values()) < 1e-12
 
 
-@pytest.mark.parametrize(("batch", "tokens", "channels", "block"), [(5, 20, 40, 2 * 2 * 20 * 40), (2, 30, 70, 64 * 32), (1, 600, 3, 2**18)])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "block"), [(5, 20, 40, 2 * 2 * 20 * 40), (2, 30, 70, 64 * 32), (1, 600, 3, 2**18)]
+)
 def test_blocks_and_chunks_join(monkeypatch, batch, tokens, channels, block):
     """Sizes at which images and channels are cut into blocks, of unequal sizes, and at which chunks have chunks."""
     monkeypatch.setattr(torch_path, "_BLOCK", block)

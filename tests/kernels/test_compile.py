@@ -61,9 +61,15 @@ def test_the_record_is_of_these_kernels(record, name):
 
 
 def test_the_default_configs_in_the_record_have_no_spills(record):
-    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, for which 255 registers are a few too few."""
+    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, for which 255 registers
+    are a few too few.
+    """
     rows = [row for row in record["rows"] if row["default"]]
-    large = [row for row in rows if row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)]
+    large = [
+        row
+        for row in rows
+        if row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)
+    ]
     tight = [row for row in rows if (row["kernel"], row["target"]) == ("selective_scan_backward", "sm_80")]
     large += [row for row in rows if row["kernel"] in MOST_SPILLED and row not in large]
     assert {row["operator"] for row in rows if row not in [*large, *tight]} == set(OPERATORS)
@@ -75,7 +81,9 @@ def test_the_shared_memory_in_the_record_is_what_the_table_says(record):
     """Of all default configs with heads of 64, only one needs more than the 99 KiB of the smallest GPUs."""
     rows = [row for row in record["rows"] if row["operator"] == "ttt_linear" and row["default"]]
     largest = {
-        (row["dtype"], row["config"]["chunk_size"], -(-row["shared_bytes"] // 1024)) for row in rows if row["shared_bytes"] > 99 * 1024
+        (row["dtype"], row["config"]["chunk_size"], -(-row["shared_bytes"] // 1024))
+        for row in rows
+        if row["shared_bytes"] > 99 * 1024
     }
     assert largest == {("fp32", 64, triton_fwd.SHARED_KIB[64, 64])}
 
@@ -98,9 +106,18 @@ def test_the_hash_is_of_what_is_compiled():
     layout = SOURCE.replace("(x_ptr, BLOCK: tl.constexpr)", "(\n    x_ptr,\n    BLOCK: tl.constexpr,\n)").replace(
         "LIMIT = 3", "LIMIT = (3)"
     )
-    for same in (layout, SOURCE.replace("What it does.", "Else."), SOURCE.replace("a remark", "another"), SOURCE.replace("people", "you")):
+    for same in (
+        layout,
+        SOURCE.replace("What it does.", "Else."),
+        SOURCE.replace("a remark", "another"),
+        SOURCE.replace("people", "you"),
+    ):
         assert same != SOURCE and resources.jitted_code(same) == code
-    for other in (SOURCE.replace("LIMIT = 3", "LIMIT = 4"), SOURCE.replace("BLOCK + LIMIT", "BLOCK - LIMIT"), SOURCE.replace("BLOCK", "B")):
+    for other in (
+        SOURCE.replace("LIMIT = 3", "LIMIT = 4"),
+        SOURCE.replace("BLOCK + LIMIT", "BLOCK - LIMIT"),
+        SOURCE.replace("BLOCK", "B"),
+    ):
         assert resources.jitted_code(other) != code
 
 
@@ -156,9 +173,13 @@ def test_configs_differ(name):
 
 # TTT-Linear
 
-# Kernel -> target -> stack bytes of a default config in two-byte elements at D = 64 and chunk size 16. In one pass three programs share
-# a multiprocessor for that, and there is one wave where there were two; the pass BACK loads three stages ahead, which fits sm_90.
-MOST_SPILLED = {"ttt_linear_backward": dict.fromkeys(resources.TARGETS, 288), "ttt_linear_backward_back": {80: 120, 89: 96}}
+# Kernel -> target -> stack bytes of a default config in two-byte elements at D = 64 and chunk size 16. In one pass
+# three programs share a multiprocessor for that, and there is one wave where there were two; the pass BACK loads three
+# stages ahead, which fits sm_90.
+MOST_SPILLED = {
+    "ttt_linear_backward": dict.fromkeys(resources.TARGETS, 288),
+    "ttt_linear_backward_back": {80: 120, 89: 96},
+}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -182,18 +203,27 @@ def test_ttt_linear_compiles(kernel, dtype, target):
 
 
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included
-@pytest.mark.parametrize(("width", "chunk_size"), [*itertools.starmap(slow, [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16)]), (128, 64)])
+@pytest.mark.parametrize(
+    ("width", "chunk_size"), [*itertools.starmap(slow, [(16, 16), (64, 4), (64, 32), (64, 64), (128, 16)]), (128, 64)]
+)
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_other_sizes_of_ttt_linear_fit(kernel, width, chunk_size):
     """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere."""
-    assert OPERATORS["ttt_linear"].compilation(kernel, "bf16", chunk_size=chunk_size, width=width).read(89)["shared_bytes"] <= 99 * 1024
+    assert (
+        OPERATORS["ttt_linear"].compilation(kernel, "bf16", chunk_size=chunk_size, width=width).read(89)["shared_bytes"]
+        <= 99 * 1024
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "chunk_size"), [(64, 32), (128, 16)])
 def test_shared_memory_of_fp32_is_what_the_table_says(width, chunk_size):
     """`SHARED_KIB` says which sizes need more than 99 KiB, and how much; the rest fits."""
-    found = OPERATORS["ttt_linear"].compilation("ttt_linear_backward", "fp32", chunk_size=chunk_size, width=width).read(89)["shared_bytes"]
+    found = (
+        OPERATORS["ttt_linear"]
+        .compilation("ttt_linear_backward", "fp32", chunk_size=chunk_size, width=width)
+        .read(89)["shared_bytes"]
+    )
     needed = triton_fwd.SHARED_KIB.get((width, chunk_size))
     assert -(-found // 1024) == needed if needed else found <= 99 * 1024
 
@@ -252,21 +282,26 @@ def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "gate", "state_dim"), [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)]
+    ("kernel", "gate", "state_dim"),
+    [("forward", False, 32), ("backward", True, 8), ("backward", False, 16), ("backward", True, 32)],
 )
 def test_other_sizes_of_the_selective_scan_compile(kernel, gate, state_dim):
     assert (
-        OPERATORS["selective_scan"].compilation(f"selective_scan_{kernel}", "bf16", state_dim=state_dim, gate=gate).read(90)["registers"]
+        OPERATORS["selective_scan"]
+        .compilation(f"selective_scan_{kernel}", "bf16", state_dim=state_dim, gate=gate)
+        .read(90)["registers"]
         <= 255
     )
 
 
 def test_sums_of_the_selective_scan_take_few_shuffles():
-    """Forward, a thread has all states of its channel: a few shuffles exchange the layout of loaded rows. Backward, a token has three
+    """Forward, a thread has all states of its channel: a few shuffles exchange the layout of loaded rows. Backward, a
+    token has three
     sums over states, two steps for each of four values a thread, and two over channels, three steps each.
     """
     forward, backward = (
-        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward")
+        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90)
+        for name in ("forward", "backward")
     )
     assert forward["loops"][0]["SHFL"] <= 8
     assert max(loop["SHFL"] for loop in backward["loops"]) == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
@@ -277,7 +312,12 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
 
 @pytest.mark.parametrize(
     ("kernel", "dtype", "target"),
-    [("forward", "bf16", 90), ("backward", "bf16", 90), slow("forward_keeping_states", "fp16", 80), slow("backward", "fp32", 89)],
+    [
+        ("forward", "bf16", 90),
+        ("backward", "bf16", 90),
+        slow("forward_keeping_states", "fp16", 80),
+        slow("backward", "fp32", 89),
+    ],
 )
 def test_bi_wkv_compiles_without_spills(kernel, dtype, target):
     found = OPERATORS["bi_wkv"].compilation(f"bi_wkv_{kernel}", dtype).read(target)
@@ -307,6 +347,7 @@ def test_bi_wkv_gives_a_channel_to_a_thread():
 )
 def test_deformable_attention_compiles_without_spills(kernel, dtype, target, head_dim):
     found = OPERATORS["ms_deform_attn"].compilation(f"ms_deform_attn_{kernel}", dtype, head_dim=head_dim).read(target)
-    assert len(found["loops"]) == (2 if kernel == "backward_value" else 3)  # one for each stretch of the order, or for each level
+    # one for each stretch of the order, or for each level
+    assert len(found["loops"]) == (2 if kernel == "backward_value" else 3)
     assert spills(found) == (0, 0, 0)
     assert found["registers"] <= 128 and found["shared_bytes"] <= 2048

@@ -1,4 +1,6 @@
-"""What numba's loops share: functions against fp64, results that no number of threads changes, and machines without numba."""
+"""What numba's loops share: functions against fp64, results that no number of threads changes, and machines without
+numba.
+"""
 
 import dataclasses
 import math
@@ -51,7 +53,8 @@ def test_functions(name, dtype):
     out = np.empty_like(x)
     function(x, out)
     want = expected(torch.from_numpy(x).double()).numpy()
-    spacing = np.finfo(dtype).eps * (1 if dtype == np.float32 else 4)  # the polynomials' coefficients are themselves of fp64
+    # the polynomials' coefficients are themselves of fp64
+    spacing = np.finfo(dtype).eps * (1 if dtype == np.float32 else 4)
     # what is rounded before 2ˣ weighs |x| times as much after it
     limit = 4 * spacing if name == "exp2" else spacing * (4 + 2 * np.abs(x))
     assert (np.abs(out - want) <= limit * np.abs(want)).all()
@@ -61,7 +64,11 @@ def test_functions(name, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_functions_at_what_is_no_number(dtype):
     x = np.array([math.nan, math.inf, -math.inf, 5000.0, -5000.0], dtype)
-    for name, expected in {"exp2": [math.inf, 0, math.inf, 0], "sigmoid": [1, 0, 1, 0], "softplus": [math.inf, 0, 5000, 0]}.items():
+    for name, expected in {
+        "exp2": [math.inf, 0, math.inf, 0],
+        "sigmoid": [1, 0, 1, 0],
+        "softplus": [math.inf, 0, 5000, 0],
+    }.items():
         out = np.empty_like(x)
         FUNCTIONS[name][0](x, out)
         assert np.isnan(out[0]) and out[1:].tolist() == pytest.approx(expected, abs=1e-37), name
@@ -71,7 +78,9 @@ def test_functions_at_what_is_no_number(dtype):
 def test_no_number_of_threads_changes_a_bit(name):
     """One thread has all channels of a task; many threads share them where there are fewer tasks than threads."""
     cases = OPERATORS[name]
-    sizes = dataclasses.replace(cases.TYPICAL, batch=1, **({"channels": 200} if hasattr(cases.TYPICAL, "channels") else {}))
+    sizes = dataclasses.replace(
+        cases.TYPICAL, batch=1, **({"channels": 200} if hasattr(cases.TYPICAL, "channels") else {})
+    )
     given = check.cast(cases, cases.draw(0, sizes), torch.float32)
     before, results = torch.get_num_threads(), []
     try:
@@ -93,12 +102,16 @@ def test_without_numba_torch_runs(name, monkeypatch):
     assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "numba"
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda package: None)
     assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "torch"
-    with pytest.raises(ValueError, match="backend 'numba': the package numba is not installed; use auto, torch or reference"):
+    with pytest.raises(
+        ValueError, match="backend 'numba': the package numba is not installed; use auto, torch or reference"
+    ):
         cases.select("numba", cases.SMALL, torch.float32, "cpu")
 
 
 def test_where_numba_cannot_run():
-    with pytest.raises(ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or reference"):
+    with pytest.raises(
+        ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or reference"
+    ):
         selected_backend("numba", "cuda")
     cases = OPERATORS["ms_deform_attn"]
     with pytest.raises(ValueError, match="backend 'numba': this operator has no loops for it"):
@@ -107,13 +120,18 @@ def test_where_numba_cannot_run():
 
 @pytest.mark.parametrize("dtype", first([torch.float32, torch.float64, torch.bfloat16]))
 @pytest.mark.parametrize(
-    "changed", [{}, {"tokens": 5}, {"tokens": 16}, {"chunk_size": 7}, {"chunk_size": 256}, {"head_dim": 20}, {"head_dim": 10}]
+    "changed",
+    [{}, {"tokens": 5}, {"tokens": 16}, {"chunk_size": 7}, {"chunk_size": 256}, {"head_dim": 20}, {"head_dim": 10}],
 )
 def test_inference_of_ttt_linear(changed, dtype):
-    """The loop that runs where no gradient is wanted, against fp64: short and single chunks, both directions, any width of a head."""
+    """The loop that runs where no gradient is wanted, against fp64: short and single chunks, both directions, any width
+    of a head.
+    """
     cases = OPERATORS["ttt_linear"]
     sizes = (
-        dataclasses.replace(cases.SMALL, tokens=53, **changed) if "tokens" not in changed else dataclasses.replace(cases.SMALL, **changed)
+        dataclasses.replace(cases.SMALL, tokens=53, **changed)
+        if "tokens" not in changed
+        else dataclasses.replace(cases.SMALL, **changed)
     )
     *inputs, _ = cases.draw(0, sizes)
     given = check.cast(cases, inputs, dtype)

@@ -8,7 +8,9 @@ from kernels.decompositions import DECOMPOSITIONS, bi_wkv_by_scan
 from kernels.tools.bi_wkv_cases import CASES, Sizes
 from kernels.tools.operators import OPERATORS
 
-SCANS = {name: cases for name, cases in OPERATORS.items() if getattr(torch.ops.vision_ttt, name).default in DECOMPOSITIONS}
+SCANS = {
+    name: cases for name, cases in OPERATORS.items() if getattr(torch.ops.vision_ttt, name).default in DECOMPOSITIONS
+}
 
 
 EVERY_SIZE = [
@@ -34,7 +36,9 @@ def test_the_selective_scan_without_a_gate():
     cases = SCANS["selective_scan"]
     inputs = cases.draw(0, cases.SMALL)[:-1]
     inputs[cases.INPUTS.index("z")] = None
-    out, _ = DECOMPOSITIONS[torch.ops.vision_ttt.selective_scan.default](*cases.arguments(inputs, cases.SMALL), "auto", False)
+    out, _ = DECOMPOSITIONS[torch.ops.vision_ttt.selective_scan.default](
+        *cases.arguments(inputs, cases.SMALL), "auto", False
+    )
     torch.testing.assert_close(out, cases.bind(cases.SMALL)(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
 
 

@@ -1,6 +1,8 @@
-"""What holds for every operator of `kernels.tools.operators`, on the backend that runs here: `torch`, or under Triton's interpreter `triton`.
+"""What holds for every operator of `kernels.tools.operators`, on the backend that runs here: `torch`, or under Triton's
+interpreter `triton`.
 
-`test_interpreted.py` runs this file a second time with TRITON_INTERPRET=1. A new operator is tested here once its cases are listed.
+`test_interpreted.py` runs this file a second time with TRITON_INTERPRET=1. A new operator is tested here once its cases
+are listed.
 """
 
 import dataclasses
@@ -75,19 +77,25 @@ def every_size(cases):
 
 
 EVERY_SIZE = [
-    pytest.param(cases, sizes, id=f"{cases.NAME}-{i}") for cases in OPERATORS.values() for i, sizes in enumerate(every_size(cases))
+    pytest.param(cases, sizes, id=f"{cases.NAME}-{i}")
+    for cases in OPERATORS.values()
+    for i, sizes in enumerate(every_size(cases))
 ]
 
 
 @pytest.mark.parametrize(("cases", "sizes"), EVERY_SIZE)
 def test_output_and_every_gradient_against_fp64(cases, sizes):
-    """At ragged sizes and the special ones, in every dtype, with allocations full of NaN; results have the dtypes of the inputs."""
+    """At ragged sizes and the special ones, in every dtype, with allocations full of NaN; results have the dtypes of
+    the inputs.
+    """
     if INTERPRETED:
         rows = [check.compare(cases, "", sizes, dtype, seeds=[0]) for dtype in ("fp32", "fp16")]
         assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
         return
     inputs, want = check.draw_case(cases, sizes, 0)
-    for backend, dtype in itertools.product(cases.CPU_BACKENDS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)):
+    for backend, dtype in itertools.product(
+        cases.CPU_BACKENDS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    ):
         given = check.cast(cases, inputs, dtype)
         with check.poisoned_memory():
             got = check.differentiate(cases, given, sizes, backend)
@@ -102,7 +110,10 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
 def test_memory_is_poisoned():
     with check.poisoned_memory():
         x = torch.zeros(3)
-        assert all(y.isnan().all() for y in (torch.empty(3), torch.empty_like(x), x.new_empty(3), torch.empty_strided((3,), (1,))))
+        assert all(
+            y.isnan().all()
+            for y in (torch.empty(3), torch.empty_like(x), x.new_empty(3), torch.empty_strided((3,), (1,)))
+        )
 
 
 @once
@@ -180,7 +191,8 @@ def test_parameters_in_low_precision(cases, backend):
     """They give what fp32 parameters of the same values give, with gradients in their own dtype."""
     low = [x.detach().half() for x in draw(cases)[0]]
     as_fp32 = [
-        x.requires_grad_() if name in cases.ACTIVATIONS else x.float().requires_grad_() for name, x in zip(cases.INPUTS, low, strict=True)
+        x.requires_grad_() if name in cases.ACTIVATIONS else x.float().requires_grad_()
+        for name, x in zip(cases.INPUTS, low, strict=True)
     ]
     low = [x.clone().requires_grad_() for x in low]
     results, expected = (differentiate(operator(cases, backend), given) for given in (low, as_fp32))
@@ -194,7 +206,8 @@ def test_checkpointing(cases, reentrant, backend):
     inputs, _ = draw(cases)
     _, *expected = differentiate(operator(cases, backend), inputs)
     checkpoint(operator(cases, backend), *inputs, use_reentrant=reentrant).square().sum().backward()
-    if reentrant and (cases.NAME, backend) == ("ttt_linear", "numba"):  # whose first pass, without gradients, is the loop of inference
+    # whose first pass, without gradients, is the loop of inference
+    if reentrant and (cases.NAME, backend) == ("ttt_linear", "numba"):
         for x, gradient in zip(inputs, expected, strict=True):
             torch.testing.assert_close(x.grad, gradient)
     else:
@@ -248,7 +261,9 @@ def test_the_second_derivative_is_refused(cases, backend):
     inputs, _ = draw(cases)
     leading = inputs[cases.INPUTS.index(cases.op.CUSTOM_OP.leading)]
     (gradient,) = torch.autograd.grad(operator(cases, backend)(*inputs).square().sum(), leading, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{cases.NAME}: this backend has no second derivative; backend='reference' has one"):
+    with pytest.raises(
+        RuntimeError, match=f"{cases.NAME}: this backend has no second derivative; backend='reference' has one"
+    ):
         gradient.sum().backward()
     (gradient,) = torch.autograd.grad(operator(cases, "reference")(*inputs).square().sum(), leading, create_graph=True)
     gradient.square().sum().backward()
@@ -296,12 +311,16 @@ def test_inputs_are_left_alone_and_may_be_strided(cases, layout, backend):
 
 def per_image(cases):
     """Of each input, whether its first axis is the images'; else the images share it."""
-    shapes = [[x.shape for x in draw(cases, sizes=dataclasses.replace(cases.SMALL, batch=batch))[0]] for batch in (2, 3)]
+    shapes = [
+        [x.shape for x in draw(cases, sizes=dataclasses.replace(cases.SMALL, batch=batch))[0]] for batch in (2, 3)
+    ]
     return [a != b for a, b in zip(*shapes, strict=True)]
 
 
 def test_nan_stays_in_its_image(cases, any_backend):
-    """In one image's input it fills no other image's output, and reaches that image's own; in a parameter it reaches the output."""
+    """In one image's input it fills no other image's output, and reaches that image's own; in a parameter it reaches
+    the output.
+    """
     inputs = [x.detach() for x in draw(cases)[0]]
     expected = operator(cases, any_backend)(*inputs)
     for i, (name, own) in enumerate(zip(cases.INPUTS, per_image(cases), strict=True)):
@@ -316,12 +335,15 @@ def test_nan_stays_in_its_image(cases, any_backend):
 def test_one_image_alone_is_as_among_others(cases, any_backend):
     inputs = [x.detach() for x in draw(cases)[0]]
     alone = [x[1:2] if own else x for x, own in zip(inputs, per_image(cases), strict=True)]
-    torch.testing.assert_close(operator(cases, any_backend)(*alone), operator(cases, any_backend)(*inputs).narrow(cases.OUT_BATCH, 1, 1))
+    torch.testing.assert_close(
+        operator(cases, any_backend)(*alone), operator(cases, any_backend)(*inputs).narrow(cases.OUT_BATCH, 1, 1)
+    )
 
 
 def test_choice_of_a_backend(cases):
     select, leading = cases.select, cases.op.CUSTOM_OP.leading
-    assert select("auto", cases.SMALL, torch.float32, "cpu") == cases.CPU_BACKENDS[0]  # also under the interpreter, which is slow
+    # also under the interpreter, which is slow
+    assert select("auto", cases.SMALL, torch.float32, "cpu") == cases.CPU_BACKENDS[0]
     assert select("torch", cases.SMALL, torch.float32, torch.device("cpu")) == "torch"
     assert select("reference", cases.SMALL, torch.float32, "cpu") == "reference"
     with pytest.raises(ValueError, match="'tritno', expected one of auto, triton, numba, torch, reference"):
@@ -329,10 +351,17 @@ def test_choice_of_a_backend(cases):
     if INTERPRETED:
         assert select("triton", cases.SMALL, torch.float32, "cpu") == "triton"
         return
-    with pytest.raises(ValueError, match=f"'triton': {leading} is on cpu, expected a CUDA device .*; use auto, torch or reference"):
+    with pytest.raises(
+        ValueError, match=f"'triton': {leading} is on cpu, expected a CUDA device .*; use auto, torch or reference"
+    ):
         select("triton", cases.SMALL, torch.float32, "cpu")
     # asked of a GPU that need not exist
-    for dtype, backend in ((torch.bfloat16, "triton"), (torch.float16, "triton"), (torch.float32, "triton"), (torch.float64, "torch")):
+    for dtype, backend in (
+        (torch.bfloat16, "triton"),
+        (torch.float16, "triton"),
+        (torch.float32, "triton"),
+        (torch.float64, "torch"),
+    ):
         assert select("auto", cases.TYPICAL, dtype, "cuda") == backend
         assert select("torch", cases.TYPICAL, dtype, "cuda") == "torch"
 
@@ -355,15 +384,37 @@ def test_shapes_on_a_gpu_that_need_not_exist(cases):
 
 
 def wrong_arguments(cases):
-    """(what is changed, the changed inputs and backend, the error, the message) for each mistake that any operator can be given."""
+    """(what is changed, the changed inputs and backend, the error, the message) for each mistake that any operator can
+    be given.
+    """
     inputs = {name: x.detach() for name, x in zip(cases.INPUTS, draw(cases, torch.float32)[0], strict=True)}
     leading = cases.op.CUSTOM_OP.leading
     lead = inputs[leading]
-    yield "dtype of the leading one", {leading: lead.long()}, TypeError, f"{leading} is torch.int64, expected one of fp64, fp32, bf16, fp16"
-    yield "rank of the leading one", {leading: lead[0]}, ValueError, f"{leading} has shape {tuple(lead.shape[1:])}, expected (B,"
+    yield (
+        "dtype of the leading one",
+        {leading: lead.long()},
+        TypeError,
+        f"{leading} is torch.int64, expected one of fp64, fp32, bf16, fp16",
+    )
+    yield (
+        "rank of the leading one",
+        {leading: lead[0]},
+        ValueError,
+        f"{leading} has shape {tuple(lead.shape[1:])}, expected (B,",
+    )
     yield "nothing in it", {leading: lead[:0]}, ValueError, "with every size at least 1"
-    yield "backend", {"backend": "cuda"}, ValueError, "backend is 'cuda', expected one of auto, triton, numba, torch, reference"
-    yield "triton on the CPU", {"backend": "triton"}, ValueError, f"backend 'triton': {leading} is on cpu, expected a CUDA device"
+    yield (
+        "backend",
+        {"backend": "cuda"},
+        ValueError,
+        "backend is 'cuda', expected one of auto, triton, numba, torch, reference",
+    )
+    yield (
+        "triton on the CPU",
+        {"backend": "triton"},
+        ValueError,
+        f"backend 'triton': {leading} is on cpu, expected a CUDA device",
+    )
     for name, x in inputs.items():
         yield f"{name} no tensor", {name: 0.5}, TypeError, f"{name} is float, expected a tensor"
         if name == leading:
@@ -372,7 +423,12 @@ def wrong_arguments(cases):
         yield f"shape of {name}", {name: x.new_zeros(shape)}, ValueError, f"{name} has shape {shape}, expected "
         yield f"fp64 {name}", {name: x.double()}, TypeError, f"{name} is fp64, expected fp32 beside {leading} in fp32"
         yield f"fp16 {name}", {name: x.half()}, TypeError, f"{name} is fp16, expected fp32 beside {leading} in fp32"
-        yield f"device of {name}", {name: x.to("meta")}, ValueError, f"{name} is on meta, expected {leading}'s device cpu"
+        yield (
+            f"device of {name}",
+            {name: x.to("meta")},
+            ValueError,
+            f"{name} is on meta, expected {leading}'s device cpu",
+        )
 
 
 @once

@@ -1,6 +1,8 @@
-"""Starts the tests under Triton's interpreter in a process of their own, since the interpreter is chosen when Triton is imported.
+"""Starts the tests under Triton's interpreter in a process of their own, since the interpreter is chosen when Triton is
+imported.
 
-`make test` starts those that are not slow, which run every kernel once; `make test-all` starts the others and those of every operator.
+`make test` starts those that are not slow, which run every kernel once; `make test-all` starts the others and those of
+every operator.
 """
 
 import os
@@ -15,9 +17,24 @@ from tests.slow import slow
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("tests", "chosen"), [("interpreted", "not slow"), slow("interpreted", "slow"), slow("test_every_op.py", "")])
+@pytest.mark.parametrize(
+    ("tests", "chosen"), [("interpreted", "not slow"), slow("interpreted", "slow"), slow("test_every_op.py", "")]
+)
 def test_under_the_interpreter(tests, chosen):
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", chosen, str(FOLDER / tests)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=FOLDER.parents[1], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        chosen,
+        str(FOLDER / tests),
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=FOLDER.parents[1], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -33,7 +33,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # a training in an earlier test asks for them
+    # a training in an earlier test asks for them
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     return found
 
 

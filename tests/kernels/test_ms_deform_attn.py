@@ -1,4 +1,6 @@
-"""What is deformable attention's own among its tests: levels of any shape, points outside, NaN in a pixel, sizes from an image, its errors."""
+"""What is deformable attention's own among its tests: levels of any shape, points outside, NaN in a pixel, sizes from
+an image, its errors.
+"""
 
 import pytest
 import torch
@@ -110,20 +112,37 @@ def test_sizes_that_triton_does_not_take():
     assert selected_backend("auto", "cuda", head_dim=48, levels=3, dtype=torch.bfloat16) == "triton"
     for unsupported in ({"head_dim": 257}, {"levels": 5}):
         assert selected_backend("auto", "cuda", **unsupported) == "torch"
-    with pytest.raises(ValueError, match="'triton': there are 5 levels, expected at most 4; use auto, torch or reference"):
+    with pytest.raises(
+        ValueError, match="'triton': there are 5 levels, expected at most 4; use auto, torch or reference"
+    ):
         selected_backend("triton", "cuda", levels=5)
 
 
 SHAPES = ((3, 4), (2, 2))
 WRONG = {
-    "tokens": ({"value": torch.zeros(2, 15, 2, 3)}, r"value has shape \(2, 15, 2, 3\), expected \(B,S,M,C\) with S 16, the sum of h·w"),
-    "flat shapes": ({"shapes": (3, 4)}, r"shapes is \(3, 4\), expected a pair \(h, w\) of ints of at least 1 for each level"),
+    "tokens": (
+        {"value": torch.zeros(2, 15, 2, 3)},
+        r"value has shape \(2, 15, 2, 3\), expected \(B,S,M,C\) with S 16, the sum of h·w",
+    ),
+    "flat shapes": (
+        {"shapes": (3, 4)},
+        r"shapes is \(3, 4\), expected a pair \(h, w\) of ints of at least 1 for each level",
+    ),
     "no shapes": ({"shapes": ()}, r"shapes is \(\), expected a pair"),
     "a float": ({"shapes": ((3, 4.0), (2, 2))}, "shapes is .*, expected a pair"),
     "an empty map": ({"shapes": ((0, 4), (4, 4))}, "shapes is .*, expected a pair"),
-    "no queries": ({"locations": torch.zeros(2, 0, 2, 2, 2, 2)}, r"expected \(B,Q,M,L,P,2\) with every size at least 1"),
-    "rank of locations": ({"locations": torch.zeros(2, 5, 2, 4, 2)}, r"locations has shape \(2, 5, 2, 4, 2\), expected"),
-    "levels": ({"locations": torch.zeros(2, 5, 2, 3, 2, 2)}, r"expected \(2, 5, 2, 2, 2, 2\) beside value .*, 2 levels, Q 5 and P 2"),
+    "no queries": (
+        {"locations": torch.zeros(2, 0, 2, 2, 2, 2)},
+        r"expected \(B,Q,M,L,P,2\) with every size at least 1",
+    ),
+    "rank of locations": (
+        {"locations": torch.zeros(2, 5, 2, 4, 2)},
+        r"locations has shape \(2, 5, 2, 4, 2\), expected",
+    ),
+    "levels": (
+        {"locations": torch.zeros(2, 5, 2, 3, 2, 2)},
+        r"expected \(2, 5, 2, 2, 2, 2\) beside value .*, 2 levels, Q 5 and P 2",
+    ),
 }
 
 

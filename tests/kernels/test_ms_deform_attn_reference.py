@@ -1,4 +1,6 @@
-"""The reference of multi-scale deformable attention, and the torch backend beside it, against numbers and rules from elsewhere."""
+"""The reference of multi-scale deformable attention, and the torch backend beside it, against numbers and rules from
+elsewhere.
+"""
 
 import pytest
 import torch
@@ -63,7 +65,9 @@ def test_against_loops_over_numbers():
 @pytest.mark.parametrize(("h", "w"), [(4, 6), (1, 1), (5, 1)])
 def test_at_a_pixel_s_centre_is_its_value(backend, h, w):
     value, _, weights, _ = draw_points(0, ((h, w),), (1, h * w, 3, 1, 4), 2)
-    out = ms_deform_attn(value, ((h, w),), centres(h, w, 3, 4), weights.flatten(3).softmax(-1).view_as(weights), backend=backend)
+    out = ms_deform_attn(
+        value, ((h, w),), centres(h, w, 3, 4), weights.flatten(3).softmax(-1).view_as(weights), backend=backend
+    )
     torch.testing.assert_close(out, value)
 
 

@@ -1,4 +1,6 @@
-"""What is the selective scan's own among its tests: the official releases' tensors, routes, the gate, tiles, large steps, its errors."""
+"""What is the selective scan's own among its tests: the official releases' tensors, routes, the gate, tiles, large
+steps, its errors.
+"""
 
 from pathlib import Path
 
@@ -38,22 +40,29 @@ def test_official_release(backend):
 @BACKENDS
 @pytest.mark.parametrize(("release", "routes"), [("vmamba", 4), ("mambavision", 1)])
 def test_scan_of_hierarchical_releases(release, routes, backend):
-    """VMamba's four routes of one state, MambaVision's one of eight: the output and every gradient. There, routes lie in the channels."""
+    """VMamba's four routes of one state, MambaVision's one of eight: the output and every gradient. There, routes lie
+    in the channels.
+    """
     data = {
-        key.removeprefix("scan/"): torch.from_numpy(x) for key, x in np.load(DATA / f"{release}.npz").items() if key.startswith("scan/")
+        key.removeprefix("scan/"): torch.from_numpy(x)
+        for key, x in np.load(DATA / f"{release}.npz").items()
+        if key.startswith("scan/")
     }
 
     def by_route(name, x):
         if name in ("u", "delta", "out"):
             return x.unflatten(1, (routes, -1)).permute(0, 3, 1, 2)  # (B,R·E,T) -> (B,T,R,E)
-        return x.permute(0, 3, 1, 2) if name in ("B", "C") else x.unflatten(0, (routes, -1))  # (B,R,N,T) -> (B,T,R,N); (R·E,...)
+        # (B,R,N,T) -> (B,T,R,N); (R·E,...)
+        return x.permute(0, 3, 1, 2) if name in ("B", "C") else x.unflatten(0, (routes, -1))
 
     inputs = [None if name == "z" else by_route(name, data[f"inputs/{name}"]).requires_grad_() for name in INPUTS]
     out = selective_scan_routes(*inputs, reverse=[False] * routes, backend=backend)
     assert relative_error(out, by_route("out", data["out"])) < 1e-6
     out.backward(by_route("out", data["grad_out"]))
     errors = {
-        name: relative_error(x.grad, by_route(name, data[f"grads/{name}"])) for name, x in zip(INPUTS, inputs, strict=True) if x is not None
+        name: relative_error(x.grad, by_route(name, data[f"grads/{name}"]))
+        for name, x in zip(INPUTS, inputs, strict=True)
+        if x is not None
     }
     assert len(errors) == 7 and max(errors.values()) < 2e-6, errors
 
@@ -93,12 +102,16 @@ def test_full_precision_leaves_out_the_last_rounding(dtype, backend):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_opcheck_of_routes(keep):
-    """Shared sequences, no gate, a full-precision output of fp16 inputs: the fake kernels say shapes and dtypes of what comes."""
+    """Shared sequences, no gate, a full-precision output of fp16 inputs: the fake kernels say shapes and dtypes of what
+    comes.
+    """
     sizes = Sizes(batch=2, tokens=7, channels=4, **VMAMBA)
     *inputs, dout = check.cast(cases, draw(0, sizes), torch.float16)
     arguments = cases.arguments([x if x is None else x.requires_grad_() for x in inputs], sizes)
     torch.library.opcheck(CUSTOM_OP.forward, (*arguments, "torch", keep))
-    out, states = CUSTOM_OP.forward(*cases.arguments([x if x is None else x.detach() for x in inputs], sizes), "torch", True)
+    out, states = CUSTOM_OP.forward(
+        *cases.arguments([x if x is None else x.detach() for x in inputs], sizes), "torch", True
+    )
     assert out.dtype == torch.float32 and out.shape == dout.shape
     detached = cases.arguments([x if x is None else x.detach() for x in inputs], sizes)
     torch.library.opcheck(CUSTOM_OP.backward, (out, states, *detached, "torch"))
@@ -115,7 +128,9 @@ def test_one_direction_and_no_gate(state_dim, reverse, gate):
     leaves = [x for x in inputs if x is not None]
     results = []
     for backend in ("torch", "reference"):
-        out = selective_scan(*(x if x is None else x.requires_grad_() for x in inputs), reverse=reverse, backend=backend)
+        out = selective_scan(
+            *(x if x is None else x.requires_grad_() for x in inputs), reverse=reverse, backend=backend
+        )
         results.append([out, *torch.autograd.grad(out, leaves, dout)])
     assert max(map(relative_error, *results)) < 1e-10
 
@@ -142,7 +157,9 @@ def test_tiles_and_blocks_join(monkeypatch, batch, tokens):
 
 
 def test_tiles_join_at_the_sizes_that_run():
-    """T and E of Vim-T at 224 pixels, both directions with the parameters that they start with: several tiles as the module cuts them."""
+    """T and E of Vim-T at 224 pixels, both directions with the parameters that they start with: several tiles as the
+    module cuts them.
+    """
     u, delta, _, B, C, D, z, _, _ = draw(0, Sizes(batch=1, tokens=197, channels=384))
     A = -torch.arange(1.0, 17).expand(2, 384, 16)
     bias = torch.stack([torch.linspace(-6.9, -2.2, 384), torch.zeros(384)])
@@ -182,7 +199,10 @@ def test_both_directions_are_two_single_calls(backend):
     inputs = draw(0, Sizes(batch=2, tokens=19, channels=8))[:-1]
     out = selective_scan_bidir(*inputs, backend=backend)
     for r in (0, 1):
-        assert relative_error(out[:, :, r], selective_scan(*one_direction(inputs, r), reverse=r == 1, backend=backend)) < 1e-12
+        assert (
+            relative_error(out[:, :, r], selective_scan(*one_direction(inputs, r), reverse=r == 1, backend=backend))
+            < 1e-12
+        )
     assert relative_error(out[:, :, 0], out[:, :, 1]) > 1e-2
 
 
@@ -220,13 +240,19 @@ def test_wrong_arguments_of_routes():
     sizes = Sizes(batch=1, tokens=6, channels=4, **VMAMBA)
     inputs = dict(zip(INPUTS, draw(0, sizes)[:-1], strict=True))
     for reverse in (True, None, [], [0, 1, 0, 1], "ffbb"):
-        with pytest.raises(TypeError, match="selective_scan_routes: reverse is .*, expected a flag, True or False, for each route"):
+        with pytest.raises(
+            TypeError, match="selective_scan_routes: reverse is .*, expected a flag, True or False, for each route"
+        ):
             selective_scan_routes(*inputs.values(), reverse=reverse)
-    with pytest.raises(ValueError, match=r"u has 2 sequences, shape \(1, 6, 2, 4\), expected a divisor of the 3 routes of reverse"):
+    with pytest.raises(
+        ValueError, match=r"u has 2 sequences, shape \(1, 6, 2, 4\), expected a divisor of the 3 routes of reverse"
+    ):
         selective_scan_routes(*inputs.values(), reverse=[False, True, True])
     with pytest.raises(ValueError, match=r"A has shape \(4, 4\), expected \(4,E,N\) with N at least 1"):
         selective_scan_routes(*(inputs | {"A": inputs["A"][..., 0]}).values(), reverse=sizes.reverse)
-    with pytest.raises(ValueError, match=r"delta has shape \(1, 6, 2, 4\), expected \(1, 6, 4, 4\) beside u \(1, 6, 2, 4\) and N 1"):
+    with pytest.raises(
+        ValueError, match=r"delta has shape \(1, 6, 2, 4\), expected \(1, 6, 4, 4\) beside u \(1, 6, 2, 4\) and N 1"
+    ):
         selective_scan_routes(*(inputs | {"delta": inputs["u"]}).values(), reverse=sizes.reverse)
     with pytest.raises(ValueError, match=r"u has shape \(1, 6, 4\), expected \(B,T,K,E\)"):
         selective_scan_routes(*(inputs | {"u": inputs["u"][:, :, 0]}).values(), reverse=sizes.reverse)

@@ -1,4 +1,6 @@
-"""The reference of the selective scan against what was written elsewhere: the official release, a closed form, a sum by hand."""
+"""The reference of the selective scan against what was written elsewhere: the official release, a closed form, a sum by
+hand.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,9 @@ def test_official_release():
     data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items()}
     assert data["delta_softplus"]
     u, delta, B, C, z = (data[name].mT for name in ("u", "delta", "B", "C", "z"))
-    out, last = selective_scan_recurrence(u, delta, data["A"], B, C, data["D"], z, data["delta_bias"], return_last_state=True)
+    out, last = selective_scan_recurrence(
+        u, delta, data["A"], B, C, data["D"], z, data["delta_bias"], return_last_state=True
+    )
     assert relative_error(out, data["out"].mT) < 1e-6
     assert relative_error(last, data["last_state"]) < 1e-6
 
@@ -61,4 +65,6 @@ def test_reverse_is_flip():
 
 def test_compute_dtype():
     assert dispatch.compute_dtype(torch.float64) == torch.float64
-    assert {dispatch.compute_dtype(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)} == {torch.float32}
+    assert {dispatch.compute_dtype(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)} == {
+        torch.float32
+    }

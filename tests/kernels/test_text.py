@@ -6,7 +6,11 @@ from kernels.tools.operators import OPERATORS
 
 def cells(table: str) -> list[list[str]]:
     """The cells of a Markdown table, the line under its header left out."""
-    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if not line.startswith("|---")]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in table.splitlines()
+        if not line.startswith("|---")
+    ]
     assert len({len(line) for line in lines}) == 1, table
     return lines
 
@@ -24,11 +28,16 @@ def test_a_line_for_each_verdict_of_a_check():
         text.format_check({"check": "default config", **sizes, **errors, "not_finite": [], "passed": True}),
         text.format_check({"check": "default config", **sizes, **errors, "not_finite": ["k"], "passed": False}),
         text.format_check({"check": "a peer", **sizes, "passed": None, "reason": "not installed"}),
-        text.format_check({"operator": "ttt_linear", "check": "a config", "passed": False, "reason": "ValueError: shared memory"}),
+        text.format_check(
+            {"operator": "ttt_linear", "check": "a config", "passed": False, "reason": "ValueError: shared memory"}
+        ),
     ]
     assert [line.split(": ")[0] for line in lines] == ["ok", "FAILED", "not run", "FAILED"]
     # out is at 1 % of its limit, q at 0.2 %
-    assert all("T 17, heads 1, D 64, fp32" in line for line in lines[:3]) and "nearest its limit: out 1.0e-07 of 1e-05" in lines[0]
+    assert (
+        all("T 17, heads 1, D 64, fp32" in line for line in lines[:3])
+        and "nearest its limit: out 1.0e-07 of 1e-05" in lines[0]
+    )
     assert (
         lines[1].endswith("not finite: k")
         and lines[2].endswith("not installed")
@@ -43,7 +52,10 @@ def test_goals_stand_beside_what_was_measured():
         assert header == [f"`{cases.NAME}`, {cases.AT}", "target (H200)", "cuda: X"]
         assert [row[:2] for row in rows] == [[what, f"{target}{unit}"] for what, target, unit in cases.GOALS.values()]
         _, _, unit = next(iter(cases.GOALS.values()))
-        assert [row[2] for row in rows] == [f"2.35{unit}" if unit == " ×" else f"2{unit}", *["–"] * (len(cases.GOALS) - 1)]
+        assert [row[2] for row in rows] == [
+            f"2.35{unit}" if unit == " ×" else f"2{unit}",
+            *["–"] * (len(cases.GOALS) - 1),
+        ]
 
 
 def test_times_have_a_column_for_each_implementation():
@@ -59,9 +71,15 @@ def test_times_have_a_column_for_each_implementation():
     assert long == [str(sizes["heads"]), str(sizes["tokens"]), "forward", "0.300", "0.600", "–", "50 %", "10"]
     assert short[1:] == ["196", "forward", "0.010", "–", "–", "–", "–"]
     by_levels = cells(text.times_table([{**bench_row("triton", 1.0, "ms_deform_attn"), "levels": n} for n in (1, 3)]))
-    by_states = cells(text.times_table([{**bench_row("triton", 1.0, "selective_scan"), "state_dim": n} for n in (16, 1)]))
-    assert [row[0] for row in by_states[1:]] == [f"{OPERATORS['selective_scan'].COMPARED.channels}, N {n}" for n in (16, 1)]
-    assert [row[1] for row in by_levels[1:]] == [f"{OPERATORS['ms_deform_attn'].COMPARED.tokens}, L {n}" for n in (1, 3)]
+    by_states = cells(
+        text.times_table([{**bench_row("triton", 1.0, "selective_scan"), "state_dim": n} for n in (16, 1)])
+    )
+    assert [row[0] for row in by_states[1:]] == [
+        f"{OPERATORS['selective_scan'].COMPARED.channels}, N {n}" for n in (16, 1)
+    ]
+    assert [row[1] for row in by_levels[1:]] == [
+        f"{OPERATORS['ms_deform_attn'].COMPARED.tokens}, L {n}" for n in (1, 3)
+    ]
 
 
 def test_the_tables_of_all_operators_follow_each_other():
@@ -73,16 +91,35 @@ def test_the_tables_of_all_operators_follow_each_other():
 
 
 def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
-    shared = {"default": True, "dtype": "bf16", "config": {"chunk_size": 16, "num_warps": 4}, "registers": 168, "stack_bytes": 0}
-    shared |= {"operator": "ttt_linear", "shared_bytes": 8192, "instructions": {"LDL": 1, "STL": 2, "BAR": 30}, "target": "sm_90"}
-    groups, first, second = ({"instructions": n, "SHFL": s, "BAR": b} for n, s, b in ((900, 40, 20), (500, 20, 10), (300, 12, 8)))
+    shared = {
+        "default": True,
+        "dtype": "bf16",
+        "config": {"chunk_size": 16, "num_warps": 4},
+        "registers": 168,
+        "stack_bytes": 0,
+    }
+    shared |= {
+        "operator": "ttt_linear",
+        "shared_bytes": 8192,
+        "instructions": {"LDL": 1, "STL": 2, "BAR": 30},
+        "target": "sm_90",
+    }
+    groups, first, second = (
+        {"instructions": n, "SHFL": s, "BAR": b} for n, s, b in ((900, 40, 20), (500, 20, 10), (300, 12, 8))
+    )
     rows = [
         {**shared, "kernel": "ttt_linear_forward", "loops": [first]},
         {**shared, "kernel": "ttt_linear_backward", "loops": [groups, first, second]},
         {**shared, "kernel": "ttt_linear_backward", "default": False},
         {**shared, "kernel": "ttt_linear_forward", "dtype": "fp16"},
         {**shared, "kernel": "ttt_linear_forward", "config": {"chunk_size": 64}},
-        {**shared, "operator": "bi_wkv", "kernel": "bi_wkv_forward", "config": {"channels": 192}, "loops": [second, first]},
+        {
+            **shared,
+            "operator": "bi_wkv",
+            "kernel": "bi_wkv_forward",
+            "config": {"channels": 192},
+            "loops": [second, first],
+        },
     ]
     scan = {**shared, "operator": "selective_scan", "kernel": "selective_scan_forward", "loops": [first]}
     by_states = cells(text.resources_table([{**scan, "config": {"state_dim": n}} for n in (16, 1)]))
@@ -98,10 +135,19 @@ def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
 
 def test_other_versions_stand_beside_the_locked_one():
     """A row of another version of Triton is found whatever its config; what it lacks is a dash."""
-    shared = {"dtype": "bf16", "default": True, "stack_bytes": 0, "shared_bytes": 1, "instructions": {"LDL": 0, "STL": 0}}
+    shared = {
+        "dtype": "bf16",
+        "default": True,
+        "stack_bytes": 0,
+        "shared_bytes": 1,
+        "instructions": {"LDL": 0, "STL": 0},
+    }
     loops = [{"instructions": 400, "BAR": 0, "SHFL": 0}]
     shared |= {"operator": "ttt_linear", "kernel": "ttt_linear_forward", "loops": loops}
-    rows = [{**shared, "target": target, "registers": 168, "config": {"chunk_size": 16, "num_warps": 4}} for target in ("sm_80", "sm_90")]
+    rows = [
+        {**shared, "target": target, "registers": 168, "config": {"chunk_size": 16, "num_warps": 4}}
+        for target in ("sm_80", "sm_90")
+    ]
     other = {**rows[1], "registers": 160, "stack_bytes": 8, "config": {"chunk_size": 16, "num_warps": 8}}
     other |= {"instructions": {"LDL": 3, "STL": 1}}
     header, *found = cells(text.resources_table(rows, {"3.6.0": [other]}))
@@ -129,5 +175,8 @@ def test_spills_are_counted_of_all_rows_and_of_the_default_ones():
         {**about, "default": False, "instructions": spilled},
     ]
     said = text.describe_spills(rows)
-    assert "Of the 4 rows, " in said and "3 spill; of the 3 of default configurations, 2 (`bi_wkv` backward in fp32: 2)." in said
+    assert (
+        "Of the 4 rows, " in said
+        and "3 spill; of the 3 of default configurations, 2 (`bi_wkv` backward in fp32: 2)." in said
+    )
     assert "0 spill; of the 1 of default configurations, 0." in text.describe_spills(rows[:1])

@@ -1,4 +1,6 @@
-"""What is TTT-Linear's own among its tests: the official release's tensors, directions, chunks and segments, its FLOPs, its errors."""
+"""What is TTT-Linear's own among its tests: the official release's tensors, directions, chunks and segments, its FLOPs,
+its errors.
+"""
 
 from pathlib import Path
 
@@ -21,12 +23,16 @@ BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 
 def draw_one(tokens, chunk_size, heads=2, batch=2):
     """The nine arguments of `ttt_linear`, fp64, of heads of 8."""
-    return one_direction(draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=8, chunk_size=chunk_size))[:-1])
+    return one_direction(
+        draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=8, chunk_size=chunk_size))[:-1]
+    )
 
 
 def assert_near_reference(sizes, limit=1e-9):
     inputs = draw(0, sizes)
-    errors = relative_errors(differentiate(cases, inputs, sizes, "torch"), differentiate(cases, inputs, sizes, "reference"))
+    errors = relative_errors(
+        differentiate(cases, inputs, sizes, "torch"), differentiate(cases, inputs, sizes, "reference")
+    )
     assert max(errors.values()) < limit, errors
 
 
@@ -43,7 +49,9 @@ def test_official_release(case, backend):
 
 @pytest.mark.parametrize(("tokens", "chunk_size"), [(81, 1), (81, 2), (1000, 16)])
 def test_tokens_that_are_alike(tokens, chunk_size):
-    """In fp32, by the loop too, which is for inference: the mean of Z, which rounding makes, does not grow from chunk to chunk."""
+    """In fp32, by the loop too, which is for inference: the mean of Z, which rounding makes, does not grow from chunk
+    to chunk.
+    """
     sizes = Sizes(batch=1, tokens=tokens, heads=1, chunk_size=chunk_size, alike=True)
     inputs = draw(0, sizes)
     want = differentiate(cases, inputs, sizes, "reference")
@@ -59,7 +67,9 @@ def test_one_direction_and_any_chunk_size(chunk_size, reverse):
     assert_near_reference(Sizes(batch=2, tokens=23, heads=2, head_dim=8, chunk_size=chunk_size, reverse=(reverse,)))
 
 
-@pytest.mark.parametrize(("batch", "tokens", "chunk_size"), [(1, 403, 4), (1, 150, 1), (11, 70, 16)], ids=["segments", "chunk 1", "blocks"])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "chunk_size"), [(1, 403, 4), (1, 150, 1), (11, 70, 16)], ids=["segments", "chunk 1", "blocks"]
+)
 def test_segments_and_blocks_join(monkeypatch, batch, tokens, chunk_size):
     """Sizes at which the scan is cut into segments, and the batch into blocks, of unequal lengths."""
     monkeypatch.setattr(torch_path, "_SEGMENT_ROWS", 512)
@@ -102,7 +112,9 @@ def test_future_tokens_change_nothing():
     out = ttt_linear(*inputs, chunk_size=4, backend="torch")
     for cut in (1, 6, 32, 39):
         changed = [torch.cat([x[:, :cut], -3 * x[:, cut:]], 1) for x in inputs[:3]]
-        torch.testing.assert_close(ttt_linear(*changed, *inputs[3:], chunk_size=4, backend="torch")[:, :cut], out[:, :cut])
+        torch.testing.assert_close(
+            ttt_linear(*changed, *inputs[3:], chunk_size=4, backend="torch")[:, :cut], out[:, :cut]
+        )
 
 
 @BACKENDS
@@ -117,10 +129,15 @@ def test_nan_goes_forward_only(name, backend):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "and backward"])
-@pytest.mark.parametrize(("tokens", "chunk_size"), [(32, 16), (37, 16), (5, 8)], ids=["even", "ragged", "one short chunk"])
+@pytest.mark.parametrize(
+    ("tokens", "chunk_size"), [(32, 16), (37, 16), (5, 8)], ids=["even", "ragged", "one short chunk"]
+)
 def test_flops_equal_those_of_the_reference(tokens, chunk_size, backward):
     """PyTorch counts the matrix products that the reference and autograd run."""
-    inputs = [x.requires_grad_() for x in draw(0, Sizes(batch=2, tokens=tokens, heads=3, head_dim=8, chunk_size=chunk_size))[:-1]]
+    inputs = [
+        x.requires_grad_()
+        for x in draw(0, Sizes(batch=2, tokens=tokens, heads=3, head_dim=8, chunk_size=chunk_size))[:-1]
+    ]
     counts = []
     for backend in ("torch", "reference"):
         with FlopCounterMode(display=False) as counter:
@@ -133,7 +150,11 @@ def test_flops_equal_those_of_the_reference(tokens, chunk_size, backward):
 
 WRONG = {
     "rank of q": ({"q": torch.zeros(1, 6, 8)}, ValueError, r"q has shape \(1, 6, 8\), expected \(B,T,H,D\)"),
-    "token_scale": ({"chunk_size": 5}, ValueError, r"token_scale has shape \(4,\), expected \(5,\) beside .* and chunk_size 5"),
+    "token_scale": (
+        {"chunk_size": 5},
+        ValueError,
+        r"token_scale has shape \(4,\), expected \(5,\) beside .* and chunk_size 5",
+    ),
     "chunk_size 0": ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected at least 1"),
     "chunk_size of another type": ({"chunk_size": 4.0}, TypeError, "chunk_size is 4.0, expected an integer"),
     "eps": ({"eps": 0.0}, ValueError, "eps is 0.0, expected a number above 0"),

@@ -14,13 +14,29 @@ T = 21
 
 def draw_inputs(batch, tokens, heads, head_dim, chunk_size):
     """The nine arguments of one direction, fp64."""
-    return one_direction(draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size))[:-1])
+    return one_direction(
+        draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size))[:-1]
+    )
 
 
 def ttt_linear_primal(
-    q, k, v, lr, token_scale, W0, b0=None, ln_weight=None, ln_bias=None, *, chunk_size, reverse=False, eps=1e-6, inner="ln"
+    q,
+    k,
+    v,
+    lr,
+    token_scale,
+    W0,
+    b0=None,
+    ln_weight=None,
+    ln_bias=None,
+    *,
+    chunk_size,
+    reverse=False,
+    eps=1e-6,
+    inner="ln",
 ):
-    """The primal form: a state for every token, W_j = W − c[j] Σ_{s≤j} lr_s K_sᵀ G_s, with G at the chunk's start state W.
+    """The primal form: a state for every token, W_j = W − c[j] Σ_{s≤j} lr_s K_sᵀ G_s, with G at the chunk's start state
+    W.
 
     c[j] rescales the whole sum. The sum is therefore what is carried along: W_j is not W_{j−1} minus something.
     """
@@ -59,7 +75,10 @@ def run(form, inputs, inner, **options):
 def test_primal_equals_dual(chunk, reverse, inner):
     inputs = draw_inputs(2, T, 2, 8, chunk)
     options = {"chunk_size": chunk, "reverse": reverse}
-    assert relative_error(run(ttt_linear_dual, inputs, inner, **options), run(ttt_linear_primal, inputs, inner, **options)) < 1e-10
+    assert (
+        relative_error(run(ttt_linear_dual, inputs, inner, **options), run(ttt_linear_primal, inputs, inner, **options))
+        < 1e-10
+    )
 
 
 @pytest.mark.parametrize("form", [ttt_linear_dual, ttt_linear_primal])

@@ -36,7 +36,8 @@ def make_row(model, attention, side, latency, memory, *, status="ok", kernel="fl
     [
         ({224: 2.0, 512: 2.0}, {224: 3.0, 512: 3.0}, ("always", None)),
         ({224: 2.0, 512: 2.0}, {224: 1.0, 512: 2.0}, ("never", None)),
-        ({100: 2.0, 400: 8.0}, {100: 1.0, 400: 16.0}, ("from", 200.0)),  # log ratios -log 2 and log 2: the geometric middle
+        # log ratios -log 2 and log 2: the geometric middle
+        ({100: 2.0, 400: 8.0}, {100: 1.0, 400: 16.0}, ("from", 200.0)),
         ({100: 1.0, 400: 16.0}, {100: 2.0, 400: 8.0}, ("until", 200.0)),
         ({1: 1.0, 2: 1.0, 3: 1.0}, {1: 2.0, 2: 0.5, 3: 2.0}, ("several", None)),
         ({}, {224: 1.0}, ("never", None)),
@@ -74,14 +75,20 @@ def test_conclusions_by_hand():
     assert (unfused["against"], unfused["size"], unfused["image_size"]) == ("deit", "T", 640)
     assert unfused["speedup"] == pytest.approx(4) and unfused["memory_saved_percent"] == pytest.approx(75)
     assert (unfused["crossover"], unfused["crossover_image_size"]) == ("always", None)
-    assert vim["speedup"] is None and vim["reason"].startswith("selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are")
+    assert vim["speedup"] is None and vim["reason"].startswith(
+        "selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are"
+    )
     growth = {each["model"]: each for each in found["growth"]}
     assert growth[VITTT]["image_sizes"] == [512, 640, 1280] and growth[DEIT]["image_sizes"] == [512, 640]
-    assert growth[VITTT]["latency_exponent"] == pytest.approx(1) and growth[VITTT]["memory_exponent"] == pytest.approx(1)
+    assert growth[VITTT]["latency_exponent"] == pytest.approx(1) and growth[VITTT]["memory_exponent"] == pytest.approx(
+        1
+    )
     assert growth[DEIT]["latency_exponent"] == pytest.approx(2) and growth[DEIT]["macs_exponent"] == pytest.approx(1)
     assert growth[VITTT]["latency_1280_over_640"] == pytest.approx(4) and growth[DEIT]["latency_1280_over_640"] is None
     assert growth[VIM]["latency_exponent"] is None and growth[VIM]["reason"]
-    assert found["repeated"]["rows"] == 1 and found["repeated"]["overlap_percent"] is None and found["repeated"]["reason"]
+    assert (
+        found["repeated"]["rows"] == 1 and found["repeated"]["overlap_percent"] is None and found["repeated"]["reason"]
+    )
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 2}, {"dtype": "bf16"}, {"family": "vrwkv"}, {"holds": False}, {}])
@@ -101,7 +108,11 @@ def test_other_batches_are_never_mixed_and_an_unfused_fusion_is_refused():
 
 
 def test_a_comparison_is_of_one_image_size():
-    rows = [make_row("v", None, 224, 1.0, 1.0), make_row("v", None, 1280, 2.0, 30.0), make_row("d", "fused", 1280, 3.0, None)]
+    rows = [
+        make_row("v", None, 224, 1.0, 1.0),
+        make_row("v", None, 1280, 2.0, 30.0),
+        make_row("d", "fused", 1280, 3.0, None),
+    ]
     rows.append(make_row("d", "unfused", 1280, None, None, status="oom"))
     unfused = {"vs_deit_unfused": None, "vs_deit_unfused_reason": "at 1280: v ok, d oom"}
     assert compare_at(1280, {"T": ("v", "d")}, rows) == {
@@ -120,7 +131,11 @@ def noisy(row):
 
 
 def test_a_noisy_row_gives_no_time_and_keeps_its_memory():
-    rows = [make_row("v", None, 1280, 2.0, 30.0), noisy(make_row("d", "unfused", 1280, 3.0, 60.0)), make_row("d", "fused", 1280, 3.0, 40.0)]
+    rows = [
+        make_row("v", None, 1280, 2.0, 30.0),
+        noisy(make_row("d", "unfused", 1280, 3.0, 60.0)),
+        make_row("d", "fused", 1280, 3.0, 40.0),
+    ]
     found = compare_at(1280, {"T": ("v", "d")}, rows)
     assert found["speedup_at_1280"]["T"] == {
         "vs_deit_fused": 1.5,

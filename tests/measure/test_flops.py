@@ -43,7 +43,10 @@ def test_parameter_terms_add_up_to_the_model(name, chunk_size):
 @pytest.mark.parametrize(
     "name, options, million",
     [
-        *((TINY, {"design": design}, m) for design, m in zip(DESIGNS, (5.877, 5.435, 5.889, 5.900, 6.962, 6.983), strict=True)),
+        *(
+            (TINY, {"design": design}, m)
+            for design, m in zip(DESIGNS, (5.877, 5.435, 5.889, 5.900, 6.962, 6.983), strict=True)
+        ),
         ("vittt_small_patch16_224", {}, 26.365),
         ("vittt_base_patch16_224", {}, 102.329),
         (DEIT, {}, 5.717),
@@ -77,14 +80,17 @@ def test_vittt_macs_equal_those_of_the_reference_path(name, options, resolution)
     assert counted.macs == torch_macs(name, options, resolution, backend="reference")
 
 
-@pytest.mark.parametrize("options", [{}, {"design": "conv1d"}, {"chunk_size": 64}, {"chunk_size": 0}, {"pool": "double"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"design": "conv1d"}, {"chunk_size": 64}, {"chunk_size": 0}, {"pool": "double"}]
+)
 def test_ragged_tail_agrees_with_the_formula_registered_for_the_op(options):
     resolution = (144, 144)  # 81 tokens, 83 with two class tokens
     assert cost(NANO, options, resolution).macs == torch_macs(NANO, options, resolution, backend="torch")
 
 
 def test_inner_learner_by_hand():
-    # 5 tokens in chunks of 2, 2 and 1, one head of 3: 3·5·3² for K·W, Q·W and the update, 2·3·(4 + 4 + 1) for Q·Kᵀ and A·G
+    # 5 tokens in chunks of 2, 2 and 1, one head of 3: 3·5·3² for K·W, Q·W and the update, 2·3·(4 + 4 + 1) for Q·Kᵀ and
+    # A·G
     assert ttt_linear_macs(5, 1, 3, 2) == 135 + 54
     assert ttt_linear_macs(5, 2, 3, 0) == 2 * (135 + 2 * 3 * 25)
     assert ttt_linear_macs(5, 1, 3, 64) == 135 + 2 * 3 * 25
@@ -97,9 +103,13 @@ def test_equation_14():
     assert parts["projections"] + parts["inner_learner"] == 12 * (6 * T * D**2 + 6 * T * D * d + 4 * b * T * D)
 
 
-@pytest.mark.parametrize("size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)])
+@pytest.mark.parametrize(
+    "size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)]
+)
 def test_vit3_by_hand_and_by_the_convention_of_its_paper(size, C, heads, giga):
-    """The paper counts with fvcore, which adds 5 per element of a LayerNorm and does not see the convolution's inner gradient."""
+    """The paper counts with fvcore, which adds 5 per element of a LayerNorm and does not see the convolution's inner
+    gradient.
+    """
     N, d = 196, C // heads
     linear = C * (3 * C + 3 * d) + (C + d) * C + 8 * C * C
     inner = 6 * C * d + 2 * 9 * d
@@ -146,7 +156,9 @@ def test_other_models_are_counted_on_unfused_attention(name):
 
 
 def test_a_family_brings_its_own_closed_form():
-    family = types.SimpleNamespace(param_terms=lambda: {"all": 5}, mac_terms=lambda image_size: {"all": image_size[0] * image_size[1]})
+    family = types.SimpleNamespace(
+        param_terms=lambda: {"all": 5}, mac_terms=lambda image_size: {"all": image_size[0] * image_size[1]}
+    )
     assert closed_form(family, (4, 6)) == ({"all": 5}, {"all": 24})
 
 
@@ -175,7 +187,10 @@ def _(x):
     [
         (mystery_product, "repro_test.mystery_product"),
         (torch.fft.rfft2, "aten._fft_r2c"),
-        (lambda x: torch.nn.functional.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False), "aten.grid_sampler_2d"),
+        (
+            lambda x: torch.nn.functional.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False),
+            "aten.grid_sampler_2d",
+        ),
     ],
 )
 def test_an_operator_that_cannot_be_counted_is_an_error(operation, named):
@@ -186,14 +201,18 @@ def test_an_operator_that_cannot_be_counted_is_an_error(operation, named):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_grouped_convolutions(groups, transposed):
-    """By hand: an output position of a 4 -> 8 channel convolution (transposed: an input's) meets 3x3 taps of a group's channels."""
+    """By hand: an output position of a 4 -> 8 channel convolution (transposed: an input's) meets 3x3 taps of a group's
+    channels.
+    """
     x, w = torch.ones(2, 4, 5, 6), torch.ones((4, 8 // groups, 3, 3) if transposed else (8, 4 // groups, 3, 3))
     grad_out = torch.ones(2, 8, 7, 8) if transposed else torch.ones(2, 8, 3, 4)
     positions = 2 * (5 * 6 if transposed else 3 * 4)
     for mask in ([True, False, True], [False, True, False], [True, True, False]):
         counter = OperatorCounter()
         with counter:
-            torch.ops.aten.convolution_backward(grad_out, x, w, [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask)
+            torch.ops.aten.convolution_backward(
+                grad_out, x, w, [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask
+            )
         assert counter.macs == sum(mask[:2]) * positions * 4 * 8 // groups * 9
 
 

@@ -52,7 +52,11 @@ def test_single_layers(layer, norms, interpolation, device):
 def test_models_of_the_papers(name, width, tokens, giga):
     """Two LayerNorms in each of twelve blocks, and one after them."""
     terms = fvcore_terms(name, {}, (224, 224))
-    assert terms == {"multiply_adds": cost(name, {}, (224, 224)).macs, "norms": 25 * tokens * width * 5, "interpolation": 0}
+    assert terms == {
+        "multiply_adds": cost(name, {}, (224, 224)).macs,
+        "norms": 25 * tokens * width * 5,
+        "interpolation": 0,
+    }
     assert round(sum(terms.values()) / 1e9, 2) == giga
 
 
@@ -70,5 +74,9 @@ def test_models_of_the_papers(name, width, tokens, giga):
 def test_denoisers_at_the_size_of_their_latents(name, width, tokens, giga):
     """Two LayerNorms without a scale in each of twelve blocks, and one after them."""
     terms = fvcore_terms(name, {}, (32, 32))
-    assert terms == {"multiply_adds": cost(name, {}, (32, 32)).macs, "norms": 25 * tokens * width * 4, "interpolation": 0}
+    assert terms == {
+        "multiply_adds": cost(name, {}, (32, 32)).macs,
+        "norms": 25 * tokens * width * 4,
+        "interpolation": 0,
+    }
     assert round(sum(terms.values()) / 1e9, 2) == giga

@@ -13,16 +13,31 @@ def test_the_order_is_a_permutation_that_begins_with_the_ends_and_the_half():
     # every prefix of three or more leaves no gap untouched while a wider one is split
     order = order_by_importance(IMAGE_SIZES)
     for n in range(3, len(order)):
-        gaps = [(high / low, low, high) for low, high in itertools.pairwise(sorted(order[:n])) if any(low < s < high for s in order[n:])]
+        gaps = [
+            (high / low, low, high)
+            for low, high in itertools.pairwise(sorted(order[:n]))
+            if any(low < s < high for s in order[n:])
+        ]
         assert any(low < order[n] < high for _, low, high in gaps)
 
 
 def test_a_row_and_its_spec_have_one_key():
     spec = RowSpec(model="m", options={"b": 1, "a": 2}, image_size=(64, 32), batch_size=3)
-    row = {"model": "m", "attention": None, "batch_size": 3, "dtype": "fp32", "mode": "infer", "compile": False, "backend": "triton"}
+    row = {
+        "model": "m",
+        "attention": None,
+        "batch_size": 3,
+        "dtype": "fp32",
+        "mode": "infer",
+        "compile": False,
+        "backend": "triton",
+    }
     row |= {"options": {"a": 2, "b": 1}, "image_size": [64, 32]}
     assert row_key(vars(spec)) == row_key(row)
-    assert all(row_key({**row, **change}) != row_key(row) for change in ({"image_size": [32, 64]}, {"batch_size": 4}, {"options": {}}))
+    assert all(
+        row_key({**row, **change}) != row_key(row)
+        for change in ({"image_size": [32, 64]}, {"batch_size": 4}, {"options": {}})
+    )
 
 
 def make_spec(side, model="m", budget_s=600.0):
@@ -57,7 +72,8 @@ def test_a_schedule_leaves_out_whole_image_sizes_that_do_not_fit():
     specs = [make_spec(side, model) for side in (16, 64, 32) for model in "ab"]
     schedule = RowSchedule(specs, lambda spec: gmacs[spec.image_size[0]], 100, clock)
     taken = drive(schedule, clock, lambda spec: 1 + 12 * gmacs[spec.image_size[0]])
-    # after 26 s there are 74 left; at 4 GMAC a step is expected to take 1.3 x 4 s, four of them and 1 s of start: 2 x 21.8 s fit
+    # after 26 s there are 74 left; at 4 GMAC a step is expected to take 1.3 x 4 s, four of them and 1 s of start: 2 x
+    # 21.8 s fit
     assert [spec.image_size[0] for spec in taken] == [16, 16, 64, 64]
     # 26 + 98 s are gone; at 2 GMAC a step is expected to take 1.3 x 2 s, four of them and 1 s of start, for two rows
     assert list(schedule.left_out) == [32] and round(schedule.left_out[32], 6) == 2 * (4 * 1.3 * 2 + 1)
@@ -76,7 +92,9 @@ def test_a_schedule_takes_the_first_image_size_whatever_it_takes():
 
 
 def test_rows_of_an_earlier_call_tell_what_is_left():
-    """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, which nobody has measured yet."""
+    """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, which nobody has
+    measured yet.
+    """
     schedule = RowSchedule([make_spec(32)], lambda spec: 1.0, clock=Clock())
     schedule.note(make_spec(16), make_row(1000.0))
     ((_, expected_s),) = list(schedule)

@@ -1,4 +1,6 @@
-"""What the tests of all families share: small models, parameters away from their initial values, and a measure of error."""
+"""What the tests of all families share: small models, parameters away from their initial values, and a measure of
+error.
+"""
 
 import timm
 import torch

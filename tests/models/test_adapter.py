@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
-from repro.models.adapter import AdapterSize, ConvFFN, DeformableAttention, Extractor, SpatialPrior, ViTAdapter, reference_points
+from repro.models.adapter import (
+    AdapterSize,
+    ConvFFN,
+    DeformableAttention,
+    Extractor,
+    SpatialPrior,
+    ViTAdapter,
+    reference_points,
+)
 from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
 from tests.models.helpers import shaken
@@ -34,7 +42,9 @@ def count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize("size, width, own", [("tiny", 192, 2_438_192), ("small", 384, 5_830_160), ("base", 768, 13_680_608)])
+@pytest.mark.parametrize(
+    "size, width, own", [("tiny", 192, 2_438_192), ("small", 384, 5_830_160), ("base", 768, 13_680_608)]
+)
 def test_parameters_as_published(size, width, own):
     """Backbone and adapter; for VRWKV and ViT in units of 0.01 M, as Table 2 prints nothing more exact."""
     totals = {}
@@ -91,7 +101,9 @@ def test_weights_outside_the_blocks_are_taken_off():
 @pytest.mark.parametrize("features", ["last", "each"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_the_final_norm_the_tokens_pass_it_before_they_are_added(family, features):
-    """Where a map has the grid of the patches, what its own norm receives changes by norm(tokens) - tokens, written out here."""
+    """Where a map has the grid of the patches, what its own norm receives changes by norm(tokens) - tokens, written out
+    here.
+    """
     found = {}
     for final_norm in (False, True):
         adapter = nano(family, features=features, final_norm=final_norm)
@@ -101,7 +113,8 @@ def test_with_the_final_norm_the_tokens_pass_it_before_they_are_added(family, fe
         adapter.norms[2].register_forward_pre_hook(lambda module, args, key=final_norm: found.update({key: args[0]}))
         with torch.no_grad():
             adapter(torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(1)))
-    tokens = outputs[2 if features == "each" else 3]  # of the four blocks: after the third interaction, or after the last
+    # of the four blocks: after the third interaction, or after the last
+    tokens = outputs[2 if features == "each" else 3]
     norm, prefix = adapter.trunk.norm, adapter.backbone.prefix_positions(24)
     tokens = tokens[:, [i for i in range(tokens.shape[1]) if i not in prefix]].double()
     centred = tokens if family == "vim" else tokens - tokens.mean(-1, keepdim=True)  # Vim has an RMSNorm
@@ -134,7 +147,9 @@ def test_maps_are_of_the_padded_image(height, width):
     padded[:, :, :height, :width] = image
     with torch.no_grad():
         maps, expected = adapter(image), adapter(padded)
-    assert [tuple(m.shape) for m in maps] == [(2, 64, padded.shape[2] // s, padded.shape[3] // s) for s in (4, 8, 16, 32)]
+    assert [tuple(m.shape) for m in maps] == [
+        (2, 64, padded.shape[2] // s, padded.shape[3] // s) for s in (4, 8, 16, 32)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
 
 
@@ -167,7 +182,9 @@ def test_deformable_attention_by_grid_sample():
 def test_deformable_attention_starts_on_rays():
     layer = DeformableAttention(12, 3, AdapterSize(num_heads=6))
     layer.init_weights()
-    assert not layer.offset_proj.weight.any() and not layer.weight_proj.weight.any() and not layer.weight_proj.bias.any()
+    assert (
+        not layer.offset_proj.weight.any() and not layer.weight_proj.weight.any() and not layer.weight_proj.bias.any()
+    )
     y = 1 / math.sqrt(3)
     rays = torch.tensor([[1, 0], [y, 1], [-y, 1], [-1, 0], [-y, -1], [y, -1]])
     expected = (rays[:, None, None] * torch.tensor([1, 2, 3, 4])[:, None]).expand(6, 3, 4, 2)
@@ -184,7 +201,10 @@ def test_spatial_prior_layer_by_layer():
     for norm in norms:
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
-    assert count(prior) == 27 * 4 + 2 * 9 * 16 + 9 * (32 + 128 + 256) + 2 * (3 * 4 + 8 + 16 + 16) + 8 * (4 + 8 + 16 + 16) + 4 * 8
+    assert (
+        count(prior)
+        == 27 * 4 + 2 * 9 * 16 + 9 * (32 + 128 + 256) + 2 * (3 * 4 + 8 + 16 + 16) + 8 * (4 + 8 + 16 + 16) + 4 * 8
+    )
 
     def layer(x, i, stride):
         x = F.conv2d(x, convs[i].weight, stride=stride, padding=1)
@@ -225,7 +245,9 @@ def test_drop_path_is_on_the_ffn_alone():
 
 
 def test_drop_path_rates():
-    """The full rate in every extractor, none in an injector, and rising from 0 to the full rate over the backbone's blocks."""
+    """The full rate in every extractor, none in an injector, and rising from 0 to the full rate over the backbone's
+    blocks.
+    """
     adapter = nano(drop_path_rate=0.3)
     rates = {name: module.drop_prob for name, module in adapter.named_modules() if hasattr(module, "drop_prob")}
     assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | {
@@ -248,7 +270,9 @@ def test_initial_values():
 
 
 def test_which_tokens_are_added_to_the_maps():
-    """`each` and `last` differ by the resized tokens that they add to a map, and by nothing else once the final norms are removed."""
+    """`each` and `last` differ by the resized tokens that they add to a map, and by nothing else once the final norms
+    are removed.
+    """
     last, each, image = nano(features="last"), nano(features="each"), torch.randn(1, 3, 64, 96)
     found = block_outputs(last)
     for adapter in (last, each):
@@ -257,7 +281,9 @@ def test_which_tokens_are_added_to_the_maps():
         a, b = last(image), each(image)
     images = [tokens.transpose(1, 2).reshape(1, 64, 4, 6) for tokens in found]
     for i, scale in enumerate((4.0, 2.0, 1.0, 0.5)):
-        resized = [F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False) for x in (images[i], images[3])]
+        resized = [
+            F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False) for x in (images[i], images[3])
+        ]
         torch.testing.assert_close(b[i] - a[i], resized[0] - resized[1], atol=1e-5, rtol=1e-4)
     assert torch.equal(a[3], b[3])
 
@@ -269,7 +295,8 @@ def test_maps_are_tokens_prior_and_patches_added():
     with torch.no_grad():
         maps = adapter(image)
         finest = adapter.prior(image)[0]
-        eighth, x = c[0][:, : 8 * 12].transpose(1, 2).reshape(1, 64, 8, 12), patches[3].transpose(1, 2).reshape(1, 64, 4, 6)
+        eighth = c[0][:, : 8 * 12].transpose(1, 2).reshape(1, 64, 8, 12)
+        x = patches[3].transpose(1, 2).reshape(1, 64, 4, 6)
         expected = adapter.up(eighth) + finest + F.interpolate(x, scale_factor=4, mode="bilinear", align_corners=False)
         torch.testing.assert_close(maps[0], adapter.norms[0](expected), atol=1e-5, rtol=1e-5)
         sixteenth = c[0][:, 96 : 96 + 24].transpose(1, 2).reshape(1, 64, 4, 6)
@@ -333,11 +360,15 @@ class _Detector(nn.Module):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_layer_decay(family, wrapped):
-    """Section 2.3: rate^(last - id), where id is 0 for the embeddings, i + 1 for block i, and the last for everything else."""
+    """Section 2.3: rate^(last - id), where id is 0 for the embeddings, i + 1 for block i, and the last for everything
+    else.
+    """
     with torch.device("meta"):
         adapter = build_pyramid(f"{family}_tiny_patch16_224")
     model = _Detector(adapter) if wrapped else adapter
-    scales = {id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.85) for p in group["params"]}
+    scales = {
+        id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.85) for p in group["params"]
+    }
     depth = adapter.depth
     for name, parameter in model.named_parameters():
         parts = name.removeprefix("body.adapter.").removeprefix("backbone.").removeprefix("model.").split(".")

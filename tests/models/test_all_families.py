@@ -1,4 +1,6 @@
-"""What holds for every family: timm's interface, the PlainBackbone protocol or four maps, independence of images, and torch.compile."""
+"""What holds for every family: timm's interface, the PlainBackbone protocol or four maps, independence of images, and
+torch.compile.
+"""
 
 import os
 import sys
@@ -43,7 +45,9 @@ VARIANTS = [*PLAIN_VARIANTS, *((family, {}) for family in HIERARCHICAL)]
 
 
 def named(cases):
-    return [pytest.param(family, options, id="-".join(map(str, (family, *options.values())))) for family, options in cases]
+    return [
+        pytest.param(family, options, id="-".join(map(str, (family, *options.values())))) for family, options in cases
+    ]
 
 
 each_family = pytest.mark.parametrize(("family", "options"), named(FAMILIES))
@@ -69,7 +73,10 @@ def test_registered_names():
     for family in OWN:
         assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in OWN_SIZES[family]}
     for family in HIERARCHICAL:
-        assert set(timm.list_models(f"{family}_*")) == {*(f"{family}_{size}_224" for size in ("tiny", "small", "base")), nano_name(family)}
+        assert set(timm.list_models(f"{family}_*")) == {
+            *(f"{family}_{size}_224" for size in ("tiny", "small", "base")),
+            nano_name(family),
+        }
 
 
 @pytest.mark.parametrize(("family", "options"), named([case for case in PLAIN_VARIANTS if case is not DEIT]))
@@ -103,7 +110,9 @@ def test_sizes_off_the_patch_grid_are_refused(family, size):
 @each_hierarchy
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (32, 32), (33, 95)])
 def test_any_size_and_the_maps_of_a_hierarchy(family, size):
-    """Grids are rounded up; running the stages one by one equals running the model, and the maps are those before each downsampling."""
+    """Grids are rounded up; running the stages one by one equals running the model, and the maps are those before each
+    downsampling.
+    """
     model, image = shaken(nano(family)), torch.randn(2, 3, *size)
     grids = [tuple(-(-side // stride) for side in size) for stride in (4, 8, 16, 32)]
     assert isinstance(model, Hierarchy) and not isinstance(model, PlainBackbone) and model.grids_of(*size) == grids
@@ -121,17 +130,30 @@ def test_any_size_and_the_maps_of_a_hierarchy(family, size):
         (last,) = model.forward_intermediates(image, 1, norm=True, intermediates_only=True)
         early, (second,) = model.forward_intermediates(image, [1], stop_early=True)
     assert [m.shape for m in maps] == [(2, width, *grid) for width, grid in zip(model.widths, grids, strict=True)]
-    assert model(image).shape == (2, 10) and torch.equal(last, final) and torch.equal(second, early) and torch.equal(second, maps[1])
+    assert (
+        model(image).shape == (2, 10)
+        and torch.equal(last, final)
+        and torch.equal(second, early)
+        and torch.equal(second, maps[1])
+    )
 
 
 @each_hierarchy
 def test_features_of_a_hierarchy_agree_with_feature_info(family):
     whole = nano(family)
     backbone = timm.create_model(nano_name(family), features_only=True, out_indices=(0, 2))
-    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [(1, whole.widths[0], 24, 16), (1, whole.widths[2], 6, 4)]
-    assert backbone.feature_info.channels() == [whole.widths[0], whole.widths[2]] and backbone.feature_info.reduction() == [4, 16]
+    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [
+        (1, whole.widths[0], 24, 16),
+        (1, whole.widths[2], 6, 4),
+    ]
+    assert backbone.feature_info.channels() == [
+        whole.widths[0],
+        whole.widths[2],
+    ] and backbone.feature_info.reduction() == [4, 16]
     kept = {
-        f"model.{name}" for name, _ in whole.named_parameters() if not name.startswith(("stages.2.downsample", "stages.3", "norm", "head"))
+        f"model.{name}"
+        for name, _ in whole.named_parameters()
+        if not name.startswith(("stages.2.downsample", "stages.3", "norm", "head"))
     }
     assert {name for name, _ in backbone.named_parameters()} == kept
 
@@ -150,7 +172,8 @@ def test_the_head_of_a_hierarchy_is_replaced(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "option"), [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study", "t5")), *((f, "chunks") for f in OWN)]
+    ("family", "option"),
+    [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study", "t5")), *((f, "chunks") for f in OWN)],
 )
 def test_an_option_that_changes_nothing_is_refused(family, option):
     with pytest.raises(TypeError, match=f"argument '{option}'"):
@@ -201,7 +224,9 @@ def test_every_parameter_has_a_layer(family, options):
     names = [name for name, _ in model.named_parameters()]
     groups = timm.models.group_parameters(model, model.group_matcher())
     assert sorted(name for group in groups.values() for name in group) == sorted(names)
-    assert set(groups[0]) == {name for name in names if name.startswith(("cls_token", "cls_pos_embed", "pos_embed", "patch_embed"))}
+    assert set(groups[0]) == {
+        name for name in names if name.startswith(("cls_token", "cls_pos_embed", "pos_embed", "patch_embed"))
+    }
 
 
 @pytest.mark.parametrize(("family", "backend"), [("vittt", "numba"), ("vim", "numba"), ("vrwkv", "numba")])
@@ -218,7 +243,9 @@ def test_backend_is_set_and_named(family, backend):
 
 @each_variant
 def test_an_image_alone_and_in_a_batch(family, options):
-    """What is learned at test time is learned from one image: each image starts from the initial state, and the model keeps nothing."""
+    """What is learned at test time is learned from one image: each image starts from the initial state, and the model
+    keeps nothing.
+    """
     model = shaken(nano(family, **options))
     images = torch.randn(3, 3, 144, 144)
     if family == "lact":  # Newton–Schulz makes singular values that are rounding alone a thousand times larger
@@ -266,6 +293,8 @@ def test_compiled_equals_eager(family, options):
     assert_compiled_equals_eager(family, options, "aot_eager")
 
 
-@pytest.mark.skipif("REPRO_TEST_INDUCTOR" not in os.environ, reason="takes a minute of a C++ compiler: set REPRO_TEST_INDUCTOR=1")
+@pytest.mark.skipif(
+    "REPRO_TEST_INDUCTOR" not in os.environ, reason="takes a minute of a C++ compiler: set REPRO_TEST_INDUCTOR=1"
+)
 def test_compiled_by_inductor_equals_eager():
     assert_compiled_equals_eager("vittt", {}, "inductor")

@@ -1,4 +1,6 @@
-"""Opening weights from anywhere, and starting a training from them: every key is accounted for, and a misfit is one line."""
+"""Opening weights from anywhere, and starting a training from them: every key is accounted for, and a misfit is one
+line.
+"""
 
 import dataclasses
 import hashlib
@@ -19,7 +21,13 @@ from repro.models.weights import save_weights
 FAMILIES = ("vittt", "vim", "vrwkv", "vit3", "deit")
 NANO, DEIT, SWIN = "vittt_nano_patch16_144", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"
 SMALL_SWIN = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
-PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+PREPROCESSING = {
+    "input_size": [3, 144, 144],
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": [0.5] * 3,
+    "std": [0.5] * 3,
+}
 
 
 def train(path, name=NANO, *, classes=10, task=None, side=144, **options):
@@ -52,12 +60,18 @@ def test_a_file_of_this_project_names_everything_itself(tmp_path):
     model = train(path, chunk_size=8)
     for found in (open_weights(path), open_weights(path, model=NANO)):
         assert (found.name, found.model, found.task, found.path) == (NANO, NANO, None, path)
-        assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144} and found.size_option == {"img_size": 144}
-        assert found.facts == {"options": {"chunk_size": 8}} and found.classes[9] == "class 9" and found.num_classes == 10
+        assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144} and found.size_option == {
+            "img_size": 144
+        }
+        assert (
+            found.facts == {"options": {"chunk_size": 8}} and found.classes[9] == "class 9" and found.num_classes == 10
+        )
         assert found.preprocessing == PREPROCESSING and found.image_size == 144
         assert found.hash == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     state = found.read_state()
-    assert state.keys() == model.state_dict().keys() and all(torch.equal(state[key], x) for key, x in model.state_dict().items())
+    assert state.keys() == model.state_dict().keys() and all(
+        torch.equal(state[key], x) for key, x in model.state_dict().items()
+    )
 
 
 def test_an_official_file_at_its_own_size_and_at_another(tmp_path):
@@ -65,7 +79,8 @@ def test_an_official_file_at_its_own_size_and_at_another(tmp_path):
     torch.nn.init.normal_(model.pos_embed)
     theirs = {"blocks.": "layers.", "patch_embed.": "patch_embed.projection.", "norm.": "ln1."}
     rename = {
-        key: next((theirs[start] + key.removeprefix(start) for start in theirs if key.startswith(start)), key) for key in model.state_dict()
+        key: next((theirs[start] + key.removeprefix(start) for start in theirs if key.startswith(start)), key)
+        for key in model.state_dict()
     }
     torch.save({"state_dict": {rename[key]: x for key, x in model.state_dict().items()}}, tmp_path / "official.pth")
     found = open_weights(tmp_path / "official.pth", model="vrwkv_nano_patch16_144")
@@ -105,9 +120,15 @@ def test_a_timm_file_with_integers_or_nan_is_refused(tmp_path, key, value):
 def test_the_moving_average_of_a_timm_file_counts_and_its_counters_are_integers(tmp_path):
     model = timm.create_model("resnet18", num_classes=5)
     other = {key: x + 1 for key, x in model.state_dict().items()}
-    torch.save({"state_dict": model.state_dict(), "state_dict_ema": {f"module.{key}": x for key, x in other.items()}}, tmp_path / "r.pth")
+    torch.save(
+        {"state_dict": model.state_dict(), "state_dict_ema": {f"module.{key}": x for key, x in other.items()}},
+        tmp_path / "r.pth",
+    )
     built = open_weights(tmp_path / "r.pth", model="resnet18").build()
-    assert all(torch.equal(x, other[key]) for key, x in built.state_dict().items()) and "state_dict" not in built.pretrained_cfg
+    assert (
+        all(torch.equal(x, other[key]) for key, x in built.state_dict().items())
+        and "state_dict" not in built.pretrained_cfg
+    )
 
 
 def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
@@ -117,7 +138,10 @@ def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
     found = open_weights(tmp_path / "own.safetensors", model="convnext_xlarge")
     assert found.num_classes == 3
     state = found.read_state({"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 8)})
-    assert all(torch.equal(state[key], x) for key, x in model.state_dict().items()) and state.keys() == model.state_dict().keys()
+    assert (
+        all(torch.equal(state[key], x) for key, x in model.state_dict().items())
+        and state.keys() == model.state_dict().keys()
+    )
 
 
 def test_a_model_for_one_size_is_resampled_for_another(tmp_path):
@@ -142,8 +166,16 @@ def cut(path):
         (cut, None, "not a readable safetensors file"),
         (None, "vim_nano_patch16_144", "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
         (lambda path: save_file({"x": torch.zeros(1)}, path), None, "it does not name its model"),
-        (lambda path: save_file({"x": torch.zeros(1)}, path), NANO, "for vittt_nano_patch16_144 no official weights are known"),
-        (lambda path: save_file({"x": torch.zeros(1)}, path), "vit3_nano_patch16", "did you mean 'vit3_nano_patch16_144'"),
+        (
+            lambda path: save_file({"x": torch.zeros(1)}, path),
+            NANO,
+            "for vittt_nano_patch16_144 no official weights are known",
+        ),
+        (
+            lambda path: save_file({"x": torch.zeros(1)}, path),
+            "vit3_nano_patch16",
+            "did you mean 'vit3_nano_patch16_144'",
+        ),
     ],
 )
 def test_what_cannot_be_opened_is_one_line(tmp_path, change, model, message):
@@ -231,7 +263,11 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
     name = f"{family}_nano_patch16_144"
     source = train(tmp_path / "w.safetensors", name, **options)
     torch.nn.init.normal_(source.pos_embed)
-    saved = {"options": {**options, "num_classes": 10, "img_size": 144}, "preprocessing": PREPROCESSING, "classes": list("0123456789")}
+    saved = {
+        "options": {**options, "num_classes": 10, "img_size": 144},
+        "preprocessing": PREPROCESSING,
+        "classes": list("0123456789"),
+    }
     save_weights(tmp_path / "w.safetensors", source, name=name, **saved)
     model = build_model(name, **options, num_classes=10, img_size=96)
     report = initialise(model, open_weights(tmp_path / "w.safetensors"))
@@ -246,7 +282,9 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
 def test_initialise_resamples_what_timms_models_have(tmp_path):
     train(tmp_path / "deit.safetensors", "deit_nano_patch16_144")
     model = build_model("deit_nano_patch16_144", num_classes=10, img_size=96)
-    assert initialise(model, open_weights(tmp_path / "deit.safetensors"))["pos_embed"] == "used" and model.pos_embed.shape == (1, 37, 64)
+    assert initialise(model, open_weights(tmp_path / "deit.safetensors"))[
+        "pos_embed"
+    ] == "used" and model.pos_embed.shape == (1, 37, 64)
     train(tmp_path / "swin.safetensors", SWIN, side=96, **SMALL_SWIN)  # windows of 7, 7, 6 and 3
     model = build_model(SWIN, **SMALL_SWIN, num_classes=10, img_size=224)
     assert set(initialise(model, open_weights(tmp_path / "swin.safetensors")).values()) == {"used"}
@@ -281,7 +319,10 @@ def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, name, opt
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda state: state.pop("blocks.1.mixer.W0"), r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$"),
+        (
+            lambda state: state.pop("blocks.1.mixer.W0"),
+            r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$",
+        ),
         (lambda state: state.update(spare=torch.zeros(1)), "spare not used$"),
         (lambda state: state.update({"norm.bias": torch.zeros(7)}), r"norm\.bias is \(7,\), expected \(64,\)$"),
     ],
@@ -297,7 +338,9 @@ def test_initialise_refuses_damaged_weights_and_changes_nothing(tmp_path, spoil,
 
     options = {"num_classes": 10, "img_size": 144}
     names = [f"class {i}" for i in range(10)]
-    save_weights(tmp_path / "w.safetensors", Holder(), name=NANO, options=options, preprocessing=PREPROCESSING, classes=names)
+    save_weights(
+        tmp_path / "w.safetensors", Holder(), name=NANO, options=options, preprocessing=PREPROCESSING, classes=names
+    )
     model = build_model(NANO, num_classes=classes, img_size=144)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(UserError, match=message):

@@ -31,7 +31,9 @@ each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
 def read(prefix: str) -> dict[str, Tensor]:
     with np.load(FILE) as file:
         return {
-            key.removeprefix(prefix): torch.from_numpy(file[key]) for key in file if key.startswith(prefix) and file[key].dtype.kind != "U"
+            key.removeprefix(prefix): torch.from_numpy(file[key])
+            for key in file
+            if key.startswith(prefix) and file[key].dtype.kind != "U"
         }
 
 
@@ -48,7 +50,11 @@ def make_inputs(batch: int = 2, channels: int = 1, size: tuple[int, int] = (12, 
 def test_block_equals_the_official_release():
     truth = read("block/")
     block = DiTBlock(32, 4, "ttt", cpe=True)
-    state = {key.removeprefix("state_dict/").replace("adaLN_modulation.1.", "modulation."): v for key, v in truth.items() if "dict/" in key}
+    state = {
+        key.removeprefix("state_dict/").replace("adaLN_modulation.1.", "modulation."): v
+        for key, v in truth.items()
+        if "dict/" in key
+    }
     block.load_state_dict(state)
     x, c = (truth[name].clone().requires_grad_() for name in "xc")
     out = block(x, (4, 4), c)
@@ -65,7 +71,9 @@ def test_block_equals_the_official_release():
 def official_model(truth: dict[str, Tensor]) -> Denoiser:
     given = {name.removeprefix("config/"): int(value) for name, value in truth.items() if name.startswith("config/")}
     sizes = {"patch_size": given["patch_size"], "in_channels": given["in_channels"], "embed_dim": given["hidden_size"]}
-    model = Denoiser(**sizes, depth=given["depth"], num_heads=given["num_heads"], num_classes=given["num_classes"], mixer="ttt")
+    model = Denoiser(
+        **sizes, depth=given["depth"], num_heads=given["num_heads"], num_classes=given["num_classes"], mixer="ttt"
+    )
     state = {key.removeprefix("state_dict/"): value for key, value in truth.items() if key.startswith("state_dict/")}
     assert set(load_state(model, official_state_dict(state), "file").values()) == {"used"}
     return model
@@ -88,13 +96,17 @@ def test_model_equals_the_official_release():
 
 def test_a_table_of_positions_that_is_not_the_fixed_one_is_refused():
     table = read("model/")["state_dict/pos_embed"]
-    assert torch.allclose(embed_positions((4, 4), 32), table[0], atol=1e-6) and official_state_dict({"pos_embed": table}) == {}
+    assert (
+        torch.allclose(embed_positions((4, 4), 32), table[0], atol=1e-6)
+        and official_state_dict({"pos_embed": table}) == {}
+    )
     for wrong in (table + 0.01, table[:, :15]):
         with pytest.raises(UserError, match="not the fixed table of sines and cosines"):
             official_state_dict({"pos_embed": wrong})
 
 
-# trainable parameters, parameters with the release's table of positions, multiply-adds in units of 1e9; DiT's as its paper counts them
+# trainable parameters, parameters with the release's table of positions, multiply-adds in units of 1e9; DiT's as its
+# paper counts them
 COUNTS = {
     "dit_small_patch8": (33_142_016, 33_148_160, 0.3580),
     "dit_small_patch4": (32_920_448, 32_945_024, 1.4126),
@@ -125,7 +137,9 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_of_the_sizes(name):
-    """On latents of 32x32, with 1,000 classes. The releases' multiply-adds leave out one of the two products of the inner convolution."""
+    """On latents of 32x32, with 1,000 classes. The releases' multiply-adds leave out one of the two products of the
+    inner convolution.
+    """
     trainable, total, macs_g = COUNTS[name]
     found, model = cost(name, {}, (32, 32)), create(name, {}, (32, 32), device="meta")
     tokens = (32 // model.patch_size) ** 2
@@ -139,7 +153,10 @@ def test_counts_of_the_sizes(name):
 @pytest.mark.parametrize("name", ["dit_small_patch8", "dit3_small_patch8", "dit5_small_patch8"])
 def test_the_closed_form_is_what_the_counter_counts(name):
     model = create(name, {"depth": 2}, (32, 32), fused=False, device="meta")
-    inputs = torch.empty(1, 4, 32, 32, device="meta"), *(torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2))
+    inputs = (
+        torch.empty(1, 4, 32, 32, device="meta"),
+        *(torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2)),
+    )
     with torch.no_grad(), OperatorCounter() as counter:
         model(*inputs)
     assert counter.macs == sum(model.mac_terms((32, 32)).values())
@@ -167,7 +184,9 @@ def test_the_pixels_of_a_patch_come_back_to_their_places():
         model.head.weight.zero_()
         model.head.bias.copy_(torch.arange(16.0))
         out = model(*make_inputs())
-    assert torch.equal(out[0, 0, :4, :4], torch.arange(16.0).view(4, 4)) and torch.equal(out[1, 0, 8:, 16:], torch.arange(16.0).view(4, 4))
+    assert torch.equal(out[0, 0, :4, :4], torch.arange(16.0).view(4, 4)) and torch.equal(
+        out[1, 0, 8:, 16:], torch.arange(16.0).view(4, 4)
+    )
 
 
 def gradients(model: Denoiser, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -190,7 +209,9 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(name,
 def test_every_parameter_has_a_layer(name, options):
     model = small(name, **options)
     groups = timm.models.group_parameters(model, model.group_matcher())
-    assert sorted(key for group in groups.values() for key in group) == sorted(key for key, _ in model.named_parameters())
+    assert sorted(key for group in groups.values() for key in group) == sorted(
+        key for key, _ in model.named_parameters()
+    )
 
 
 @each_variant
@@ -209,7 +230,9 @@ def test_compiled_equals_eager(name, options):
 
 
 def test_it_begins_as_the_identity_that_predicts_nothing():
-    """adaLN-Zero: whatever the mixer is, a new model's residuals and its output are zero; time and class reach the output after a step."""
+    """adaLN-Zero: whatever the mixer is, a new model's residuals and its output are zero; time and class reach the
+    output after a step.
+    """
     model = build_denoiser("dit3_nano_patch4")
     x, t, y = make_inputs()
     assert not model(x, t, y).any()
@@ -221,11 +244,16 @@ def test_it_begins_as_the_identity_that_predicts_nothing():
     assert weight.shape == (11, 48) and abs(weight.std().item() / 0.02 - 1) < 0.2
     trained = small()
     with torch.no_grad():
-        assert relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3 and relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
+        assert (
+            relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3
+            and relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
+        )
 
 
 def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
-    """Everything that a DiT has is its own, from a file of this project or of a release; the rest is new; a DiT with a CPE does not fit."""
+    """Everything that a DiT has is its own, from a file of this project or of a release; the rest is new; a DiT with a
+    CPE does not fit.
+    """
     teacher = small("dit_nano_patch4")
     options = {"embed_dim": 24, "depth": 2}
     described = {"preprocessing": {"input_size": [1, 8, 8]}, "classes": [str(i) for i in range(10)]}
@@ -251,10 +279,20 @@ def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
 def test_the_mixer_of_a_dit5_is_the_releases():
     """Its tensors of one mixer, under the release's names, through the same translation as a whole file."""
     with np.load(FILE.with_name("t5.npz")) as file:
-        truth = {key.removeprefix("dit5_mixed_nat5/"): torch.from_numpy(file[key]) for key in file if key.startswith("dit5_mixed_nat5/")}
-    state = {f"blocks.0.attn.{key.removeprefix('state_dict/')}": value for key, value in truth.items() if key.startswith("state_dict/")}
+        truth = {
+            key.removeprefix("dit5_mixed_nat5/"): torch.from_numpy(file[key])
+            for key in file
+            if key.startswith("dit5_mixed_nat5/")
+        }
+    state = {
+        f"blocks.0.attn.{key.removeprefix('state_dict/')}": value
+        for key, value in truth.items()
+        if key.startswith("state_dict/")
+    }
     mixer = build_mixer("t5", 36, 3)
-    mixer.load_state_dict({key.removeprefix("blocks.0.attn."): value for key, value in official_state_dict(state).items()})
+    mixer.load_state_dict(
+        {key.removeprefix("blocks.0.attn."): value for key, value in official_state_dict(state).items()}
+    )
     assert relative(mixer(truth["x"], (6, 6)), truth["out"]) < 1e-5
     del state["blocks.0.attn.qk_offset_ttt"]
     with pytest.raises(UserError, match="qk_scale_ttt has no qk_offset_ttt beside it"):

@@ -121,7 +121,11 @@ def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
     """As meant: the release assigns the orthogonal step to the weight, so that its layer with Muon forgets it."""
     part = {key.removeprefix(f"{name}/"): value for key, value in reference.items() if key.startswith(f"{name}/")}
     layer = FastWeights(24, 3, FastLoop(momentum=False, muon=muon), ratio=2)
-    keys = {key: [NAMES.get(word, word) for word in key.removeprefix("state_dict/").split(".")] for key in part if "state_dict/" in key}
+    keys = {
+        key: [NAMES.get(word, word) for word in key.removeprefix("state_dict/").split(".")]
+        for key in part
+        if "state_dict/" in key
+    }
     layer.load_state_dict({".".join(words): part[key] for key, words in keys.items()})
     x = part["x"].requires_grad_()
     out = layer(x, (3, 7))
@@ -137,13 +141,19 @@ def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
 @pytest.mark.parametrize(("steps", "muon"), [(0, "frobenius"), (5, "nvs")])
 def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
     """It learns on the first tokens and reads all; its matrices are stored transposed, its rates with their own order."""
-    part = {key.removeprefix(f"nvs_steps{steps}/"): value for key, value in reference.items() if key.startswith(f"nvs_steps{steps}/")}
+    part = {
+        key.removeprefix(f"nvs_steps{steps}/"): value
+        for key, value in reference.items()
+        if key.startswith(f"nvs_steps{steps}/")
+    }
     state = {key.removeprefix("state_dict/"): value for key, value in part.items() if key.startswith("state_dict/")}
     x, count = part["x"], int(part["update_tokens"])
     q, k, v = F.silu(x @ state["to_qkv.weight"].mT).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
     q, k = (each / (each.norm(dim=-1, keepdim=True) + 1e-5) for each in (q, k))
     shift = 0.01 + math.log(-math.expm1(-0.01))
-    rates = F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift).unflatten(2, (3, 3)).permute(0, 3, 1, 2)
+    rates = (
+        F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift).unflatten(2, (3, 3)).permute(0, 3, 1, 2)
+    )
     weights = [state[name].mT for name in ("w0", "w1", "w2")]
     loop = FastLoop(momentum=False, muon=muon)
     out = learn(loop, weights, q, *(each[:, :, :count] for each in (k, v, rates)), None, "recurrent")
@@ -161,7 +171,9 @@ def test_a_step_is_the_gradient_of_the_inner_loss(changes):
     for index, place in zip(loop.learned, places if not loop.only_last else (1,), strict=True):
         losses = (read_out(weights, k) * v).sum(-1)  # (B, h, T)
         for image in range(2):
-            (slope,) = torch.autograd.grad((losses[image] * rates[image, ..., place]).sum(), weights[index], retain_graph=True)
+            (slope,) = torch.autograd.grad(
+                (losses[image] * rates[image, ..., place]).sum(), weights[index], retain_graph=True
+            )
             moved = weights[index] + slope
             expected[index] = moved[None] if image == 0 else torch.cat((expected[index], moved[None]))
     found = learn_recurrently(loop, weights, q, k, v, rates, None)
@@ -185,11 +197,15 @@ def test_parallel_is_recurrent(name, order, tokens, steps):
         options = {"allow_unused": True, "materialize_grads": True}
         # Newton–Schulz multiplies the rounding of singular values that are zero, as a single token's are
         limit = {"rtol": 1e-10, "atol": 1e-10} if loop.muon == "none" else {"rtol": 1e-7, "atol": 1e-6}
-        for a, b in zip(*(torch.autograd.grad((out * cot).sum(), leaves, **options) for out in (one, other)), strict=True):
+        for a, b in zip(
+            *(torch.autograd.grad((out * cot).sum(), leaves, **options) for out in (one, other)), strict=True
+        ):
             torch.testing.assert_close(a, b, **limit)
 
 
-@pytest.mark.parametrize(("name", "part"), [("own", "W0 and W2 learn"), ("ascent", "W0 and W2 learn"), ("v1", "norm state")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("own", "W0 and W2 learn"), ("ascent", "W0 and W2 learn"), ("v1", "norm state")]
+)
 def test_what_does_not_reduce_says_which_part_is_in_the_way(name, part):
     loop = FastLoop(**LADDER[name], chunk_size=8)
     with pytest.raises(ValueError, match=f"backend parallel: {part}.*use recurrent"):
@@ -209,7 +225,8 @@ def test_what_does_not_reduce_depends_on_the_order_of_the_chunks():
         loop = FastLoop(**{**LADDER[name], "momentum": False}, chunk_size=8)
         weights, q, k, v, rates, _ = drawn(loop, 32)
         swapped = [torch.cat((x[:, :, 8:16], x[:, :, :8], x[:, :, 16:]), 2) for x in (k, v, rates)]
-        one, other = learn_recurrently(loop, weights, q, k, v, rates, None), learn_recurrently(loop, weights, q, *swapped, None)
+        one = learn_recurrently(loop, weights, q, k, v, rates, None)
+        other = learn_recurrently(loop, weights, q, *swapped, None)
         moved[name] = relative(one, other)
     assert moved["v2"] < 1e-12 and moved["v1"] > 1e-4
 
@@ -276,7 +293,10 @@ def test_the_model_runs_both_forms(backend):
     [
         (lambda: create_model("lact_nano_patch4_32", step="v7"), "step 'v7': not known"),
         (lambda: create_model("lact_nano_patch4_32", order="later"), "order 'later': not known"),
-        (lambda: create_model("lact_nano_patch4_32", chunk_size=-1), "chunk_size -1: expected 1 or more tokens, or 0 for all of them"),
+        (
+            lambda: create_model("lact_nano_patch4_32", chunk_size=-1),
+            "chunk_size -1: expected 1 or more tokens, or 0 for all of them",
+        ),
         (lambda: create_model("lact_nano_patch4_32", inner_steps=0), "steps 0: expected 1 or more"),
         (lambda: create_model("lact_nano_patch4_32", num_heads=48), "a head of width 1 has vectors"),
         (lambda: newton_schulz(torch.randn(5), "lact"), "is a vector; use muon none"),

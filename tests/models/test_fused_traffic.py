@@ -1,4 +1,6 @@
-"""Launches and bytes of a block of Vittt-T at 1280 x 1280 pixels, against counts by hand: on tensors without data, so without a GPU."""
+"""Launches and bytes of a block of Vittt-T at 1280 x 1280 pixels, against counts by hand: on tensors without data, so
+without a GPU.
+"""
 
 import math
 
@@ -46,7 +48,9 @@ def count_block(fused, side=80, batch=64):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
         for module in block.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, key, torch.nn.Parameter(torch.empty_like(parameter, device="cuda"), requires_grad=False))
+                setattr(
+                    module, key, torch.nn.Parameter(torch.empty_like(parameter, device="cuda"), requires_grad=False)
+                )
         tokens = torch.empty(batch, side * side, block.mixer.dim, dtype=torch.bfloat16)
         if fused:
             fused_block.freeze(block, side * side)
@@ -56,7 +60,8 @@ def count_block(fused, side=80, batch=64):
 
 
 def test_a_plain_block():
-    """DWConv with residual and norm 7, projection 7, padding and convolutions 16, scan 8, gate, sum and norm 10, output 5, SwiGLU 29.3
+    """DWConv with residual and norm 7, projection 7, padding and convolutions 16, scan 8, gate, sum and norm 10, output
+    5, SwiGLU 29.3
     and some for the rates: 83.5.
     """
     launches, units = count_block(fused=False)
@@ -64,6 +69,8 @@ def test_a_plain_block():
 
 
 def test_a_fused_block_moves_half_of_it_in_a_quarter_of_the_launches():
-    """Convolution and norm 3, projection 6.3, convolutions 6, scan 8, gate and norm 4, output 3, norm 2, SwiGLU 3.7 and 4.7, rates 0.1."""
+    """Convolution and norm 3, projection 6.3, convolutions 6, scan 8, gate and norm 4, output 3, norm 2, SwiGLU 3.7 and
+    4.7, rates 0.1.
+    """
     launches, units = count_block(fused=True)
     assert units == pytest.approx(40.9, abs=0.1) and launches == 11

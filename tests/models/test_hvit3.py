@@ -78,14 +78,20 @@ def test_official_file_with_its_tables_of_rotations(truth, tmp_path):
 
 
 def test_dense_maps_equal_the_official_detector(truth):
-    """On 70 x 102 pixels stem and downsampling pad: 72 x 104 pixels, 10 x 14 and 6 x 8 positions. The fourth stage is not stored."""
+    """On 70 x 102 pixels stem and downsampling pad: 72 x 104 pixels, 10 x 14 and 6 x 8 positions. The fourth stage is
+    not stored.
+    """
     weights = below(truth, "dense/state_dict/")
     shape = {"widths": (32, 32, 64, 64), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
     norms = {f"norms.{key.removeprefix('norm')}": value for key, value in weights.items() if key.startswith("norm")}
     trunk = official_state_dict({key: value for key, value in weights.items() if not key.startswith("norm")})
     pyramid = build_pyramid("hvit3_nano_144", options=shape).eval()
-    missing, unused = pyramid.load_state_dict(norms | {f"backbone.{key}": value for key, value in trunk.items()}, strict=False)
-    assert not unused and all(name.startswith(("backbone.stages.2.downsample", "backbone.stages.3", "norms.3")) for name in missing)
+    missing, unused = pyramid.load_state_dict(
+        norms | {f"backbone.{key}": value for key, value in trunk.items()}, strict=False
+    )
+    assert not unused and all(
+        name.startswith(("backbone.stages.2.downsample", "backbone.stages.3", "norms.3")) for name in missing
+    )
     with torch.no_grad():
         maps = pyramid(truth["dense/x"])
     assert [tuple(level.shape[2:]) for level in maps] == [(18, 26), (9, 13), (5, 7), (3, 4)]
@@ -110,14 +116,17 @@ def test_rotations_are_complex_multiplications(grid, dim):
                     real, imaginary = x[image, token, 2 * pair : 2 * pair + 2].tolist()
                     turned = complex(real, imaginary) * complex(np.cos(angle), np.sin(angle))
                     expected = torch.tensor([turned.real, turned.imag], dtype=torch.float64)
-                    torch.testing.assert_close(found[image, token, 2 * pair : 2 * pair + 2], expected, rtol=1e-12, atol=1e-12)
+                    torch.testing.assert_close(
+                        found[image, token, 2 * pair : 2 * pair + 2], expected, rtol=1e-12, atol=1e-12
+                    )
 
 
 def test_rotated_products_depend_on_the_distance_alone():
     rotation = rotations((7, 7), 16, dtype=torch.float64, device=torch.device("cpu"))
     q, k = (torch.randn(16, dtype=torch.float64).expand(1, 49, 16) for _ in range(2))
     scores = (rotate(q, rotation)[0] @ rotate(k, rotation)[0].T).view(7, 7, 7, 7)
-    torch.testing.assert_close(scores[1, 2, 3, 5], scores[4, 0, 6, 3])  # two rows down and three columns right, both times
+    # two rows down and three columns right, both times
+    torch.testing.assert_close(scores[1, 2, 3, 5], scores[4, 0, 6, 3])
     assert not torch.isclose(scores[1, 2, 3, 5], scores[1, 2, 4, 5])
 
 
@@ -140,7 +149,9 @@ def test_convolutional_mlp_by_hand():
     mlp, tokens = shaken(ConvMlp(4)), torch.randn(2, 15, 4)
     hidden = F.gelu(tokens @ mlp.fc1.weight.T + mlp.fc1.bias)
     image = F.pad(hidden.mT.unflatten(2, (3, 5)), (1, 1, 1, 1))
-    window = sum(image[..., y : y + 3, x : x + 5] * mlp.dwc.weight[:, 0, y, x, None, None] for y in range(3) for x in range(3))
+    window = sum(
+        image[..., y : y + 3, x : x + 5] * mlp.dwc.weight[:, 0, y, x, None, None] for y in range(3) for x in range(3)
+    )
     hidden = F.gelu(hidden + (window + mlp.dwc.bias[:, None, None]).flatten(2).mT)
     torch.testing.assert_close(mlp(tokens, (3, 5)), hidden @ mlp.fc2.weight.T + mlp.fc2.bias)
 
@@ -152,14 +163,17 @@ def test_parameters_of_the_sizes(size, count):
 
 @pytest.mark.parametrize(("size", "giga"), [("tiny", 4.9033), ("small", 8.7320), ("base", 16.6821)])
 def test_multiply_adds_of_the_sizes(size, giga):
-    """The papers' counter does not see the convolution's inner gradient, which is written as a product of elements there."""
+    """The papers' counter does not see the convolution's inner gradient, which is written as a product of elements
+    there.
+    """
     counted = cost(f"hvit3_{size}_224", {}, (224, 224))
     assert counted.method == "analytic"
     assert round((counted.macs - counted.mac_terms["inner_conv"] / 2) / 1e9, 4) == giga
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("hvit3_tiny_224", {}), ("hvit3_nano_144", {}), ("hvit3_nano_144", {"num_classes": 0, "in_chans": 1})]
+    ("name", "options"),
+    [("hvit3_tiny_224", {}), ("hvit3_nano_144", {}), ("hvit3_nano_144", {"num_classes": 0, "in_chans": 1})],
 )
 @pytest.mark.parametrize("resolution", [(224, 224), (70, 102)])
 def test_closed_form_equals_the_operators(name, options, resolution):
@@ -180,7 +194,9 @@ def count(module: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize(("size", "published"), [("tiny", 48_358_992), ("small", 74_017_488), ("base", 113_987_296)])
 def test_detector_has_the_published_parameters(size, published):
-    """torchvision's heads also have a box and a mask of the background, which mmdet's have not: 4 (1024 + 1) and 256 + 1 parameters."""
+    """torchvision's heads also have a box and a mask of the background, which mmdet's have not: 4 (1024 + 1) and 256 +
+    1 parameters.
+    """
     with torch.device("meta"):
         model = MaskRcnn(build_pyramid(f"hvit3_{size}_224"), 80, MaskRcnnParams())
     assert count(model) - 4 * (1024 + 1) - (256 + 1) == published
@@ -193,7 +209,9 @@ def test_segmenter_has_the_published_parameters(size, published):
     from repro.tasks.segmentation.upernet import build_upernet
 
     with torch.device("meta"):
-        model = build_upernet(build_pyramid(f"hvit3_{size}_224"), UperNetParams(), num_classes=150, window=512, stride=None)
+        model = build_upernet(
+            build_pyramid(f"hvit3_{size}_224"), UperNetParams(), num_classes=150, window=512, stride=None
+        )
     assert count(model) - count(model.auxiliary_head) == published
 
 
@@ -248,7 +266,9 @@ def test_timm_is_told_the_first_convolution_and_the_head():
 
 def test_no_state_depends_on_the_image_size():
     model = nano("hvit3", img_size=(64, 96))
-    assert {key: value.shape for key, value in model.state_dict().items()} == {k: v.shape for k, v in nano("hvit3").state_dict().items()}
+    assert {key: value.shape for key, value in model.state_dict().items()} == {
+        k: v.shape for k, v in nano("hvit3").state_dict().items()
+    }
     assert not [name for name, _ in model.named_buffers() if "running" not in name and "num_batches" not in name]
 
 
@@ -256,10 +276,18 @@ def test_initialisation():
     torch.manual_seed(0)
     model = timm.create_model("hvit3_tiny_224")
     block = model.stages[2].blocks[1]
-    linears = block.attn.qkv.weight, block.attn.proj.weight, block.mlp.fc1.weight, block.mlp.fc2.weight, model.head.weight
+    linears = (
+        block.attn.qkv.weight,
+        block.attn.proj.weight,
+        block.mlp.fc1.weight,
+        block.mlp.fc2.weight,
+        model.head.weight,
+    )
     for weight in (*linears, block.attn.w1, block.attn.w2, block.attn.w3):
         assert abs(weight.detach().std().item() / 0.02 - 1) < 0.1 and abs(weight.detach().mean().item()) < 4e-3
-    assert not any(bias.any() for bias in (block.attn.qkv.bias, block.attn.proj.bias, block.mlp.fc2.bias, model.head.bias))
+    assert not any(
+        bias.any() for bias in (block.attn.qkv.bias, block.attn.proj.bias, block.mlp.fc2.bias, model.head.bias)
+    )
     for convolution in (block.cpe, block.mlp.dwc):
         assert convolution.weight.abs().max() > 0.3  # PyTorch's default: uniform up to 1/3
 
@@ -272,7 +300,9 @@ def test_stochastic_depth_grows_over_the_blocks_of_all_stages_and_spares_the_con
     block.drop_path.drop_prob = 1.0
     x = torch.randn(2, 64, 3, 4)
     rotation = rotations((3, 4), 64, dtype=torch.float32, device=x.device)
-    torch.testing.assert_close(block(x, rotation), x + F.conv2d(x, block.cpe.weight, block.cpe.bias, padding=1, groups=64))
+    torch.testing.assert_close(
+        block(x, rotation), x + F.conv2d(x, block.cpe.weight, block.cpe.bias, padding=1, groups=64)
+    )
 
 
 def test_half_precision():

@@ -1,4 +1,6 @@
-"""Inner learners: every closed form against autograd through the printed loss, and the identities that follow from the equations."""
+"""Inner learners: every closed form against autograd through the printed loss, and the identities that follow from the
+equations.
+"""
 
 import itertools
 from pathlib import Path
@@ -40,7 +42,9 @@ SETTINGS = [
     {"batches": 5, "lr": 0.3},  # ragged: 2, 2, 3, 2, 3
     {"only": "last", "epochs": 2, "batches": 2},
 ]
-each_model = pytest.mark.parametrize(("model", "width", "depth"), TWELVE, ids=["-".join(map(str, case)) for case in TWELVE])
+each_model = pytest.mark.parametrize(
+    ("model", "width", "depth"), TWELVE, ids=["-".join(map(str, case)) for case in TWELVE]
+)
 
 
 def predict(model: str, W: list[Tensor], x: Tensor) -> Tensor:
@@ -99,7 +103,9 @@ def learn_by_autograd(loop: InnerLoop, weights: list[Tensor], q: Tensor, k: Tens
 
 
 def draw(loop: InnerLoop, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
-    """Weights (h, *shape), q, k, v (B, h, N, d) and token rates (B, h, N) in fp64, of which every one asks for its gradient."""
+    """Weights (h, *shape), q, k, v (B, h, N, d) and token rates (B, h, N) in fp64, of which every one asks for its
+    gradient.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -125,9 +131,13 @@ LEARNERS = [(loss, options) for loss in LOSSES for options in SETTINGS if loss !
 
 
 @each_model
-@pytest.mark.parametrize(("loss", "options"), LEARNERS, ids=["-".join(map(str, (loss, *options.values()))) for loss, options in LEARNERS])
+@pytest.mark.parametrize(
+    ("loss", "options"), LEARNERS, ids=["-".join(map(str, (loss, *options.values()))) for loss, options in LEARNERS]
+)
 def test_closed_forms_equal_autograd(model, width, depth, loss, options):
-    """Output and outer gradients of q, k, v, the rates and every weight; those of a loss that does not depend on one are zero."""
+    """Output and outer gradients of q, k, v, the rates and every weight; those of a loss that does not depend on one
+    are zero.
+    """
     loop = build(model, width, depth, **options, loss=loss)
     weights, q, k, v, rates = draw(loop)
     used = rates if loop.rate == "dynamic" else None
@@ -151,14 +161,18 @@ def test_the_models_are_those_of_the_paper_and_no_more():
 
 @each_model
 def test_values_get_no_outer_gradient_through_mae(model, width, depth):
-    """∂²L/∂v̂∂v is zero: whatever comes before v, such as W_V, keeps its start. Equality, for every rate, batch and epoch."""
+    """∂²L/∂v̂∂v is zero: whatever comes before v, such as W_V, keeps its start. Equality, for every rate, batch and
+    epoch.
+    """
     for options in ({}, {"lr": 10.0, "epochs": 3}, {"batches": 4, "damping": True}):
         loop = build(model, width, depth, loss="mae", **options)
         weights, q, k, v, _ = draw(loop)
-        x, W_V = torch.randn(IMAGES, HEADS, N, 5, dtype=torch.float64), torch.randn(5, D, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(IMAGES, HEADS, N, 5, dtype=torch.float64)
+        W_V = torch.randn(5, D, dtype=torch.float64, requires_grad=True)
         learn(loop, weights, q, k, x @ W_V + v, GRID).square().sum().backward()
         assert torch.equal(W_V.grad, torch.zeros_like(W_V)) and torch.equal(v.grad, torch.zeros_like(v))
-        assert k.grad.any() or model in ("fc", "conv", "dwconv")  # what does not pass through v learns; a sign is constant in W too
+        # what does not pass through v learns; a sign is constant in W too
+        assert k.grad.any() or model in ("fc", "conv", "dwconv")
         assert q.grad.any()
 
 
@@ -237,7 +251,10 @@ def test_epochs_of_a_linear_model_and_mse_are_richardsons_iteration():
     largest = torch.linalg.eigvalsh(k.mT @ k).max().item() * D**-0.5 / N
     solved = torch.linalg.lstsq(k, v).solution
     for lr, diverges in ((1.9 / largest, False), (2.1 / largest, True)):
-        early, late = (adapt(InnerLoop(model="fc", loss="mse", lr=lr, epochs=e), weights, k, v, GRID)[0] - solved for e in (20, 200))
+        early, late = (
+            adapt(InnerLoop(model="fc", loss="mse", lr=lr, epochs=e), weights, k, v, GRID)[0] - solved
+            for e in (20, 200)
+        )
         assert (late.abs().max() > 10 * early.abs().max()) == diverges
 
 
@@ -276,7 +293,8 @@ def test_one_full_batch_is_linear_attention():
     delta = learn(InnerLoop(model="fc", loss="mse"), W, q, k, v, GRID)
     assert relative(delta, q @ W[0] + attend(q, k, v - k @ W[0])) < 1e-13
     damped = learn(InnerLoop(model="fc", damping=True), W, q, k, v, GRID)
-    factor = 1 / (torch.linalg.vector_norm(D**-0.5 / N * k.mT @ v, dim=-2, keepdim=True) + 1)  # one for each output channel
+    # one for each output channel
+    factor = 1 / (torch.linalg.vector_norm(D**-0.5 / N * k.mT @ v, dim=-2, keepdim=True) + 1)
     assert relative(damped, q @ W[0] + attend(q, k, v) * factor) < 1e-13
     ours, W, q, k, v = found["silu_fc"]
     assert relative(ours, F.silu(q @ W[0] + attend(q, k, v * slope(k @ W[0])))) < 1e-13
@@ -353,10 +371,14 @@ def test_multiply_adds_by_hand(model, width, depth):
     assert build(model, width, depth).count_macs(196, 64) == products * 196 * 64**2
     # ten inner batches change nothing, and a loss that needs v̂ adds the last linear layer
     assert build(model, width, depth, batches=10).count_macs(196, 64) == products * 196 * 64**2
-    last = {"fc": 1, "swiglu": 1, "mlp": width, "mlp_residual": 1, "mlp_identity": 1, "conv": 9, "dwconv": 9 / 64}.get(model, 0)
+    last = {"fc": 1, "swiglu": 1, "mlp": width, "mlp_residual": 1, "mlp_identity": 1, "conv": 9, "dwconv": 9 / 64}.get(
+        model, 0
+    )
     assert build(model, width, depth, loss="mae").count_macs(196, 64) == (products + last) * 196 * 64**2
     # a further epoch repeats all but the queries' part: 4 products of the two-layer MLP
-    queries = {"fc": 1, "silu_fc": 1, "glu": 2, "swiglu": 3, "conv": 9, "dwconv": 9 / 64}.get(model, width * 2 if depth == 2 else 3)
+    queries = {"fc": 1, "silu_fc": 1, "glu": 2, "swiglu": 3, "conv": 9, "dwconv": 9 / 64}.get(
+        model, width * 2 if depth == 2 else 3
+    )
     assert build(model, width, depth, epochs=3).count_macs(196, 64) == (3 * products - 2 * queries) * 196 * 64**2
 
 
@@ -406,7 +428,9 @@ def test_learning_is_fp32_under_autocast_and_for_low_precision(dtype):
     loop = InnerLoop(model="glu", damping=True)
     weights, q, k, v, _ = draw(loop)
     low = [each.detach().to(dtype) for each in (q, k, v)]
-    exact = learn(loop, [weight.detach().float().double() for weight in weights], *(each.double() for each in low), GRID)
+    exact = learn(
+        loop, [weight.detach().float().double() for weight in weights], *(each.double() for each in low), GRID
+    )
     with torch.autocast("cpu", dtype=dtype):
         out = learn(loop, [weight.detach().float() for weight in weights], *low, GRID)
     assert out.dtype == dtype and (out == exact.to(dtype)).double().mean() > 0.98
@@ -416,7 +440,9 @@ def test_inner_batches_cover_the_tokens_once_in_order():
     for tokens, batches in itertools.product((7, 12, 196), (1, 2, 3, 4, 7)):
         parts = InnerLoop(batches=batches).split(tokens)
         assert [token for first, end in parts for token in range(first, end)] == list(range(tokens))
-        assert {end - first for first, end in parts} <= {tokens // batches, -(-tokens // batches)} and len(parts) == batches
+        assert {end - first for first, end in parts} <= {tokens // batches, -(-tokens // batches)} and len(
+            parts
+        ) == batches
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""ViT³ and Vittt with other inner learners: the authors' tensors, autograd, the theorem on ascent, and both forms of Vittt's."""
+"""ViT³ and Vittt with other inner learners: the authors' tensors, autograd, the theorem on ascent, and both forms of
+Vittt's.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from repro.models.vit3 import STEPS, InnerTraining
 from tests.models.helpers import nano, relative, shaken
 
 TOLERANCE = 1e-5
-# mode of the authors' code -> our step, with the loop where it has no name: V1 without damping is what their V6 shares with V3
+# mode of the authors' code -> our step, with the loop where it has no name: V1 without damping is what their V6 shares
+# with V3
 MODES = {
     "dot_product": ("own", None),
     "ga_dot_product": ("ascent", None),
@@ -32,7 +35,9 @@ MODES = {
 def reference() -> dict[str, torch.Tensor]:
     with np.load(Path(__file__).parents[1] / "data" / "lact.npz") as file:
         return {
-            key[12:]: torch.from_numpy(file[key]) for key in file.files if key.startswith("vit3_ladder/") and file[key].dtype.kind != "U"
+            key[12:]: torch.from_numpy(file[key])
+            for key in file.files
+            if key.startswith("vit3_ladder/") and file[key].dtype.kind != "U"
         }
 
 
@@ -52,7 +57,9 @@ def test_a_step_as_run_is_that_of_the_authors_code(reference, mode):
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("step", [step for step in STEPS if not step.endswith("_as_run")])
 def test_a_step_as_derived_follows_its_loss(step, steps):
-    """Heads and convolution by autograd on the loss −(s/N) Σ⟨F(k), v⟩, s = 1/3, each step of a weight divided by its norm + 1."""
+    """Heads and convolution by autograd on the loss −(s/N) Σ⟨F(k), v⟩, s = 1/3, each step of a weight divided by its
+    norm + 1.
+    """
     torch.manual_seed(0)
     training = shaken(InnerTraining(12, 2, step, steps)).double()
     x, grid, C, N = torch.randn(1, 12, 12, dtype=torch.float64), (3, 4), 12, 12
@@ -78,7 +85,9 @@ def test_a_step_as_derived_follows_its_loss(step, steps):
         for place, G in zip(learned, gradients, strict=True):
             G = G / (G.norm(dim=-2, keepdim=True) + 1) if is_damped else G
             weights[place] = weights[place] - sign * G
-        (G,) = torch.autograd.grad(-(F.conv2d(k2, kernel, padding=1, groups=d) * v2).sum() / (3 * N), kernel, retain_graph=True)
+        (G,) = torch.autograd.grad(
+            -(F.conv2d(k2, kernel, padding=1, groups=d) * v2).sum() / (3 * N), kernel, retain_graph=True
+        )
         kernel = kernel - G / (torch.linalg.vector_norm(G, dim=(1, 2, 3), keepdim=True) + 1)
     read = heads(weights, q).transpose(0, 1).reshape(N, C), F.conv2d(q2, kernel, padding=1, groups=d).view(d, N).T
     stated = training.proj(torch.cat(read, -1))[None]
@@ -87,7 +96,9 @@ def test_a_step_as_derived_follows_its_loss(step, steps):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_ascent_from_mirrored_values_trains_as_descent_bit_for_bit(optimizer):
-    """Loss by loss and weight by weight, with weight decay, clipping and label smoothing; the value rows keep their turned sign."""
+    """Loss by loss and weight by weight, with weight decay, clipping and label smoothing; the value rows keep their
+    turned sign.
+    """
     losses, weights = {}, {}
     for step in ("own", "ascent"):
         torch.manual_seed(0)
@@ -109,7 +120,9 @@ def test_ascent_from_mirrored_values_trains_as_descent_bit_for_bit(optimizer):
             tuned.step()
             losses[step].append(loss.item())
         weights[step] = [parameter.detach().clone() for parameter in model.parameters()]
-        turned = [place for place, parameter in enumerate(model.parameters()) if any(parameter is value for value in values)]
+        turned = [
+            place for place, parameter in enumerate(model.parameters()) if any(parameter is value for value in values)
+        ]
     for place in turned:
         weights["ascent"][place][rows] *= -1
     assert losses["own"] == losses["ascent"] and len(set(losses["own"])) == 5
@@ -139,7 +152,9 @@ def mixer_of(step: str, **options) -> TTTMixer:
 
 @pytest.mark.parametrize("step", ["plain", "dot"])
 def test_a_mixer_that_reduces_computes_the_learner_that_its_step_says(step):
-    """Its output from the arguments of its own projections, by the reference or, for the dot product, by sums over all earlier tokens."""
+    """Its output from the arguments of its own projections, by the reference or, for the dot product, by sums over all
+    earlier tokens.
+    """
     mixer = mixer_of(step)
     x = torch.randn(2, 81, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gate, o = mixer._project(x)
@@ -148,7 +163,9 @@ def test_a_mixer_that_reduces_computes_the_learner_that_its_step_says(step):
         q, k, v = (t[:, :, r] for t in (o.q, o.k, o.v))
         lr = o.lr if o.lr.ndim == 3 else o.lr[:, :, r]
         if step == "plain":
-            scan = ttt_linear_dual(q, k, v - k, lr, o.token_scale[r], o.W0[r], inner="plain", chunk_size=o.chunk_size, reverse=reverse)
+            scan = ttt_linear_dual(
+                q, k, v - k, lr, o.token_scale[r], o.W0[r], inner="plain", chunk_size=o.chunk_size, reverse=reverse
+            )
         else:
             order = range(80, -1, -1) if reverse else range(81)
             W, scan = o.W0[r].expand(2, -1, -1, -1), torch.zeros_like(q)
@@ -176,7 +193,11 @@ def test_both_forms_of_a_model_agree_with_all_gradients(step):
         out.square().sum().backward()
         found[backend] = [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
         assert model.selected_backend(torch.float64) == backend
-    assert all(relative(ours, stated) < 1e-9 for ours, stated in zip(found["parallel"], found["recurrent"], strict=True) if stated.any())
+    assert all(
+        relative(ours, stated) < 1e-9
+        for ours, stated in zip(found["parallel"], found["recurrent"], strict=True)
+        if stated.any()
+    )
 
 
 def test_ascent_of_vittt_turns_the_rates():
@@ -226,5 +247,8 @@ def test_parallel_says_what_is_in_the_way(step):
     if step in ("plain", "dot"):
         model(torch.randn(1, 3, 144, 144))
         return
-    with pytest.raises(ValueError, match="the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"):
+    with pytest.raises(
+        ValueError,
+        match="the LayerNorm of the inner learner stands between a step and the state; use step plain or dot",
+    ):
         model(torch.randn(1, 3, 144, 144))

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 from repro.core.errors import UserError
 from repro.models.adapter import AdapterSize
 from repro.models.checkpoints import open_weights
-from repro.models.linearize import CLASS_TOKEN, PARTLY, REGISTERS, SECOND_HEAD, choose_student, freeze_inherited, inherit, read_shell
+from repro.models.linearize import (
+    CLASS_TOKEN,
+    PARTLY,
+    REGISTERS,
+    SECOND_HEAD,
+    choose_student,
+    freeze_inherited,
+    inherit,
+    read_shell,
+)
 from repro.models.pyramid import build_pyramid, load_backbone
 from repro.models.registry import build_model
 from repro.models.t5 import SHELLS
@@ -50,7 +59,12 @@ def same_place(key: str) -> str:
         (
             "deit_tiny_distilled_patch16_224",
             {},
-            {"cls_token": CLASS_TOKEN, "dist_token": CLASS_TOKEN, "head_dist.weight": SECOND_HEAD, "head_dist.bias": SECOND_HEAD},
+            {
+                "cls_token": CLASS_TOKEN,
+                "dist_token": CLASS_TOKEN,
+                "head_dist.weight": SECOND_HEAD,
+                "head_dist.bias": SECOND_HEAD,
+            },
         ),
         ("vit_tiny_patch16_224", {"reg_tokens": 3}, {"cls_token": CLASS_TOKEN, "reg_token": REGISTERS}),
         (
@@ -85,10 +99,15 @@ def test_without_a_class_token_only_the_mixer_is_another(fc_norm):
     """With softmax put back into its place, a student of a class-free ViT is that ViT."""
     teacher = vit(class_token=False, global_pool="avg", fc_norm=fc_norm)
     shell = read_shell(teacher, "vit")
-    twin = build_model("t5_tiny_patch16_224", **shell.options, num_classes=5, inner="softmax", key_norm="none", dwc="none").eval()
+    twin = build_model(
+        "t5_tiny_patch16_224", **shell.options, num_classes=5, inner="softmax", key_norm="none", dwc="none"
+    ).eval()
     twin.load_state_dict(shell.state)
     x = torch.randn(2, 3, 64, 64)
-    tokens = [model.forward_intermediates(x, norm=False, output_fmt="NLC", intermediates_only=True)[-1] for model in (twin, teacher)]
+    tokens = [
+        model.forward_intermediates(x, norm=False, output_fmt="NLC", intermediates_only=True)[-1]
+        for model in (twin, teacher)
+    ]
     assert relative(*tokens) < 1e-5
     if not fc_norm:  # a norm after the mean and one before it are two things
         assert relative(twin(x), teacher(x)) < 1e-5
@@ -106,7 +125,11 @@ def test_the_student_of_our_own_softmax_model_and_other_shells():
         with torch.device("meta"):
             assert choose_student(read_shell(build_model(f"t5_softmax_{name}"), name))[0] == f"t5_{name}"
     name, options = choose_student(read_shell(vit(patch_size=8), "vit"))
-    assert SHELLS[name.removeprefix("t5_")] | options == SHELLS[name.removeprefix("t5_")] | {**options, "patch_size": 8, "embed_dim": 48}
+    assert SHELLS[name.removeprefix("t5_")] | options == SHELLS[name.removeprefix("t5_")] | {
+        **options,
+        "patch_size": 8,
+        "embed_dim": 48,
+    }
 
 
 def test_positions_for_another_grid_and_a_head_for_other_classes():
@@ -131,9 +154,14 @@ def test_freezing_leaves_what_is_new():
     assert {name for name, p in student.named_parameters() if p.requires_grad} == student.new_parameters()
     other, _, _ = student_of(teacher, num_classes=7)
     freeze_inherited(other, read_shell(teacher, "vit"))
-    assert {name for name, p in other.named_parameters() if p.requires_grad} == other.new_parameters() | {"head.weight", "head.bias"}
+    assert {name for name, p in other.named_parameters() if p.requires_grad} == other.new_parameters() | {
+        "head.weight",
+        "head.bias",
+    }
     nothing, _, _ = student_of(teacher, inner="linear", dwc="none")
-    with pytest.raises(ValueError, match="freeze: inner linear with dwc none has no parameters of its own, so nothing would learn"):
+    with pytest.raises(
+        ValueError, match="freeze: inner linear with dwc none has no parameters of its own, so nothing would learn"
+    ):
         freeze_inherited(nothing, read_shell(teacher, "vit"))
 
 
@@ -170,10 +198,14 @@ def test_gated_attention_is_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("resnet18", "ResNet"), ("swin_tiny_patch4_window7_224", "SwinTransformer"), ("vittt_nano_patch16_144", "Vittt")]
+    ("name", "kind"),
+    [("resnet18", "ResNet"), ("swin_tiny_patch4_window7_224", "SwinTransformer"), ("vittt_nano_patch16_144", "Vittt")],
 )
 def test_other_models_are_named(name, kind):
-    with torch.device("meta"), pytest.raises(UserError, match=f"w.pth: is a {kind}; expected a ViT or DeiT of timm, or a t5_softmax model"):
+    with (
+        torch.device("meta"),
+        pytest.raises(UserError, match=f"w.pth: is a {kind}; expected a ViT or DeiT of timm, or a t5_softmax model"),
+    ):
         read_shell(timm.create_model(name), "w.pth")
 
 
@@ -187,7 +219,13 @@ def test_a_linearised_vit_is_a_backbone_of_detection_and_segmentation(tmp_path):
     student, _, _ = student_of(vit(depth=4))
     name, options = student.built_from
     file = tmp_path / "weights.safetensors"
-    shown = {"input_size": [3, 64, 64], "interpolation": "bilinear", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    shown = {
+        "input_size": [3, 64, 64],
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     save_weights(file, student, name=name, options=options, preprocessing=shown, classes=list("abcde"))
     inherited = {key: value for key, value in student.state_dict().items() if not key.startswith(("norm.", "head."))}
     image = torch.randn(3, 64, 64)
@@ -204,11 +242,14 @@ def test_a_linearised_vit_is_a_backbone_of_detection_and_segmentation(tmp_path):
         for key, value in inherited.items():
             assert torch.equal(pyramid.trunk.state_dict()[key], value), key
         if task == "detection":
-            losses = MaskRcnn(pyramid, 3, MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_layers=1))(
-                [image], [target]
-            )
+            losses = MaskRcnn(
+                pyramid, 3, MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_layers=1)
+            )([image], [target])
         else:
-            upernet = build_upernet(pyramid, UperNetParams(channels=8, aux_channels=4), num_classes=3, window=64, stride=None)
-            losses = {"loss": upernet.eval()(image[None]).square().mean()}  # of one image, batch norms have no statistics
+            upernet = build_upernet(
+                pyramid, UperNetParams(channels=8, aux_channels=4), num_classes=3, window=64, stride=None
+            )
+            # of one image, batch norms have no statistics
+            losses = {"loss": upernet.eval()(image[None]).square().mean()}
         sum(losses.values()).backward()
         assert all(p.grad is not None for key, p in pyramid.trunk.blocks.named_parameters())

@@ -15,7 +15,14 @@ from repro.core.errors import UserError
 from repro.measure import build
 from repro.measure.flops import cost, counted_macs
 from repro.models.checkpoints import open_weights
-from repro.models.mambavision import ConvBlock, MambaVision, MambaVisionMixer, WindowStage, official_state_dict, scan_blocks
+from repro.models.mambavision import (
+    ConvBlock,
+    MambaVision,
+    MambaVisionMixer,
+    WindowStage,
+    official_state_dict,
+    scan_blocks,
+)
 from repro.models.pyramid import build_pyramid, load_backbone
 from repro.models.weights import read_official, save_weights
 from tests.models.helpers import load_official, nano, relative, shaken
@@ -66,7 +73,9 @@ def test_official_parts(truth, name):
     out.backward(data["grad_out"])
     errors = {"out": relative(out.detach(), data["out"]), "x": relative(x.grad, data["grad_x"])}
     # the gradient of a bias before the statistics of a batch is zero in theory, and not compared
-    errors |= {key: relative(p.grad, data[f"grads/{key}"]) for key, p in part.named_parameters() if f"grads/{key}" in data}
+    errors |= {
+        key: relative(p.grad, data[f"grads/{key}"]) for key, p in part.named_parameters() if f"grads/{key}" in data
+    }
     assert len(errors) >= len(list(part.parameters())) + (2 if name != "conv_block_train" else 0)
     assert max(errors.values()) < 1e-5, errors
     after = below(data, "after/")
@@ -81,7 +90,12 @@ def test_official_model(truth):
     logits.backward(truth[f"{MODEL}grad_out"])
     parameters, gradients = dict(model.named_parameters()), below(truth, f"{MODEL}grads/")
     gradients = {key: value for key, value in official_state_dict(gradients).items() if key in parameters}
-    assert len(gradients) == 16 and {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
+    assert len(gradients) == 16 and {name.split(".")[0] for name in gradients} == {
+        "patch_embed",
+        "stages",
+        "norm",
+        "head",
+    }
     errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
     assert max(errors.values()) < 1e-4, errors
     with torch.no_grad():
@@ -116,7 +130,9 @@ class Count(torch.nn.Module):
 
 @pytest.mark.parametrize("size", [(4, 6), (5, 7), (2, 3), (3, 9)])
 def test_windows_by_hand(size):
-    """In row-major order, in an image and in a window; what is padded is zero on the way in, and cut off on the way out."""
+    """In row-major order, in an image and in a window; what is padded is zero on the way in, and cut off on the way
+    out.
+    """
     h, w = size
     stage, x = WindowStage([Count()], None, 3), torch.randn(2, 5, h, w)
     found = stage(x)
@@ -175,7 +191,9 @@ def test_which_blocks_scan(depth, kinds):
     ("base", 97_685_288, 7_055, (356, 311), ("6.4956", "8.4583")),
 ])  # fmt: skip
 def test_published_counts(size, params, buffers, entries, giga):
-    """Parameters and entries of the release, and the multiply-adds of 2-D convolutions and of linear layers, which its authors count."""
+    """Parameters and entries of the release, and the multiply-adds of 2-D convolutions and of linear layers, which its
+    authors count.
+    """
     counted = cost(f"mambavision_{size}_224", {}, (224, 224))
     with torch.device("meta"):
         model = timm.create_model(f"mambavision_{size}_224")
@@ -198,9 +216,13 @@ def test_what_its_authors_leave_out(size, products, scan, conv1d):
     assert found == [products, scan, conv1d]
 
 
-@pytest.mark.parametrize(("size", "enlarged", "usual"), [("tiny", 206.9, 100.5), ("small", 317.1, 166.2), ("base", 673.8, 335.5)])
+@pytest.mark.parametrize(
+    ("size", "enlarged", "usual"), [("tiny", 206.9, 100.5), ("small", 317.1, 166.2), ("base", 673.8, 335.5)]
+)
 def test_published_multiply_adds_of_dense_backbones(size, enlarged, usual):
-    """At 800 x 1280 pixels, with windows of 112 and 56 as in the release's detectors, and with those of the classifiers."""
+    """At 800 x 1280 pixels, with windows of 112 and 56 as in the release's detectors, and with those of the
+    classifiers.
+    """
     for windows, giga in (((112, 56), enlarged), ((14, 7), usual)):
         with torch.device("meta"):
             model = timm.create_model(f"mambavision_{size}_224", num_classes=0, windows=windows)
@@ -208,7 +230,8 @@ def test_published_multiply_adds_of_dense_backbones(size, enlarged, usual):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("mambavision_tiny_224", {}), ("mambavision_base_224", {}), ("mambavision_nano_144", {"windows": (4, 3)})]
+    ("name", "options"),
+    [("mambavision_tiny_224", {}), ("mambavision_base_224", {}), ("mambavision_nano_144", {"windows": (4, 3)})],
 )
 @pytest.mark.parametrize("image_size", [(224, 224), (70, 102)])
 def test_closed_form_equals_the_operators(name, options, image_size):
@@ -228,9 +251,13 @@ def official_names(depths, *, layer_scale: bool) -> list[str]:
     """The names of the release, written out."""
     norm = [f"{{}}.{kind}" for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
     names = [f"patch_embed.conv_down.{i}.weight" for i in (0, 3)]
-    names += [name.format(part) for part in ("patch_embed.conv_down.1", "patch_embed.conv_down.4", "norm") for name in norm]
+    names += [
+        name.format(part) for part in ("patch_embed.conv_down.1", "patch_embed.conv_down.4", "norm") for name in norm
+    ]
     names += ["head.weight", "head.bias", *(f"levels.{i}.downsample.reduction.0.weight" for i in range(3))]
-    conv = [f"conv{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")] + [name.format(f"norm{i}") for i in (1, 2) for name in norm]
+    conv = [f"conv{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")] + [
+        name.format(f"norm{i}") for i in (1, 2) for name in norm
+    ]
     shared = [f"{part}.{kind}" for part in ("norm1", "norm2", "mlp.fc1", "mlp.fc2") for kind in ("weight", "bias")]
     shared += ["gamma_1", "gamma_2"] if layer_scale else []
     linear = ("in_proj", "x_proj", "dt_proj", "out_proj", "conv1d_x", "conv1d_z")
@@ -256,7 +283,9 @@ def test_official_names(size, depths):
 @pytest.mark.parametrize("prefix", ["", "module.", "module.encoder.", "encoder."])
 @pytest.mark.parametrize("counters", [True, False])
 def test_official_files(truth, tmp_path, prefix, counters):
-    """A training's file, with the prefixes of wrappers, and without the counters that early versions of BatchNorm did not have."""
+    """A training's file, with the prefixes of wrappers, and without the counters that early versions of BatchNorm did
+    not have.
+    """
     state = below(truth, f"{MODEL}state_dict/")
     given = {f"{prefix}{key}": x for key, x in state.items() if counters or not key.endswith("num_batches_tracked")}
     if "encoder." in prefix:
@@ -276,9 +305,22 @@ def test_official_files(truth, tmp_path, prefix, counters):
 def test_windows_may_differ_from_those_of_the_training(tmp_path):
     """No weight depends on them: a classifier becomes the backbone of a detector with larger windows."""
     model, path = shaken(nano("mambavision")), tmp_path / "weights.safetensors"
-    preprocessing = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    preprocessing = {
+        "input_size": [3, 144, 144],
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     options = {"num_classes": 10, "windows": [9, 5]}
-    save_weights(path, model, name="mambavision_nano_144", options=options, preprocessing=preprocessing, classes=list("0123456789"))
+    save_weights(
+        path,
+        model,
+        name="mambavision_nano_144",
+        options=options,
+        preprocessing=preprocessing,
+        classes=list("0123456789"),
+    )
     pyramid = build_pyramid("mambavision_nano_144", options={"windows": (18, 9)})
     report = load_backbone(pyramid, open_weights(path))
     assert report["stages.2.blocks.0.mixer.A_log"] == "used" and report["norm.weight"] == "expected: not needed"
@@ -297,7 +339,10 @@ def test_initialisation():
     for conv in (mixer.conv1d_x, mixer.conv1d_z):
         assert conv.weight.abs().max() <= 3**-0.5 and conv.weight.std().item() == pytest.approx(1 / 3, rel=0.05)
     conv = model.stages[1].blocks[0].conv1
-    assert conv.weight.std().item() == pytest.approx((3 * 9 * 256) ** -0.5, rel=0.05) and conv.bias.abs().max() <= (9 * 256) ** -0.5
+    assert (
+        conv.weight.std().item() == pytest.approx((3 * 9 * 256) ** -0.5, rel=0.05)
+        and conv.bias.abs().max() <= (9 * 256) ** -0.5
+    )
     torch.testing.assert_close(-mixer.A_log.exp()[5], -torch.arange(1.0, 9))
     assert (mixer.D == 1).all() and (block.ls1.gamma == 1e-5).all() and (attention.ls2.gamma == 1e-5).all()
     norms = [module for module in model.modules() if isinstance(module, (torch.nn.LayerNorm, torch.nn.BatchNorm2d))]
@@ -312,14 +357,20 @@ def test_weight_decay():
     model = nano("mambavision")
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    names = {name.rpartition(".")[2] for name, p in model.stages[2].blocks[0].mixer.named_parameters(prefix="mixer") if id(p) in decayed}
+    names = {
+        name.rpartition(".")[2]
+        for name, p in model.stages[2].blocks[0].mixer.named_parameters(prefix="mixer")
+        if id(p) in decayed
+    }
     assert names == {"weight", "A_log"} and all((id(p) in decayed) == (p.ndim > 1) for p in model.parameters())
 
 
 def test_stochastic_depth_grows_over_all_blocks():
     model = nano("mambavision", drop_path_rate=0.5)
     blocks = [block for stage in model.stages for block in stage.blocks]
-    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks] == pytest.approx(
+        [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    )
     for block, x in ((blocks[1], torch.randn(2, 32, 5, 6)), (blocks[-1], torch.randn(2, 9, 128))):
         block.train().drop_path.drop_prob = 1.0
         assert torch.equal(block(x), x)

@@ -25,7 +25,9 @@ def release() -> dict:
     """A small ViT3 from the official release: `weights` under their official names, x and logits."""
     with np.load(Path(__file__).parents[1] / "data" / "vit3_model.npz") as file:
         tensors = {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
-    weights = {key.removeprefix("state_dict/"): value for key, value in tensors.items() if key.startswith("state_dict/")}
+    weights = {
+        key.removeprefix("state_dict/"): value for key, value in tensors.items() if key.startswith("state_dict/")
+    }
     return {"weights": weights, "x": tensors["x"], "logits": tensors["logits"]}
 
 
@@ -45,8 +47,13 @@ CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
 
 
 def mmcls(weights: dict) -> dict:
-    names = {name: name.replace("head.", "head.fc.") if name.startswith("head.") else f"backbone.{name}" for name in weights}
-    return {"meta": {"epoch": 300, "CLASSES": ("tench", "goldfish")}, "state_dict": {names[k]: v for k, v in weights.items()}}
+    names = {
+        name: name.replace("head.", "head.fc.") if name.startswith("head.") else f"backbone.{name}" for name in weights
+    }
+    return {
+        "meta": {"epoch": 300, "CLASSES": ("tench", "goldfish")},
+        "state_dict": {names[k]: v for k, v in weights.items()},
+    }
 
 
 CONTAINERS = {
@@ -96,7 +103,10 @@ def without(weights, *names):
     [
         (lambda w: without(w, "blocks.1.attn.w3"), r"as built: blocks\.1\.attn\.w3 missing$"),
         (lambda w: w | {"pos_embed": torch.zeros(1, 16, 48)}, r"as built: pos_embed not used$"),
-        (lambda w: w | {"head.weight": torch.zeros(1000, 48)}, r"as built: head\.weight is \(1000, 48\), expected \(11, 48\)$"),
+        (
+            lambda w: w | {"head.weight": torch.zeros(1000, 48)},
+            r"as built: head\.weight is \(1000, 48\), expected \(11, 48\)$",
+        ),
         (lambda w: {f"x.{name}": value for name, value in w.items()}, r"as built: (\S+ missing; ){3}and \d+ more$"),
     ],
 )
@@ -144,7 +154,9 @@ def test_files_cut_short_are_one_line(release, tmp_path, zipped, kept):
     torch.save({"model": release["weights"]}, path, _use_new_zipfile_serialization=zipped)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
-    with pytest.raises(UserError, match=f"^{path}: not a readable checkpoint of PyTorch.*; it may have been cut short") as caught:
+    with pytest.raises(
+        UserError, match=f"^{path}: not a readable checkpoint of PyTorch.*; it may have been cut short"
+    ) as caught:
         read_official(path)
     assert "\n" not in str(caught.value)
 

@@ -20,7 +20,13 @@ from repro.models.weights import save_weights
 from tests.models.helpers import shaken
 from tests.slow import first
 
-PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+PREPROCESSING = {
+    "input_size": [3, 144, 144],
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": [0.5] * 3,
+    "std": [0.5] * 3,
+}
 NANO = "vittt_nano_patch16_144"
 SWIN, CONVNEXT = "swin_tiny_patch4_window7_224", "convnext_tiny"
 SMALL_SWIN = {"embed_dim": 8, "depths": (1, 2, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4}
@@ -54,19 +60,26 @@ def native(name: str, options: dict, **kwargs) -> NativePyramid:
     return build_pyramid(name, options=options, **kwargs).eval()
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), [*NATIVE, (NANO, {}, (64,) * 4), ("deit_nano_patch16_144", {}, (64,) * 4)])
+@pytest.mark.parametrize(
+    ("name", "options", "channels"), [*NATIVE, (NANO, {}, (64,) * 4), ("deit_nano_patch16_144", {}, (64,) * 4)]
+)
 @pytest.mark.parametrize(("height", "width"), [(64, 96), (70, 90)])
 def test_channels_and_strides(name, options, channels, height, width):
     """Images are padded to multiples of 32: 70 x 90 pixels give the maps of 96 x 96."""
     pyramid = build_pyramid(name, options=options).eval()
     assert pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
-    assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid) and pyramid.built_from == (name, options)
+    assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid) and pyramid.built_from == (
+        name,
+        options,
+    )
     image = torch.randn(2, 3, height, width)
     padded = F.pad(image, (0, -width % 32, 0, -height % 32))
     with torch.no_grad():
         maps, of_padded = pyramid(image), pyramid(padded)
     h, w = padded.shape[-2:]
-    assert [tuple(m.shape) for m in maps] == [(2, c, h // s, w // s) for c, s in zip(channels, (4, 8, 16, 32), strict=True)]
+    assert [tuple(m.shape) for m in maps] == [
+        (2, c, h // s, w // s) for c, s in zip(channels, (4, 8, 16, 32), strict=True)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(maps, of_padded, strict=True))
 
 
@@ -84,11 +97,16 @@ def test_a_hierarchy_of_ours_is_not_padded(name, options, channels):
 
 @pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)
 def test_native_maps_are_timms_with_a_norm(name, options, channels):
-    """timm's own `features_only` model of the same weights, built for this size and with full windows, before our norms."""
+    """timm's own `features_only` model of the same weights, built for this size and with full windows, before our
+    norms.
+    """
     swin = "swin" in name
-    pyramid = native(name, {**options, **({"img_size": 64} if swin else {})})  # where the last maps of a Swin are smaller than its windows
+    # where the last maps of a Swin are smaller than its windows
+    pyramid = native(name, {**options, **({"img_size": 64} if swin else {})})
     size = {"img_size": 128, "always_partition": True} if swin else {}
-    theirs = timm.create_model(name, **options, **size, features_only=True, feature_cls="getter", out_indices=pyramid.indices).eval()
+    theirs = timm.create_model(
+        name, **options, **size, features_only=True, feature_cls="getter", out_indices=pyramid.indices
+    ).eval()
     own = {f"model.{key}": value for key, value in pyramid.backbone.state_dict().items()}
     theirs.load_state_dict(own | {key: value for key, value in theirs.state_dict().items() if "head." in key})
     image = torch.randn(1, 3, 128, 128)
@@ -106,7 +124,9 @@ def test_every_native_parameter_gets_a_gradient_and_a_frozen_backbone_none(name,
         for module in pyramid.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.eval()  # statistics of a batch take its gradient from the bias before them
-        assert pyramid.backbone.training != frozen and not (frozen and any(m.training for m in pyramid.backbone.modules()))
+        assert pyramid.backbone.training != frozen and not (
+            frozen and any(m.training for m in pyramid.backbone.modules())
+        )
         sum((m * torch.randn_like(m)).sum() for m in pyramid(image)).backward()
         trained = {name for name, p in pyramid.named_parameters() if p.grad is not None and p.grad.any()}
         assert trained == {name for name, _ in pyramid.named_parameters() if not frozen or name.startswith("norms.")}
@@ -149,11 +169,22 @@ class Model(torch.nn.Module):
 
 
 def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
-    """By hand: the embedding, then six blocks in order (a stage's merging belongs to its first block), then everything else."""
+    """By hand: the embedding, then six blocks in order (a stage's merging belongs to its first block), then everything
+    else.
+    """
     model = Model(native(SWIN, SMALL_SWIN))
-    scales = {id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]}
+    scales = {
+        id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]
+    }
     found = {name: scales[id(p)] for name, p in model.named_parameters()}
-    layers = ["patch_embed", "layers.0.blocks.0", "layers.1.blocks.0", "layers.1.blocks.1", "layers.2.blocks.0", "layers.2.blocks.1"]
+    layers = [
+        "patch_embed",
+        "layers.0.blocks.0",
+        "layers.1.blocks.0",
+        "layers.1.blocks.1",
+        "layers.2.blocks.0",
+        "layers.2.blocks.1",
+    ]
     layers += ["layers.3.blocks.0"]
     for number, layer in enumerate(layers):
         own = {scale for name, scale in found.items() if name.startswith(f"backbone.backbone.{layer}.")}
@@ -188,7 +219,9 @@ def test_what_is_no_pyramid_is_one_line(name, options, message):
 def test_a_size_that_a_swin_does_not_take_is_one_line():
     pyramid = native(SWIN, {**SMALL_SWIN, "strict_img_size": True, "img_size": 64})
     pyramid(torch.zeros(1, 3, 64, 64))
-    with pytest.raises(UserError, match=r"SwinTransformer does not take images of 96x64 pixels: Input height \(96\)") as caught:
+    with pytest.raises(
+        UserError, match=r"SwinTransformer does not take images of 96x64 pixels: Input height \(96\)"
+    ) as caught:
         pyramid(torch.zeros(1, 3, 90, 64))
     assert "\n" not in str(caught.value)
 
@@ -226,7 +259,11 @@ def test_a_swin_of_smaller_images_is_resampled_to_full_windows(tmp_path):
     pyramid = build_pyramid(SWIN, options=SMALL_SWIN)
     report = load_backbone(pyramid, open_weights(path, model=SWIN))
     key = "layers.3.blocks.0.attn.relative_position_bias_table"
-    assert model.state_dict()[key].shape == (9, 2) and pyramid.backbone.state_dict()[key].shape == (49, 2) and report[key] == "used"
+    assert (
+        model.state_dict()[key].shape == (9, 2)
+        and pyramid.backbone.state_dict()[key].shape == (49, 2)
+        and report[key] == "used"
+    )
 
 
 def test_damaged_native_weights_leave_the_pyramid_as_it_was(tmp_path):
@@ -237,7 +274,11 @@ def test_damaged_native_weights_leave_the_pyramid_as_it_was(tmp_path):
     pyramid = build_pyramid(CONVNEXT, options=SMALL_CONVNEXT)
     before = {key: value.clone() for key, value in pyramid.state_dict().items()}
     for file, options, message in (
-        (tmp_path / "theirs.safetensors", SMALL_CONVNEXT, "weights cannot be loaded: .*Missing key.*stages.1.blocks.0.mlp.fc1.weight"),
+        (
+            tmp_path / "theirs.safetensors",
+            SMALL_CONVNEXT,
+            "weights cannot be loaded: .*Missing key.*stages.1.blocks.0.mlp.fc1.weight",
+        ),
         (path, {}, "built with .*, but it is wanted with none"),
     ):
         with pytest.raises(UserError, match=message):
@@ -258,8 +299,12 @@ def test_every_key_is_accounted_for(tmp_path, name, options):
     adapter = build_pyramid(name, options=options)
     report = load_backbone(adapter, open_weights(path, model=name))
     state, own = model.state_dict(), adapter.trunk.state_dict()
-    not_needed = {key for key in state if key.startswith(("norm.", "head."))} | ({"cls_token"} if "deit" in name else set())
-    new_scales = {f"backbone.model.blocks.{i}.ls{j}.gamma" for i in range(4) for j in (1, 2)} if "deit" in name else set()
+    not_needed = {key for key in state if key.startswith(("norm.", "head."))} | (
+        {"cls_token"} if "deit" in name else set()
+    )
+    new_scales = (
+        {f"backbone.model.blocks.{i}.ls{j}.gamma" for i in range(4) for j in (1, 2)} if "deit" in name else set()
+    )
     assert {key for key in state if report[key] == "used"} == set(state) - not_needed
     assert {key for key in state if report[key] == "expected: not needed"} == not_needed
     new = {key for key, line in report.items() if line == "expected: new"}
@@ -331,14 +376,29 @@ def lost_key(path, key="blocks.1.attn.qkv.weight", **options):
         (NANO, {}, lambda path: path.unlink(), "no such weights file"),
         (NANO, {}, lambda path: path.write_bytes(b""), "not a readable safetensors file"),
         (NANO, {}, lambda path: path.write_bytes(path.read_bytes()[:-1]), "not a readable safetensors file"),
-        (NANO, {}, lambda path: save_file({"x": torch.zeros(1)}, path), "for vittt_nano_patch16_144 no official weights are known"),
+        (
+            NANO,
+            {},
+            lambda path: save_file({"x": torch.zeros(1)}, path),
+            "for vittt_nano_patch16_144 no official weights are known",
+        ),
         ("vim_nano_patch16_144", {}, None, "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
         (NANO, {"chunk_size": 8}, None, "built with no options, but it is wanted with {'chunk_size': 8}"),
         (NANO, {"pool": "max"}, None, "but it is wanted with {'pool': 'max'}"),
         (NANO, {"img_size": 96}, None, r"pos_embed is \(1, 81, 64\), expected \(1, 36, 64\); build it"),
         ("deit_nano_patch16_144", {}, lost_key, "blocks.1.attn.qkv.weight missing"),
-        ("deit_nano_patch16_144", {}, lambda path: lost_key(path, "blocks.2.ls1.gamma", init_values=0.1), "blocks.2.ls1.gamma missing"),
-        ("deit_nano_patch16_144", {}, lambda path: save_file({"x": torch.zeros(1)}, path), "pos_embed missing; .*; and 49 more"),
+        (
+            "deit_nano_patch16_144",
+            {},
+            lambda path: lost_key(path, "blocks.2.ls1.gamma", init_values=0.1),
+            "blocks.2.ls1.gamma missing",
+        ),
+        (
+            "deit_nano_patch16_144",
+            {},
+            lambda path: save_file({"x": torch.zeros(1)}, path),
+            "pos_embed missing; .*; and 49 more",
+        ),
     ],
 )
 def test_what_is_refused_leaves_the_adapter_as_it_was(tmp_path, name, options, change, message):
@@ -353,7 +413,9 @@ def test_what_is_refused_leaves_the_adapter_as_it_was(tmp_path, name, options, c
 
 
 def test_the_random_numbers_after_loading_are_fixed(tmp_path):
-    """They initialise a detector's heads: after a file of this project those that follow a build of its model, else the next ones."""
+    """They initialise a detector's heads: after a file of this project those that follow a build of its model, else the
+    next ones.
+    """
     path, model = trained(tmp_path)
     adapter, swin = build_pyramid(NANO), build_pyramid(SWIN, options=SMALL_SWIN)
     torch.manual_seed(3)

@@ -1,4 +1,6 @@
-"""The switches of a reading: each against parameters and multiply-adds by hand, and against Algorithm 1 written out with it."""
+"""The switches of a reading: each against parameters and multiply-adds by hand, and against Algorithm 1 written out
+with it.
+"""
 
 import dataclasses
 import json
@@ -20,7 +22,8 @@ from tests.models.helpers import nano, shaken
 from tests.models.test_vittt import mixer_by_hand
 
 D, L, H, d, T, HIDDEN = 192, 12, 3, 64, 196, 512  # Vittt-T at 224 pixels
-# switch=value -> what it adds to the parameters and to the multiply-adds of Vittt-T, by hand; every value but the defaults
+# switch=value -> what it adds to the parameters and to the multiply-adds of Vittt-T, by hand; every value but the
+# defaults
 CHANGES = {
     "gate_activation=sigmoid": (0, 0),
     "gate_input=conv1d": (0, 0),
@@ -88,7 +91,9 @@ def test_parameters_and_multiply_adds_by_hand(text):
 )
 def test_switches_that_depend_on_other_options(options, text, params, macs):
     with torch.device("meta"):
-        plain, model = (timm.create_model("vittt_tiny_patch16_224", **options, reading=reading) for reading in ("", text))
+        plain, model = (
+            timm.create_model("vittt_tiny_patch16_224", **options, reading=reading) for reading in ("", text)
+        )
     counts = [sum(p.numel() for p in each.parameters()) for each in (plain, model)]
     totals = [sum(each.mac_terms((224, 224)).values()) for each in (plain, model)]
     assert counts[1] - counts[0] == params and totals[1] - totals[0] == macs
@@ -106,7 +111,9 @@ def test_forward_and_backward_pass(text):
         assert unused or parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("text", [*MIXER, "post_norm=per_direction,post_norm_place=after_gate", "gate_bias=true,gate_input=conv1d"])
+@pytest.mark.parametrize(
+    "text", [*MIXER, "post_norm=per_direction,post_norm_place=after_gate", "gate_bias=true,gate_input=conv1d"]
+)
 @pytest.mark.parametrize("design", ["gating", "conv2d"])
 def test_mixer_equals_algorithm_1_by_hand_in_every_reading(design, text):
     torch.manual_seed(0)
@@ -126,7 +133,11 @@ def test_block_in_every_order_of_convolution_norm_and_residual(place, residual, 
     y = torch.randn(2, 12, 64, dtype=torch.float64)
 
     def convolve(t):
-        out = F.conv2d(t.mT.reshape(2, 64, 3, 4), block.dwconv.weight, block.dwconv.bias, padding=1, groups=64).flatten(2).mT
+        out = (
+            F.conv2d(t.mT.reshape(2, 64, 3, 4), block.dwconv.weight, block.dwconv.bias, padding=1, groups=64)
+            .flatten(2)
+            .mT
+        )
         return out + t if residual else out
 
     def norm(t):
@@ -182,9 +193,17 @@ def test_what_is_no_reading_is_refused_in_one_line(text, line):
 
 
 def _save(path, model, options):
-    preprocessing = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    preprocessing = {
+        "input_size": [3, 144, 144],
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     classes = [f"class_{i}" for i in range(10)]
-    save_weights(path, model, name="vittt_nano_patch16_144", options=options, preprocessing=preprocessing, classes=classes)
+    save_weights(
+        path, model, name="vittt_nano_patch16_144", options=options, preprocessing=preprocessing, classes=classes
+    )
 
 
 def test_a_weights_file_names_its_reading(tmp_path):
@@ -228,5 +247,7 @@ def test_a_reading_that_this_version_does_not_know_is_refused(tmp_path):
     del metadata["checksum"]
     metadata["reading"]["gate_activation"] = "relu"
     save_file(state, tmp_path / "w.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
-    with pytest.raises(UserError, match=r"w\.safetensors: reading: gate_activation=relu: expected one of gelu, sigmoid"):
+    with pytest.raises(
+        UserError, match=r"w\.safetensors: reading: gate_activation=relu: expected one of gelu, sigmoid"
+    ):
         open_weights(tmp_path / "w.safetensors")

@@ -11,7 +11,10 @@ from repro.training.params import OptimParams
 from tests.models.helpers import nano, nano_name, relative, shaken
 
 FAMILIES = ("study", "t5", "lact", "vit3", "ladder_vit3")
-SOFTMAX = [("study", {"mixer": "softmax", "positions": "table"}), ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"})]
+SOFTMAX = [
+    ("study", {"mixer": "softmax", "positions": "table"}),
+    ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}),
+]
 
 
 @pytest.mark.parametrize(("family", "options"), SOFTMAX)
@@ -19,7 +22,9 @@ def test_with_softmax_it_is_timms_vit_without_class_token(family, options):
     ours = shaken(nano(family, **options))
     shape = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2, "num_classes": 10}
     theirs = timm.models.VisionTransformer(**shape, class_token=False, global_pool="avg", fc_norm=False).eval()
-    theirs.load_state_dict({name.replace("patch_embed.", "patch_embed.proj."): value for name, value in ours.state_dict().items()})
+    theirs.load_state_dict(
+        {name.replace("patch_embed.", "patch_embed.proj."): value for name, value in ours.state_dict().items()}
+    )
     image = torch.randn(2, 3, 144, 144)
     with torch.no_grad():
         assert relative(ours(image), theirs(image)) < 1e-5
@@ -47,7 +52,9 @@ def test_its_terms_and_the_mixers_add_up(family, options, size):
     assert counted_macs(model, size) == counted.macs
 
 
-@pytest.mark.parametrize(("family", "options"), [*((family, {}) for family in FAMILIES), ("study", {"inner_rate": "dynamic"})])
+@pytest.mark.parametrize(
+    ("family", "options"), [*((family, {}) for family in FAMILIES), ("study", {"inner_rate": "dynamic"})]
+)
 def test_weight_decay_falls_on_matrices_and_inner_weights_alone(family, options):
     model = nano(family, **options)
     groups = build_optimizer(model, OptimParams(lr=1e-3), 512).param_groups

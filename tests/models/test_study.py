@@ -12,7 +12,8 @@ from repro.models.inner import learn
 from tests.models.helpers import nano, relative, shaken
 
 SMALL = "study_small_patch16_224"
-# options -> parameters and multiply-adds as Tables 1, 2, 4 and 6 of the paper print them; the latter include 5 per element of a LayerNorm
+# options -> parameters and multiply-adds as Tables 1, 2, 4 and 6 of the paper print them; the latter include 5 per
+# element of a LayerNorm
 PRINTED = [
     ({}, 23.5, 4.58),
     ({"inner_loss": "mse"}, 23.5, 4.63),
@@ -56,16 +57,26 @@ def test_parameters_by_hand():
     """DeiT-S without its class token and positions, a table of 197 rows in each block, and 12·6 heads of inner weights."""
     deit = 768 * 384 + 384 + 12 * (4 * 384**2 + 4 * 384 + 8 * 384**2 + 5 * 384 + 4 * 384) + 2 * 384 + 1000 * 384 + 1000
     assert deit == 21_974_632 and deit + 12 * 197 * 384 == 22_882_408
-    for options, weights in (({}, 2), ({"inner_model": "fc"}, 1), ({"inner_width": 4}, 8), ({"inner_model": "conv"}, 9)):
+    for options, weights in (
+        ({}, 2),
+        ({"inner_model": "fc"}, 1),
+        ({"inner_width": 4}, 8),
+        ({"inner_model": "conv"}, 9),
+    ):
         assert cost(SMALL, options, (224, 224)).num_params == 22_882_408 + weights * 294_912
     assert cost(SMALL, {"inner_model": "dwconv"}, (224, 224)).num_params == 22_882_408 + 41_472
-    assert cost(SMALL, {"inner_rate": "dynamic", "positions": "none"}, (224, 224)).num_params == deit + 2 * 294_912 + 12 * 384 * 6
+    assert (
+        cost(SMALL, {"inner_rate": "dynamic", "positions": "none"}, (224, 224)).num_params
+        == deit + 2 * 294_912 + 12 * 384 * 6
+    )
     # timm's DeiT-S has a class token, its position and 196 others
     assert sum(p.numel() for p in timm.create_model("deit_small_patch16_224").parameters()) == deit + 384 + 197 * 384
     assert cost(SMALL, {"mixer": "softmax", "positions": "table"}, (224, 224)).num_params == deit + 196 * 384
 
 
-@pytest.mark.parametrize("options", [{}, {"inner_model": "glu", "inner_damping": True}, {"inner_model": "dwconv", "inner_rate": "dynamic"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"inner_model": "glu", "inner_damping": True}, {"inner_model": "dwconv", "inner_rate": "dynamic"}]
+)
 def test_a_block_by_its_equations(options):
     model = shaken(nano("study", **options)).double()
     block, grid, C = model.blocks[1], (3, 5), 64
@@ -101,7 +112,9 @@ def test_positions_are_added_where_they_should_be_and_resampled():
                 assert torch.equal(tokens, bare)
                 assert torch.equal(model.blocks[0].positions(tokens, grid), bare + table + shift)
                 small = model.blocks[0].positions(torch.zeros(1, 6, 64), (2, 3))
-                resampled = F.interpolate(table.reshape(1, 9, 9, 64).permute(0, 3, 1, 2), size=(2, 3), mode="bicubic", antialias=False)
+                resampled = F.interpolate(
+                    table.reshape(1, 9, 9, 64).permute(0, 3, 1, 2), size=(2, 3), mode="bicubic", antialias=False
+                )
                 torch.testing.assert_close(small, resampled.flatten(2).mT + shift)
             else:
                 assert torch.equal(tokens, bare if table is None else bare + table)
@@ -136,7 +149,10 @@ def test_values_of_a_model_with_mae_never_learn():
         ({"positions": "tables"}, "positions 'tables': not known; did you mean 'table'?"),
         ({"inner_start": "eye"}, "inner_start 'eye': not known"),
         ({"mixer": "softmax", "inner_lr": 2.0}, "mixer softmax: has no inner learner"),
-        ({"inner_model": "dwconv", "inner_start": "identity"}, "the last weight of dwconv at width 1 is no square matrix"),
+        (
+            {"inner_model": "dwconv", "inner_start": "identity"},
+            "the last weight of dwconv at width 1 is no square matrix",
+        ),
         ({"inner_width": 2, "inner_start": "identity"}, "the last weight of mlp at width 2 is no square matrix"),
         ({"inner_model": "gru"}, "inner model 'gru': not known"),
     ],

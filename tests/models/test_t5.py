@@ -55,7 +55,9 @@ def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tenso
 
 def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a block of the release, or gradients of them, under the names of `InnerMixer`."""
-    renamed = official_state_dict({f"blocks.0.attn.{key}": value for key, value in official.items() if "_ttt" not in key})
+    renamed = official_state_dict(
+        {f"blocks.0.attn.{key}": value for key, value in official.items() if "_ttt" not in key}
+    )
     renamed = {key.removeprefix("blocks.0.attn."): value for key, value in renamed.items()}
     if "qk_scale_ttt" in official and "qk_offset_ttt" in official:  # each (1, 1, C, 2)
         both = torch.stack([official[name][0, 0] for name in ("qk_scale_ttt", "qk_offset_ttt")], dim=-1)
@@ -82,7 +84,8 @@ def test_blocks_of_the_release(name):
 
 
 @pytest.mark.parametrize(
-    ("inner", "name"), {"gate": "one_layer_gate", "2layer": "two_layer", "3layer": "three_layer", "swiglu": "swiglu"}.items()
+    ("inner", "name"),
+    {"gate": "one_layer_gate", "2layer": "two_layer", "3layer": "three_layer", "swiglu": "swiglu"}.items(),
 )
 def test_formulas(inner, name):
     truth = read("formula")
@@ -123,9 +126,13 @@ def test_parameters_of_the_sizes_of_the_release(size, params):
 
 
 def test_multiply_adds_of_the_release_by_hand():
-    """T5-T, and with two layers, as the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the keys' norm."""
+    """T5-T, and with two layers, as the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the
+    keys' norm.
+    """
     assert sum(fvcore_terms(TINY, {}, (224, 224)).values()) == pytest.approx(1.3443e9, rel=1e-4)
-    assert sum(fvcore_terms(TINY, {"inner": "2layer", "dwc": "none"}, (224, 224)).values()) == pytest.approx(1.2495e9, rel=1e-4)
+    assert sum(fvcore_terms(TINY, {"inner": "2layer", "dwc": "none"}, (224, 224)).values()) == pytest.approx(
+        1.2495e9, rel=1e-4
+    )
     assert cost(TINY, {"neighbours": 5}, (224, 224)).macs - cost(TINY, {}, (224, 224)).macs == 12 * 196 * 2 * 25 * 192
 
 
@@ -167,7 +174,11 @@ def test_neighbourhood_attention_by_loops(grid, window):
     for i in range(rows):
         for j in range(columns):
             top, left = (max(0, min(p - window // 2, n - window)) for p, n in ((i, rows), (j, columns)))
-            near = [y * columns + x for y in range(top, min(top + window, rows)) for x in range(left, min(left + window, columns))]
+            near = [
+                y * columns + x
+                for y in range(top, min(top + window, rows))
+                for x in range(left, min(left + window, columns))
+            ]
             assert find_neighbours(grid, window)[i * columns + j].tolist() == near
             query = q[:, :, i * columns + j, None]
             expected[:, :, i * columns + j] = ((query @ k[:, :, near].mT / 2).softmax(-1) @ v[:, :, near])[:, :, 0]

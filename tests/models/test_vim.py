@@ -23,7 +23,9 @@ def test_official_mixer(backend):
     """The output and every gradient, with a state dict under the official names."""
     data = {key: torch.from_numpy(np.asarray(x)) for key, x in np.load(OFFICIAL).items()}
     mixer = VimMixer(int(data["dim"]), depth=24)
-    mixer.load_state_dict({key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")})
+    mixer.load_state_dict(
+        {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")}
+    )
     mixer.backend = backend
     x = data["x"].requires_grad_()
     out = mixer(x)
@@ -34,7 +36,8 @@ def test_official_mixer(backend):
 
 
 @pytest.mark.parametrize(
-    ("size", "params", "dense_g"), [("tiny", 7_148_008, "1.293"), ("small", 25_796_584, "4.851"), ("base", 97_598_440, "18.766")]
+    ("size", "params", "dense_g"),
+    [("tiny", 7_148_008, "1.293"), ("small", 25_796_584, "4.851"), ("base", 97_598_440, "18.766")],
 )
 def test_parameters_and_macs_of_the_published_sizes(size, params, dense_g):
     """Dense multiply-adds at 224 as published, plus 4·T·E·N for the scan in each direction and block."""
@@ -80,7 +83,9 @@ def test_mixer_by_hand():
 
 
 def test_model_as_the_release_runs_it():
-    """With (h, r) carried side by side: r ← r + h, y = RMSNorm(r), h ← Mixer(y); the class feature follows the last sum."""
+    """With (h, r) carried side by side: r ← r + h, y = RMSNorm(r), h ← Mixer(y); the class feature follows the last
+    sum.
+    """
     model = shaken(nano("vim", depth=3)).double()
     image = torch.randn(2, 3, 144, 144, dtype=torch.float64)
 
@@ -99,7 +104,9 @@ def test_model_as_the_release_runs_it():
 
 
 def test_drop_path_grows_over_the_branches():
-    """The rates [0] + linspace(0, p) of the release belong to the sums before the norms; the last sum is after all blocks."""
+    """The rates [0] + linspace(0, p) of the release belong to the sums before the norms; the last sum is after all
+    blocks.
+    """
     model = nano("vim", drop_path_rate=0.3)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
@@ -110,9 +117,22 @@ def test_official_names():
     with torch.device("meta"):
         model = timm.create_model("vim_tiny_patch16_224")
     mixer = ["A_log", "A_b_log", "D", "D_b", "in_proj.weight", "out_proj.weight"]
-    mixer += [f"{part}{direction}.{kind}" for part in ("conv1d", "dt_proj") for direction in ("", "_b") for kind in ("weight", "bias")]
+    mixer += [
+        f"{part}{direction}.{kind}"
+        for part in ("conv1d", "dt_proj")
+        for direction in ("", "_b")
+        for kind in ("weight", "bias")
+    ]
     mixer += ["x_proj.weight", "x_proj_b.weight"]
-    names = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias", "norm_f.weight", "head.weight", "head.bias"]
+    names = [
+        "cls_token",
+        "pos_embed",
+        "patch_embed.proj.weight",
+        "patch_embed.proj.bias",
+        "norm_f.weight",
+        "head.weight",
+        "head.bias",
+    ]
     names += [f"layers.{i}.{name}" for i in range(24) for name in (*(f"mixer.{x}" for x in mixer), "norm.weight")]
     renamed = official_state_dict(dict.fromkeys(names))
     assert set(renamed) == set(model.state_dict()) and len(renamed) == len(names)
@@ -145,11 +165,15 @@ def test_initialisation():
     assert 1e-3 * 0.99 <= step.min() < 2e-3 and 0.05 < step.max() <= 0.1 * 1.01
     assert step.log().mean().item() == pytest.approx(math.log(1e-2), abs=0.3)  # log-uniform: half of them below 0.01
     assert not mixer.dt_proj_b.bias.any()
-    assert mixer.dt_proj.weight.abs().max() <= 12**-0.5 and mixer.dt_proj.weight.std().item() == pytest.approx((12 * 3) ** -0.5, rel=0.1)
+    assert mixer.dt_proj.weight.abs().max() <= 12**-0.5 and mixer.dt_proj.weight.std().item() == pytest.approx(
+        (12 * 3) ** -0.5, rel=0.1
+    )
     # kaiming_uniform(a=√5) is U(±fan_in^-½), of variance 1/(3 fan_in); then / √24
     assert mixer.out_proj.weight.std().item() == pytest.approx((3 * 384 * 24) ** -0.5, rel=0.05)
     assert mixer.in_proj.weight.std().item() == pytest.approx((3 * 192) ** -0.5, rel=0.05)
-    assert model.patch_embed.weight.std().item() == pytest.approx(768**-0.5, rel=0.05) and not model.patch_embed.bias.any()
+    assert (
+        model.patch_embed.weight.std().item() == pytest.approx(768**-0.5, rel=0.05) and not model.patch_embed.bias.any()
+    )
     for weight in (model.pos_embed, model.head.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not model.head.bias.any() and (model.norm.weight == 1).all()
@@ -181,7 +205,9 @@ def test_positions_on_another_grid():
     with torch.no_grad():
         tokens, grid = model.embed(torch.zeros(1, 3, 80, 48))
         table = torch.cat([model.pos_embed[:, :40], model.pos_embed[:, 41:]], 1).mT.reshape(1, 64, 9, 9)
-        expected = F.interpolate(table, size=(5, 3), mode="bicubic", antialias=False).flatten(2).mT + model.patch_embed.bias
+        expected = (
+            F.interpolate(table, size=(5, 3), mode="bicubic", antialias=False).flatten(2).mT + model.patch_embed.bias
+        )
     assert grid == (5, 3)
     torch.testing.assert_close(torch.cat([tokens[:, :7], tokens[:, 8:]], 1), expected)
     torch.testing.assert_close(tokens[:, 7], model.cls_token[:, 0] + model.pos_embed[:, 40])

@@ -127,7 +127,8 @@ def test_the_inner_step_is_fp32_under_autocast(dtype):
         with torch.autocast("cpu", dtype=dtype):
             block(x, (5, 7))
     exact_rounded, ours = learned[0].to(dtype), learned[1]
-    assert (ours == exact_rounded).float().mean() > 0.99  # the others are within an fp32 error of the midpoint of two numbers
+    # the others are within an fp32 error of the midpoint of two numbers
+    assert (ours == exact_rounded).float().mean() > 0.99
 
 
 def test_low_precision_parameters_run_without_autocast():
@@ -135,7 +136,8 @@ def test_low_precision_parameters_run_without_autocast():
     assert model(torch.randn(1, 3, 32, 48).bfloat16()).dtype == torch.bfloat16
 
 
-# by hand: qkv with 3C + 3d outputs, proj with C + d inputs, w1 and w2 (h, d, d), w3 (d, 1, 3, 3), convolution, two LayerNorms, MLP
+# by hand: qkv with 3C + 3d outputs, proj with C + d inputs, w1 and w2 (h, d, d), w3 (d, 1, 3, 3), convolution, two
+# LayerNorms, MLP
 def parameters_by_hand(C: int, heads: int) -> int:
     d = C // heads
     block = C * (3 * C + 3 * d) + 3 * C + 3 * d + 2 * heads * d * d + 9 * d + (C + d) * C + C
@@ -144,7 +146,8 @@ def parameters_by_hand(C: int, heads: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "C", "heads", "count"), [("tiny", 192, 6, 6_149_416), ("small", 384, 6, 23_799_400), ("base", 768, 12, 90_055_912)]
+    ("size", "C", "heads", "count"),
+    [("tiny", 192, 6, 6_149_416), ("small", 384, 6, 23_799_400), ("base", 768, 12, 90_055_912)],
 )
 def test_parameters_of_the_sizes(size, C, heads, count):
     with torch.device("meta"):
@@ -160,7 +163,9 @@ def test_rows_and_columns_are_told_apart():
             if parameter.ndim == 4 and not name.endswith(("w1", "w2")):
                 parameter.copy_((parameter + parameter.mT) / 2)
         image = torch.randn(1, 3, 48, 80, dtype=torch.float64)
-        (straight,), (turned,) = (model.forward_intermediates(i, indices=1, intermediates_only=True) for i in (image, image.mT))
+        (straight,), (turned,) = (
+            model.forward_intermediates(i, indices=1, intermediates_only=True) for i in (image, image.mT)
+        )
     torch.testing.assert_close(straight, turned.mT)
 
 
@@ -171,7 +176,9 @@ def test_initialisation():
     linears = block.attn.qkv.weight, block.attn.proj.weight, block.mlp.fc1.weight, model.head.weight
     for weight in (*linears, block.attn.w1, block.attn.w2, block.attn.w3):
         assert abs(weight.detach().std().item() / 0.02 - 1) < 0.1 and abs(weight.detach().mean().item()) < 4e-3
-    assert not any(bias.any() for bias in (block.attn.qkv.bias, block.attn.proj.bias, block.mlp.fc2.bias, model.head.bias))
+    assert not any(
+        bias.any() for bias in (block.attn.qkv.bias, block.attn.proj.bias, block.mlp.fc2.bias, model.head.bias)
+    )
     assert block.cpe.weight.abs().max() > 0.2  # PyTorch's default: uniform up to 1/3
 
 

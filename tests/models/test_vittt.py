@@ -27,7 +27,14 @@ ROUTE = {
     "dual": COMMON + L * (6 * D * D + 2 * (PER_DIRECTION + CONV1D)),
     "conv2d": COMMON + L * (6 * D * D + 2 * (PER_DIRECTION + CONV1D) + 9 * D),
 }
-ROUTE_M = {"ttt_layer": "5.877", "share_qk": "5.435", "gating": "5.889", "conv1d": "5.900", "dual": "6.962", "conv2d": "6.983"}
+ROUTE_M = {
+    "ttt_layer": "5.877",
+    "share_qk": "5.435",
+    "gating": "5.889",
+    "conv1d": "5.900",
+    "dual": "6.962",
+    "conv2d": "6.983",
+}
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -83,7 +90,9 @@ def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
                     continue
                 size, w = conv.kernel_size[0], conv.weight[r * D : (r + 1) * D, 0]
                 start = torch.zeros_like(w[:, 0]) if conv.bias is None else conv.bias[r * D : (r + 1) * D]
-                rows = [start + sum(w[:, size - 1 - j] * source[t - j] for j in range(size) if t >= j) for t in range(T)]
+                rows = [
+                    start + sum(w[:, size - 1 - j] * source[t - j] for j in range(size) if t >= j) for t in range(T)
+                ]
                 convolved[name] = torch.stack(rows)
             k = convolved.get("conv_k", k)
             q = convolved.get("conv_q", k if reading.conv1d_count == 1 and "conv_k" in convolved else q)
@@ -96,8 +105,13 @@ def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
                 for t in (q, k):
                     heads = t.view(T, H, 2, d // 2)
                     places = torch.tensor([float(i % chunk) for i in range(T)], dtype=torch.float64)
-                    angle = places[:, None] / torch.tensor([10000 ** (2 * i / d) for i in range(d // 2)], dtype=torch.float64)
-                    z = torch.complex(heads[:, :, 0], heads[:, :, 1]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+                    angle = places[:, None] / torch.tensor(
+                        [10000 ** (2 * i / d) for i in range(d // 2)], dtype=torch.float64
+                    )
+                    z = (
+                        torch.complex(heads[:, :, 0], heads[:, :, 1])
+                        * torch.polar(torch.ones_like(angle), angle)[:, None]
+                    )
                     turned.append(torch.stack([z.real, z.imag], 2).reshape(T, D))
                 q, k = turned
             for h in range(H):
@@ -219,8 +233,17 @@ def test_initialisation():
         mixer.W0,
         mixer.lr_proj.weight,
     ):
-        assert math.isclose(weight.detach().std().item(), 0.02, rel_tol=0.1) and abs(weight.detach().mean().item()) < 4e-3
-    for zero in (mixer.b0, mixer.ln_bias, mixer.token_scale, mixer.lr_proj.bias, model.head.bias, model.blocks[0].mlp.fc2.bias):
+        assert (
+            math.isclose(weight.detach().std().item(), 0.02, rel_tol=0.1) and abs(weight.detach().mean().item()) < 4e-3
+        )
+    for zero in (
+        mixer.b0,
+        mixer.ln_bias,
+        mixer.token_scale,
+        mixer.lr_proj.bias,
+        model.head.bias,
+        model.blocks[0].mlp.fc2.bias,
+    ):
         assert not zero.any()
     assert (mixer.ln_weight == 1).all() and (mixer.post_norm.weight == 1).all()
     scale = mixer.scale_per_token(16)

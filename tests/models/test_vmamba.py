@@ -37,7 +37,11 @@ def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def shape(truth) -> dict:
     config = {key: value.tolist() for key, value in below(truth, "model_s2/config/").items()}
     assert (config["d_state"], config["mlp_ratio"]) == (1, 4)
-    return {"widths": [config["embed_dim"] << i for i in range(4)], "depths": config["depths"], "expand": int(config["ssm_ratio"])}
+    return {
+        "widths": [config["embed_dim"] << i for i in range(4)],
+        "depths": config["depths"],
+        "expand": int(config["ssm_ratio"]),
+    }
 
 
 def released(truth) -> VMamba:
@@ -146,11 +150,18 @@ def test_mixer_by_hand():
     ("base", 88_557_800, 15_358_944_256),
 ])  # fmt: skip
 def test_published_counts(size, params, fvcore):
-    """Parameters, and the multiply-adds that fvcore counts for the release; ours are those without norms, with 4 for a state."""
+    """Parameters, and the multiply-adds that fvcore counts for the release; ours are those without norms, with 4 for a
+    state.
+    """
     counted = cost(f"vmamba_{size}_224", {}, (224, 224))
     assert (counted.num_params, sum(counted.paper_terms.values())) == (params, fvcore)
     assert counted.macs_g_paper_convention == fvcore / 1e9
-    own = fvcore - counted.paper_terms["layer_norm"] - counted.paper_terms["pooling"] - counted.paper_terms["scan"] * 6 // 10
+    own = (
+        fvcore
+        - counted.paper_terms["layer_norm"]
+        - counted.paper_terms["pooling"]
+        - counted.paper_terms["scan"] * 6 // 10
+    )
     assert counted.macs == own and counted.method == "analytic"
 
 
@@ -164,11 +175,14 @@ def test_published_multiply_adds_of_dense_backbones(size, image_size, giga):
         model = timm.create_model(f"vmamba_{size}_224", num_classes=0)
     terms, grids = model.paper_mac_terms(image_size), model.grids_of(*image_size)
     maps = [h * w * C for (h, w), C in zip(grids, model.widths, strict=True)]
-    total = sum(terms.values()) - terms["pooling"] + 5 * sum(maps[:3])  # the norm of the last map is in place of the final one
+    # the norm of the last map is in place of the final one
+    total = sum(terms.values()) - terms["pooling"] + 5 * sum(maps[:3])
     assert round(total / 1e9, 2) == giga
 
 
-@pytest.mark.parametrize(("name", "options"), [("vmamba_tiny_224", {}), ("vmamba_base_224", {}), ("vmamba_nano_144", {"expand": 2})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("vmamba_tiny_224", {}), ("vmamba_base_224", {}), ("vmamba_nano_144", {"expand": 2})]
+)
 @pytest.mark.parametrize("image_size", [(224, 224), (70, 102)])
 def test_closed_form_equals_the_operators(name, options, image_size):
     model = build.create(name, options, image_size, device="meta")
@@ -190,7 +204,11 @@ def official_names(depths) -> list[str]:
     """The names of the release, written out."""
     names = [f"patch_embed.{i}.{kind}" for i in (0, 2, 5, 7) for kind in ("weight", "bias")]
     names += [f"classifier.{part}.{kind}" for part in ("norm", "head") for kind in ("weight", "bias")]
-    block = [f"{part}.{kind}" for part in ("norm", "norm2", "mlp.fc1", "mlp.fc2", "op.out_norm") for kind in ("weight", "bias")]
+    block = [
+        f"{part}.{kind}"
+        for part in ("norm", "norm2", "mlp.fc1", "mlp.fc2", "op.out_norm")
+        for kind in ("weight", "bias")
+    ]
     block += [f"op.{name}" for name in ("in_proj.weight", "out_proj.weight", "conv2d.weight", "A_logs", "Ds")]
     block += [f"op.{name}" for name in ("x_proj_weight", "dt_projs_weight", "dt_projs_bias")]
     for i, depth in enumerate(depths):
@@ -215,7 +233,9 @@ def test_an_official_file_loads_with_linear_layers_as_convolutions(truth, tmp_pa
     linear = ("in_proj.weight", "out_proj.weight", "fc1.weight", "fc2.weight")
     as_convs = {key: x[..., None, None] if key.endswith(linear) else x for key, x in state.items()}
     averaged = {key: torch.zeros_like(x) for key, x in state.items()}
-    torch.save({"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}, tmp_path / "official.pth")
+    torch.save(
+        {"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}, tmp_path / "official.pth"
+    )
     model, image = VMamba(num_classes=7, **shape(truth)).eval(), truth["model_s2/x2"]
     load_official(model, read_official(tmp_path / "official.pth"))
     with torch.no_grad():
@@ -230,7 +250,13 @@ def test_initialisation():
     model = timm.create_model("vmamba_tiny_224")
     block = model.stages[2].blocks[1]
     mixer = block.mixer
-    for weight in (mixer.in_proj.weight, mixer.out_proj.weight, block.mlp.fc1.weight, block.mlp.fc2.weight, model.head.weight):
+    for weight in (
+        mixer.in_proj.weight,
+        mixer.out_proj.weight,
+        block.mlp.fc1.weight,
+        block.mlp.fc2.weight,
+        model.head.weight,
+    ):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert not any(bias.any() for bias in (block.mlp.fc1.bias, block.mlp.fc2.bias, model.head.bias))
     # uniform up to a bound, of a third of its square as variance
@@ -242,7 +268,11 @@ def test_initialisation():
     assert 1e-3 * 0.99 <= step.min() < 2e-3 and 0.05 < step.max() <= 0.1 * 1.01 and not torch.equal(step[0], step[1])
     assert step.log().mean().item() == pytest.approx(math.log(1e-2), abs=0.15)  # log-uniform: half of them below 0.01
     assert not mixer.A_logs.any() and (mixer.Ds == 1).all()
-    assert all((module.weight == 1).all() and not module.bias.any() for module in model.modules() if isinstance(module, torch.nn.LayerNorm))
+    assert all(
+        (module.weight == 1).all() and not module.bias.any()
+        for module in model.modules()
+        if isinstance(module, torch.nn.LayerNorm)
+    )
     assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-5}
 
 
@@ -252,7 +282,11 @@ def test_weight_decay():
     assert model.no_weight_decay() == set()
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    names = {name.rpartition(".")[2] for name, p in model.stages[0].blocks[0].mixer.named_parameters(prefix="mixer") if id(p) in decayed}
+    names = {
+        name.rpartition(".")[2]
+        for name, p in model.stages[0].blocks[0].mixer.named_parameters(prefix="mixer")
+        if id(p) in decayed
+    }
     assert names == {"weight", "x_proj_weight", "dt_projs_weight", "dt_projs_bias", "A_logs"}
     assert all((id(p) in decayed) == (p.ndim > 1) for p in model.parameters())
 
@@ -274,7 +308,9 @@ def test_the_sum_of_the_routes_stays_in_fp32_under_autocast(monkeypatch):
     seen = []
     scan = vmamba.selective_scan_routes
     monkeypatch.setattr(
-        vmamba, "selective_scan_routes", lambda u, *rest, **options: seen.append((u, scan(u, *rest, **options))) or seen[-1][1]
+        vmamba,
+        "selective_scan_routes",
+        lambda u, *rest, **options: seen.append((u, scan(u, *rest, **options))) or seen[-1][1],
     )
     mixer, x = SS2D(8, 1), torch.randn(1, 3, 4, 8)
     for dtype in (torch.float16, torch.bfloat16):

@@ -20,7 +20,11 @@ OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: in the operator's
 
 @pytest.mark.parametrize(
     ("size", "params", "backbone", "macs_g"),
-    [("tiny", 6_155_176, 5_962_176, 1.169), ("small", 23_820_136, 23_435_136, 4.593), ("base", 93_645_544, 92_876_544, 18.203)],
+    [
+        ("tiny", 6_155_176, 5_962_176, 1.169),
+        ("small", 23_820_136, 23_435_136, 4.593),
+        ("base", 93_645_544, 92_876_544, 18.203),
+    ],
 )
 def test_sizes(size, params, backbone, macs_g):
     """Parameters exactly; multiply-adds with the paper's constant in place of the operator's own count."""
@@ -41,7 +45,9 @@ def test_sizes(size, params, backbone, macs_g):
 def test_official_feature_map(backend):
     data = {key: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items() if x.dtype.kind == "f"}
     model = VRWKV(img_size=64, embed_dim=48, depth=3, num_classes=0).eval()
-    load_official(model, {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")})
+    load_official(
+        model, {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")}
+    )
     model.set_backend(backend)
     with torch.no_grad():
         _, (feature_map,) = model.forward_intermediates(data["x"], indices=1, norm=True)
@@ -62,7 +68,9 @@ def test_q_shift_by_hand(C):
     x = torch.randn(2, h * w, C)
     out = q_shift(x, (h, w))
     for c in range(C):
-        down, across = next(step for j, step in enumerate([(0, -1), (0, 1), (-1, 0), (1, 0)]) if c < int(C * (j + 1) / 4))
+        down, across = next(
+            step for j, step in enumerate([(0, -1), (0, 1), (-1, 0), (1, 0)]) if c < int(C * (j + 1) / 4)
+        )
         for row in range(h):
             for column in range(w):
                 a, b = row + down, column + across
@@ -86,7 +94,9 @@ def spatial_by_hand(att, x, grid):
 
 def channel_by_hand(ffn, x, grid):
     mixed_k, mixed_r = (m * x + (1 - m) * q_shift(x, grid) for m in (ffn.spatial_mix_k, ffn.spatial_mix_r))
-    return torch.sigmoid(mixed_r @ ffn.receptance.weight.T) * (F.relu(mixed_k @ ffn.key.weight.T) ** 2 @ ffn.value.weight.T)
+    return torch.sigmoid(mixed_r @ ffn.receptance.weight.T) * (
+        F.relu(mixed_k @ ffn.key.weight.T) ** 2 @ ffn.value.weight.T
+    )
 
 
 @pytest.mark.parametrize("post_norm", [False, True])
@@ -140,7 +150,9 @@ def test_initial_positions_head_and_layer_scale():
     assert math.isclose(model.head.weight.detach().std().item(), 0.02, rel_tol=0.05)
     for size, gamma in (("small", 1.0), ("base", 1e-5)):
         block = timm.create_model(f"vrwkv_{size}_patch16_224", depth=1).blocks[0]
-        assert torch.equal(block.gamma1, torch.full_like(block.gamma1, gamma)) and torch.equal(block.gamma2, block.gamma1)
+        assert torch.equal(block.gamma1, torch.full_like(block.gamma1, gamma)) and torch.equal(
+            block.gamma2, block.gamma1
+        )
 
 
 def test_weight_decay_exemptions():

@@ -25,7 +25,13 @@ from repro.models.weights import (
 )
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
-PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+PREPROCESSING = {
+    "input_size": [3, 144, 144],
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": [0.5] * 3,
+    "std": [0.5] * 3,
+}
 
 
 @pytest.fixture
@@ -43,13 +49,23 @@ def test_round_trip(saved):
     image = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(model(image), again(image)) and not again.training
-    assert read_metadata(path) == {"model": NAME, "options": OPTIONS, "preprocessing": PREPROCESSING, "classes": ["a", "b", "c"]}
+    assert read_metadata(path) == {
+        "model": NAME,
+        "options": OPTIONS,
+        "preprocessing": PREPROCESSING,
+        "classes": ["a", "b", "c"],
+    }
 
 
 def test_bytes_depend_on_the_content_alone(saved, tmp_path):
     path, model = saved
     save_weights(
-        tmp_path / "again", model, name=NAME, options=dict(reversed(OPTIONS.items())), preprocessing=PREPROCESSING, classes=["a", "b", "c"]
+        tmp_path / "again",
+        model,
+        name=NAME,
+        options=dict(reversed(OPTIONS.items())),
+        preprocessing=PREPROCESSING,
+        classes=["a", "b", "c"],
     )
     assert path.read_bytes() == (tmp_path / "again").read_bytes()
 
@@ -86,7 +102,12 @@ class Holder(torch.nn.Module):
 
 
 def save_tiny(path, state=None):
-    described = {"options": {}, "preprocessing": PREPROCESSING, "classes": ["a", 'b\u00e4"\\'], "task": {"name": "detect"}}
+    described = {
+        "options": {},
+        "preprocessing": PREPROCESSING,
+        "classes": ["a", 'b\u00e4"\\'],
+        "task": {"name": "detect"},
+    }
     save_weights(path, Holder(state), name=NAME, **described)
 
 
@@ -195,7 +216,11 @@ def test_a_flipped_byte_of_a_tensor_in_a_zip_is_one_line(tmp_path):
 def test_a_hash_in_a_files_name_is_that_of_its_content(tmp_path):
     torch.save({"x": torch.zeros(1)}, tmp_path / "w.pth")
     digits = hashlib.sha256((tmp_path / "w.pth").read_bytes()).hexdigest()
-    for name, right in ((f"net-{digits[:8]}.pth", True), (f"net-{digits[:8]}.pth.tar", True), (f"net-{digits[1:9]}.pth", False)):
+    for name, right in (
+        (f"net-{digits[:8]}.pth", True),
+        (f"net-{digits[:8]}.pth.tar", True),
+        (f"net-{digits[1:9]}.pth", False),
+    ):
         (tmp_path / name).write_bytes((tmp_path / "w.pth").read_bytes())
         if right:
             assert read_official(tmp_path / name).keys() == {"x"}
@@ -210,7 +235,11 @@ def test_a_stated_hash_is_that_of_the_file(tmp_path):
     require_hash(path, "ba7816bf")  # FIPS 180-4, example B.1
     require_hash(path, "BA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD")
     require_hash(path, None)
-    for stated, message in (("ba7816bf0", "w.pth: has SHA-256"), ("ba7816b", "8 hex digits"), ("ba7816bg", "8 hex digits")):
+    for stated, message in (
+        ("ba7816bf0", "w.pth: has SHA-256"),
+        ("ba7816b", "8 hex digits"),
+        ("ba7816bg", "8 hex digits"),
+    ):
         with pytest.raises(UserError, match=message):
             require_hash(path, stated)
     with pytest.raises(UserError, match="no such file"):

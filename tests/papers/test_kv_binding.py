@@ -1,4 +1,6 @@
-"""The room of the paper on KV binding: its ledger's verdicts, its formulas, variants, recipe, and what its page says of made-up records."""
+"""The room of the paper on KV binding: its ledger's verdicts, its formulas, variants, recipe, and what its page says of
+made-up records.
+"""
 
 import dataclasses
 import json
@@ -58,11 +60,24 @@ def test_what_the_paper_proves_holds_and_its_misprints_are_explained(verdicts):
         "text.5_4.glu",  # without its rate
         "text.appendix_h.mask",  # the momentum matrix in place of its cumulated sum
     }
-    contradictions = {"text.6_1.value", "text.appendix_e.shapes", "text.5_3.momentum", "text.5_2.distinct", "text.appendix_h.rates"}
+    contradictions = {
+        "text.6_1.value",
+        "text.appendix_e.shapes",
+        "text.5_3.momentum",
+        "text.5_2.distinct",
+        "text.appendix_h.rates",
+    }
     assert found["paper inconsistent"] == differing | contradictions | {"text.appendix_h.covers"}
     assert {name for name in differing if verdicts[name].compared == "differs, explained"} == differing
     assert "differs, unexplained" not in found
-    proved = ("text.theorem5_1", "text.theorem5_2", "text.theorem5_3", "text.4_2.theorem", "text.5_4.conv", "text.6_2.exists")
+    proved = (
+        "text.theorem5_1",
+        "text.theorem5_2",
+        "text.theorem5_3",
+        "text.4_2.theorem",
+        "text.5_4.conv",
+        "text.6_2.exists",
+    )
     assert set(proved) <= found["matched"]
     assert {name for name in verdicts if name.endswith(("psnr", "top1_percent"))} <= found["not measured"]
 
@@ -70,13 +85,17 @@ def test_what_the_paper_proves_holds_and_its_misprints_are_explained(verdicts):
 def test_what_needs_a_language_model_is_out_of_scope_and_novel_views_are_not(verdicts):
     of_language = {name for name in verdicts if name.endswith("perplexity") or "llm" in name}
     # judged whole, with a perplexity among their numbers
-    of_language |= {f"text.{name}" for name in ("4_2.comparable", "4_4.little", "6_1.best", "6_1.orthogonal", "6_1.perplexity_v6")}
+    of_language |= {
+        f"text.{name}" for name in ("4_2.comparable", "4_4.little", "6_1.best", "6_1.orthogonal", "6_1.perplexity_v6")
+    }
     of_language |= {"text.6_2.training_v2", "text.6_2.convergence", "text.appendix_a.tokens_tokens"}
     assert {name for name, verdict in verdicts.items() if verdict.status == "out of scope"} == of_language
     assert all(verdicts[name].command == "none" and verdicts[name].reason for name in of_language)
 
 
-@pytest.mark.parametrize(("losses", "status"), [([(1, 2), (-3, -1)], "matched"), ([(1, 2), (3, 2)], "differs, unexplained")])
+@pytest.mark.parametrize(
+    ("losses", "status"), [([(1, 2), (-3, -1)], "matched"), ([(1, 2), (3, 2)], "differs, unexplained")]
+)
 def test_ascent_is_judged_by_trained_models(tmp_path, losses, status):
     assert JUDGE(PAPER, Results(Paths(tmp_path), [PAPER], SCORES)).verdicts["text.4_2.raises"].status == "not measured"
     for number, (before, after) in enumerate(losses):
@@ -96,16 +115,32 @@ def test_printed_numbers_are_the_papers():
     assert printed("table1", *(f"{row}.top1_percent" for row in rows)) == ["79.34", "79.61", "79.18"]
     assert printed("table1", *(f"{row}.perplexity" for row in rows)) == ["16.43", "16.19", "16.18"]
     ladder = [f"v{number}" for number in range(1, 7)]
-    assert printed("table2", *(f"{row}.top1_percent" for row in ladder)) == ["79.63", "79.63", "79.39", "79.39", "79.39", "79.54"]
-    assert printed("table2_recurrent", *(f"{row}.tokens_m_per_s" for row in ladder)) == "10.60 11.02 12.95 13.31 14.40 89.67".split()
-    assert printed("table2_parallel", *(f"{row}.tokens_m_per_s" for row in ladder[1:])) == "30.18 49.69 53.99 57.28 124.6".split()
+    assert printed("table2", *(f"{row}.top1_percent" for row in ladder)) == [
+        "79.63",
+        "79.63",
+        "79.39",
+        "79.39",
+        "79.39",
+        "79.54",
+    ]
+    assert (
+        printed("table2_recurrent", *(f"{row}.tokens_m_per_s" for row in ladder))
+        == "10.60 11.02 12.95 13.31 14.40 89.67".split()
+    )
+    assert (
+        printed("table2_parallel", *(f"{row}.tokens_m_per_s" for row in ladder[1:]))
+        == "30.18 49.69 53.99 57.28 124.6".split()
+    )
     assert PAPER.ledger.entries["text.6_2.speedup_most"].printed == "4.0"
 
 
 @pytest.mark.slow
 def test_the_papers_size_is_counted():
     """By hand: ViT³-B has 90,055,912 parameters; V3 leaves out 12 blocks of a C x d matrix, which what was run keeps."""
-    counts = {step: sum(p.numel() for p in build_model(BASE, step=step).parameters()) for step in ("own", "v1", "v3", "v3_as_run", "v6")}
+    counts = {
+        step: sum(p.numel() for p in build_model(BASE, step=step).parameters())
+        for step in ("own", "v1", "v3", "v3_as_run", "v6")
+    }
     assert counts == {"own": 90_055_912, "v1": 90_055_912, "v3": 89_466_088, "v3_as_run": 90_055_912, "v6": 89_466_088}
 
 
@@ -139,7 +174,9 @@ def test_a_broken_learner_shows_in_the_residuals(monkeypatch):
     for function in (formulas.parallel_error, formulas.identity_error):
         function.cache_clear()
     find_steps = fast_weights._find_steps
-    monkeypatch.setattr(fast_weights, "_find_steps", lambda *arguments: [1.001 * step for step in find_steps(*arguments)])
+    monkeypatch.setattr(
+        fast_weights, "_find_steps", lambda *arguments: [1.001 * step for step in find_steps(*arguments)]
+    )
     try:
         assert formulas.parallel_error("v6") > 1e-4 and formulas.identity_error("v6_of_lact") > 1e-4
     finally:
@@ -176,7 +213,8 @@ def test_the_value_rows_are_those_of_the_heads():
     assert formulas.find_values(model, "blocks.0.mlp.fc1.weight") == slice(0)
 
 
-# --- variants and recipe ------------------------------------------------------------------------------------------------------------
+# --- variants and recipe
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", ["digits", "connect"])
@@ -200,7 +238,11 @@ def test_the_rows_are_variants_and_the_orders_are_of_the_rows():
 
 def test_variants_of_equal_options_are_told_apart_by_their_model(checkout):
     about = {"image_size": 32, "epochs": 20, "num_params": 7, "macs_g": 1.0}
-    models = {"vit3": "ladder_vit3_nano_patch4_32", "lact": "lact_nano_patch4_32", "vittt": "ladder_vittt_nano_patch16_144"}
+    models = {
+        "vit3": "ladder_vit3_nano_patch4_32",
+        "lact": "lact_nano_patch4_32",
+        "vittt": "ladder_vittt_nano_patch16_144",
+    }
     for name, model in models.items():
         checkout.train(
             f"measured/cpu/ablate/kv_binding/digits/{name}_ascent",
@@ -212,7 +254,9 @@ def test_variants_of_equal_options_are_told_apart_by_their_model(checkout):
             **about,
         )
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
-    found = {source.metrics["model"]: find_variant(results, PAPER.variants, source.metrics) for source in results.sources}
+    found = {
+        source.metrics["model"]: find_variant(results, PAPER.variants, source.metrics) for source in results.sources
+    }
     assert found == {model: f"{name}_ascent" for name, model in models.items()}
 
 
@@ -241,14 +285,18 @@ def test_a_departure_has_a_line(changes, line):
     asked |= {"optim": {"lr": 5e-4}, "mix": {}, "transform": {"image_size": 224}, **changes}
     params = build(ClassifierParams, asked, "a step")
     world = {"world_size": 2, "micro_batch": params.batch_size // 2, "accumulate": 1}
-    described, listed = describe_recipe(params, {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": 1_281_167})
+    described, listed = describe_recipe(
+        params, {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": 1_281_167}
+    )
     found = described["departures_from_the_paper"]
     assert found == ([] if line is None else [line]) and (line is None or f"departs from the paper: {line}" in listed)
 
 
 def test_the_variants_depend_on_no_report():
     for module in ("variants", "recipe", "grid"):
-        assert not [file for file in import_closure(ROOT, [f"repro.papers.kv_binding.{module}"]) if "repro/report" in file]
+        assert not [
+            file for file in import_closure(ROOT, [f"repro.papers.kv_binding.{module}"]) if "repro/report" in file
+        ]
 
 
 # --- the page -----------------------------------------------------------------------------------------------------------------------
@@ -289,14 +337,20 @@ def test_a_change_is_said_with_its_interval(checkout):
     scores = {
         "vittt_own": own,
         "vittt_ascent": tuple(value + change for value, change in zip(own, (1.0, -1.0, 0.5, -0.5, 1.0), strict=True)),
-        "vittt_plain": tuple(value - 10 + change for value, change in zip(own, (0.1, -0.1, 0.1, -0.1, 0.0), strict=True)),
+        "vittt_plain": tuple(
+            value - 10 + change for value, change in zip(own, (0.1, -0.1, 0.1, -0.1, 0.0), strict=True)
+        ),
     }
     train(checkout, scores, "ladder_vittt_nano_patch16_144")
     page = render_blocks(describe_changes(judge(checkout)), "")
     assert "| the unchanged model | `vittt_own` | 91.0 | – | – | – |" in page
     # t(4, 97.5 %) = 2.776; the standard deviation of (1, −1, .5, −.5, 1) is 0.908
-    assert "| learns up its loss | `vittt_ascent` | 91.2 | +0.20 [-0.93, +1.33] |" in page and "| not separated |" in page
-    assert "| without LayerNorm and bias | `vittt_plain` | 81.0 | -10.00 [-10.12, -9.88] |" in page and "| worse |" in page
+    assert (
+        "| learns up its loss | `vittt_ascent` | 91.2 | +0.20 [-0.93, +1.33] |" in page and "| not separated |" in page
+    )
+    assert (
+        "| without LayerNorm and bias | `vittt_plain` | 81.0 | -10.00 [-10.12, -9.88] |" in page and "| worse |" in page
+    )
     assert "ViT³" not in render_blocks(describe_changes(judge(checkout)), "")
 
 
@@ -318,7 +372,11 @@ def test_a_change_is_said_with_its_interval(checkout):
             {"plain": 150.0, "dot": 50.0},
             "`dot` is the one to try first: faster, and not separated from the unchanged learner.",
         ),
-        ({"plain": 0.0, "dot": -10.0}, {"plain": 150.0, "dot": 150.0}, "plain is slower and not separated; dot is slower and worse."),
+        (
+            {"plain": 0.0, "dot": -10.0},
+            {"plain": 150.0, "dot": 150.0},
+            "plain is slower and not separated; dot is slower and worse.",
+        ),
     ],
 )
 def test_the_choice_follows_from_accuracy_and_time(checkout, gaps, milliseconds, end):
@@ -339,7 +397,11 @@ def test_the_choice_follows_from_accuracy_and_time(checkout, gaps, milliseconds,
     ]
     checkout.record("measured/cpu", record, name="forms")
     page = render_blocks(describe_choice(judge(checkout)), "")
-    assert page.rstrip().endswith(end) and f"takes {milliseconds['plain'] / 100:.2f} of the time" in page and "At 1280²" in page
+    assert (
+        page.rstrip().endswith(end)
+        and f"takes {milliseconds['plain'] / 100:.2f} of the time" in page
+        and "At 1280²" in page
+    )
 
 
 def test_without_records_the_page_says_what_would_make_them(checkout):
@@ -360,12 +422,20 @@ def forms(device: str = "cpu") -> dict:
         shared = {**about, "heads": 3, "head_dim": 64, "chunk_size": 256, "noisy": [], "tokens_m_per_s": 1.0}
         rows += [{**shared, "form": "recurrent", "latency_ms": 8.0, "peak_memory_mib": 2.0}]
         rows += [
-            {**shared, "form": "parallel", "latency_ms": 8.0 / ratio, "peak_memory_mib": 6.0, "noisy": ["load"] if tokens == 400 else []}
+            {
+                **shared,
+                "form": "parallel",
+                "latency_ms": 8.0 / ratio,
+                "peak_memory_mib": 6.0,
+                "noisy": ["load"] if tokens == 400 else [],
+            }
         ]
         ratios.append({**about, "ratio": ratio, "ratio_ci95": [ratio - 0.1, ratio + 0.1]})
     rows.append({**rows[0], "learner": "vittt_dot", "chunk_size": 16})
     shared = {**rows[0], "setting": "paper", "tokens": 32768, "heads": 4, "head_dim": 384, "chunk_size": 2048}
-    rows += [{**shared, "form": form, "tokens_m_per_s": speed} for form, speed in (("recurrent", 0.25), ("parallel", 0.2))]
+    rows += [
+        {**shared, "form": form, "tokens_m_per_s": speed} for form, speed in (("recurrent", 0.25), ("parallel", 0.2))
+    ]
     ratios.append(
         {
             "setting": "paper",
@@ -410,7 +480,9 @@ def test_the_table_of_learners_says_yes_where_the_code_has_a_parallel_form():
 
 
 def test_probes_are_set_against_the_papers_first_figure(checkout):
-    """Both losses fall; of the scores one falls by 30 points, and one by 6 images, which is within the intervals of both."""
+    """Both losses fall; of the scores one falls by 30 points, and one by 6 images, which is within the intervals of
+    both.
+    """
     numbers = {"top1_percent": 90.0, "held_out_images": 359, "inner_loss_before": 0.0, "inner_loss_after": -1.0}
     for name, top1 in (("lact_nano_patch4_32", 60.0), ("ladder_vit3_nano_patch4_32", 90 - 600 / 359)):
         probed = {**numbers, "top1_percent": top1, "inner_loss_after": -2.0}
@@ -433,7 +505,13 @@ def test_where_some_seeds_learn_the_page_counts_them(checkout):
     """Half the way from chance, 50 % of two classes, is 75 %."""
     for name, top1 in (("own", (88.0, 89.0, 62.0)), ("ascent", (60.0, 61.0, 76.0))):
         options = {} if name == "own" else {"step": name}
-        about = {"model": "ladder_vit3_nano_patch16_144", "kind": "connect", "options": options, "classes": 2, "split": "test"}
+        about = {
+            "model": "ladder_vit3_nano_patch16_144",
+            "kind": "connect",
+            "options": options,
+            "classes": 2,
+            "split": "test",
+        }
         checkout.train(f"measured/cpu/ablate/vit3_{name}", **about, held_out_images=1000, top1=top1, stage="ablate")
     page = render_blocks(describe_changes(judge(checkout)), "")
     assert "75.0 %" in page and "`vit3_own` 2 of 3, `vit3_ascent` 1 of 3" in page

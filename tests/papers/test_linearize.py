@@ -1,4 +1,6 @@
-"""The room of T5: the ledger against the summary's text, the counts of its models, what it derives, its variants and its recipe."""
+"""The room of T5: the ledger against the summary's text, the counts of its models, what it derives, its variants and
+its recipe.
+"""
 
 import dataclasses
 import functools
@@ -30,8 +32,8 @@ ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["linearize"]
 TINY = "t5_tiny_patch16_224"
 INIT = {"weights": "results/baselines/teacher/weights.safetensors", "weights_hash": "ab"}
-# rows of the tables -> parameters by hand: 5,717,032 of a class-free DeiT-T; 147,456 for each matrix of d x d in its 12 blocks of three
-# heads; 23,040 for each depth-wise convolution of 3x3 with a bias
+# rows of the tables -> parameters by hand: 5,717,032 of a class-free DeiT-T; 147,456 for each matrix of d x d in its 12
+# blocks of three heads; 23,040 for each depth-wise convolution of 3x3 with a bias
 PARAMS = {
     "table1.linear": 5_717_032,
     "table1.projqk": 6_011_944,
@@ -117,8 +119,12 @@ def test_numbers_of_the_ledger_are_those_of_the_text():
     }
     assert [value for (value,) in printed["table1_frozen"].values()] == "3.71 24.39 61.95 65.98 67.09 67.33".split()
     assert [value for (value,) in printed["table2"].values()] == "0.37 57.38 57.25 71.19 71.15 51.43".split()
-    assert [value for *_, value in (printed["table3"] | printed["table3_nat"]).values()] == "69.25 69.64 70.47 71.19 71.67 72.06".split()
-    assert [value for _, value, _ in (printed["table3"] | printed["table3_nat"]).values()] == "1.34 1.34 1.34 1.34 1.36 1.39".split()
+    assert [
+        value for *_, value in (printed["table3"] | printed["table3_nat"]).values()
+    ] == "69.25 69.64 70.47 71.19 71.67 72.06".split()
+    assert [
+        value for _, value, _ in (printed["table3"] | printed["table3_nat"]).values()
+    ] == "1.34 1.34 1.34 1.34 1.36 1.39".split()
 
 
 @pytest.mark.parametrize(("row", "params"), PARAMS.items())
@@ -128,7 +134,9 @@ def test_parameters_by_hand(row, params):
 
 
 def test_every_count_is_the_papers(judged):
-    """Two windows of neighbourhood attention were fitted, and 0.44 M new parameters are printed as the difference of two rounded totals."""
+    """Two windows of neighbourhood attention were fitted, and 0.44 M new parameters are printed as the difference of
+    two rounded totals.
+    """
     assert len(judged.verdicts) == len(PAPER.ledger.entries) == 101
     counts = {word: len(names) for word, names in statuses(judged, r"table.*\.(params_m|macs_g)").items()}
     assert counts == {"matched": 17, "fitted": 2}
@@ -136,12 +144,21 @@ def test_every_count_is_the_papers(judged):
         "matched": [f"table1.{row}.new_params_m" for row in ("linear", "projqk", "gate", "two_layers")],
         "differs, explained": [f"table1.{row}.new_params_m" for row in ("three_layers", "swiglu")],
     }
-    assert statuses(judged, r"table3_nat\.nat\d\.macs_g") == {"fitted": ["table3_nat.nat3.macs_g", "table3_nat.nat5.macs_g"]}
+    assert statuses(judged, r"table3_nat\.nat\d\.macs_g") == {
+        "fitted": ["table3_nat.nat3.macs_g", "table3_nat.nat5.macs_g"]
+    }
     assert [round(judged.verdicts[f"table3_nat.nat{side}.macs_g"].ours, 3) for side in (3, 5)] == [1.361, 1.389]
     # as every other product is counted, once, they would differ
-    assert [round(count_rows()[f"{TINY}[neighbours={side}]@224"]["macs_g_fvcore"], 2) for side in (3, 5)] == [1.35, 1.37]
+    assert [round(count_rows()[f"{TINY}[neighbours={side}]@224"]["macs_g_fvcore"], 2) for side in (3, 5)] == [
+        1.35,
+        1.37,
+    ]
     assert not statuses(judged, ".*").get("differs, unexplained")
-    assert judged.verdicts["text.large.dit_share_percent"].status == judged.verdicts["text.shift.ratio_random"].status == "declared"
+    assert (
+        judged.verdicts["text.large.dit_share_percent"].status
+        == judged.verdicts["text.shift.ratio_random"].status
+        == "declared"
+    )
 
 
 def test_where_the_text_contradicts_itself(judged):
@@ -156,7 +173,9 @@ def test_where_the_text_contradicts_itself(judged):
 
 def test_what_it_derives_is_shown(judged):
     shown = statuses(
-        judged, r"text\.structure\.(softmax|linear|ttt|complexity)", r"text\.shift\.(softmax|gradient|formula|instance|token_level)"
+        judged,
+        r"text\.structure\.(softmax|linear|ttt|complexity)",
+        r"text\.shift\.(softmax|gradient|formula|instance|token_level)",
     )
     assert shown.pop("declared") == ["text.structure.linear", "text.shift.formula"]  # the definitions of both sides
     assert {word: len(names) for word, names in shown.items()} == {"matched": 7}
@@ -198,7 +217,9 @@ def test_independent_keys_have_the_ratio_of_a_random_start():
     """‖mean‖ / mean ‖k‖ of 196 normal keys, whose mean is √196 times as short as they are."""
     keys = torch.randn(64, 196, 192, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ratio = (keys.mean(1).norm(dim=-1) / keys.norm(dim=-1).mean(1)).mean().item()
-    assert ratio == pytest.approx(196**-0.5, rel=0.03) and round(ratio, 2) == float(PAPER.ledger.entries["text.shift.ratio_random"].printed)
+    assert ratio == pytest.approx(196**-0.5, rel=0.03) and round(ratio, 2) == float(
+        PAPER.ledger.entries["text.shift.ratio_random"].printed
+    )
 
 
 def test_neighbourhood_attention_costs_what_the_model_counts():
@@ -227,7 +248,9 @@ def test_the_orders_are_those_of_the_tables():
     assert {place: len(found) for place, found in orders.items()} == counts and set(ORDERS) <= set(ROWS)
     for place, pairs in orders.items():
         for better, worse in pairs:
-            theirs = [float(PAPER.ledger.entries[f"{ROWS[place][name]}.top1_percent"].printed) for name in (better, worse)]
+            theirs = [
+                float(PAPER.ledger.entries[f"{ROWS[place][name]}.top1_percent"].printed) for name in (better, worse)
+            ]
             assert theirs[0] > theirs[1], (place, better, worse)
 
 
@@ -236,7 +259,9 @@ def test_frozen_and_fine_tuned_trainings_are_told_apart(checkout):
     full = {"classes": 1000, "data": "imagenet", "init": INIT, "held_out_images": 50_000, "options": VARIANTS["gate"]}
     checkout.train("baselines/tuned", TINY, "imagenet", top1=67.6, **full)
     checkout.train("baselines/frozen", TINY, "imagenet", top1=62.0, freeze=True, **full)
-    checkout.train("baselines/scratch", TINY, "imagenet", top1=70.0, **full | {"init": None, "options": VARIANTS["2layer"]})
+    checkout.train(
+        "baselines/scratch", TINY, "imagenet", top1=70.0, **full | {"init": None, "options": VARIANTS["2layer"]}
+    )
     results = Results(checkout.paths, [PAPER], SCORES)
     found = JUDGE(PAPER, results).verdicts
     asked = ("table1.gate", "table1_frozen.gate", "table1.two_layers", "table1_frozen.two_layers")
@@ -254,9 +279,17 @@ def test_trained_variants_are_judged(checkout):
     }
     for place, ladder in ladders.items():
         for rank, name in enumerate(ladder):
-            about = {"options": VARIANTS[name], "data": "digits", "image_size": 32, "epochs": 8, "macs_g": 1.0, "init": INIT}
+            about = {
+                "options": VARIANTS[name],
+                "data": "digits",
+                "image_size": 32,
+                "epochs": 8,
+                "macs_g": 1.0,
+                "init": INIT,
+            }
             about |= {"freeze": True, "recipe_hash": "frozen"} if name in FROZEN else {}
-            folder, top1 = f"measured/cpu/ablate/linearize/digits/{name}", tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
+            folder = f"measured/cpu/ablate/linearize/digits/{name}"
+            top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
             checkout.train(folder, "t5_nano_patch4_32", "digits", held_out_images=100_000, top1=top1, **about)
             checkout.write(f"results/{folder}/recipe.json", "{}")
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
@@ -309,14 +342,21 @@ def describe(dtype: str = "fp16", images: int = 1_281_167, **changes) -> tuple[d
     }
     params = build(Linearization, {**released, **changes}, "a linearization")
     world = {"world_size": 8, "micro_batch": params.batch_size // 8, "accumulate": 1}
-    return describe_recipe(params, {**world, "device": "cuda", "dtype": dtype, "backend": "torch", "train_images": images})
+    return describe_recipe(
+        params, {**world, "device": "cuda", "dtype": dtype, "backend": "torch", "train_images": images}
+    )
 
 
 def test_the_released_recipe_departs_by_its_order_of_images_alone():
     described, listed = describe()
-    assert described["departures_from_the_paper"] == ["repeated augmentation: none, the release has three views of an image in a batch"]
+    assert described["departures_from_the_paper"] == [
+        "repeated augmentation: none, the release has three views of an image in a batch"
+    ]
     recipe = described["recipe"]
-    assert recipe["learning_rate"]["peak"] == pytest.approx(8e-5) and recipe["optimizer"]["exempt_from_weight_decay"] == "nothing"
+    assert (
+        recipe["learning_rate"]["peak"] == pytest.approx(8e-5)
+        and recipe["optimizer"]["exempt_from_weight_decay"] == "nothing"
+    )
     assert recipe["linearize"] == {"freeze": False, "new_lr_factor": 20.0, "decay_all": True}
     assert listed[0] == "trained        all weights, the new ones at 20 times the rate"
 
@@ -344,9 +384,18 @@ def test_a_departure_has_a_line(changes, line):
 
 def test_a_rate_is_compared_at_the_released_batch():
     described, _ = describe(
-        optim={"lr": 1e-3, "lr_batch_size": 512, "warmup_lr": 5e-9, "min_lr": 5e-8, "warmup_epochs": 5, "clip_grad_norm": None}
+        optim={
+            "lr": 1e-3,
+            "lr_batch_size": 512,
+            "warmup_lr": 5e-9,
+            "min_lr": 5e-8,
+            "warmup_epochs": 5,
+            "clip_grad_norm": None,
+        }
     )
-    assert described["departures_from_the_paper"][0] == "optim.lr: 0.001 at batch 512, the release has 8e-05 at batch 2048"
+    assert (
+        described["departures_from_the_paper"][0] == "optim.lr: 0.001 at batch 512, the release has 8e-05 at batch 2048"
+    )
     assert len(described["departures_from_the_paper"]) == 2
 
 

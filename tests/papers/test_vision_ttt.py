@@ -29,7 +29,9 @@ def test_variants_are_17_models_in_20_places():
 
 
 def test_every_question_is_about_the_papers_own_model():
-    """23 of 24 counts of parameters and 2 of 25 of FLOPs is what an audit by hand found; the numbers of entries are its."""
+    """23 of 24 counts of parameters and 2 of 25 of FLOPs is what an audit by hand found; the numbers of entries are
+    its.
+    """
     ledger = load_primary().ledger
     found = [question.find(ledger) for question in load_primary().questions]
     assert [len(names) for names in found[:2]] == [24, 25]
@@ -47,4 +49,8 @@ def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
 
 def test_the_variants_depend_on_no_report():
     """A stage that trains them must not become stale when a page changes."""
-    assert not [file for file in import_closure(Path(__file__).parents[2], ["repro.papers.vision_ttt.variants"]) if "report" in file]
+    assert not [
+        file
+        for file in import_closure(Path(__file__).parents[2], ["repro.papers.vision_ttt.variants"])
+        if "report" in file
+    ]

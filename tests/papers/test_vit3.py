@@ -1,4 +1,6 @@
-"""The room of ViT³: the ledger against the paper's text, every count that its models have, its formulas by hand, its variants."""
+"""The room of ViT³: the ledger against the paper's text, every count that its models have, its formulas by hand, its
+variants.
+"""
 
 import dataclasses
 import functools
@@ -60,8 +62,16 @@ KNOWN |= {name: (count, macs, 32) for name, (count, macs) in (DIT3 | DIT).items(
 
 @functools.cache
 def count_rows() -> dict[str, dict]:
-    """The rows of `repro complexity` that the ledger asks for: models of this project are counted, the others are the known ones."""
-    asked = {first for places in demands(PAPER.ledger).values() for needed in places for _, first, _ in needed if "@" in first}
+    """The rows of `repro complexity` that the ledger asks for: models of this project are counted, the others are the
+    known ones.
+    """
+    asked = {
+        first
+        for places in demands(PAPER.ledger).values()
+        for needed in places
+        for _, first, _ in needed
+        if "@" in first
+    }
     asked |= {
         call.args[0]
         for entry in PAPER.ledger.entries.values()
@@ -111,16 +121,25 @@ def statuses(report, *patterns: str) -> dict[str, list[str]]:
 
 
 def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged):
-    """27 FLOPs; as many parameters, to which the shell was fitted; of the others, those that no convention had to be chosen for."""
+    """27 FLOPs; as many parameters, to which the shell was fitted; of the others, those that no convention had to be
+    chosen for.
+    """
     assert len(judged.verdicts) == len(PAPER.ledger.entries) == 690
     study = r"table[1246]\.\w+\."
     assert {word: len(names) for word, names in statuses(judged, study + "macs_g").items()} == {"matched": 27}
     assert {word: len(names) for word, names in statuses(judged, study + "params_m").items()} == {"fitted": 27}
-    own = (r"table5\w*\.h_vit3_\w\.(params_m|macs_g)", r"table7\.vit3_\w\.(params_m|macs_g)", r"table9\.h_vit3_\w\.(params_m|macs_g)")
+    own = (
+        r"table5\w*\.h_vit3_\w\.(params_m|macs_g)",
+        r"table7\.vit3_\w\.(params_m|macs_g)",
+        r"table9\.h_vit3_\w\.(params_m|macs_g)",
+    )
     chosen = [f"{table}.h_vit3_{size}.macs_g" for table in ("table5", "table5_mesa_flops") for size in "tsb"]
     chosen += ["table7.vit3_b.macs_g", *(f"table9.h_vit3_{size}.macs_g" for size in "tsb")]
     found = statuses(judged, *own)
-    assert found["fitted"] == chosen and {word: len(names) for word, names in found.items()} == {"matched": 14, "fitted": 10}
+    assert found["fitted"] == chosen and {word: len(names) for word, names in found.items()} == {
+        "matched": 14,
+        "fitted": 10,
+    }
     of_dit3 = {word: len(names) for word, names in statuses(judged, r"table10\.\w+\.(params_m|macs_g)").items()}
     assert of_dit3 == {"matched": 6, "fitted": 6}
     assert statuses(judged, r"table10_dit\.\w+\.(params_m|macs_g)").keys() == {"matched", "matched, truncated"}
@@ -139,16 +158,27 @@ def test_what_the_paper_contradicts_and_what_is_shown(judged):
         "eq4.linear_attention",
         "eq7.rate",
     ]
-    assert judged.verdicts["text.4_2.compute_x"].status == "differs, explained" and judged.verdicts["text.4_2.compute_x"].ours == 3
+    assert (
+        judged.verdicts["text.4_2.compute_x"].status == "differs, explained"
+        and judged.verdicts["text.4_2.compute_x"].ours == 3
+    )
     assert not [v for v in judged.all if v.entry.kind in ("accuracy", "speed") and v.ours is not None]
-    assert judged.verdicts["table1.dot.fps"].reason == "the paper does not say at which batch it measured on its RTX 3090"
+    assert (
+        judged.verdicts["table1.dot.fps"].reason == "the paper does not say at which batch it measured on its RTX 3090"
+    )
     assert judged.verdicts["table1.dot.fps"].command == "none"
     assert judged.verdicts["table5.cswin_b.params_m"].reason == "CSWin is not built in this project"
 
 
 def test_the_rows_of_vmamba_are_its_authors_counts_or_those_of_its_first_release(judged):
-    """T of the left half of Table 8 and of Table 9 is the later model; that of Table 5 and of the right half is the first, `s2l5`."""
-    rows = (r"table5\.vmamba_\w\.(params_m|macs_g)", r"table8_\dx\.vmamba_\w\.macs_g", r"table9\.vmamba_\w\.(params_m|macs_g)")
+    """T of the left half of Table 8 and of Table 9 is the later model; that of Table 5 and of the right half is the
+    first, `s2l5`.
+    """
+    rows = (
+        r"table5\.vmamba_\w\.(params_m|macs_g)",
+        r"table8_\dx\.vmamba_\w\.macs_g",
+        r"table9\.vmamba_\w\.(params_m|macs_g)",
+    )
     assert statuses(judged, *rows) == {
         "differs, explained": ["table5.vmamba_t.params_m", "table8_3x.vmamba_t.macs_g"],
         "matched": [f"table5.vmamba_{size}.params_m" for size in "sb"],
@@ -184,7 +214,10 @@ def test_what_is_not_measured_names_a_cell_that_would_measure_it(judged):
     named = {re.search(r"repro (\w+ --cell \w+)", command.partition(" && ")[2])[1] for command in commands}
     assert len(named) > 50 and named <= cells
     # nothing would measure these
-    assert judged.verdicts["table8_1x.vmamba_t.ap_box_percent"].command == "none: profiles/paper.yaml has no cell that trains it so"
+    assert (
+        judged.verdicts["table8_1x.vmamba_t.ap_box_percent"].command
+        == "none: profiles/paper.yaml has no cell that trains it so"
+    )
     assert judged.verdicts["table10.dit3_b_2.is"].command == "none"
 
 
@@ -193,8 +226,12 @@ def test_trainings_with_and_without_mesa_and_of_12_and_36_epochs_are_told_apart(
     full = {"classes": 1000, "data": "imagenet"}
     mesa = {"weight": 1.0, "temperature": 1.0, "start_fraction": 0.25}
     checkout.train("baselines/plain", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=83.41, **full)
-    checkout.train("baselines/with", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=84.02, mesa=mesa, **full)
-    checkout.train("baselines/small", "hvit3_small_224", "imagenet", held_out_images=50_000, top1=84.9, mesa=mesa, **full)
+    checkout.train(
+        "baselines/with", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=84.02, mesa=mesa, **full
+    )
+    checkout.train(
+        "baselines/small", "hvit3_small_224", "imagenet", held_out_images=50_000, top1=84.9, mesa=mesa, **full
+    )
     for epochs, score in ((36, 48.9), (12, 47.3)):
         scores = {"ap_box_percent": score, "init": init, "epochs": epochs, "image_size": 800}
         checkout.train(f"detect/{epochs}", "hvit3_tiny_224", "coco", held_out_images=5000, **scores)
@@ -203,7 +240,14 @@ def test_trainings_with_and_without_mesa_and_of_12_and_36_epochs_are_told_apart(
     assert [found[f"{row}.top1_percent"].ours for row in asked] == [83.41, 84.02, None, 84.9]
     assert [found[f"table8_{schedule}.h_vit3_t.ap_box_percent"].ours for schedule in ("1x", "3x")] == [47.3, 48.9]
     # nobody knows how an official file was trained
-    evaluated = {"model": "hvit3_base_224", "options": {}, "data": "imagenet", "kind": "imagenet", "image_size": 224, "split": "val"}
+    evaluated = {
+        "model": "hvit3_base_224",
+        "options": {},
+        "data": "imagenet",
+        "kind": "imagenet",
+        "image_size": 224,
+        "split": "val",
+    }
     checkout.record("measured/gpu/evaluate/b", {**evaluated, "held_out_images": 50_000, "top1_percent": 84.9})
     found = JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES)).verdicts
     assert {found[f"{table}.h_vit3_b.top1_percent"].ours for table in ("table5", "table5_mesa")} == {None}
@@ -227,7 +271,9 @@ def test_a_distance_to_other_pictures_is_never_judged(checkout):
 
 
 def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
-    """31 variants, which stand in a section of their own, an H-ViT3, a ViT3, which both papers compare, and a ResNet, which none names."""
+    """31 variants, which stand in a section of their own, an H-ViT3, a ViT3, which both papers compare, and a ResNet,
+    which none names.
+    """
     for name, options in VARIANTS.items():
         about = {"held_out_images": 9, "options": options, "top1": 50.0}
         checkout.train(f"measured/cpu/ablate/vit3/digits/{name}", "study_nano_patch4_32", "digits", **about)
@@ -241,7 +287,9 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
         return sorted(re.findall(r"(?m)^\| `(.*?)` ", section))
 
     shared = "measured/cpu/baselines/"
-    assert listed(checkout.paper) == [shared + name for name in ("resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144")]
+    assert listed(checkout.paper) == [
+        shared + name for name in ("resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144")
+    ]
     assert listed(PAPER) == [f"{shared}hvit3_nano_144", f"{shared}vit3_nano_patch16_144"]
 
 
@@ -250,10 +298,27 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
     for folder, two_layers, word in (("digits", 1.2, "ordering seen"), ("other", 0.8, "ordering contradicted")):
         losses = {"fc": 1.0, "mlp": two_layers, "layers3": 1.4}
         for name, loss in losses.items():
-            about = {"options": VARIANTS[name], "data": folder, "image_size": 32, "epochs": 16, "top1": (50.0, 51.0, 52.0)}
-            checkout.train(f"measured/cpu/ablate/vit3/{folder}/{name}", "study_nano_patch4_32", "digits", held_out_images=359, **about)
+            about = {
+                "options": VARIANTS[name],
+                "data": folder,
+                "image_size": 32,
+                "epochs": 16,
+                "top1": (50.0, 51.0, 52.0),
+            }
+            checkout.train(
+                f"measured/cpu/ablate/vit3/{folder}/{name}",
+                "study_nano_patch4_32",
+                "digits",
+                held_out_images=359,
+                **about,
+            )
             rows = [
-                {"seed": seed, "epoch": epoch, "train_loss": loss + 1 / epoch + wobble * (name == "mlp"), "top1_percent": 50.0}
+                {
+                    "seed": seed,
+                    "epoch": epoch,
+                    "train_loss": loss + 1 / epoch + wobble * (name == "mlp"),
+                    "top1_percent": 50.0,
+                }
                 for seed, wobble in enumerate((-0.01, 0.0, 0.01))
                 for epoch in (2, 16)
             ]
@@ -266,7 +331,10 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
         text = render_markdown([section]).partition(f" on {folder}, ")[2]
         (row,) = [line for line in text.splitlines() if line.startswith("| two layers > one layer |")]
         # t of two degrees of freedom: 4.3027 * 0.01 / sqrt(3) = 0.0248
-        assert f"| {two_layers - 1:+.4f} [{two_layers - 1 - 0.0248:+.4f}, {two_layers - 1 + 0.0248:+.4f}] |" in row and word in row
+        assert (
+            f"| {two_layers - 1:+.4f} [{two_layers - 1 - 0.0248:+.4f}, {two_layers - 1 + 0.0248:+.4f}] |" in row
+            and word in row
+        )
     folder = checkout.paths.root / "drawn"
     draw_variants(report, folder)
     assert {"vit3_fig3_digits.png", "vit3_fig3_other.png"} <= {file.name for file in folder.iterdir()}
@@ -275,10 +343,15 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
 def test_the_page_is_written_from_it(judged):
     page = render_markdown(build_document(judged))
     assert (
-        page.startswith("# ViT³: the paper's numbers and ours\n") and "No variant is trained yet: `repro ablate --paper vit3 --all`" in page
+        page.startswith("# ViT³: the paper's numbers and ours\n")
+        and "No variant is trained yet: `repro ablate --paper vit3 --all`" in page
     )
     assert "27 of 27 match" in page and "the paper's batch, which it does not name" in page
-    assert "0 of 27 match, 27 agree by a fitted convention" in page and "more, in vit3.claims.json)" in page and "claims.csv" not in page
+    assert (
+        "0 of 27 match, 27 agree by a fitted convention" in page
+        and "more, in vit3.claims.json)" in page
+        and "claims.csv" not in page
+    )
 
 
 def test_numbers_of_the_ledger_are_the_papers():
@@ -290,11 +363,21 @@ def test_numbers_of_the_ledger_are_the_papers():
 
     assert printed("table1", "rmse", "params_m", "macs_g", "fps", "top1_percent") == ["23.5", "4.63", "1269", "78.8"]
     assert printed("table2", "e4_n1", "params_m", "macs_g", "fps", "top1_percent") == ["23.5", "5.27", "659", "57.0"]
-    assert [row["top1_percent"] for row in records["table3"].values()] == "77.5 78.1 78.7 78.9 78.9 76.7 76.9 78.7".split()
+    assert [
+        row["top1_percent"] for row in records["table3"].values()
+    ] == "77.5 78.1 78.7 78.9 78.9 76.7 76.9 78.7".split()
     assert printed("table4", "dwconv", "params_m", "macs_g", "fps", "top1_percent") == ["22.9", "4.25", "1366", "80.1"]
     assert printed("table5", "h_vit3_b", "params_m", "macs_g", "top1_percent") == ["94", "16.7", "84.9"]
     assert printed("table7", "vit3_s", "params_m", "macs_g", "top1_percent") == ["24", "4.8", "81.6"]
-    last = ("macs_g", "ap_box_percent", "ap50_box_percent", "ap75_box_percent", "ap_mask_percent", "ap50_mask_percent", "ap75_mask_percent")
+    last = (
+        "macs_g",
+        "ap_box_percent",
+        "ap50_box_percent",
+        "ap75_box_percent",
+        "ap_mask_percent",
+        "ap50_mask_percent",
+        "ap75_mask_percent",
+    )
     assert printed("table8_1x", "h_vit3_s", *last) == "349 49.1 71.5 53.7 44.1 68.4 47.4".split()
     assert printed("table8_3x", "h_vit3_b", *last) == "510 51.0 72.1 55.9 45.3 69.3 49.1".split()
     assert printed("table9", "h_vit3_b", "params_m", "macs_g", "miou_percent") == ["124", "1195", "51.7"]
@@ -303,26 +386,32 @@ def test_numbers_of_the_ledger_are_the_papers():
         == "134 23.35 39.31 36.99 0.51 0.62".split()
     )
     # rows as the paper has them: 17, 16 and a half-printed one, 20 with FasterViT, 12
-    assert [len(records[name]) for name in ("table5", "table8_1x", "table8_3x", "table9", "table10", "table10_dit")] == [
-        34,
-        16,
-        18,
-        20,
-        6,
-        6,
-    ]
+    assert [
+        len(records[name]) for name in ("table5", "table8_1x", "table8_3x", "table9", "table10", "table10_dit")
+    ] == [34, 16, 18, 20, 6, 6]
 
 
 @pytest.mark.parametrize(
     ("size", "row", "params", "neck_and_heads"),
-    [("tiny", "h_vit3_t", 57_903_094, 842.43), ("small", "h_vit3_s", 83_561_590, 842.43), ("base", "h_vit3_b", 124_407_942, 844.92)],
+    [
+        ("tiny", "h_vit3_t", 57_903_094, 842.43),
+        ("small", "h_vit3_s", 83_561_590, 842.43),
+        ("base", "h_vit3_b", 124_407_942, 844.92),
+    ],
 )
 def test_uperhead_by_the_official_counts(size, row, params, neck_and_heads):
-    """Parameters of the segmenters as built from the official modules; the head's products alone, without norms and interpolation."""
+    """Parameters of the segmenters as built from the official modules; the head's products alone, without norms and
+    interpolation.
+    """
     assert H_VIT3[size][0] + formulas.upernet_params_m(row) * 10**6 == params
     grids = [512 * 2048 // side**2 for side in (4, 8, 16, 32)]
-    norms = 2 * 512 * (50 + grids[3] + 2 * sum(grids[:3]) + grids[0]) + 4 * 512 * (4 * grids[3] + sum(grids[:3]) + 3 * grids[0])
-    maps = 5 * sum(grid * width for grid, width in zip(grids, formulas.STAGES[row], strict=True)) - 1000 * formulas.STAGES[row][3]
+    norms = 2 * 512 * (50 + grids[3] + 2 * sum(grids[:3]) + grids[0]) + 4 * 512 * (
+        4 * grids[3] + sum(grids[:3]) + 3 * grids[0]
+    )
+    maps = (
+        5 * sum(grid * width for grid, width in zip(grids, formulas.STAGES[row], strict=True))
+        - 1000 * formulas.STAGES[row][3]
+    )
     assert round(float(formulas.upernet_macs_g(row, 512, 2048)) - (norms + maps) / 1e9, 2) == neck_and_heads
 
 
@@ -331,14 +420,20 @@ def test_mask_rcnn_by_the_official_counts(row, fpn):
     """FPN, RPN 50.62, box head 14.30 and mask head 52.99 of the official modules."""
     grids, widths = [64_000, 16_000, 4_000, 1_000], formulas.STAGES[row]
     beside = 256 * 84_000 + 5 * sum(grid * width for grid, width in zip(grids, widths, strict=True)) - 1000 * widths[3]
-    assert float(formulas.mask_rcnn_macs_g(row, 800, 1280)) - beside / 1e9 == pytest.approx(fpn + 50.62 + 14.30 + 52.99, abs=0.02)
+    assert float(formulas.mask_rcnn_macs_g(row, 800, 1280)) - beside / 1e9 == pytest.approx(
+        fpn + 50.62 + 14.30 + 52.99, abs=0.02
+    )
 
 
 def test_vit3_by_the_text_is_the_model_less_one_head():
-    """The released model has the convolution beside all heads: its q, k, v and its part of the projection, and a gated head more."""
+    """The released model has the convolution beside all heads: its q, k, v and its part of the projection, and a gated
+    head more.
+    """
     for size, width, heads in (("tiny", 192, 6), ("small", 384, 6), ("base", 768, 12)):
         d, model = width // heads, cost(f"vit3_{size}_patch16_224", {}, (224, 224)).num_params
-        assert model - formulas.vit3_params_m(width, heads) * 10**6 == 12 * (width * 3 * d + 3 * d + d * width + 2 * d * d)
+        assert model - formulas.vit3_params_m(width, heads) * 10**6 == 12 * (
+            width * 3 * d + 3 * d + d * width + 2 * d * d
+        )
 
 
 def test_compute_of_an_inner_module():
@@ -383,7 +478,9 @@ def test_the_orders_are_those_of_the_tables():
     # no order of the text is against the printed numbers
     for place, pairs in orders.items():
         for better, worse in pairs:
-            theirs = [float(PAPER.ledger.entries[f"{ROWS[place][name]}.top1_percent"].printed) for name in (better, worse)]
+            theirs = [
+                float(PAPER.ledger.entries[f"{ROWS[place][name]}.top1_percent"].printed) for name in (better, worse)
+            ]
             assert theirs[0] > theirs[1], (place, better, worse)
 
 
@@ -401,14 +498,26 @@ def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
     prepared = load_yaml(ROOT / "params.yaml")["prepare_data"]
     (tmp_path / "params.yaml").write_text(json.dumps({"pretrain": {"mine": cell}, "prepare_data": prepared}))
     params = vary_recipe(load_grid("vit3"), "glu", Paths(tmp_path), data=None, seeds=(0, 1), epochs=None)
-    assert (params.model, params.epochs, params.seeds, params.options) == ("study_nano_patch16_144", 3, (0, 1), {"inner_model": "glu"})
+    assert (params.model, params.epochs, params.seeds, params.options) == (
+        "study_nano_patch16_144",
+        3,
+        (0, 1),
+        {"inner_model": "glu"},
+    )
 
 
 def test_trained_variants_are_judged_by_the_rules_of_every_paper(checkout):
     """Three seeds whose accuracies are in the paper's order of Table 1, four points apart."""
     ladder = ["mae", "smooth_l1", "rmse", "mlp", "mse"]
     for rank, name in enumerate(ladder):
-        about = {"options": VARIANTS[name], "data": "digits", "image_size": 32, "epochs": 16, "num_params": 7, "macs_g": 1.0}
+        about = {
+            "options": VARIANTS[name],
+            "data": "digits",
+            "image_size": 32,
+            "epochs": 16,
+            "num_params": 7,
+            "macs_g": 1.0,
+        }
         top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
         folder = f"measured/cpu/ablate/vit3/digits/{name}"
         checkout.train(folder, "study_nano_patch4_32", "digits", held_out_images=100_000, top1=top1, **about)

@@ -1,4 +1,6 @@
-"""What the page of ViT³ says of denoisers that were trained by hand; intervals by hand with t = 4.3027 of two degrees of freedom."""
+"""What the page of ViT³ says of denoisers that were trained by hand; intervals by hand with t = 4.3027 of two degrees
+of freedom.
+"""
 
 import pytest
 from PIL import Image
@@ -19,7 +21,14 @@ def train(checkout, name, model, losses, judged=(90.0, 95.0, 100.0), device="cpu
         {"seed": seed, "held_out_mse": loss, "judged_percent": share, "real_judged_percent": 97.5} | SHARED
         for seed, (loss, share) in enumerate(zip(losses, judged, strict=False))
     ]
-    about = {"by_seed": runs, "held_out_mse": sum(losses) / len(losses), "epochs": 22, "steps": 2200, "batch_size": 32, "image_size": 8}
+    about = {
+        "by_seed": runs,
+        "held_out_mse": sum(losses) / len(losses),
+        "epochs": 22,
+        "steps": 2200,
+        "batch_size": 32,
+        "image_size": 8,
+    }
     folder = f"measured/{device}/generate/{name}"
     checkout.train(folder, model, "digits", held_out_images=359, split="test", **{**about, **more})
     picture = checkout.paths.results / folder / "examples/samples.png"
@@ -51,7 +60,8 @@ def test_the_table_has_means_and_intervals(three):
         in found
     )
     assert "50 steps of DDPM with guidance 2." in found and "nothing here is compared with it" in found
-    shares = "95.0 % [82.6, 100.0] | 97.5 % | cpu: some processor, 2 threads; outside the pipeline |"  # no share is above 100 %
+    # no share is above 100 %
+    shares = "95.0 % [82.6, 100.0] | 97.5 % | cpu: some processor, 2 threads; outside the pipeline |"
     assert f"| `dit3_nano_patch1` | 169,681 | 3 | 0.0520 [0.0470, 0.0570] | {shares}" in found
     rows = [line.split("`")[1] for line in found.splitlines() if line.startswith("| `dit")]
     assert rows == ["dit3_nano_patch1", "dit_nano_patch1[cpe=True]", "dit_nano_patch1"]  # by their losses
@@ -59,9 +69,13 @@ def test_the_table_has_means_and_intervals(three):
 
 def test_losses_are_compared_seed_by_seed(three):
     found = blocks(three)
-    assert "`dit3_nano_patch1` against `dit_nano_patch1`: the loss is lower by 0.0052 [0.0044, 0.0059] over 3 seeds." in found
     assert (
-        "against `dit_nano_patch1[cpe=True]`: the losses are not separated; they differ by 0.0003 [-0.0025, 0.0032] over 3 seeds." in found
+        "`dit3_nano_patch1` against `dit_nano_patch1`: the loss is lower by 0.0052 [0.0044, 0.0059] over 3 seeds."
+        in found
+    )
+    assert (
+        "against `dit_nano_patch1[cpe=True]`: the losses are not separated; they differ by 0.0003 [-0.0025, 0.0032] over 3 seeds."
+        in found
     )
 
 
@@ -91,12 +105,17 @@ def test_samples_stand_beside_each_other_with_links_from_each_page(three):
     assert row.count("![") == 3 and "](../results/measured/cpu/generate/dit3_3seeds/examples/samples.png)" in row
     report = JUDGE(PAPER, Results(three.paths, [PAPER], SCORES))
     page = render_markdown(build_document(report), "../")
-    assert "\n## Generation on embedded digits\n" in page and "](../measured/cpu/generate/dit_3seeds/examples/samples.png)" in page
+    assert (
+        "\n## Generation on embedded digits\n" in page
+        and "](../measured/cpu/generate/dit_3seeds/examples/samples.png)" in page
+    )
 
 
 def test_without_a_judge_there_is_no_share(checkout):
     train(checkout, "dit", "dit_nano_patch1", (0.06,))
-    runs = [{"seed": 0, "held_out_mse": 0.06, "judged_percent": None, "judged_percent_reason": "no judge is named"} | SHARED]
+    runs = [
+        {"seed": 0, "held_out_mse": 0.06, "judged_percent": None, "judged_percent_reason": "no judge is named"} | SHARED
+    ]
     checkout.train("measured/cpu/generate/dit", "dit_nano_patch1", "digits", held_out_images=359, by_seed=runs, held_out_mse=0.06,
                    epochs=22, steps=2200, batch_size=32, image_size=8)  # fmt: skip
     assert "| 0.0600 | – | – |" in blocks(checkout) and "scored on the 359 images of val." in blocks(checkout)

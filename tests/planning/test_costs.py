@@ -26,7 +26,11 @@ def make_planner(root, stage, rates=GIVEN):
     def prepared(kind, classes, train):
         return SimpleNamespace(kind=kind, expected=SimpleNamespace(classes=classes, train=train))
 
-    data = {"digits": prepared("digits", 10, 1438), "photos": prepared("imagenet", 1000, 1_281_167), "coco": prepared("coco", 80, 118_287)}
+    data = {
+        "digits": prepared("digits", 10, 1438),
+        "photos": prepared("imagenet", 1000, 1_281_167),
+        "coco": prepared("coco", 80, 118_287),
+    }
     results = Results(Paths(root), load_papers().values(), {})
     return Planner(stage=stage, paths=Paths(root), rates=rates, results=results, data=data)
 
@@ -41,7 +45,8 @@ def make_params(transform, **changes):
 @pytest.mark.parametrize(
     ("changes", "seconds", "copies", "basis"),
     [
-        # 2 epochs of 1438 images at 7.19 images per second; three states of weights and two moments, and the weights twice
+        # 2 epochs of 1438 images at 7.19 images per second; three states of weights and two moments, and the weights
+        # twice
         ({}, 400, 11, "2 epochs of 1,438 images at 7 img/s, given"),
         ({"snapshot_epochs": (0, 2)}, 400, 11 + 3 * 2, "2 epochs of 1,438 images at 7 img/s, given"),
         ({"ema_decay": 0.99}, 400, 11 + 3, "2 epochs of 1,438 images at 7 img/s, given"),
@@ -64,7 +69,9 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
 
 def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data(tmp_path):
     planner = make_planner(tmp_path, "ablate", Rates(tflops=1e-3, utilisation=0.5))
-    (row,) = costs.charge_classification(planner, {"nano": make_params({"image_size": 64}, data="photos", options={"design": "conv2d"})})
+    (row,) = costs.charge_classification(
+        planner, {"nano": make_params({"image_size": 64}, data="photos", options={"design": "conv2d"})}
+    )
     macs = cost(NANO, {"num_classes": 1000}, (64, 64)).macs
     assert row.hours * 3600 == pytest.approx(2 * 1_281_167 * 3 * 2 * macs / 0.5e9)
     assert row.basis.endswith(", estimated") and row.note and row.gives == {("accuracy", "imagenet", NANO)}
@@ -74,9 +81,21 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
     ("charge", "transform", "changes", "images", "image_size"),
     [
         # 12 passes over COCO at the largest scale, whose sides 800 and 1333 are padded to multiples of 32
-        (costs.charge_detection, {"min_size": (480, 800), "max_size": 1333}, {"epochs": 12, "data": "coco"}, 12 * 118_287, (800, 1344)),
+        (
+            costs.charge_detection,
+            {"min_size": (480, 800), "max_size": 1333},
+            {"epochs": 12, "data": "coco"},
+            12 * 118_287,
+            (800, 1344),
+        ),
         # 10 times 16,000 steps of 16 crops, for two seeds
-        (costs.charge_segmentation, {"crop_size": 512}, {"epochs": 10, "steps_per_epoch": 16_000, "seeds": (0, 1)}, 5_120_000, (512, 512)),
+        (
+            costs.charge_segmentation,
+            {"crop_size": 512},
+            {"epochs": 10, "steps_per_epoch": 16_000, "seeds": (0, 1)},
+            5_120_000,
+            (512, 512),
+        ),
     ],
 )
 def test_dense_tasks_by_hand(tmp_path, charge, transform, changes, images, image_size):
@@ -97,7 +116,9 @@ def test_a_detector_takes_a_measured_speed_of_its_own_stage_alone(tmp_path):
     cells = {"nano": make_params({"min_size": (32,), "max_size": 32}, options={})}
     (row,) = costs.charge_detection(make_planner(tmp_path, "detect", Rates(gpu="L40S")), cells)
     assert row.hours == pytest.approx(2 * 1438 / 4 / 3600) and row.basis == "2,876 images at 4 img/s, measured"
-    (row,) = costs.charge_segmentation(make_planner(tmp_path, "segment"), {"nano": make_params({"crop_size": 32}, options={})})
+    (row,) = costs.charge_segmentation(
+        make_planner(tmp_path, "segment"), {"nano": make_params({"crop_size": 32}, options={})}
+    )
     assert row.basis.endswith("estimated")
     (row,) = costs.charge_classification(
         make_planner(tmp_path, "ablate", Rates(gpu="L40S")), {"nano": make_params({"image_size": 32}, options={})}
@@ -114,7 +135,11 @@ def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):
     planner = make_planner(tmp_path, "prepare_data")
     found = planner.find_data("nano", "digits")
     assert (found.kind, found.classes, found.images) == ("digits", 3, 100)
-    cells = {"digits": planner.data["digits"], "photos": planner.data["photos"], "other": SimpleNamespace(kind="digits")}
+    cells = {
+        "digits": planner.data["digits"],
+        "photos": planner.data["photos"],
+        "other": SimpleNamespace(kind="digits"),
+    }
     sizes = [(row.disk_gb, row.basis) for row in costs.charge_data(planner, cells)]
     assert sizes == [
         (14_000 / 1e9, "CPU only; size from its manifest"),
@@ -138,12 +163,16 @@ def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
     op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
     sizes = {size: {"vittt": f"v_{size}", "baseline": f"d_{size}"} for size in "TS"}
     params = build(
-        EfficiencyParams, {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0, "op": op}, "efficiency"
+        EfficiencyParams,
+        {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0, "op": op},
+        "efficiency",
     )
     (row,) = costs.charge_efficiency(make_planner(tmp_path, "efficiency"), params)
     # Vittt, DeiT with two kinds of attention, for two sizes, and one more model, at three image sizes
     assert row.hours == (2 * 3 + 1) * 3 * 600 / 3600 and row.basis == "at most: 21 rows of 600 s"
-    assert row.gives == {(kind, model, "") for kind in ("fps", "memory_mib") for model in ("v_T", "v_S", "d_T", "d_S", "o")}
+    assert row.gives == {
+        (kind, model, "") for kind in ("fps", "memory_mib") for model in ("v_T", "v_S", "d_T", "d_S", "o")
+    }
 
 
 @pytest.mark.parametrize(
@@ -156,7 +185,9 @@ def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
 )
 def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
     with pytest.raises(UserError) as error:
-        costs.charge_classification(make_planner(tmp_path, "pretrain"), {"nano": make_params({"image_size": 32}, **changes)})
+        costs.charge_classification(
+            make_planner(tmp_path, "pretrain"), {"nano": make_params({"image_size": 32}, **changes)}
+        )
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -165,7 +196,9 @@ def make_stage(cost, params=None, cells=False):
 
 
 def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch):
-    """By a table of made-up stages: what has no row is listed as unknown, what is free is not listed, and its params are not read."""
+    """By a table of made-up stages: what has no row is listed as unknown, what is free is not listed, and its params
+    are not read.
+    """
     params = build(ComplexityParams, {"sizes": {}, "groups": []}, "complexity")
     seen = []
 
@@ -185,12 +218,20 @@ def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch
     file = tmp_path / "params.yaml"
     file.write_text(f"runtime: {{}}\nother: {{}}\nmany: {{a: {empty}}}\nfree: {{odd: 1}}\nnone:\nsingle: {empty}\n")
     plan = plan_costs(stages, file, Paths(tmp_path), Rates())
-    assert [row.command for row in plan.rows] == ["dvc repro other", "dvc repro many", "dvc repro none", "dvc repro single"]
+    assert [row.command for row in plan.rows] == [
+        "dvc repro other",
+        "dvc repro many",
+        "dvc repro none",
+        "dvc repro single",
+    ]
     assert seen == [("many", {"a": params}), ("none", {}), ("single", params)]
     assert (plan.total("hours"), plan.total("disk_gb"), plan.unknown) == (3.0, 6.0, ["dvc repro other"])
     with pytest.raises(UserError, match="^plan: --img-per-s m: no cell trains this model$"):
         plan_costs(stages, file, Paths(tmp_path), Rates(given={"m": 1.0}))
-    for wrong, message in (("many: [1]", "many: expected a mapping of cells"), ("many: {a: {odd: 1}}", "many.a.odd: unknown key")):
+    for wrong, message in (
+        ("many: [1]", "many: expected a mapping of cells"),
+        ("many: {a: {odd: 1}}", "many.a.odd: unknown key"),
+    ):
         file.write_text(f"{wrong}\n")
         with pytest.raises(UserError, match=f"^{message}"):
             plan_costs(stages, file, Paths(tmp_path), Rates())
@@ -198,7 +239,10 @@ def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch
 
 def test_which_numbers_the_rows_cover():
     a, b, c = (("accuracy", "coco", name) for name in "abc")
-    rows = [PlanRow(command=name, hours=None, disk_gb=0.0, basis="", gives=frozenset({m})) for name, m in (("a", a), ("b", b))]
+    rows = [
+        PlanRow(command=name, hours=None, disk_gb=0.0, basis="", gives=frozenset({m}))
+        for name, m in (("a", a), ("b", b))
+    ]
     plan = CostPlan(rows, {"Table 1": [{a}, {a, b}, {b, c}, set()], "Table 2": [{c}]})
     assert plan.count_covered() == {"Table 1": (2, 4), "Table 2": (0, 1)}
     assert plan.find_places(rows[0]) == {"Table 1": 2} and plan.find_places(rows[1]) == {"Table 1": 2}

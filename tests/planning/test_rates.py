@@ -29,10 +29,18 @@ def test_an_estimate_is_three_forward_passes_of_two_flop_per_multiply_add():
 
 def test_a_measured_speed_is_the_slowest_of_one_gpu():
     l40s = "cuda: NVIDIA L40S"
-    useless = [("m", "pretrain", "cpu: AMD EPYC", 1.0, 1), ("other", "pretrain", l40s, 1.0, 1), ("m", "pretrain", l40s, 1.0, None)]
+    useless = [
+        ("m", "pretrain", "cpu: AMD EPYC", 1.0, 1),
+        ("other", "pretrain", l40s, 1.0, 1),
+        ("m", "pretrain", l40s, 1.0, None),
+    ]
     useless.append(("m", "detect", l40s, 1.0, 1))
     assert find_measured(make_results(*useless), "m", ("pretrain", "ablate"), "L40S") is None
-    measured = [("m", "pretrain", l40s, 2000.0, 2), ("m", "ablate", l40s, 3000.0, 1), ("m", "ablate", "cuda: NVIDIA H200", 1.0, 1)]
+    measured = [
+        ("m", "pretrain", l40s, 2000.0, 2),
+        ("m", "ablate", l40s, 3000.0, 1),
+        ("m", "ablate", "cuda: NVIDIA H200", 1.0, 1),
+    ]
     found = find_measured(make_results(*measured, *useless), "m", ("pretrain", "ablate"), "l40s")
     assert (found.img_per_s, found.source) == (1000.0, "measured")
     assert "NVIDIA L40S" in found.note and "results/measured/device/pretrain/cell.json" in found.note
@@ -57,7 +65,9 @@ def test_other_texts_are_refused(text):
         parse_rates([text])
 
 
-@pytest.mark.parametrize("change", [{"tflops": 0.0}, {"tflops": float("nan")}, {"utilisation": 30.0}, {"utilisation": 0.0}])
+@pytest.mark.parametrize(
+    "change", [{"tflops": 0.0}, {"tflops": float("nan")}, {"utilisation": 30.0}, {"utilisation": 0.0}]
+)
 def test_assumptions_out_of_range_are_refused(change):
     with pytest.raises(UserError, match=f"^plan: --{next(iter(change))} "):
         Rates(**change)

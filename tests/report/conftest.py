@@ -50,7 +50,13 @@ def visualized() -> dict:
 
     def field(ahead: float, anisotropy: float = 0.1) -> dict:
         weights = "results/pretrain/v/weights.safetensors"
-        return {"share_ahead": ahead, "anisotropy": anisotropy, "radius_90_px": 40.0, "image_size": 144, "weights": weights}
+        return {
+            "share_ahead": ahead,
+            "anisotropy": anisotropy,
+            "radius_90_px": 40.0,
+            "image_size": 144,
+            "weights": weights,
+        }
 
     gradients = {
         name: {"top30_share_percent": share, "ink": {"later_top30_percent": on_ink, "later_percent": 28.0}}
@@ -69,7 +75,9 @@ def visualized() -> dict:
             "DeiT": field(0.5),
             "Vim": field(0.5),
         },
-        "reconstruction_loss": {epoch: {"mean_by_layer": means, "smallest": least} for epoch, (means, least) in losses.items()},
+        "reconstruction_loss": {
+            epoch: {"mean_by_layer": means, "smallest": least} for epoch, (means, least) in losses.items()
+        },
     }
 
 
@@ -118,7 +126,9 @@ class Checkout:
         write_record(self.paths.results / path, metrics, identity, seconds=1.0, name=name)
 
     def count(self, saved: dict | None = None, dwconv: dict | None = None, **rows: tuple) -> None:
-        """complexity rows: `name=(model, options, image size, num_params, macs_g)`; percents saved at 1280, M of the 3×3 convolutions."""
+        """complexity rows: `name=(model, options, image size, num_params, macs_g)`; percents saved at 1280, M of the
+        3×3 convolutions.
+        """
         written = {
             name: {
                 "model": model,
@@ -131,12 +141,26 @@ class Checkout:
             }
             for name, (model, options, size, num_params, macs_g) in rows.items()
         }
-        self.record("complexity", {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}})
+        self.record(
+            "complexity", {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}}
+        )
 
-    def train(self, path: str, model: str, kind: str, *, held_out_images: int, top1: float | tuple[float, ...] = (), **more: Any) -> None:
+    def train(
+        self,
+        path: str,
+        model: str,
+        kind: str,
+        *,
+        held_out_images: int,
+        top1: float | tuple[float, ...] = (),
+        **more: Any,
+    ) -> None:
         """The record of a training cell, with one seed for each of `top1`; `more` overrides and adds."""
         values = top1 if isinstance(top1, tuple) else (top1,)
-        runs = [{"seed": seed, "top1_percent": value, "top1_previous_percent": value - 0.1} for seed, value in enumerate(values)]
+        runs = [
+            {"seed": seed, "top1_percent": value, "top1_previous_percent": value - 0.1}
+            for seed, value in enumerate(values)
+        ]
         scores = {"top1_percent": sum(values) / len(values), "top5_percent": 99.0} if values else {}
         usual = {
             "model": model,
@@ -179,7 +203,9 @@ class Checkout:
             "status": "ok",
             "samples_ms": [],
         }
-        self.record(path, {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}, device)
+        self.record(
+            path, {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}, device
+        )
 
     def results(self) -> Results:
         return Results(self.paths, [self.paper], SCORES)
@@ -192,7 +218,9 @@ class Checkout:
 
     def report_on(self, ledger: str, **more: Any) -> Report:
         """What the records say of a made-up paper; `more` are fields of its `Paper`."""
-        file = self.write("made_up/ledger.yaml", f"paper: {{title: t, version: v, speed_device: L40S, speed_batch: 64}}\n{ledger}")
+        file = self.write(
+            "made_up/ledger.yaml", f"paper: {{title: t, version: v, speed_device: L40S, speed_batch: 64}}\n{ledger}"
+        )
         paper = Paper(id="made_up", name="Made-up", model="Made-up", ledger_file=file, **more)
         results = Results(self.paths, [paper], SCORES)
         return JUDGE(paper, results)

@@ -1,4 +1,6 @@
-"""What a page opens with and README shows: every number from a record, with what it was measured on, whomever it speaks for."""
+"""What a page opens with and README shows: every number from a record, with what it was measured on, whomever it speaks
+for.
+"""
 
 import datetime
 import statistics
@@ -69,7 +71,11 @@ def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **m
 def facts(checkout) -> dict[str, list[str]]:
     """What -> [ours, measured on] of the table on top of the page."""
     block = render_blocks(answer_blocks(checkout.report()))
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()[2:] if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in block.splitlines()[2:]
+        if line.startswith("|")
+    ]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -82,11 +88,13 @@ def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
     assert ours == "Vittt-T/S/B 6.983 / 26.36 / 104 M (paper: 7 / 26 / 102); 4 of 24 match"
     assert scope.startswith(checkout.CPU)
     ours, _ = facts(checkout)["multiply-adds (FLOPs) of the paper's own model"]
-    assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")  # 1.4575 is cut to 1.4, 5.345 rounds to 5.3
+    # 1.4575 is cut to 1.4, 5.345 rounds to 5.3
+    assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")
 
 
 def test_of_the_papers_own_model_as_many_counts_match_as_an_audit_found(checkout):
-    """It counted the built models itself: 23 of 24 parameters, one of them by truncation, and 2 of 25 FLOPs, one by truncation. Since one
+    """It counted the built models itself: 23 of 24 parameters, one of them by truncation, and 2 of 25 FLOPs, one by
+    truncation. Since one
     Conv1d arrives with the gate, which it proposed, all 24 match."""
     sizes = {"T": "tiny", "S": "small", "B": "base"}
     designs = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
@@ -95,7 +103,10 @@ def test_of_the_papers_own_model_as_many_counts_match_as_an_audit_found(checkout
     ]
     cells += [(f"vittt_{sizes[size]}_patch16_224", {}, 224) for size in "SB"]
     costs = [cost(model, options, (size, size)) for model, options, size in cells]
-    written = {f"row{place}": (*cell, found.num_params, found.macs_g) for place, (cell, found) in enumerate(zip(cells, costs, strict=True))}
+    written = {
+        f"row{place}": (*cell, found.num_params, found.macs_g)
+        for place, (cell, found) in enumerate(zip(cells, costs, strict=True))
+    }
     saved = {}
     for size, name in sizes.items():
         ours, theirs = (cost(f"{family}_{name}_patch16_224", {}, (1280, 1280)).macs for family in ("vittt", "deit"))
@@ -113,7 +124,9 @@ def test_of_the_papers_own_model_as_many_counts_match_as_an_audit_found(checkout
     checkout.record("complexity", content["metrics"])
     found = facts(checkout)
     assert found["parameters of the paper's own model"][0].endswith("; 24 of 24 match, 1 of them by truncation")
-    assert found["multiply-adds (FLOPs) of the paper's own model"][0].endswith("; 2 of 25 match, 1 of them by truncation")
+    assert found["multiply-adds (FLOPs) of the paper's own model"][0].endswith(
+        "; 2 of 25 match, 1 of them by truncation"
+    )
 
 
 def test_a_noisy_row_gives_no_ratio(checkout):
@@ -162,12 +175,16 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
 
 def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
     speeds(checkout)
-    text = "# Title\n\n<!-- verdict -->\nold\n<!-- /verdict -->\n\nbetween\n\n<!-- picture -->\n<!-- /picture -->\n\nend\n"
+    text = (
+        "# Title\n\n<!-- verdict -->\nold\n<!-- /verdict -->\n\nbetween\n\n<!-- picture -->\n<!-- /picture -->\n\nend\n"
+    )
     readme = checkout.write("README.md", text)
     run(ReportParams(), checkout.paths, html=False)
     written = readme.read_text(encoding="utf-8")
     blocks = readme_blocks([checkout.report()])
-    expected = text.replace("\nold\n", f"\n{blocks['verdict']}\n").replace("<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n")
+    expected = text.replace("\nold\n", f"\n{blocks['verdict']}\n").replace(
+        "<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n"
+    )
     assert written == expected and "](results/figures/readme_resolution.png)" in written
     assert (checkout.paths.results / "figures" / "readme_resolution.png").is_file()
     checkout.write("README.md", "# Without markers\n")
@@ -189,7 +206,9 @@ def timed(checkout):
     return files
 
 
-def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(checkout, timed):
+def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(
+    checkout, timed
+):
     for gone in (None, timed[0]):
         if gone:
             gone.unlink()
@@ -220,11 +239,15 @@ def test_the_time_of_stages_that_ran_at_once_is_that_of_their_run(checkout, time
 @pytest.mark.parametrize("name", ["verdict", "picture", "papers", "run"])
 def test_this_readme_is_what_the_committed_records_give(committed, name):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0] == readme_blocks(committed)[name]
+    assert (
+        readme.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0] == readme_blocks(committed)[name]
+    )
 
 
 def test_what_the_verdict_says_of_speed_is_what_the_committed_rows_give(committed):
-    """The ratios at the largest size and the sizes up to which the model is slower, recomputed as medians of the record's own rows."""
+    """The ratios at the largest size and the sizes up to which the model is slower, recomputed as medians of the
+    record's own rows.
+    """
     report = committed[0]
     rows = read_json(ROOT / find_speeds(report.paper.contest, report.results).source.path)["metrics"]["rows"]
     runs: dict[tuple, list[float]] = {}
@@ -255,4 +278,7 @@ def test_the_verb_of_the_verdict_follows_the_statuses(statuses, verb):
 
 
 def test_what_nobody_measured_was_not_tested():
-    assert judge_question([SimpleNamespace(status=NOT_MEASURED.word, ours=None)] * 5) == ("were not tested", "5 numbers")
+    assert judge_question([SimpleNamespace(status=NOT_MEASURED.word, ours=None)] * 5) == (
+        "were not tested",
+        "5 numbers",
+    )

@@ -46,13 +46,18 @@ def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_rand
     detector(checkout, "measured/cpu/detect/nano_scenes_random", seeds=3, init=None)
     pipeline = "results/detect/nano_scenes/metrics.json"
     by_hand = [f"results/measured/cpu/detect/nano_scenes_{name}/metrics.json" for name in ("3seeds", "random")]
-    assert drawn(checkout) == {"learning_detect_nano_scenes.png": [pipeline, by_hand[1]], "confusion_detect_nano_scenes.png": [pipeline]}
+    assert drawn(checkout) == {
+        "learning_detect_nano_scenes.png": [pipeline, by_hand[1]],
+        "confusion_detect_nano_scenes.png": [pipeline],
+    }
     detector(checkout, "measured/cpu/detect/nano_scenes_3seeds", seeds=3)
     assert sorted(drawn(checkout)["learning_detect_nano_scenes.png"]) == by_hand
 
 
 def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypatch):
-    """Read from matplotlib itself: seeds, mean, the reported score with its interval, the line without learning; 8 of 10 are 80 %."""
+    """Read from matplotlib itself: seeds, mean, the reported score with its interval, the line without learning; 8 of
+    10 are 80 %.
+    """
     from repro.report import dense
 
     figures, save = [], dense.save_png
@@ -79,7 +84,10 @@ def test_they_stand_below_the_examples_with_their_records(checkout):
     detector(checkout)
     (section,) = examples(checkout.report())
     text = render_blocks(section.blocks)
-    assert "](figures/learning_detect_nano_scenes.png)" in text and f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text
+    assert (
+        "](figures/learning_detect_nano_scenes.png)" in text
+        and f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text
+    )
 
 
 def test_a_damaged_curve_is_an_error_of_one_line(checkout, tmp_path):

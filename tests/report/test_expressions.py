@@ -22,7 +22,9 @@ def test_values_are_exact():
     assert evaluate("2 *\n   3") == 6
 
 
-@pytest.mark.parametrize("wrong", ['__import__("os").name()', "[1, 2]", "a.b if 1 else 2", "1 < 2 < 3", "a", "1 == 1", "f(x=1)"])
+@pytest.mark.parametrize(
+    "wrong", ['__import__("os").name()', "[1, 2]", "a.b if 1 else 2", "1 < 2 < 3", "a", "1 == 1", "f(x=1)"]
+)
 def test_what_is_no_expression_is_refused_when_it_is_parsed(wrong):
     with pytest.raises(ValueError, match="not understood"):
         Expression.parse(wrong)

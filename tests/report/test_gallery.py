@@ -50,7 +50,9 @@ def test_the_pictures_of_figure_3_stand_for_9_and_10(checkout):
     draw(checkout, "visualize/fig3_gradient_magnitude.png")
     found = figures(checkout)
     assert found["3"].count("![") == 1
-    assert all("The pictures of Fig. 3 show it too." in found[number] and "![" not in found[number] for number in ("9", "10"))
+    assert all(
+        "The pictures of Fig. 3 show it too." in found[number] and "![" not in found[number] for number in ("9", "10")
+    )
     assert "no record beside it" in found["3"]
 
 

@@ -1,4 +1,6 @@
-"""report.html: the ledger's rows are those of claims.json, everything is escaped and embedded, and the same records give the same bytes."""
+"""report.html: the ledger's rows are those of claims.json, everything is escaped and embedded, and the same records
+give the same bytes.
+"""
 
 import html.parser
 import re
@@ -80,14 +82,20 @@ def test_the_ledgers_rows_are_those_of_claims_json(checkout):
         "vit3-": "papers/vit3.claims",
     }
     claims = {prefix: checkout.json(f"results/{file}.json") for prefix, file in files.items()}
-    entries = [(f"{prefix}entry-{entry['id']}", entry) for prefix, of_paper in claims.items() for entry in of_paper["entries"]]
+    entries = [
+        (f"{prefix}entry-{entry['id']}", entry) for prefix, of_paper in claims.items() for entry in of_paper["entries"]
+    ]
     rows = [attributes for tag, attributes, _ in elements.found if tag == "tr" and "data-status" in attributes]
     assert [(row["id"], row["data-status"], row["data-kind"]) for row in rows] == [
         (name, entry["status"], entry["kind"]) for name, entry in entries
     ]
     statuses = [text.strip() for _, _, text in elements.all("button", **{"class": "status"})]
-    assert [text.split(" ", 1)[1] for text in statuses] == [entry["status"] for _, entry in entries]  # a mark, and the word
-    chips = [(attributes["data-status"], int(text.split()[-1])) for _, attributes, text in elements.all("button", **{"class": "chip"})]
+    # a mark, and the word
+    assert [text.split(" ", 1)[1] for text in statuses] == [entry["status"] for _, entry in entries]
+    chips = [
+        (attributes["data-status"], int(text.split()[-1]))
+        for _, attributes, text in elements.all("button", **{"class": "chip"})
+    ]
     assert chips == [(status, of_paper["summary"][status]) for of_paper in claims.values() for status in STATUSES]
     assert all(row["data-places"] for row in rows)
 
@@ -98,7 +106,8 @@ def test_what_explains_a_status_stands_in_its_row(checkout):
     elements = Elements(page(checkout))
     about = dict(
         zip(
-            (e["id"] for e in checkout.json("results/claims.json")["entries"]), (t for _, _, t in elements.all("div", **{"class": "about"}))
+            (e["id"] for e in checkout.json("results/claims.json")["entries"]),
+            (t for _, _, t in elements.all("div", **{"class": "about"})),
         )
     )
     for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "mini", "rounding"):
@@ -111,17 +120,24 @@ def test_each_status_has_its_own_words_in_its_row(checkout):
     """What differs says why, what nobody can measure is no contradiction, and what was fitted says to what."""
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
     content = checkout.json("results/complexity/metrics.json")
-    fitted = {"model": "vit_adapter", "options": {"backbone": "vittt_tiny_patch16_224"}, "image_size": [800, 1344], "num_params": 9_228_000}
+    fitted = {
+        "model": "vit_adapter",
+        "options": {"backbone": "vittt_tiny_patch16_224"},
+        "image_size": [800, 1344],
+        "num_params": 9_228_000,
+    }
     content["metrics"]["rows"]["adapted"] = {**fitted, "macs_g": 1.0, "macs_g_paper_convention": 74.3}
     checkout.record("complexity", content["metrics"])
     elements = Elements(page(checkout))
     names = [entry["id"] for entry in checkout.json("results/claims.json")["entries"]]
-    about = dict(zip(names, (text for _, _, text in elements.all("div", **{"class": "about"}))))  # those of the first paper come first
+    # those of the first paper come first
+    about = dict(zip(names, (text for _, _, text in elements.all("div", **{"class": "about"}))))
     assert "why ours differsEq. 13 with MLP, patch convolution and head gives 1.4448" in about["table3.conv2d.macs_g"]
     unmeasurable = about["text.5_3.speedup_1280_b"]
     assert "why nobody can have measured it" in unmeasurable and "contradicts itself" not in unmeasurable
     assert (
-        "why it is no evidence" in about["table2_coco.vittt_t.macs_g"] and "was fitted to the rows" in about["table2_coco.vittt_t.macs_g"]
+        "why it is no evidence" in about["table2_coco.vittt_t.macs_g"]
+        and "was fitted to the rows" in about["table2_coco.vittt_t.macs_g"]
     )
     assert "why it is no evidence" not in about["table1.vittt_t.params_m"]
 
@@ -133,13 +149,21 @@ def test_every_status_has_a_colour():
 
 def test_records_cannot_write_markup(checkout):
     attack = '"><script>alert(1)</script><img src=x onerror=alert(1)>[link](javascript:alert(1))'
-    checkout.record("complexity", {"rows": {}, "saved_at_1280_percent": {"T": 78.68}, "dwconv_params_m": {}}, device=attack)
-    checkout.train(f"pretrain/cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", top1=98.0, held_out_images=360)
-    checkout.speed({"model": f"vittt{attack}", "status": attack, "reason": attack, "throughput_img_per_s": None}, device=attack)
+    checkout.record(
+        "complexity", {"rows": {}, "saved_at_1280_percent": {"T": 78.68}, "dwconv_params_m": {}}, device=attack
+    )
+    checkout.train(
+        f"pretrain/cell{attack.replace('/', '')}", f"vittt{attack}", f"digits{attack}", top1=98.0, held_out_images=360
+    )
+    checkout.speed(
+        {"model": f"vittt{attack}", "status": attack, "reason": attack, "throughput_img_per_s": None}, device=attack
+    )
     elements = Elements(page(checkout))
     assert len(elements.all("script")) == 1
     assert not [
-        each for each in elements.found if any(key.startswith("on") for key in each[1]) or (each[0] == "img" and each[1].get("src") == "x")
+        each
+        for each in elements.found
+        if any(key.startswith("on") for key in each[1]) or (each[0] == "img" and each[1].get("src") == "x")
     ]
     assert not [each for each in elements.found if (each[1].get("href") or "").startswith("javascript")]
     assert attack in "".join(text for _, _, text in elements.all("div", **{"class": "about"}))
@@ -159,8 +183,14 @@ def test_it_stands_alone_and_is_small(committed):
     elements = Elements(text)
     links = [each[1].get("src") or each[1].get("href") for each in elements.found if {"src", "href"} & each[1].keys()]
     # Git does not keep the page itself
-    assert all(link.startswith(("#", "data:image/", "report.html")) or (ROOT / "results" / link).is_file() for link in links)
-    assert not [each for each in elements.found if each[0] in ("link", "iframe", "object")] and "url(" not in text and "@import" not in text
+    assert all(
+        link.startswith(("#", "data:image/", "report.html")) or (ROOT / "results" / link).is_file() for link in links
+    )
+    assert (
+        not [each for each in elements.found if each[0] in ("link", "iframe", "object")]
+        and "url(" not in text
+        and "@import" not in text
+    )
     assert "default-src 'none'" in text
     assert len(text.encode()) < 5e6
     ids = [each[1]["id"] for each in elements.found if "id" in each[1]]
@@ -171,7 +201,9 @@ def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
     tables, text = committed
     elements = Elements(text)
     titles = [each[2] for each in elements.all("h2")]
-    assert [title for title in titles if title != "The ledger"] == [title.replace("`", "") for title in re.findall(r"(?m)^## (.*)", tables)]
+    assert [title for title in titles if title != "The ledger"] == [
+        title.replace("`", "") for title in re.findall(r"(?m)^## (.*)", tables)
+    ]
     pictures = [each for each in elements.all("img") if each[1].get("src")]
     assert len(pictures) == tables.count("![") > 0 and all(each[1]["alt"] for each in pictures)
     assert len(elements.all("button", **{"class": "zoom"})) == len(pictures)

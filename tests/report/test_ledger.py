@@ -1,4 +1,6 @@
-"""The ledger against the paper: the tables' text (paper_tables.txt, from one rendering), and numbers typed from its text."""
+"""The ledger against the paper: the tables' text (paper_tables.txt, from one rendering), and numbers typed from its
+text.
+"""
 
 import dataclasses
 from collections import Counter
@@ -123,9 +125,17 @@ NUMBER = "  - {id: x.y, place: p, says: s, kind: count, values: {a: {printed: 1.
         (NUMBER % ", declared: no.such + 1", ValueError, "x.y_a: no entry no.such"),
         (NUMBER % ", measurable: no.such < 1", ValueError, "x.y_a: no entry no.such"),
         (NUMBER % "" + "explanations: [{ids: [x.z], text: t, source: s}]\n", ValueError, "x.z: no entry x.z"),
-        (NUMBER % "" + "explanations: [{ids: [x.y_a], text: t, shows: no.such}]\n", ValueError, "x.y_a: no entry no.such"),
+        (
+            NUMBER % "" + "explanations: [{ids: [x.y_a], text: t, shows: no.such}]\n",
+            ValueError,
+            "x.y_a: no entry no.such",
+        ),
         (NUMBER % "" + "explanations: [{ids: [x.y_a], text: t}]\n", UserError, "either `shows` or `source`"),
-        (NUMBER % "" + "explanations: [{ids: [x.y_a], text: t, shows: 1 < 2, source: s}]\n", UserError, "either `shows` or `source`"),
+        (
+            NUMBER % "" + "explanations: [{ids: [x.y_a], text: t, shows: 1 < 2, source: s}]\n",
+            UserError,
+            "either `shows` or `source`",
+        ),
     ],
 )
 def test_a_mistake_in_the_ledger_is_an_error(tmp_path, text, error, message):
@@ -146,7 +156,9 @@ def test_a_column_without_a_counterpart_says_why(tmp_path):
     file = tmp_path / "ledger.yaml"
     file.write_text(TABLE % ", reason: it is hard, command: repro hard", encoding="utf-8")
     built, other = load_ledger(file).entries.values()
-    assert (built.ours, built.reason, built.command) == (None, "it is hard", "repro hard") and built.places == ("Table 12",)
+    assert (built.ours, built.reason, built.command) == (None, "it is hard", "repro hard") and built.places == (
+        "Table 12",
+    )
     assert other.reason == "Y is not built in this project"
     for more in ("", ", ours: 1 + 2, reason: r, command: c", ", reason: r", ", ours: 1 + 2, command: c"):
         file.write_text(TABLE % more, encoding="utf-8")
@@ -166,7 +178,11 @@ def test_printed_digits_survive_reading(tmp_path):
         ("it is faster", "a.x_t.fps > 1 and a.x_s.fps > 1 and a.x_b.fps > 1", None),
         ("it is faster", "a.x_s.fps > 1 and a.x_b.fps > 1", "S, B"),
         ("it is faster", 'fps("x_tiny_patch16_224", 224) > 1', "T"),
-        ("it is faster", 'fps("x_tiny_patch16_224", 224) > 1 and a.x_s.fps > 1 and fps("x_base_patch16_224", 224) > 1', None),
+        (
+            "it is faster",
+            'fps("x_tiny_patch16_224", 224) > 1 and a.x_s.fps > 1 and fps("x_base_patch16_224", 224) > 1',
+            None,
+        ),
         ("X-T is faster", "a.x_t.fps > 1", None),
         ("X-S/B are faster than Y-S/B", "a.x_s.fps > 1 and a.x_b.fps > 1", None),
         ("X-S/B are faster than Y-S/B", "a.x_s.fps > 1", "S"),

@@ -49,7 +49,9 @@ def check(checkout, capsys) -> list[str]:
         assert "\n" not in str(error) and "`repro report`" in str(error) and error.exit_code == 1
         found = capsys.readouterr().out.splitlines()
         assert str(error).startswith(f"report: {len(found)} outdated ")
-    assert {file: file.read_bytes() for file in checkout.paths.root.rglob("*") if file.is_file()} == before, "it must write nothing"
+    assert {file: file.read_bytes() for file in checkout.paths.root.rglob("*") if file.is_file()} == before, (
+        "it must write nothing"
+    )
     return [line.removeprefix("report: ").removesuffix(": not what the records and the ledger give") for line in found]
 
 
@@ -86,7 +88,13 @@ def test_a_status_that_is_typed_by_hand_is_found(reported, capsys, name, old, ne
 
 @pytest.mark.parametrize(
     ("block", "old", "new"),
-    first([("verdict", "were not tested", "were all reached"), ("picture", "logarithmic", "linear"), ("verbs", "report", "reports")]),
+    first(
+        [
+            ("verdict", "were not tested", "were all reached"),
+            ("picture", "logarithmic", "linear"),
+            ("verbs", "report", "reports"),
+        ]
+    ),
 )
 def test_a_number_of_readme_that_no_record_has_is_found(reported, capsys, block, old, new):
     edit(reported, "README.md", old, new)
@@ -98,7 +106,12 @@ def test_what_is_missing_or_was_measured_anew_is_found(reported, capsys):
     assert check(reported, capsys) == ["results/claims.csv, which is missing"]
     run(ReportParams(), reported.paths, html=False)
     reported.count(t=(VITTT, {}, 224, 7_983_116, 1.4575))
-    assert check(reported, capsys) == ["README.md, block verdict", "results/claims.csv", "results/claims.json", "results/tables.md"]
+    assert check(reported, capsys) == [
+        "README.md, block verdict",
+        "results/claims.csv",
+        "results/claims.json",
+        "results/tables.md",
+    ]
 
 
 def test_prose_outside_the_blocks_is_nobodys_output(reported, capsys):
@@ -115,12 +128,16 @@ def test_the_command_ends_with_one_line_and_exit_code_1(reported, repro_cli, mon
 
 
 def test_a_narrowed_statement_does_not_load(checkout, tmp_path):
-    """The audit's example: the paper says that ViT3 is far behind in dense tasks, and a ledger asked for S and B, where it is true."""
+    """The audit's example: the paper says that ViT3 is far behind in dense tasks, and a ledger asked for S and B, where
+    it is true.
+    """
     text = checkout.paper.ledger_file.read_text(encoding="utf-8")
     says = "ViT3 is comparable with Vittt in classification, and has a considerable performance gap in dense prediction"
     claim = f"  - id: text.gap\n    place: Section 5.2\n    says: {says}\n    kind: statement\n    holds: %s\n"
     gaps = [f"table2_ade20k.vittt_{size}.miou_percent > table2_ade20k.vit3_{size}.miou_percent" for size in "tsb"]
-    narrowed, whole = (text.replace("claims:\n", "claims:\n" + claim % " and ".join(asked), 1) for asked in (gaps[1:], gaps))
+    narrowed, whole = (
+        text.replace("claims:\n", "claims:\n" + claim % " and ".join(asked), 1) for asked in (gaps[1:], gaps)
+    )
     file = tmp_path / "ledger.yaml"
     file.write_text(narrowed, encoding="utf-8")
     with pytest.raises(ValueError, match="text.gap: the statement is narrowed: it is about more sizes than S, B"):
@@ -133,9 +150,12 @@ def test_a_speed_of_another_device_cannot_take_the_papers_name(checkout):
     """Rows of a CPU in a record that says L40S, and the reverse, are errors; honest rows of either are fine."""
     for device, said in ((checkout.CPU, checkout.L40S), (checkout.L40S, checkout.CPU)):
         checkout.speed(*(row | {"device": device} for row in pair()), device=said)
-        with pytest.raises(UserError, match=f"results/efficiency/metrics.json: a row names the device {device}, and the record {said}"):
+        with pytest.raises(
+            UserError, match=f"results/efficiency/metrics.json: a row names the device {device}, and the record {said}"
+        ):
             checkout.judge()
-    checkout.speed(*(row | {"device": checkout.CPU.replace("2", "4")} for row in pair()), device=checkout.CPU)  # more of its threads
+    # more of its threads
+    checkout.speed(*(row | {"device": checkout.CPU.replace("2", "4")} for row in pair()), device=checkout.CPU)
     assert checkout.judge()[SPEEDUP].status == "not measured"
     checkout.speed(*pair(), device=checkout.CPU)
     assert (checkout.judge()[SPEEDUP].status, checkout.judge()[SPEEDUP].ours) == ("not measured", None)
@@ -159,10 +179,17 @@ def test_a_fitted_row_is_not_called_matched(checkout):
     rows = {}
     for table, image_size in (("table2_coco", [800, 1344]), ("table2_ade20k", [512, 512])):
         for name, printed in checkout.ledger.table(table).records.items():
-            about = {"model": "vit_adapter", "options": {"backbone": printed["model"]}, "image_size": image_size, "num_params": 1}
+            about = {
+                "model": "vit_adapter",
+                "options": {"backbone": printed["model"]},
+                "image_size": image_size,
+                "num_params": 1,
+            }
             rows[f"{table}.{name}"] = {**about, "macs_g": 1.0, "macs_g_paper_convention": float(printed["macs_g"])}
     checkout.record("complexity", {"rows": rows, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
-    compared = [verdict.compared for name, verdict in checkout.judge().items() if re.fullmatch(r"table2_\w+\.\w+\.macs_g", name)]
+    compared = [
+        verdict.compared for name, verdict in checkout.judge().items() if re.fullmatch(r"table2_\w+\.\w+\.macs_g", name)
+    ]
     assert compared == ["fitted"] * 30
 
 
@@ -191,13 +218,16 @@ def test_an_explanation_that_does_not_give_the_printed_number_is_dropped(checkou
     file.write_text(lie, encoding="utf-8")
     checkout.paper = dataclasses.replace(checkout.paper, ledger_file=file)
     verdicts = checkout.judge()
-    # Eq. 13 gives 1.4448 for both designs: it is cut to 1.44, which Table 3 prints for the last row, and 1.42 for the one before
+    # Eq. 13 gives 1.4448 for both designs: it is cut to 1.44, which Table 3 prints for the last row, and 1.42 for the
+    # one before
     assert verdicts["table3.dual.macs_g"].compared == "differs, unexplained"
     assert verdicts["table3.conv2d.macs_g"].compared == "differs, explained"
 
 
 def test_a_setting_that_was_copied_from_the_paper_is_no_match(checkout):
-    """This project's own profile, which repeats the paper's recipe: the audit found 17 such matches, 6 more were arithmetic."""
+    """This project's own profile, which repeats the paper's recipe: the audit found 17 such matches, 6 more were
+    arithmetic.
+    """
     shutil.copy(ROOT / "profiles/paper.yaml", checkout.write("profiles/paper.yaml", ""))
     verdicts = checkout.judge()
     settings = [verdict for verdict in verdicts.values() if verdict.entry.kind in ("setting", "data")]

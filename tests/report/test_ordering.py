@@ -1,4 +1,6 @@
-"""Verdicts on orderings: the statistics against SciPy's and numbers worked out by hand, verdicts on data whose order is known."""
+"""Verdicts on orderings: the statistics against SciPy's and numbers worked out by hand, verdicts on data whose order is
+known.
+"""
 
 import random
 from itertools import combinations
@@ -15,7 +17,8 @@ ORDERS = list(combinations(NAMES, 2))  # the paper has a above b above c above d
 def judge(top1, gain=0.5, images=10_000, classes=10):
     """On the curve's split all are five points better than on the reported one, and gained `gain` points in the end."""
     ends = {
-        name: {seed: (None if gain is None else value + 5 - gain, value + 5) for seed, value in of.items()} for name, of in top1.items()
+        name: {seed: (None if gain is None else value + 5 - gain, value + 5) for seed, value in of.items()}
+        for name, of in top1.items()
     }
     return ordering.judge_ordering(top1, ends, ORDERS, images, classes)
 
@@ -24,12 +27,19 @@ def drawn(means, spread, seeds=3, noise=0, shift=2.0):
     """Accuracies whose seeds shift all variants alike, with a `spread` of each one's own."""
     rng = random.Random(noise)
     shifts = [rng.gauss(0, shift) for _ in range(seeds)]
-    return {name: {s: mean + shifts[s] + rng.gauss(0, spread) for s in range(seeds)} for name, mean in zip(NAMES, means, strict=True)}
+    return {
+        name: {s: mean + shifts[s] + rng.gauss(0, spread) for s in range(seeds)}
+        for name, mean in zip(NAMES, means, strict=True)
+    }
 
 
 def test_a_pair_by_hand():
-    """Differences 1, 2, 3: mean 2, standard deviation 1, t = 2√3 with 2 degrees of freedom, whose 97.5 % point is 4.3027."""
-    (pair,) = ordering.compare_pairs({"a": {0: 51, 1: 53, 2: 55}, "b": {0: 50, 1: 51, 2: 52}}, [("a", "b")], [0, 1, 2], 10_000, 10)
+    """Differences 1, 2, 3: mean 2, standard deviation 1, t = 2√3 with 2 degrees of freedom, whose 97.5 % point is
+    4.3027.
+    """
+    (pair,) = ordering.compare_pairs(
+        {"a": {0: 51, 1: 53, 2: 55}, "b": {0: 50, 1: 51, 2: 52}}, [("a", "b")], [0, 1, 2], 10_000, 10
+    )
     half = 4.302653 / 3**0.5
     assert (pair.difference, pair.low, pair.high) == pytest.approx((2, 2 - half, 2 + half), rel=1e-5)
     # t of 2 degrees of freedom has the distribution function 1/2 + t / (2 sqrt(2 + t²))
@@ -74,7 +84,11 @@ def test_false_alarms_are_rare():
 
 def test_one_pair_that_is_too_close_leaves_the_rest_as_it_is():
     verdict = judge(drawn((80, 77, 74, 74.01), 0.1))
-    assert verdict.word == "not separated" and verdict.why.startswith("5 of 6 pairs are separated;") and "all would need" in verdict.why
+    assert (
+        verdict.word == "not separated"
+        and verdict.why.startswith("5 of 6 pairs are separated;")
+        and "all would need" in verdict.why
+    )
     (close,) = [pair for pair in verdict.pairs if pair.word == "not separated"]
     assert (close.better, close.worse) == ("c", "d")
 
@@ -132,7 +146,9 @@ def test_a_budget_that_says_nothing(top1, gain, why):
 def test_differences_without_any_spread_are_not_certain():
     """Whole images: two accuracies that agree to the image on both seeds differ by a rounding's spread, not by none."""
     step = 100 / 359
-    (pair,) = ordering.compare_pairs({"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}, [("a", "b")], [0, 1], 359, 10)
+    (pair,) = ordering.compare_pairs(
+        {"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}, [("a", "b")], [0, 1], 359, 10
+    )
     assert pair.word == "not separated" and 0 < pair.p < 1
 
 

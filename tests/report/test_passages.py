@@ -1,4 +1,6 @@
-"""Passages of docs/: they are written from the records, between markers; without a record they say so and name the command."""
+"""Passages of docs/: they are written from the records, between markers; without a record they say so and name the
+command.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -30,7 +32,9 @@ def passage(build, checkout) -> str:
 
 
 def detector(checkout, path="detect/nano_scenes", **more):
-    checkout.train(path, "nano", "scenes", held_out_images=100, **{"epochs": 7, **DETECTOR, "without_learning": REFERENCE, **more})
+    checkout.train(
+        path, "nano", "scenes", held_out_images=100, **{"epochs": 7, **DETECTOR, "without_learning": REFERENCE, **more}
+    )
 
 
 @pytest.mark.parametrize(("file", "marker"), PASSAGES)
@@ -44,7 +48,9 @@ def committed() -> dict[tuple[str, str], str]:
     """(page, marker) -> what this checkout's records give."""
     paths, paper = Paths(ROOT), load_primary()
     verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
-    report = judge_paper(paper, Results(paths, [paper], load_scores(paths)), speed_dtype="fp16", verbs=verbs, profile=named)
+    report = judge_paper(
+        paper, Results(paths, [paper], load_scores(paths)), speed_dtype="fp16", verbs=verbs, profile=named
+    )
     return {(file, marker): text for file, marker, text in build_passages(report)}
 
 
@@ -62,10 +68,8 @@ def test_without_a_record_a_passage_is_one_sentence_with_the_command(checkout):
 
 def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout):
     checkout.speed({"model": "a"}, device=checkout.CPU)
-    file, other = (
-        checkout.write("results/speed.md", "a\n<!-- noise -->\nold\n<!-- /noise -->\nb\n"),
-        checkout.write("docs/architecture.md", "c\n"),
-    )
+    file = checkout.write("results/speed.md", "a\n<!-- noise -->\nold\n<!-- /noise -->\nb\n")
+    other = checkout.write("docs/architecture.md", "c\n")
     write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
     said = passage(count_noisy_rows, checkout)
     assert file.read_text(encoding="utf-8") == f"a\n<!-- noise -->\n{said}\n<!-- /noise -->\nb\n"
@@ -89,13 +93,23 @@ def test_pictures_of_a_passage_are_found_from_its_page(checkout):
 
 def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(checkout):
     detector(checkout)
-    intervals = {"ap_box_ci95_percent": [24.0, 26.0], "ap50_box_ci95_percent": [39.0, 41.0], "ap_mask_ci95_percent": [19.0, 20.4]}
+    intervals = {
+        "ap_box_ci95_percent": [24.0, 26.0],
+        "ap50_box_ci95_percent": [39.0, 41.0],
+        "ap_mask_ci95_percent": [19.0, 20.4],
+    }
     detector(checkout, "measured/cpu/detect/nano_scenes_5seeds", init={"weights": "w"}, by_seed=SEEDS, **intervals)
     said = passage(compare_without_learning, checkout)
-    assert "ahead of it in AP50 (+10.0 points); behind it in box AP (-0.5 points) and mask AP (-0.5 points) (one seed)." in said
+    assert (
+        "ahead of it in AP50 (+10.0 points); behind it in box AP (-0.5 points) and mask AP (-0.5 points) (one seed)."
+        in said
+    )
     expected = "behind it in mask AP (-0.5 points); not separated from it in box AP (-0.5 points) (5 seeds)."
     assert f"ahead of it in AP50 (+10.0 points); {expected}" in said
-    assert f"| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | {checkout.CPU}; the mini settings |" in said
+    assert (
+        f"| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | {checkout.CPU}; the mini settings |"
+        in said
+    )
     assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "outside the pipeline" in said
     assert said.count("| without learning | – | – | – | – | 25.5 % | 30.0 % | 20.5 % | – |") == 1
 
@@ -108,7 +122,9 @@ def test_runs_with_other_references_stand_apart_and_classes_are_means_over_seeds
     ]
     for name, reference in (("a", 22.0), ("b", 22.0), ("c", 23.0)):
         without = {"miou_percent": reference, "aacc_percent": 30.0}
-        checkout.train(f"segment/{name}", "nano", "scenes", **{**scores, "by_seed": by_seed, "without_learning": without})
+        checkout.train(
+            f"segment/{name}", "nano", "scenes", **{**scores, "by_seed": by_seed, "without_learning": without}
+        )
     said = passage(compare_without_learning, checkout)
     assert said.count("| segment, scenes |") == 2 and said.count("| without learning |") == 2
     assert "| IoU (%) by class | 7 | sky |" in said and "| `segment/a` | 0.0 | 85.0 |" in said

@@ -18,7 +18,9 @@ VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 def reported(checkout):
     """A checkout with one record of each kind, reported."""
     checkout.count(t=(VITTT, {}, 224, 6_983_116, 1.4575), r4=("regnety_040", {}, 224, 20_646_656, 3.973))
-    checkout.train("pretrain/vittt_nano_digits", "vittt_nano_patch16_144", "digits", top1=98.765, held_out_images=360, epochs=12)
+    checkout.train(
+        "pretrain/vittt_nano_digits", "vittt_nano_patch16_144", "digits", top1=98.765, held_out_images=360, epochs=12
+    )
     checkout.speed(
         {"model": VITTT, "batch_size": 1, "dtype": "fp32"},
         {"model": DEIT, "attention": "unfused", "batch_size": 1, "dtype": "fp32", "throughput_img_per_s": 40.0},
@@ -66,7 +68,12 @@ def test_json_and_csv_hold_every_entry_with_the_same_status(reported):
     assert [row["status"] for row in rows] == [entry["status"] for entry in content["entries"]]
     assert content["summary"]["entries"] == len(rows)
     (vittt,) = [entry for entry in content["entries"] if entry["id"] == "table1.vittt_t.macs_g"]
-    assert (vittt["paper"], vittt["ours"], vittt["status"], vittt["how"]) == ("1.4", 1.4575, "matched, truncated", "truncation")
+    assert (vittt["paper"], vittt["ours"], vittt["status"], vittt["how"]) == (
+        "1.4",
+        1.4575,
+        "matched, truncated",
+        "truncation",
+    )
 
 
 def test_the_same_records_give_the_same_bytes(reported):
@@ -89,7 +96,13 @@ def test_tables_show_paper_ours_and_status(reported):
     assert "| Vittt-T | 7 → 6.983 ✓ | 1.4 → 1.458 ✓ | 77.7 → – |" in table1
     assert "| RegNetY-4G | 12 → 20.65 ≠ᵉ (+8.65) | 4 → 3.973 ✓ | 80.0 → – |" in table1
     assert "6.98 → 6.983 ✓ | 1.44 → 1.458 ≠ᵉ (+0.018)" in section(text, "Table 3")
-    for table, rows in (("Table 1", 35), ("Table 2 (left)", 15), ("Table 2 (right)", 15), ("Table 3", 6), ("Table 4", 5)):
+    for table, rows in (
+        ("Table 1", 35),
+        ("Table 2 (left)", 15),
+        ("Table 2 (right)", 15),
+        ("Table 3", 6),
+        ("Table 4", 5),
+    ):
         lines = [line for line in section(text, table).splitlines() if line.startswith("|")]
         assert len(lines) == rows + 2  # header and rule
 
@@ -107,8 +120,12 @@ def test_speed_names_its_device_and_keeps_out_of_memory_as_a_row(reported):
     assert f"| {DEIT} | unfused | 1280×1280 | 40.0 |" in part
     assert f"| {DEIT} | fused | 1280×1280 | oom |" in part
     assert reported.L40S not in part
-    assert f"elsewhere: 2.5× (2.05 to 3.06) ({reported.CPU}, batch 1, fp32)" in section(page(reported), "Headline claims")
-    assert f"elsewhere: T 2.5× (2.05 to 3.06) ({reported.CPU}, batch 1, fp32)" in section(page(reported), "Headline claims")
+    assert f"elsewhere: 2.5× (2.05 to 3.06) ({reported.CPU}, batch 1, fp32)" in section(
+        page(reported), "Headline claims"
+    )
+    assert f"elsewhere: T 2.5× (2.05 to 3.06) ({reported.CPU}, batch 1, fp32)" in section(
+        page(reported), "Headline claims"
+    )
 
 
 def test_provenance_lists_every_record(reported):
@@ -125,7 +142,12 @@ def test_a_page_is_short_explains_its_marks_and_leads_to_the_others(name):
     assert len(text.encode()) <= 80_000
     links = re.findall(r"\]\(([^)#]*)\)", text.split("\n\n")[1])
     files = {(ROOT / "results" / name).parent.joinpath(link).resolve().relative_to(ROOT).as_posix() for link in links}
-    assert files == {"README.md", "docs/README.md", "results/report.html", *(paper.page for paper in load_papers().values())}
+    assert files == {
+        "README.md",
+        "docs/README.md",
+        "results/report.html",
+        *(paper.page for paper in load_papers().values()),
+    }
     explained = re.findall(r"(?m)^\| (\S) \| ", text.split("\n## How to read this page\n")[1].split("\n## ")[0])
     assert len(explained) <= 6 and {status.text.rstrip("ᵉ") for status in STATUSES.values()} == set(explained)
 

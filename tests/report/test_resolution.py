@@ -31,7 +31,12 @@ def test_accuracies_and_times_stand_in_a_row_for_each_model(checkout):
     record(checkout, noisy=["spread"])
     (section,) = over_resolution(checkout.results())
     text = render_blocks(section.blocks)
-    assert "| model | 64² (1×) | 96² (1.5×) |" in text and "trained at 64² pixels with one seed, on the 359 test images of digits" in text
+    assert (
+        "| model | 64² (1×) | 96² (1.5×) |" in text
+        and "trained at 64² pixels with one seed, on the 359 test images of digits" in text
+    )
     assert "| vittt_nano | 90.0 | 50.1 |" in text and "| deit_nano | 70.0 | 30.1 |" in text
     assert text.count("| 1.00 | 2.50 (noisy) |") == 2
-    assert f"`results/resolution/metrics.json`: {checkout.CPU}" in text and "](resolution/accuracy_and_time.png)" in text
+    assert (
+        f"`results/resolution/metrics.json`: {checkout.CPU}" in text and "](resolution/accuracy_and_time.png)" in text
+    )

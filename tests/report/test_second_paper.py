@@ -1,4 +1,6 @@
-"""A made-up second paper beside the first: its own page and claims, a tab in report.html, and nothing of the first one's."""
+"""A made-up second paper beside the first: its own page and claims, a tab in report.html, and nothing of the first
+one's.
+"""
 
 import dataclasses
 import re
@@ -53,13 +55,21 @@ def second(tmp_path) -> Paper:
 
 def describe(report) -> list[Section]:
     """A page whose words are a number of a record."""
-    rows = [row for source in report.results.sources if source.stage == "complexity" for row in source.metrics["rows"].values()]
+    rows = [
+        row
+        for source in report.results.sources
+        if source.stage == "complexity"
+        for row in source.metrics["rows"].values()
+    ]
     return [Section("A page of its own", [(f"{row['macs_g']:.1f} G",) for row in rows[:1]])]
 
 
 @pytest.fixture
 def reported(checkout, second):
-    checkout.count(big=("other_big", {"deep": "no"}, 224, 12_010_000, 1.0), deep=("other_big", {"deep": "yes"}, 224, 7_000_000, 1.0))
+    checkout.count(
+        big=("other_big", {"deep": "no"}, 224, 12_010_000, 1.0),
+        deep=("other_big", {"deep": "yes"}, 224, 7_000_000, 1.0),
+    )
     papers = [checkout.paper, second]
     results = Results(checkout.paths, papers, SCORES)
     line = write_report(papers, results, JUDGE)
@@ -76,9 +86,13 @@ def test_it_has_its_own_page_and_its_own_claims(reported):
         "table1.old.params_m": "not measured",
         "text.ratio": "matched",
     }
-    assert page.startswith("# Second: the paper's numbers and ours\n\n") and "\n\n*A second paper*, v2. It claims little.\n" in page
+    assert (
+        page.startswith("# Second: the paper's numbers and ours\n\n")
+        and "\n\n*A second paper*, v2. It claims little.\n" in page
+    )
     assert "| Big | 12.0 → 12.01 ✓ |" in page and "| sizes | 1 of 2 match |" in page
-    # what is measured but compared with no paper is on the first paper's page alone, and so is the first paper's ablation
+    # what is measured but compared with no paper is on the first paper's page alone, and so is the first paper's
+    # ablation
     titles = re.findall(r"(?m)^## (.*)", page)
     assert not {"Provenance", "Speed and memory measured here", "Headline claims", "Example pictures"} & set(titles)
     assert "Old is not built in this project" in page and "Table 1: sizes" in titles

@@ -37,7 +37,14 @@ def row(model, attention, size, latency, memory, *, status="ok", run=1, compile=
 
 
 GROUP = {"batch_size": 1, "dtype": "fp32", "mode": "infer", "compile": False}
-RATIO = {"size": "T", "image_size": 512, "speedup": 4.0, "memory_saved_percent": 73.8, "crossover": "from", "crossover_image_size": 440.4}
+RATIO = {
+    "size": "T",
+    "image_size": 512,
+    "speedup": 4.0,
+    "memory_saved_percent": 73.8,
+    "crossover": "from",
+    "crossover_image_size": 440.4,
+}
 NO_RATIO = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
 POWERS = {"macs_exponent": 1.0, "latency_exponent": 1.123, "memory_exponent": 0.5}
 
@@ -56,7 +63,14 @@ def test_matrices_comparisons_and_growth(checkout):
     rows += [row(VITTT, None, 512, 512**2 / 1e3, 512**2 / 1e4, run=2), row(VITTT, None, 512, 9.0, 9.0, compile=True)]
     compared = [
         {**GROUP, **RATIO, "against": "deit"},
-        {**GROUP, **RATIO, "against": "vit3", "crossover": "never", "crossover_image_size": None, "reason": "never faster"},
+        {
+            **GROUP,
+            **RATIO,
+            "against": "vit3",
+            "crossover": "never",
+            "crossover_image_size": None,
+            "reason": "never faster",
+        },
         {**GROUP, **NO_RATIO, "size": "T", "against": "vim", "reason": "its operator is too slow"},
         {**GROUP, **RATIO, "against": "vrwkv", "batch_size": 64},
     ]
@@ -76,8 +90,16 @@ def test_matrices_comparisons_and_growth(checkout):
 
 def test_noisy_rows_are_marked_and_give_no_ratio(checkout):
     """DeiT's interval is half as wide as its median is long."""
-    rows = [row(VITTT, None, 512, 262.0, 26.2), {**row(DEIT, "unfused", 512, 1000.0, 100.0), "latency_ms_ci95": [750.0, 1250.0]}]
-    withheld = {"speedup": None, "speedup_reason": f"{DEIT} at 512 is noisy: spread", "crossover": None, "crossover_image_size": None}
+    rows = [
+        row(VITTT, None, 512, 262.0, 26.2),
+        {**row(DEIT, "unfused", 512, 1000.0, 100.0), "latency_ms_ci95": [750.0, 1250.0]},
+    ]
+    withheld = {
+        "speedup": None,
+        "speedup_reason": f"{DEIT} at 512 is noisy: spread",
+        "crossover": None,
+        "crossover_image_size": None,
+    }
     reasons = {"crossover_reason": "noisy", "crossover_image_size_reason": "noisy"}
     text = section(checkout, rows, compared=[{**GROUP, **RATIO, "against": "deit", **withheld, **reasons}])
     assert f"| {VITTT} | 262 |" in text and f"| {DEIT}, unfused | 1000 (noisy) |" in text

@@ -1,4 +1,6 @@
-"""The ablations on the page: the paper's rows beside ours, verdicts, missing variants, what is never joined, and Fig. 7."""
+"""The ablations on the page: the paper's rows beside ours, verdicts, missing variants, what is never joined, and Fig.
+7.
+"""
 
 import pytest
 
@@ -6,17 +8,36 @@ from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
-from repro.report.variants import draw_variants, find_drawn, find_ends, find_groups, find_orders, find_shown, variants_section
+from repro.report.variants import (
+    draw_variants,
+    find_drawn,
+    find_ends,
+    find_groups,
+    find_orders,
+    find_shown,
+    variants_section,
+)
 
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
 
 def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", throughput=321.4, **more):
     """A variant's record, its throughput and its recipe, as the stage leaves them."""
-    usual = {"image_size": 144, "epochs": 4, "num_params": 329_310, "macs_g": 0.035, "top1_std_percent": 0.25, "data": "digits"}
+    usual = {
+        "image_size": 144,
+        "epochs": 4,
+        "num_params": 329_310,
+        "macs_g": 0.035,
+        "top1_std_percent": 0.25,
+        "data": "digits",
+    }
     about = {"model": NANO, "kind": "digits", "held_out_images": 100_000, **usual, **more}
-    checkout.train(f"{folder}/{name}", about.pop("model"), about.pop("kind"), options=VARIANTS[name], top1=tuple(top1), **about)
-    checkout.record(f"{folder}/{name}", {"throughput_img_per_s": throughput, "reason": "not measured yet"}, name="speed")
+    checkout.train(
+        f"{folder}/{name}", about.pop("model"), about.pop("kind"), options=VARIANTS[name], top1=tuple(top1), **about
+    )
+    checkout.record(
+        f"{folder}/{name}", {"throughput_img_per_s": throughput, "reason": "not measured yet"}, name="speed"
+    )
     checkout.write(f"results/{folder}/{name}/recipe.json", "{}")
 
 
@@ -59,7 +80,12 @@ def part(checkout, title):
 def test_the_papers_orders_are_its_tables(paper):
     """Tables 3 and 4 have no two equal Top-1, so every two variants are ordered."""
     orders = {table.place: find_orders(table, paper.ledger) for table in paper.variants.tables}
-    assert {place: len(found) for place, found in orders.items()} == {"Table 3": 15, "Table 4": 10, "Fig. 7(a)": 5, "Fig. 7(b)": 3}
+    assert {place: len(found) for place, found in orders.items()} == {
+        "Table 3": 15,
+        "Table 4": 10,
+        "Fig. 7(a)": 5,
+        "Fig. 7(b)": 3,
+    }
     assert ("ttt_layer", "share_qk") in orders["Table 3"] and ("conv2d", "max") in orders["Table 4"]
 
 
@@ -68,7 +94,9 @@ def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_
     head, *found = parts(checkout)
     assert head.count("**ordering seen**") == 4 and head.count("| 1.00 |") == 4
     assert [text.split(":")[0] for text in found] == [f"### {place}" for place in TABLES_AND_FIGURES]
-    assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |" in part(checkout, "### Table 3")
+    assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |" in part(
+        checkout, "### Table 3"
+    )
     assert "| pool max | 6.98 | 1.44 | 77.2 | 0.3293 |" in part(checkout, "### Table 4")
     assert "| chunk_size all | – | – | 0.3293 |" in part(checkout, "### Fig. 7(a)")
     assert "Not trained here" not in "".join(found)
@@ -89,14 +117,20 @@ def test_other_recipes_and_other_devices_are_other_groups(checkout):
     train(checkout, "head", [70, 71], folder="ablate")
     train(checkout, "conv2d", [90, 91])
     train(checkout, "head", [89, 90], recipe_hash="another")
-    assert sorted(len(group.variants) for group in find_groups(checkout.results(), checkout.paper.variants)) == [1, 1, 2]
+    assert sorted(len(group.variants) for group in find_groups(checkout.results(), checkout.paper.variants)) == [
+        1,
+        1,
+        2,
+    ]
     _, only = parts(checkout)
     assert only.startswith("### Table 4") and "90.50" not in only
     assert find_shown(checkout.report()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
 
 
 def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
-    """Cells of `pretrain` and `ablate` that were trained alike are one group; of two records of a variant the one with more seeds."""
+    """Cells of `pretrain` and `ablate` that were trained alike are one group; of two records of a variant the one with
+    more seeds.
+    """
     more = {
         "model": TINY,
         "data": "imagenet",
@@ -108,12 +142,17 @@ def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(che
     }
     train(checkout, "dual", [77.4], folder="ablate", **more)
     train(checkout, "conv2d", [70.0], folder="ablate", throughput=None, **more)
-    checkout.train("pretrain/tiny", TINY, "imagenet", top1=(77.5, 77.7), held_out_images=50_000, classes=1000, num_params=6_983_116)
+    checkout.train(
+        "pretrain/tiny", TINY, "imagenet", top1=(77.5, 77.7), held_out_images=50_000, classes=1000, num_params=6_983_116
+    )
     init = {"weights": "results/ablate/dual/weights.safetensors", "sha256": "ab"}
     scores = {"ap_box_percent": 42.6, "ap_mask_percent": 38.5}
     checkout.train("detect/dual", TINY, "coco", held_out_images=5000, options={"design": "dual"}, init=init, **scores)
     text = part(checkout, "### Table 3")
-    assert "| design dual | 6.96 | 1.42 | 2068 | 77.5 | 42.7 | 38.6 | 0.3293 | 0.035 | 321 | 77.40 ± 0.25 | 42.6 | 38.5 |" in text
+    assert (
+        "| design dual | 6.96 | 1.42 | 2068 | 77.5 | 42.7 | 38.6 | 0.3293 | 0.035 | 321 | 77.40 ± 0.25 | 42.6 | 38.5 |"
+        in text
+    )
     assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 42.9 | 38.7 | 6.983 | – | – | 77.60 | – | – |" in text
     assert "insufficient budget" in parts(checkout)[0]
     assert "results/pretrain/tiny/metrics.json" not in find_shown(checkout.report())
@@ -124,8 +163,15 @@ def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(che
 
 def test_digits_never_stand_for_the_papers_accuracy(checkout):
     grid(checkout)
-    assert all(verdict.ours is None for name, verdict in checkout.judge().items() if name.startswith("table3.") and "top1" in name)
-    assert "There are none yet" in checkout.page().split("\n## Runs on other data: no comparison with the paper\n")[1].split("\n## ")[0]
+    assert all(
+        verdict.ours is None
+        for name, verdict in checkout.judge().items()
+        if name.startswith("table3.") and "top1" in name
+    )
+    assert (
+        "There are none yet"
+        in checkout.page().split("\n## Runs on other data: no comparison with the paper\n")[1].split("\n## ")[0]
+    )
 
 
 def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
@@ -153,9 +199,15 @@ def test_nothing_trained_says_how(checkout):
     assert not (checkout.paths.results / "figures").exists()
 
 
-@pytest.mark.parametrize(("repeated", "recipe", "is_judged"), [("dual", "{}", False), ("dual", '{"lr": 1}', True), ("gating", "{}", True)])
-def test_a_group_of_the_pipeline_is_judged_unless_the_same_trainings_have_more_seeds(checkout, repeated, recipe, is_judged):
-    """Its recipe hash differs, since it also keeps snapshots; by another recipe, or with a variant that nobody repeated, it is judged."""
+@pytest.mark.parametrize(
+    ("repeated", "recipe", "is_judged"), [("dual", "{}", False), ("dual", '{"lr": 1}', True), ("gating", "{}", True)]
+)
+def test_a_group_of_the_pipeline_is_judged_unless_the_same_trainings_have_more_seeds(
+    checkout, repeated, recipe, is_judged
+):
+    """Its recipe hash differs, since it also keeps snapshots; by another recipe, or with a variant that nobody
+    repeated, it is judged.
+    """
     for name in ("conv1d", repeated, "conv2d"):
         train(checkout, name, [50, 60, 70])
     for name in ("conv1d", "dual"):
@@ -173,7 +225,8 @@ def test_whether_a_curve_still_rises_is_read_on_one_split():
 
 
 def test_the_opening_counts_the_pairs_that_are_seen(checkout):
-    """15, 10, 5 and 3 ordered pairs; with two points between neighbours and a seed's own 0.01 all are seen. On data of two classes
+    """15, 10, 5 and 3 ordered pairs; with two points between neighbours and a seed's own 0.01 all are seen. On data of
+    two classes
     whose accuracies lie at chance nothing is."""
     grid(checkout)
     for name in ("conv1d", "dual", "conv2d"):
@@ -181,7 +234,10 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
     for name, top1 in (("chunk64", 60.0), ("conv2d", 50.0)):
         train(checkout, name, [top1, top1 + 1, top1 + 2], folder="measured/cpu/ablate/other", data="other")
     page = render_blocks(answer_blocks(checkout.report())[:1])
-    rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines())}
+    rows = {
+        row[0]: row[1:]
+        for row in ([cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines())
+    }
     assert rows["pairs that the paper orders, seen on embedded connect"] == [
         "Table 3: insufficient budget",
         f"{checkout.CPU}; outside the pipeline; 3 seeds",

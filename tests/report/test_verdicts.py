@@ -1,4 +1,6 @@
-"""Every status from a made-up ledger: a case that gets it, and a near case that does not. The numbers are chosen, so truth is by hand."""
+"""Every status from a made-up ledger: a case that gets it, and a near case that does not. The numbers are chosen, so
+truth is by hand.
+"""
 
 import pytest
 
@@ -22,9 +24,7 @@ def claim(printed: str = "12.0", kind: str = "count", name: str = "text.x", **fi
     """A claim with one number, whose entry is `text.x_v`; without `ours`, ours is the parameters of MODEL."""
     fields = {"ours": f'params_m("{MODEL}@224")', **fields}
     listed = "".join(f"\n        {key}: {value!r}" for key, value in fields.items() if value)
-    return (
-        f"  - id: {name}\n    place: Section 1\n    says: s\n    kind: {kind}\n    values:\n      v:\n        printed: {printed}{listed}\n"
-    )
+    return f"  - id: {name}\n    place: Section 1\n    says: s\n    kind: {kind}\n    values:\n      v:\n        printed: {printed}{listed}\n"
 
 
 @pytest.mark.parametrize(("classes", "top5"), [(2, False), (5, False), (10, True)])
@@ -139,7 +139,10 @@ def test_an_explanation_shows_what_it_computed_or_its_source(checkout):
     shown = '  - {ids: [text.x_v], text: "it gives {computed}", shows: "10 + 2.04"}\n'
     assert judge(checkout, claim(), more=f"explanations:\n{shown}")["text.x_v"].explanation == "it gives 12.04"
     source = SETTING % "source: 'A. Author (2020), Table 1'"
-    assert judge(checkout, claim(), more=f"explanations:\n{source}")["text.x_v"].explanation == "why (A. Author (2020), Table 1)"
+    assert (
+        judge(checkout, claim(), more=f"explanations:\n{source}")["text.x_v"].explanation
+        == "why (A. Author (2020), Table 1)"
+    )
     failing = SETTING % 'shows: "10 + 5"'
     assert judge(checkout, claim(), more=f"explanations:\n{failing}{shown}")["text.x_v"].explanation == "it gives 12.04"
     count(checkout)
@@ -160,14 +163,19 @@ STATEMENT = "  - {id: text.s, place: Section 1, says: s, kind: statement, %s}\n"
 def test_a_statement_holds_or_not(checkout, num_params, status):
     count(checkout, num_params)
     verdict = judge(checkout, STATEMENT % f"ours: 'params_m(\"{MODEL}@224\") > 11.5'")["text.s"]
-    assert (verdict.status, verdict.how, verdict.ours) == (status, "holds" if num_params > 11.5e6 else None, num_params > 11.5e6)
+    assert (verdict.status, verdict.how, verdict.ours) == (
+        status,
+        "holds" if num_params > 11.5e6 else None,
+        num_params > 11.5e6,
+    )
 
 
 def test_a_number_explains_no_statement(checkout):
     count(checkout)
     false = STATEMENT % f"ours: 'params_m(\"{MODEL}@224\") < 1'"
     assert (
-        judge(checkout, false, more="explanations: [{ids: [text.s], text: why, shows: 1 < 2}]\n")["text.s"].status == "differs, explained"
+        judge(checkout, false, more="explanations: [{ids: [text.s], text: why, shows: 1 < 2}]\n")["text.s"].status
+        == "differs, explained"
     )
     with pytest.raises(ValueError, match="text.s: an explanation of a statement `shows` a condition, and no number"):
         judge(checkout, false, more="explanations: [{ids: [text.s], text: why, shows: 1 + 2}]\n")
@@ -188,7 +196,9 @@ def test_a_number_explains_no_statement(checkout):
     ],
 )
 def test_a_relation_is_violated_only_where_no_rounding_explains_it(checkout, printed, equals, violated):
-    verdicts = judge(checkout, claim("1.5", name="text.base"), claim(printed, equals=equals, because="it is {computed}"))
+    verdicts = judge(
+        checkout, claim("1.5", name="text.base"), claim(printed, equals=equals, because="it is {computed}")
+    )
     verdict = verdicts["text.x_v"]
     assert (verdict.checks, verdict.violations) == (1, int(violated))
     assert (verdict.status, (verdict.evidence or "").startswith("it is ")) == (
@@ -205,7 +215,9 @@ def test_a_contradiction_goes_before_a_match_which_stays_visible(checkout):
 def test_what_nobody_can_have_measured_is_not_compared(checkout):
     count(checkout)
     about = {"because": "it takes {computed} GB of 48"}
-    cannot, can = (claim(name=f"text.{name}", measurable=f"{gb} < 48", **about) for name, gb in (("cannot", 62.9), ("can", 31.5)))
+    cannot, can = (
+        claim(name=f"text.{name}", measurable=f"{gb} < 48", **about) for name, gb in (("cannot", 62.9), ("can", 31.5))
+    )
     verdicts = judge(checkout, cannot, can)
     found = verdicts["text.cannot_v"]
     assert (found.status, found.ours, found.evidence) == ("not measurable as described", None, "it takes 62.9 GB of 48")
@@ -214,13 +226,22 @@ def test_what_nobody_can_have_measured_is_not_compared(checkout):
 
 def test_not_measured_has_a_mark_where_the_papers_other_numbers_agree(checkout):
     verdicts = judge(
-        checkout, claim("1.5", name="text.base"), claim("3.0", equals="2 * text.base_v"), claim("4.0", name="text.wrong", equals="1 + 1")
+        checkout,
+        claim("1.5", name="text.base"),
+        claim("3.0", equals="2 * text.base_v"),
+        claim("4.0", name="text.wrong", equals="1 + 1"),
     )
-    assert {name: verdict.mark.text for name, verdict in verdicts.items()} == {"text.base_v": "–", "text.x_v": "–", "text.wrong_v": "⚠"}
+    assert {name: verdict.mark.text for name, verdict in verdicts.items()} == {
+        "text.base_v": "–",
+        "text.x_v": "–",
+        "text.wrong_v": "⚠",
+    }
 
 
 def test_every_status_can_be_had_and_is_counted(checkout):
-    """The page's sections on what differs and what is not measurable, and its counts, from one ledger with one entry of each status."""
+    """The page's sections on what differs and what is not measurable, and its counts, from one ledger with one entry of
+    each status.
+    """
     count(checkout, 12_060_000, paper_convention=5.0)
     report = checkout.report_on(
         "claims:\n"

@@ -1,4 +1,6 @@
-"""`repro ablate` as a user runs it: the grid counted by hand, cells that are killed and continue, and every wrong input as one line."""
+"""`repro ablate` as a user runs it: the grid counted by hand, cells that are killed and continue, and every wrong input
+as one line.
+"""
 
 import csv
 import dataclasses
@@ -69,7 +71,9 @@ def test_the_grid_is_17_models_of_20_entries():
 
 @pytest.mark.parametrize(
     ("name", "thousands"),
-    [  # Tables 3 and 4 by spec: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position are 2·D each; W0 of 12 blocks
+    # Tables 3 and 4 by spec: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position are 2·D
+    # each; W0 of 12 blocks
+    [
         ("ttt_layer", 5877),
         ("share_qk", 5435),
         ("gating", 5889),
@@ -86,14 +90,26 @@ def test_the_grid_is_17_models_of_20_entries():
     ],
 )
 def test_parameters_of_the_variants_by_hand(name, thousands):
-    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).num_params / 1e3 == pytest.approx(thousands, abs=0.5)
+    assert cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).num_params / 1e3 == pytest.approx(
+        thousands, abs=0.5
+    )
 
 
 @pytest.mark.slow
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
     paths, whole = Paths(ready), Path("whole")
     params = load_section(SPEC.params, paths.params, "ablate", "conv1d")
-    train_cell(Cell(stage="ablate", name="whole", params=params, spec=SPEC, paths=paths, runtime=load_runtime(paths), folder=whole))
+    train_cell(
+        Cell(
+            stage="ablate",
+            name="whole",
+            params=params,
+            spec=SPEC,
+            paths=paths,
+            runtime=load_runtime(paths),
+            folder=whole,
+        )
+    )
     for seed in (0, 1):
         process = subprocess.Popen([*COMMAND, "--cell", "conv1d"], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 1800
@@ -113,16 +129,23 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     top1 = [entry["top1_percent"] for entry in ours["by_seed"]]
     assert (ours["top1_percent"], ours["top1_std_percent"]) == (statistics.fmean(top1), statistics.stdev(top1))
     # with two seeds Student's t has one degree of freedom, whose 97.5 % quantile is tan(0.475 pi) = 12.706
-    assert ours["top1_ci95_percent"][1] - ours["top1_percent"] == pytest.approx(12.7062 * statistics.stdev(top1) / 2**0.5, rel=1e-4)
+    assert ours["top1_ci95_percent"][1] - ours["top1_percent"] == pytest.approx(
+        12.7062 * statistics.stdev(top1) / 2**0.5, rel=1e-4
+    )
     digest = hashlib.sha256((CELL / "weights.safetensors").read_bytes()).hexdigest()[:16]
     assert ours["weights_hash"] == digest == ours["by_seed"][0]["weights_hash"]
-    assert ours["num_params"] == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).num_params
+    assert (
+        ours["num_params"]
+        == cost("vittt_nano_patch16_144", {"depth": 1, "design": "conv1d", "num_classes": 10}, (32, 32)).num_params
+    )
     assert not (CELL / "speed.json").exists()
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
 def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
-    """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed more."""
+    """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed
+    more.
+    """
     from repro.core.runtime import choose_device, device_slug
 
     two = {name: VARIANTS[name] for name in ("conv1d", "head")}
@@ -140,7 +163,12 @@ def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeyp
         shutil.rmtree(blocked)
     blocked.write_text("in the way")
     code, out, err = repro_cli(*arguments)
-    assert code == 1 and err.count("\n") == 1 and "1 of 2 failed, the others are done: head: " in err and "ablate/digits/head" in err
+    assert (
+        code == 1
+        and err.count("\n") == 1
+        and "1 of 2 failed, the others are done: head: " in err
+        and "ablate/digits/head" in err
+    )
     folder = blocked.parent / "conv1d"
     weights = (folder / "weights.safetensors").read_bytes()
     assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2")[0] == 0
@@ -171,7 +199,9 @@ def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
 
 
 def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
-    """`pretrain` has no model of the study here; the results do not meet those of Vittt's variants, nor its names in .runs."""
+    """`pretrain` has no model of the study here; the results do not meet those of Vittt's variants, nor its names in
+    .runs.
+    """
     from repro.core.runtime import choose_device, device_slug
 
     arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
@@ -180,14 +210,21 @@ def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
     assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out
     folder = Paths(ready).measured(device_slug(choose_device("cpu"))) / "ablate" / "vit3" / "digits" / "fc"
     metrics = record(folder)["metrics"]
-    assert metrics["model"] == "study_nano_patch4_32" and metrics["options"] == {"inner_model": "fc"} and metrics["image_size"] == 32
+    assert (
+        metrics["model"] == "study_nano_patch4_32"
+        and metrics["options"] == {"inner_model": "fc"}
+        and metrics["image_size"] == 32
+    )
     built = build_variant(load_grid("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
     assert built.cell.name == "vit3_digits_fc" and built.arguments[:4] == ("--paper", "vit3", "--variant", "fc")
     assert repro_cli(*arguments) == (0, "", "")  # it is there
 
 
 WRONG = [
-    (["--all", "--data", "digit"], "ablate: --data digit: not a cell of prepare_data in params.yaml; did you mean 'digits'?"),
+    (
+        ["--all", "--data", "digit"],
+        "ablate: --data digit: not a cell of prepare_data in params.yaml; did you mean 'digits'?",
+    ),
     (["--all", "--data", "imagenet"], "results/prepare_data/imagenet/manifest.json: no such manifest"),
     (["--variant", "conv1"], "ablate: --variant conv1: not known; did you mean 'conv1d'?"),
     (["--all", "--cell", "conv1d"], "leave them out with --all and --variant"),
@@ -224,6 +261,16 @@ def test_the_record_of_a_training_with_mesa_says_so(ready):
     params = dataclasses.replace(params, seeds=(0,))
     taught = dataclasses.replace(params, ema_decay=0.9, mesa=MesaParams(weight=1.5, start_fraction=0.0))
     for folder, each in ((Path("plain"), params), (Path("taught"), taught)):
-        train_cell(Cell(stage="ablate", name=folder.name, params=each, spec=SPEC, paths=paths, runtime=load_runtime(paths), folder=folder))
+        train_cell(
+            Cell(
+                stage="ablate",
+                name=folder.name,
+                params=each,
+                spec=SPEC,
+                paths=paths,
+                runtime=load_runtime(paths),
+                folder=folder,
+            )
+        )
     assert "mesa" not in record(Path("plain"))["metrics"]
     assert record(Path("taught"))["metrics"]["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}

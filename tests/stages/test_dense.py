@@ -1,4 +1,6 @@
-"""`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results, continuation, and wrong inputs as one line."""
+"""`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results, continuation, and wrong inputs
+as one line.
+"""
 
 import csv
 import functools
@@ -56,9 +58,25 @@ def dense(prepared, tmp_path_factory) -> Path:
     torch.manual_seed(0)
     options = {"num_classes": 10, "img_size": 144, "depth": 4}
     model = build_model(NANO, **options)
-    preprocessing = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
-    save_weights(root / WEIGHTS, model, name=NANO, options=options, preprocessing=preprocessing, classes=[str(i) for i in range(10)])
-    record = {"metrics": {"weights_hash": hashlib.sha256((root / WEIGHTS).read_bytes()).hexdigest()[:16]}, "identity": {}}
+    preprocessing = {
+        "input_size": [3, 144, 144],
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
+    save_weights(
+        root / WEIGHTS,
+        model,
+        name=NANO,
+        options=options,
+        preprocessing=preprocessing,
+        classes=[str(i) for i in range(10)],
+    )
+    record = {
+        "metrics": {"weights_hash": hashlib.sha256((root / WEIGHTS).read_bytes()).hexdigest()[:16]},
+        "identity": {},
+    }
     (root / WEIGHTS).with_name("metrics.json").write_text(json.dumps(record))
     return root
 
@@ -86,13 +104,20 @@ def trained(dense, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize(("stage", "steps", "score"), first([("segment", 4, "miou_percent"), ("detect", 6, "ap_box_percent")]))
+@pytest.mark.parametrize(
+    ("stage", "steps", "score"), first([("segment", 4, "miou_percent"), ("detect", 6, "ap_box_percent")])
+)
 def test_what_a_run_leaves(trained, stage, steps, score):
     trained = trained(stage)
     folder = trained / "results" / stage / "nano"
     record = read_record(folder / "metrics.json")
     metrics = record["metrics"]
-    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["init"]["weights"]) == ("scenes", 2, steps, WEIGHTS)
+    assert (metrics["data"], metrics["epochs"], metrics["steps"], metrics["init"]["weights"]) == (
+        "scenes",
+        2,
+        steps,
+        WEIGHTS,
+    )
     assert (metrics["split"], metrics["held_out_images"]) == ("test", 4)
     assert metrics["num_params"] <= sum(t.numel() for t in load_file(folder / "weights.safetensors").values())
     assert metrics["weights_hash"] == hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()[:16]
@@ -110,7 +135,9 @@ def test_what_a_run_leaves(trained, stage, steps, score):
 
 @pytest.mark.parametrize("stage", first(["segment", "detect"]))
 def test_every_key_is_in_the_load_report(trained, stage):
-    """Used: the backbone's, equal to the file's at the start; the file's other keys are named, and so are those that are new."""
+    """Used: the backbone's, equal to the file's at the start; the file's other keys are named, and so are those that
+    are new.
+    """
     trained = trained(stage)
     folder = trained / "results" / stage / "nano"
     lines = dict(reversed(line.rsplit(" ", 1)) for line in (folder / "load_report.txt").read_text().splitlines())
@@ -126,7 +153,9 @@ def test_every_key_is_in_the_load_report(trained, stage):
 @pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_weights(trained, checkout):
     command = [sys.executable, "-m", "repro", "detect", "--cell", "nano"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     deadline = time.monotonic() + 1800
     while not list(Path(".runs").glob("detect/nano/seed_0-*/step_*.pt")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
@@ -137,7 +166,9 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout):
     assert not Path("results/detect").exists()
     subprocess.run(command, check=True, timeout=1800)
     for name in ("weights.safetensors", "curve.csv"):
-        assert (Path("results/detect/nano") / name).read_bytes() == (trained("detect") / "results/detect/nano" / name).read_bytes()
+        assert (Path("results/detect/nano") / name).read_bytes() == (
+            trained("detect") / "results/detect/nano" / name
+        ).read_bytes()
 
 
 @pytest.mark.slow
@@ -157,7 +188,9 @@ def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
     Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.jpg")
     for stage in ("detect", "segment"):
         weights = f"results/{stage}/nano/weights.safetensors"
-        code, out, err = repro_cli("predict", str(tmp_path), "--weights", weights, "-o", str(tmp_path / stage), "--min-score", "0")
+        code, out, err = repro_cli(
+            "predict", str(tmp_path), "--weights", weights, "-o", str(tmp_path / stage), "--min-score", "0"
+        )
         assert code == 0, err
         found = json.loads((tmp_path / stage / "predictions.json").read_text())
         assert set(found["pictures"]) == {"colour.png", "grey.jpg"} and found["task"] == stage
@@ -166,7 +199,11 @@ def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
             if stage == "detect":
                 for each in seen:
                     x1, y1, x2, y2 = each["box_xyxy"]
-                    assert set(each) == {"class", "score", "box_xyxy"} and -0.1 <= x1 <= x2 <= 150.1 and -0.1 <= y1 <= y2 <= 90.1
+                    assert (
+                        set(each) == {"class", "score", "box_xyxy"}
+                        and -0.1 <= x1 <= x2 <= 150.1
+                        and -0.1 <= y1 <= y2 <= 90.1
+                    )
             else:
                 assert sum(seen.values()) == pytest.approx(1, abs=1e-3)
     code, out, err = repro_cli("predict", str(tmp_path / "grey.jpg"), "--weights", WEIGHTS)
@@ -201,11 +238,19 @@ def test_odd_pictures(dense, tmp_path, monkeypatch, repro_cli):
     assert code == 2 and [Path(line.split(": ")[1]).name for line in err.splitlines()] == [*unread, "predict"], err
     assert err.endswith("predict: 4 of 9 pictures could not be read\n")
     found = json.loads((tmp_path / "seen.json").read_text())["pictures"]
-    assert set(found) == {str(tmp_path / name) for name in ("moving.webp", "moving.png", "one.png", "huge.png", "whole.jpg")}
+    assert set(found) == {
+        str(tmp_path / name) for name in ("moving.webp", "moving.png", "one.png", "huge.png", "whole.jpg")
+    }
     for seen in found.values():
         shares = [each["share"] for each in seen]
-        assert len(seen) == 5 and shares == sorted(shares, reverse=True) and {each["class"] for each in seen} <= set("0123456789")
-    (alone,) = (line for line in repro_cli("predict", str(tmp_path / "whole.jpg"), "--weights", WEIGHTS)[1].splitlines())
+        assert (
+            len(seen) == 5
+            and shares == sorted(shares, reverse=True)
+            and {each["class"] for each in seen} <= set("0123456789")
+        )
+    (alone,) = (
+        line for line in repro_cli("predict", str(tmp_path / "whole.jpg"), "--weights", WEIGHTS)[1].splitlines()
+    )
     assert alone in out.splitlines()  # whatever else is in its batch
 
 
@@ -223,7 +268,9 @@ def test_files_that_are_no_weights_are_one_line(dense, tmp_path, monkeypatch, re
     monkeypatch.chdir(dense)
     Image.new("RGB", (20, 20)).save(tmp_path / "picture.png")
     description = {"model": "vittt_nanno_patch16_144", "options": {}, "preprocessing": {}, "classes": []}
-    save_file({"x": torch.zeros(1)}, tmp_path / "unknown.safetensors", metadata={"vision_ttt_repro": json.dumps(description)})
+    save_file(
+        {"x": torch.zeros(1)}, tmp_path / "unknown.safetensors", metadata={"vision_ttt_repro": json.dumps(description)}
+    )
     for weights, message in (
         ("picture.png", "not a weights file of this project"),
         ("unknown.safetensors", "did you mean 'vittt_nano_patch16_144'?"),
@@ -262,7 +309,11 @@ def test_a_backbone_that_is_not_verified_is_refused(checkout, repro_cli, stage, 
         ("depth: 4", "depth: 8", "holds a vittt_nano_patch16_144 built with"),
         ("depth: 4", "depth: 3", "a multiple of 4 blocks"),
         ("data: scenes", "data: scene", "scene: prepare_data in params.yaml has no such cell; did you mean 'scenes'?"),
-        ("fpn_channels: 16", "fpn_chanels: 16", "detect.nano.mask_rcnn.fpn_chanels: unknown key; did you mean 'fpn_channels'?"),
+        (
+            "fpn_channels: 16",
+            "fpn_chanels: 16",
+            "detect.nano.mask_rcnn.fpn_chanels: unknown key; did you mean 'fpn_channels'?",
+        ),
         ("milestones: [1]", "milestones: [3]", "milestones: 3 is after the last epoch, 2"),
     ],
 )

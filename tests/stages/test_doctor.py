@@ -52,7 +52,9 @@ def project(checkout) -> Paths:
 def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
     pretend(tmp_path, kernels="0.17.2", mmcv_full="1.7.2", timm="0.9.16", tqdm="4.0.0", onedl_mmcv="2.3.5")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
+    )
     lines = done.stdout.splitlines()
     assert [text for text in lines[:-1] if not text.startswith(" ")] == list(SECTIONS)
     marked = [text.split(maxsplit=1) for text in lines if text.startswith(" ")]
@@ -65,7 +67,9 @@ def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
     assert "1.7.2 has the import name of onedl-mmcv" in text("error", "mmcv-full")
     assert "pip uninstall mmcv-full" in text("error", "mmcv-full")
     assert text("error", "timm") == f"timm: 0.9.16, >=1.0.29 is needed: {doctor.INSTALL}"
-    assert "tqdm 4.0.0 (pinned: " in text("warning", "requirements.lock") and "timm 0.9.16" in text("warning", "requirements.lock")
+    assert "tqdm 4.0.0 (pinned: " in text("warning", "requirements.lock") and "timm 0.9.16" in text(
+        "warning", "requirements.lock"
+    )
     assert "2.3.5, repro segment is tested with 2.3.6: " in text("warning", "onedl-mmcv")
     assert "numba on cpu, not triton: q is on cpu" in text("ok", "TTT-Linear")
     errors, warnings = (sum(mark == kind for mark, _ in marked) for kind in ("error", "warning"))
@@ -74,14 +78,19 @@ def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", first(["ImportError('libcudart.so.13: cannot open shared object file')", "OSError('no space')", "RuntimeError('odd')"])
+    "error",
+    first(
+        ["ImportError('libcudart.so.13: cannot open shared object file')", "OSError('no space')", "RuntimeError('odd')"]
+    ),
 )
 def test_it_reports_also_where_torch_is_broken(tmp_path, error):
     """Every section is there, and the import of torch is an error of one line."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"raise {error}\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
+    )
     lines = done.stdout.splitlines()
     assert [text for text in lines[:-1] if not text.startswith(" ")] == list(SECTIONS), done.stderr
     broken = [text for text in lines if "torch and kernels: cannot be imported" in text]
@@ -91,7 +100,9 @@ def test_it_reports_also_where_torch_is_broken(tmp_path, error):
 
 def test_a_data_root_may_be_that_of_a_cell(project):
     """`runtime.data_roots.<cell>` comes before the root of the cell's kind."""
-    project.params.write_text(project.params.read_text().replace("digits: data/digits", "digits: data/digits, photos: data/mine", 1))
+    project.params.write_text(
+        project.params.read_text().replace("digits: data/digits", "digits: data/digits, photos: data/mine", 1)
+    )
     text = project.params.read_text().replace("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
     project.params.write_text(text)
     report = doctor.examine(project)
@@ -134,7 +145,9 @@ def test_needed_packages(tmp_path, monkeypatch):
     ]
     assert line(lines, "made-up-old")[1].startswith("1.2, >=1.10 is needed")  # as versions, not as text
     assert line(lines, "made-up-absent")[1].startswith("not installed, any version is needed")
-    lock.write_text("# pins\nmade-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n")
+    lock.write_text(
+        "# pins\nmade-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n"
+    )
     differ, absent = (text for _, _, text in doctor.check_lock(lock))
     assert differ.startswith("1 of 3 packages differ: made-up-old 1.2 (pinned: 1.3): ")
     assert absent.startswith("1 of 3 packages are not installed: made-up-absent: ")
@@ -149,11 +162,11 @@ def test_a_hidden_kernels_package_is_an_error(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
     pretend(tmp_path, kernels="0.17.2")
-    code = (
-        "from pathlib import Path; from repro import doctor; from repro.core.paths import Paths; print(*doctor.check_names(Paths(Path())))"
-    )
+    code = "from pathlib import Path; from repro import doctor; from repro.core.paths import Paths; print(*doctor.check_names(Paths(Path())))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("('error', 'kernels'") and "pip uninstall kernels" in done.stdout
 
 

@@ -1,4 +1,6 @@
-"""dvc.yaml is true: it is a data-flow diagram, sections exist, code dependencies are import closures, nothing depends on raw data."""
+"""dvc.yaml is true: it is a data-flow diagram, sections exist, code dependencies are import closures, nothing depends
+on raw data.
+"""
 
 import csv
 import json
@@ -47,7 +49,11 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
     if definition(stage).get("always_changed"):
         assert "deps" not in definition(stage)
     else:
-        assert f"results/code/{stage}/${{key}}.json" if per_cell else f"results/code/{stage}.json" in definition(stage)["deps"]
+        assert (
+            f"results/code/{stage}/${{key}}.json"
+            if per_cell
+            else f"results/code/{stage}.json" in definition(stage)["deps"]
+        )
     sections = definition(stage).get("params", [])
     if stage == "report":  # it says which profile the results are of
         assert set(sections) == set(load_yaml(ROOT / "params.yaml")) - {"runtime"}
@@ -60,11 +66,15 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
 def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
     """`dvc metrics show` prints everything that a metrics file holds."""
     with_metrics = {
-        stage: [name for entry in definition(stage)["metrics"] for name in entry] for stage in GRAPH if "metrics" in definition(stage)
+        stage: [name for entry in definition(stage)["metrics"] for name in entry]
+        for stage in GRAPH
+        if "metrics" in definition(stage)
     }
     assert set(with_metrics) == {name for name in GRAPH if TABLE[name].scores}
     for stage, files in with_metrics.items():
-        assert [name.replace("metrics.json", "details.json") for name in files] == [n for n in outs_of(stage) if n.endswith("details.json")]
+        assert [name.replace("metrics.json", "details.json") for name in files] == [
+            n for n in outs_of(stage) if n.endswith("details.json")
+        ]
         for cell in load_yaml(ROOT / "params.yaml")[stage]:
             if (file := ROOT / files[0].replace("${key}", cell)).is_file():
                 assert set(read_json(file)) <= set(TABLE[stage].scores)
@@ -98,7 +108,8 @@ def restarted_by(sources, file: str) -> set[str]:
     [
         ("repro/report/results.py", {"report"}),
         ("repro/report/template.html", {"report"}),
-        ("repro/papers/vision_ttt/ledger.yaml", {"report", "readings"}),  # these compare counts with the printed numbers
+        # these compare counts with the printed numbers
+        ("repro/papers/vision_ttt/ledger.yaml", {"report", "readings"}),
     ],
 )
 def test_an_edit_in_the_report_restarts_no_training(sources, file, restarted):
@@ -108,7 +119,8 @@ def test_an_edit_in_the_report_restarts_no_training(sources, file, restarted):
 def test_an_edit_in_a_family_restarts_what_uses_it(sources):
     """And so no Vittt: neither its pretraining nor what begins from its weights."""
     users = {unit for unit, files in sources.items() if "repro/models/vim.py" in files}
-    assert users == {"baselines/vim_nano_digits", "complexity", "resolution", "visualize", "report"}  # which says whose code has changed
+    # which says whose code has changed
+    assert users == {"baselines/vim_nano_digits", "complexity", "resolution", "visualize", "report"}
     assert {unit for unit in sources if unit.startswith(("pretrain/", "detect/", "segment/", "ablate/"))} <= {
         unit for unit, files in sources.items() if "repro/models/vittt.py" in files
     }
@@ -117,7 +129,11 @@ def test_an_edit_in_a_family_restarts_what_uses_it(sources):
 def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
     for unit, files in sources.items():
         if unit.startswith(("pretrain/", "baselines/", "detect/", "segment/")):
-            assert not [name for name in files if name.startswith(("repro/measure", "repro/cli", "repro/report", "repro/planning"))]
+            assert not [
+                name
+                for name in files
+                if name.startswith(("repro/measure", "repro/cli", "repro/report", "repro/planning"))
+            ]
 
 
 def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
@@ -129,7 +145,10 @@ def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
 
     def hashes() -> dict[str, str]:
         write_code_hashes(paths, TABLE)
-        return {file.relative_to(code).as_posix(): json.loads(file.read_text())["code_hash"] for file in code.rglob("*.json")}
+        return {
+            file.relative_to(code).as_posix(): json.loads(file.read_text())["code_hash"]
+            for file in code.rglob("*.json")
+        }
 
     def changed_by(file: str, old: str, new: str) -> set[str]:
         before, source = hashes(), tmp_path / file
@@ -157,4 +176,7 @@ def test_plots_show_columns_that_hold_numbers(stage):
             rows = list(csv.DictReader(file.read_text().splitlines()))
             for axis in ("x", "y"):
                 values = [row[shown[axis]] for row in rows]
-                assert all(re.fullmatch(r"[\d.e+-]*|\d+x\d+", value) for value in values) and any(values), (plot, shown[axis])
+                assert all(re.fullmatch(r"[\d.e+-]*|\d+x\d+", value) for value in values) and any(values), (
+                    plot,
+                    shown[axis],
+                )

@@ -15,7 +15,10 @@ COMMAND = ("efficiency", "--res", "32,64", "--families", "vittt,deit_fused", "--
     ("options", "message"),
     [
         (("--res", "1280..224"), "efficiency: --res 1280..224: begins above its end; write 224..1280"),
-        (("--res", "225"), "efficiency: --res 225: not a positive multiple of the patch, 16 pixels; the nearest is 224"),
+        (
+            ("--res", "225"),
+            "efficiency: --res 225: not a positive multiple of the patch, 16 pixels; the nearest is 224",
+        ),
         (("--families", "deit,vmi"), "efficiency: --families vmi: not known; did you mean 'vim'?"),
         (("--sizes", "L"), "efficiency: --sizes L: not known; known: T, S, B"),
     ],
@@ -32,7 +35,9 @@ def test_a_device_that_is_not_there_is_one_line(checkout, repro_cli, monkeypatch
     assert not Path("results/measured").exists()
 
 
-@pytest.mark.parametrize("options", [("--batch", "0"), ("--batch-size", "0"), ("--minutes", "0"), ("--mode", "test"), ("--runs", "10")])
+@pytest.mark.parametrize(
+    "options", [("--batch", "0"), ("--batch-size", "0"), ("--minutes", "0"), ("--mode", "test"), ("--runs", "10")]
+)
 def test_options_out_of_range_are_refused(checkout, repro_cli, options):
     code, _, err = repro_cli("efficiency", *options)
     assert code == 2 and options[0] in err
@@ -62,11 +67,17 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
         if len(measured) == 2:
             raise KeyboardInterrupt
         row, side = real_measure(spec), float(spec.image_size[0])
-        return {**row, "latency_ms": side, "latency_ms_ci95": [side, side], "load_average": 0.0}  # quiet, whatever the machine does
+        # quiet, whatever the machine does
+        return {**row, "latency_ms": side, "latency_ms_ci95": [side, side], "load_average": 0.0}
 
     monkeypatch.setattr(loop, "measure", measure)
     code, out, err = repro_cli(*COMMAND, "--device", "cpu")
-    assert code == 130 and err.count("\n") == 1 and "1 rows are kept in" in err and err.count("the same command continues") == 1
+    assert (
+        code == 130
+        and err.count("\n") == 1
+        and "1 rows are kept in" in err
+        and err.count("the same command continues") == 1
+    )
     assert out.startswith("[1 of 4] vittt_tiny_patch16_224@32: ")
     (file,) = Path("results/measured").glob("*/efficiency.json")
     before = json.loads(file.read_text())["metrics"]["rows"]
@@ -92,4 +103,6 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
     drawn = [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())]
     code, out, _ = repro_cli(*COMMAND, "--device", "cpu")
     assert code == 0 and "4 of 4 rows are there from an earlier call" in out and "@" not in out
-    assert drawn == [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())] and len(measured) == 5
+    assert (
+        drawn == [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())] and len(measured) == 5
+    )

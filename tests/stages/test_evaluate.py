@@ -37,12 +37,21 @@ DEIT = "deit_tiny_patch16_224"
 def weights(checkout):
     """Random weights of a small Vittt, with the digits' class names."""
     classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
-    return random_weights(checkout / "w.safetensors", "vittt_nano_patch16_144", {"depth": 1, "num_classes": 10}, classes)
+    return random_weights(
+        checkout / "w.safetensors", "vittt_nano_patch16_144", {"depth": 1, "num_classes": 10}, classes
+    )
 
 
 def random_weights(path, name, options, classes):
     torch.manual_seed(0)
-    save_weights(path, timm.create_model(name, **options), name=name, options=options, preprocessing=PREPROCESSING, classes=classes)
+    save_weights(
+        path,
+        timm.create_model(name, **options),
+        name=name,
+        options=options,
+        preprocessing=PREPROCESSING,
+        classes=classes,
+    )
     return str(path)
 
 
@@ -76,7 +85,11 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     for row in rows:
         metrics = found[f"vittt_nano_patch16_144_digits_{row['image_size']}_{digest[:8]}"]["metrics"]
         assert float(row["top1_percent"]) == metrics["top1_percent"] and metrics["train_image_size"] == 32
-        assert (metrics["held_out_images"], metrics["data"], metrics["kind"]) == (359, "digits", "digits") and "limit" not in metrics
+        assert (metrics["held_out_images"], metrics["data"], metrics["kind"]) == (
+            359,
+            "digits",
+            "digits",
+        ) and "limit" not in metrics
     before = (folder / "curve.png").read_bytes()
     with Image.open(folder / "curve.png") as image:
         assert image.width >= 400
@@ -183,7 +196,9 @@ def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli
 
 @pytest.fixture
 def official(checkout, tmp_path):
-    """A ViT3 in the form its authors publish, with random weights for ten classes, and the same in a file of this project."""
+    """A ViT3 in the form its authors publish, with random weights for ten classes, and the same in a file of this
+    project.
+    """
     name = "vit3_nano_patch16_144"
     torch.manual_seed(2)
     model = timm.create_model(name, num_classes=10)
@@ -251,13 +266,25 @@ def test_the_papers_number_stands_beside_a_full_score_alone(checkout):
     from repro.inference.evaluate import _Evaluation
     from repro.inference.params import EvaluateRequest
 
-    assert find_table1_top1("vit3_tiny_patch16_224", 224) == "76.5" and find_table1_top1("vittt_base_patch16_224", 224) == "82.7"
-    assert find_table1_top1("vit3_tiny_patch16_224", 384) is None and find_table1_top1("vit_base_patch16_384", 384) == "77.9"
+    assert (
+        find_table1_top1("vit3_tiny_patch16_224", 224) == "76.5"
+        and find_table1_top1("vittt_base_patch16_224", 224) == "82.7"
+    )
+    assert (
+        find_table1_top1("vit3_tiny_patch16_224", 384) is None
+        and find_table1_top1("vit_base_patch16_384", 384) == "77.9"
+    )
 
     def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **request):
         checkpoint = types.SimpleNamespace(name="vit3_tiny_patch16_224", facts={"options": dict(options)})
         cell = types.SimpleNamespace(kind=kind, name=kind)
-        metrics = {"image_size": size, "top1_percent": 76.0, "top5_percent": 93.0, "split": "val", "held_out_images": 50_000}
+        metrics = {
+            "image_size": size,
+            "top1_percent": 76.0,
+            "top5_percent": 93.0,
+            "split": "val",
+            "held_out_images": 50_000,
+        }
         evaluation = _Evaluation(None, None, cell, None, None, EvaluateRequest(**request), find_table1_top1)
         return evaluation._format_score(checkpoint, metrics)
 
@@ -278,7 +305,15 @@ def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, r
 
 def test_which_tags_are_imagenet_1k_alone():
     yes = ("fb_in1k", "ms_in1k", "pycls_in1k", "ra2_in1k", "augreg_in1k", "deit_in1k")
-    no = ("in12k_ft_in1k", "swag_lc_in1k", "fb_swsl_ig1b_ft_in1k", "ms_in22k", "clip_laion2b_augreg_ft_in1k", "untrained", "")
+    no = (
+        "in12k_ft_in1k",
+        "swag_lc_in1k",
+        "fb_swsl_ig1b_ft_in1k",
+        "ms_in22k",
+        "clip_laion2b_augreg_ft_in1k",
+        "untrained",
+        "",
+    )
     assert all(map(is_only_imagenet_1k, yes)) and not any(map(is_only_imagenet_1k, no))
 
 
@@ -309,14 +344,22 @@ def imagenet(checkout, repro_cli):
 @pytest.mark.slow
 def test_table1_without_a_network(imagenet, published, tmp_path):
     """The real client of the hub in a process of its own, with an endpoint that nobody serves and an empty cache."""
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path / "hub"),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "repro", "evaluate", "--table1", "--data", "imagenet", "--limit", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 1, done.stderr
     assert "left out: EffNet-B6" in done.stdout and "top-1" not in done.stdout
     lines = done.stderr.splitlines()
-    assert len(lines) == 15 and lines[-1].startswith("repro: evaluate: 14 of 14 models were not evaluated: regnety_040, ")
-    assert all("weights cannot be fetched and are not in the local cache: http://127.0.0.1:9: " in line for line in lines[:-1])
+    assert len(lines) == 15 and lines[-1].startswith(
+        "repro: evaluate: 14 of 14 models were not evaluated: regnety_040, "
+    )
+    assert all(
+        "weights cannot be fetched and are not in the local cache: http://127.0.0.1:9: " in line for line in lines[:-1]
+    )
     assert not Path("results/measured").exists()
 
 
@@ -329,7 +372,10 @@ WRONG = [
     (["--table1"], "has 1000 classes, digits has 10"),
     (["--pretrained", "--model", DEIT], "has 1000 classes, digits has 10"),
     (["--pretrained", "--model", "deit_tiny_patch16_22"], "no such model; did you mean 'deit_tiny_patch16_224'?"),
-    (["--pretrained", "--model", f"{DEIT}.nobody_in1k"], "timm has no such weights; for deit_tiny_patch16_224 it has fb_in1k"),
+    (
+        ["--pretrained", "--model", f"{DEIT}.nobody_in1k"],
+        "timm has no such weights; for deit_tiny_patch16_224 it has fb_in1k",
+    ),
     (["--pretrained", "--model", "vittt_tiny_patch16_224"], "timm has no published weights; give a file of weights"),
     (["--pretrained"], "an untrained model has no accuracy"),
 ]
@@ -360,11 +406,19 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     about = {"name": "vittt_nano_patch16_144", "options": {"depth": 1, "num_classes": 10}}
     save_weights(path, model, **about, preprocessing=PREPROCESSING, classes=classes)
     code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", "--limit", "9")
-    assert code == 2 and err.count("\n") == 1 and "large.safetensors" in err and "not finite in fp32" in err and "--dtype" not in err
+    assert (
+        code == 2
+        and err.count("\n") == 1
+        and "large.safetensors" in err
+        and "not finite in fp32" in err
+        and "--dtype" not in err
+    )
     picture = str(next((checkout / "data/digits/test").rglob("*.png")))
     for more in ([], ["--json", "seen.json"]):
         code, out, err = repro_cli("predict", picture, "--weights", str(path), *more)
-        assert (code, out, err.count("\n")) == (2, "", 1) and "large.safetensors" in err and not Path("seen.json").exists()
+        assert (
+            (code, out, err.count("\n")) == (2, "", 1) and "large.safetensors" in err and not Path("seen.json").exists()
+        )
 
 
 @pytest.mark.parametrize(

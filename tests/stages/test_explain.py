@@ -34,11 +34,11 @@ def write(path: Path, name: str, seed: int, **options) -> None:
     """An untrained model for digits, of 64 pixels unless `img_size` says otherwise."""
     torch.manual_seed(seed)
     options = {"num_classes": 10, "img_size": 64, **options}
-    preprocessing, classes = (
-        TransformSettings(image_size=options["img_size"], crop_pct=1.0).preprocessing(),
-        [f"digit_{i}" for i in range(10)],
+    preprocessing = TransformSettings(image_size=options["img_size"], crop_pct=1.0).preprocessing()
+    classes = [f"digit_{i}" for i in range(10)]
+    save_weights(
+        path, build_model(name, **options), name=name, options=options, preprocessing=preprocessing, classes=classes
     )
-    save_weights(path, build_model(name, **options), name=name, options=options, preprocessing=preprocessing, classes=classes)
 
 
 @pytest.fixture
@@ -46,7 +46,13 @@ def weights(checkout) -> Path:
     """A checkout with the weights of a nano Vittt, earlier snapshots of it, and a DeiT."""
     write(WEIGHTS, "vittt_nano_patch16_144", 0, depth=2, chunk_size=4)
     for epoch, seed in ((0, 1), (1, 2)):
-        write(WEIGHTS.parent / f"snapshots/epoch_{epoch:03d}.safetensors", "vittt_nano_patch16_144", seed, depth=2, chunk_size=4)
+        write(
+            WEIGHTS.parent / f"snapshots/epoch_{epoch:03d}.safetensors",
+            "vittt_nano_patch16_144",
+            seed,
+            depth=2,
+            chunk_size=4,
+        )
     write(DEIT, "deit_nano_patch16_144", 0, depth=1)
     return WEIGHTS
 
@@ -89,7 +95,9 @@ def students(checkout) -> tuple[Path, Path]:
 
 def test_attention_before_and_after_linearising(students, picture, repro_cli):
     softmax, student = map(str, students)
-    code, out, err = repro_cli("explain", str(picture), "--map", "attention", "--weights", student, "--teacher", softmax, "-o", "out.png")
+    code, out, err = repro_cli(
+        "explain", str(picture), "--map", "attention", "--weights", student, "--teacher", softmax, "-o", "out.png"
+    )
     assert (code, err) == (0, "") and is_figure(Path("out.png"))
     rows = [line.split() for line in out.splitlines() if line.startswith("layer ")]
     assert [row[2] for row in rows] == ["teacher", "before", "after", "even"] * 2
@@ -100,7 +108,9 @@ def test_attention_before_and_after_linearising(students, picture, repro_cli):
 @pytest.mark.slow
 def test_attention_of_a_data_set_is_recorded(students, repro_cli):
     softmax, student = map(str, students)
-    code, out, err = repro_cli("explain", "--map", "attention", "--weights", student, "--teacher", softmax, "--data", "digits")
+    code, out, err = repro_cli(
+        "explain", "--map", "attention", "--weights", student, "--teacher", softmax, "--data", "digits"
+    )
     assert (code, err) == (0, "") and is_figure(Path("explained.png"))
     (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
     metrics = read_record(file)["metrics"]
@@ -123,13 +133,22 @@ def test_attention_of_a_vit_alone(students, weights, picture, repro_cli):
             "has no softmax attention, and nothing that was put in the place of one; use --map erf",
         ),
         (["picture.png", "--data", "digits"], "--map attention takes --data NAME in place of pictures"),
-        (["picture.png", "--weights", "SOFTMAX", "--teacher", "SOFTMAX"], "is no linearised model; leave the teacher out"),
+        (
+            ["picture.png", "--weights", "SOFTMAX", "--teacher", "SOFTMAX"],
+            "is no linearised model; leave the teacher out",
+        ),
         (["picture.png", "--weights", "STUDENT", "--teacher", "STUDENT"], "is a linearised model already"),
         (["picture.png", "--weights", "STUDENT", "--teacher", str(DEIT)], "does not fit the student"),
-        (["picture.png", "--weights", "STUDENT", "--teacher", "none.safetensors"], "none.safetensors: no such weights file"),
+        (
+            ["picture.png", "--weights", "STUDENT", "--teacher", "none.safetensors"],
+            "none.safetensors: no such weights file",
+        ),
         (["picture.png", "--map", "gmm", "--teacher", "SOFTMAX"], "explain: --teacher goes with --map attention"),
         (["--data", "digits", "--map", "erf"], "explain: give pictures"),
-        (["picture.png", "--data", "digits", "--map", "erf"], "explain: --data goes with --probe, or with --map attention"),
+        (
+            ["picture.png", "--data", "digits", "--map", "erf"],
+            "explain: --data goes with --probe, or with --map attention",
+        ),
     ],
 )
 def test_wrong_input_for_attention_is_one_line(students, weights, picture, repro_cli, arguments, message):
@@ -194,7 +213,11 @@ def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
     file = Path("results/measured/made_up/weights.safetensors")
     write(file, name, 0, depth=1, img_size=32)
     code, out, err = repro_cli("explain", "--probe", "steps=2", "--weights", str(file))
-    assert (code, err) == (0, "") and "359 test images" in out and "inner loss before and after its steps, with steps=2" in out
+    assert (
+        (code, err) == (0, "")
+        and "359 test images" in out
+        and "inner loss before and after its steps, with steps=2" in out
+    )
     (record,) = Path("results/measured").glob(f"*/probes/{name}_digits_*/steps2.json")
     metrics = read_record(record)["metrics"]
     assert (metrics["model"], metrics["data"], metrics["split"], metrics["probe"], metrics["options"]) == (
@@ -204,7 +227,11 @@ def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
         "steps=2",
         {},
     )
-    assert metrics["probed"]["inner_loss_after"] < metrics["unchanged"]["inner_loss_after"] < metrics["unchanged"]["inner_loss_before"]
+    assert (
+        metrics["probed"]["inner_loss_after"]
+        < metrics["unchanged"]["inner_loss_after"]
+        < metrics["unchanged"]["inner_loss_before"]
+    )
     assert metrics["probed"]["inner_loss_before"] == pytest.approx(metrics["unchanged"]["inner_loss_before"])
 
 
@@ -216,15 +243,30 @@ def test_what_visualize_leaves(weights, repro_cli):
     names = ("fig3_gradient_magnitude", "fig8_receptive_field", "fig8_radial_profile", "fig11_reconstruction")
     assert all(is_figure(folder / f"{name}.png") for name in names)
     record = read_record(folder / "metrics.json")
-    about = {"cell": "nano", "model": "vittt_nano_patch16_144", "data": "digits", "kind": "digits", "image_size": 64, "held_out_images": 12}
+    about = {
+        "cell": "nano",
+        "model": "vittt_nano_patch16_144",
+        "data": "digits",
+        "kind": "digits",
+        "image_size": 64,
+        "held_out_images": 12,
+    }
     assert about.items() <= record["metrics"].items()
     metrics, missing = record["metrics"], record["metrics"]["receptive_fields"]["conv1d"]
     assert missing == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
-    assert 0 < metrics["receptive_fields"]["DeiT"]["radius_50_px"] < metrics["receptive_fields"]["DeiT"]["radius_90_px"] < 46
+    assert (
+        0
+        < metrics["receptive_fields"]["DeiT"]["radius_50_px"]
+        < metrics["receptive_fields"]["DeiT"]["radius_90_px"]
+        < 46
+    )
     # 16 patches in chunks of 4, from both ends: half of them
     assert metrics["gradient_magnitude"]["after"]["first_chunks_tokens_percent"] == 50
     assert metrics["gradient_magnitude"]["after"]["top30_share_percent"] > 100 * 5 / 16
-    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"] and metrics["probes"]["steps=2"]["held_out_images"] == 20
+    assert (
+        list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"]
+        and metrics["probes"]["steps=2"]["held_out_images"] == 20
+    )
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
     assert repro_cli("visualize")[0] == 0
     assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
@@ -234,4 +276,6 @@ def test_visualize_needs_the_weights_before_training(weights, repro_cli):
     Path("params.yaml").write_text(Path("params.yaml").read_text() + VISUALIZE)
     (WEIGHTS.parent / "snapshots/epoch_000.safetensors").unlink()
     code, _, err = repro_cli("visualize")
-    assert code == 2 and err.count("\n") == 1 and "no snapshot of epoch 0; add 0 to pretrain.nano.snapshot_epochs" in err
+    assert (
+        code == 2 and err.count("\n") == 1 and "no snapshot of epoch 0; add 0 to pretrain.nano.snapshot_epochs" in err
+    )

@@ -16,7 +16,13 @@ from tests.models.helpers import shaken
 from tests.slow import first
 
 CLASSES = ["ant", "bee", "cat"]
-PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_pct": 0.9, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+PREPROCESSING = {
+    "input_size": [3, 48, 48],
+    "interpolation": "bilinear",
+    "crop_pct": 0.9,
+    "mean": [0.1, 0.2, 0.3],
+    "std": [0.4, 0.5, 0.6],
+}
 
 
 @pytest.fixture
@@ -63,14 +69,24 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
         key: list(value) if isinstance(value, tuple) else value for key, value in config.items() if key in PREPROCESSING
     } == PREPROCESSING
     assert from_folder.pretrained_cfg["label_names"] == CLASSES
-    assert torch.equal(expected(tmp_path / "folder" / "model.safetensors", images), expected(path, images))  # and for `repro predict`
+    # and for `repro predict`
+    assert torch.equal(expected(tmp_path / "folder" / "model.safetensors", images), expected(path, images))
 
 
 @pytest.mark.parametrize("family", first(["vit3", "vim", "vrwkv"]))
 def test_torch_export_stands_alone(saved, repro_cli, family):
     path = saved(family)
     code, _, err = repro_cli(
-        "export", "--weights", str(path), "--format", "torch_export", "--no-verify", "--image-size", "32", "-o", "model.pt2"
+        "export",
+        "--weights",
+        str(path),
+        "--format",
+        "torch_export",
+        "--no-verify",
+        "--image-size",
+        "32",
+        "-o",
+        "model.pt2",
     )
     assert code == 0, err
     extra = {"vision_ttt_repro.json": ""}
@@ -90,14 +106,20 @@ def test_onnx_in_its_runtime(saved, repro_cli):
     record = {"metrics": {"weights_hash": digest}, "identity": {"parent_commit": "abc", "params_hash": "def"}}
     path.with_name("metrics.json").write_text(json.dumps(record))
     code, out, err = repro_cli("export", "--weights", str(path), "--format", "onnx")
-    assert code == 0 and out.startswith("vittt_nano_patch16_144_48.onnx: vittt_nano_patch16_144, 3 classes; read back, "), err
+    assert code == 0 and out.startswith(
+        "vittt_nano_patch16_144_48.onnx: vittt_nano_patch16_144, 3 classes; read back, "
+    ), err
     session = onnxruntime.InferenceSession("vittt_nano_patch16_144_48.onnx", providers=["CPUExecutionProvider"])
     for count in (1, 5):
         images = torch.randn(count, 3, 48, 48)
         (logits,) = session.run(None, {"images": images.numpy()})
         np.testing.assert_allclose(logits, expected(path, images).numpy(), rtol=1e-4, atol=1e-5)
     facts = json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
-    assert (facts["model"], facts["classes"], facts["preprocessing"]) == ("vittt_nano_patch16_144", CLASSES, PREPROCESSING)
+    assert (facts["model"], facts["classes"], facts["preprocessing"]) == (
+        "vittt_nano_patch16_144",
+        CLASSES,
+        PREPROCESSING,
+    )
     assert (facts["weights_hash"], facts["commit"], facts["params_hash"]) == (digest, "abc", "def")
 
 
@@ -112,7 +134,11 @@ def test_a_file_that_differs_is_not_left(saved, tmp_path, repro_cli, monkeypatch
         return model
 
     path = saved("vittt")
-    monkeypatch.setattr(timm, "create_model", lambda name, **options: (spoilt if name.startswith("local-dir") else load)(name, **options))
+    monkeypatch.setattr(
+        timm,
+        "create_model",
+        lambda name, **options: (spoilt if name.startswith("local-dir") else load)(name, **options),
+    )
     code, out, err = repro_cli("export", "--weights", str(path), "--format", "safetensors")
     assert (code, out, err.count("\n")) == (1, "", 1) and "not written: read back, logits differ by at most" in err
     assert [each.name for each in tmp_path.iterdir()] == ["trained"]
@@ -124,7 +150,9 @@ def test_what_cannot_be_exported_is_one_line(saved, tmp_path, repro_cli, monkeyp
         assert (code, out, err.count("\n")) == (2, "", 1)
         return err
 
-    assert "image size 47x47: height and width must be positive multiples" in refused("--format", "torch_export", "--image-size", "47")
+    assert "image size 47x47: height and width must be positive multiples" in refused(
+        "--format", "torch_export", "--image-size", "47"
+    )
     assert "--image-size is for onnx and torch_export" in refused("--format", "safetensors", "--image-size", "64")
     (tmp_path / "there.pt2").write_text("somebody's")
     assert "there.pt2: already exists" in refused("--format", "torch_export", "-o", "there.pt2")

@@ -1,4 +1,6 @@
-"""`repro generate` as a user runs it: a training, which continues after a signal; pictures and their scores; every wrong input as one line."""
+"""`repro generate` as a user runs it: a training, which continues after a signal; pictures and their scores; every
+wrong input as one line.
+"""
 
 import csv
 import json
@@ -47,9 +49,17 @@ CLASSES = [f"digit_{digit}" for digit in range(10)]
 def save_judge(path: Path) -> None:
     torch.manual_seed(0)
     options = {"depth": 1, "num_classes": 10, "img_size": 32}
-    preprocessing = {"input_size": [3, 32, 32], "interpolation": "bicubic", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    preprocessing = {
+        "input_size": [3, 32, 32],
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     model = build_model("vit3_nano_patch16_144", **options)
-    save_weights(path, model, name="vit3_nano_patch16_144", options=options, preprocessing=preprocessing, classes=CLASSES)
+    save_weights(
+        path, model, name="vit3_nano_patch16_144", options=options, preprocessing=preprocessing, classes=CLASSES
+    )
 
 
 @pytest.fixture
@@ -95,8 +105,14 @@ def test_what_a_run_leaves(trained):
     (run,) = metrics["by_seed"]
     assert metrics["held_out_mse"] == run["held_out_mse"] and 0.1 < run["held_out_mse"] < 1.2
     assert metrics["held_out_mse_std"] is None and metrics["held_out_mse_std_reason"] == "one seed has no spread"
-    assert run["judged_samples"] == 20 and run["judged_percent"] in range(0, 101, 5) and 0 <= run["real_judged_percent"] <= 100
-    assert metrics["judged_percent"] == run["judged_percent"] and run["judge_hash"] == hash_file(trained / "judge.safetensors")
+    assert (
+        run["judged_samples"] == 20
+        and run["judged_percent"] in range(0, 101, 5)
+        and 0 <= run["real_judged_percent"] <= 100
+    )
+    assert metrics["judged_percent"] == run["judged_percent"] and run["judge_hash"] == hash_file(
+        trained / "judge.safetensors"
+    )
     rows = list(csv.DictReader(open(folder / "curve.csv")))
     assert float(rows[1]["held_out_mse"]) == pytest.approx(run["tune_held_out_mse"], rel=1e-6)
     assert float(rows[0]["held_out_mse"]) == pytest.approx(run["tune_held_out_mse_previous"], rel=1e-6)
@@ -112,7 +128,9 @@ def test_what_a_run_leaves(trained):
 
 @pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_weights(trained, ready):
-    process = subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        COMMAND, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     deadline = time.monotonic() + 1800
     while not list(Path(".runs").glob("generate/nano/seed_0-*/step_*.pt")):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
@@ -141,7 +159,12 @@ def test_a_dit5_begins_as_a_dit(ready, repro_cli):
     torch.manual_seed(0)
     teacher = build_denoiser("dit_nano_patch4", **shape)
     save_weights(
-        Path("dit.safetensors"), teacher, name="dit_nano_patch4", options=shape, preprocessing={"input_size": [1, 16, 16]}, classes=CLASSES
+        Path("dit.safetensors"),
+        teacher,
+        name="dit_nano_patch4",
+        options=shape,
+        preprocessing={"input_size": [1, 16, 16]},
+        classes=CLASSES,
     )
     Path("params.yaml").write_text(Path("params.yaml").read_text().replace("dit3_nano_patch4", "dit5_nano_patch4"))
     code, out, err = repro_cli("generate", "--cell", "nano", "--from", "dit.safetensors")
@@ -151,7 +174,10 @@ def test_a_dit5_begins_as_a_dit(ready, repro_cli):
     assert {fate[-1] for fate in fates if fate[0] == "used"} == set(teacher.state_dict())
     assert read_record(folder / "metrics.json")["metrics"]["init"]["weights_hash"] == hash_file(Path("dit.safetensors"))
     shutil.rmtree(folder)
-    for source, why in (("nothing.pt", "generate: --from nothing.pt: no such file"), ("judge.safetensors", "holds weights of vit3_nano")):
+    for source, why in (
+        ("nothing.pt", "generate: --from nothing.pt: no such file"),
+        ("judge.safetensors", "holds weights of vit3_nano"),
+    ):
         code, _, err = repro_cli("generate", "--cell", "nano", "--from", source)
         assert code == 2 and why in err and err.count("\n") == 1
 
@@ -181,7 +207,9 @@ def test_pictures_follow_from_the_seed(drawing, repro_cli):
 
 
 def test_pictures_of_another_size_and_with_another_sampler(drawing, repro_cli):
-    code, _, err = draw(repro_cli, "-o", "large", "--class-label", "3", "--samples", "1", "--image-size", "24", "--sampler", "ddpm")
+    code, _, err = draw(
+        repro_cli, "-o", "large", "--class-label", "3", "--samples", "1", "--image-size", "24", "--sampler", "ddpm"
+    )
     assert code == 0, err
     with Image.open("large/00000_digit_3.png") as picture:
         assert picture.size == (24, 24)
@@ -197,9 +225,18 @@ class StandIn(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scores_are_recorded(drawing, repro_cli):
     torch.jit.script(StandIn()).save("inception.pt")
-    scored = ["--judge", "judge.safetensors", "--inception", "inception.pt", "--inception-sha256", hash_file(Path("inception.pt"))]
+    scored = [
+        "--judge",
+        "judge.safetensors",
+        "--inception",
+        "inception.pt",
+        "--inception-sha256",
+        hash_file(Path("inception.pt")),
+    ]
     code, out, err = draw(repro_cli, "-o", "scored", "--samples", "20", "--data", "digits", *scored)
-    assert code == 0 and "20 pictures in scored; the judge takes " in out and " % of the 359 real ones; FID " in out, err
+    assert code == 0 and "20 pictures in scored; the judge takes " in out and " % of the 359 real ones; FID " in out, (
+        err
+    )
     (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*/metrics.json")
     metrics = read_record(file)["metrics"]
     assert metrics["fid"] > 0 and metrics["sfid"] is None and metrics["real_images"] == 359 and metrics["samples"] == 20
@@ -222,7 +259,10 @@ WRONG = [
     (["--model", "dit_nano_patch4"], "holds weights of dit3_nano_patch4, not of dit_nano_patch4"),
     (["--weights", "judge.safetensors"], "judge.safetensors: holds a model that can classify, not generate"),
     (["--weights", "absent.safetensors"], "absent.safetensors: no such weights file"),
-    (["--weights", "params.yaml"], "params.yaml: not a file of this project, so it does not name its model; name it with --model"),
+    (
+        ["--weights", "params.yaml"],
+        "params.yaml: not a file of this project, so it does not name its model; name it with --model",
+    ),
     (["--weights", "params.yaml", "--model", "dit3_xl"], "generate: --model dit3_xl: no such denoiser"),
     (["--weights", "params.yaml", "--model", "dit3_small_patch2"], "params.yaml: not a readable checkpoint of PyTorch"),
     (["--judge", "own.safetensors"], "own.safetensors: holds a model for the task 'generate', expected a classifier"),
@@ -257,7 +297,9 @@ NOTHING_TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), NOTHING_TRAINED, ids=[" ".join(options) for options, _ in NOTHING_TRAINED])
+@pytest.mark.parametrize(
+    ("options", "message"), NOTHING_TRAINED, ids=[" ".join(options) for options, _ in NOTHING_TRAINED]
+)
 def test_options_that_name_no_training_are_one_line(ready, repro_cli, options, message):
     code, _, err = repro_cli("generate", *options)
     assert (code, err.count("\n")) == (2, 1) and message in err, err
@@ -278,7 +320,13 @@ def test_the_weights_are_those_that_were_scored(drawing):
     drawer = open_drawer(DrawRequest(weights=Path("own.safetensors"), output=Path("out")), cpu)
     tree = open_cell(paths, load_runtime(paths), "digits").open_tree()
     loader = EvalLoader(open_split(tree, "test", drawer.transform), batch_size=64)
-    how = {"transform": drawer.transform, "sampling": drawer.sampling, "num_classes": 10, "label_dropout": 0.0, "seed": 0}
+    how = {
+        "transform": drawer.transform,
+        "sampling": drawer.sampling,
+        "num_classes": 10,
+        "label_dropout": 0.0,
+        "seed": 0,
+    }
     task = Generation(drawer.model, [], {"test": loader}, batch_size=64, device=cpu, **how)
     found = task.evaluate(drawer.model, "test")
     record = read_record(results(drawing) / "metrics.json")["metrics"]
@@ -301,10 +349,18 @@ WRONG_CELLS = [
     ("dit3_nano_patch4", "vittt_nano_patch16_144", "vittt_nano_patch16_144: not a denoiser"),
     ("{depth: 1, embed_dim: 24}", "{depht: 1}", "cannot be built with"),
     ("{depth: 1, embed_dim: 24}", "{in_channels: 3}", "options: in_channels follows from transform; leave it out"),
-    ("image_size: 16", "image_size: 18", "generate.nano: input of 18x18: height and width must be positive multiples of the patch size 4"),
+    (
+        "image_size: 16",
+        "image_size: 18",
+        "generate.nano: input of 18x18: height and width must be positive multiples of the patch size 4",
+    ),
     ("channels: 1,", "channels: 2,", "generate.nano.transform.channels: int 2 is not one of 1, 3"),
     ("channels: 1,", "channels: 3, latents: {},", "transform.latents: digits holds pictures (digits); leave it out"),
-    ("channels: 1,", "latents: {stride: 3},", "latents: need channels 3 and an image_size that is a multiple of their stride, 3"),
+    (
+        "channels: 1,",
+        "latents: {stride: 3},",
+        "latents: need channels 3 and an image_size that is a multiple of their stride, 3",
+    ),
     ("steps: 4,", "steps: 1001,", "generate.nano.sampling.steps: 1001 is out of range, must be <= 1000"),
     ("guidance: 2.0", "guidance: -2.0", "generate.nano.sampling.guidance: -2.0 is out of range, must be >= 0"),
     ("sampler: ddim", "sampler: dpm", "'dpm' is not one of ddpm, ddim"),
@@ -351,7 +407,10 @@ def release(ready) -> Path:
     torch.manual_seed(0)
     model = build_denoiser("dit_small_patch8", num_classes=3)
     state = official_state(model)
-    torch.save({"model": {key: torch.zeros_like(value) for key, value in state.items()}, "ema": state, "args": {"steps": 1}}, "release.pt")
+    torch.save(
+        {"model": {key: torch.zeros_like(value) for key, value in state.items()}, "ema": state, "args": {"steps": 1}},
+        "release.pt",
+    )
     return ready
 
 
@@ -360,7 +419,11 @@ def official_state(model: Denoiser) -> dict[str, torch.Tensor]:
     from repro.models.dit import embed_positions
 
     renamed = {"pos_embed": embed_positions((4, 4), 384)[None]}
-    first = {"patch_embed.": "x_embedder.proj.", "time_embed.": "t_embedder.mlp.", "class_embed.": "y_embedder.embedding_table."}
+    first = {
+        "patch_embed.": "x_embedder.proj.",
+        "time_embed.": "t_embedder.mlp.",
+        "class_embed.": "y_embedder.embedding_table.",
+    }
     first |= {"head.": "final_layer.linear.", "modulation.": "final_layer.adaLN_modulation.1."}
     for key, value in model.state_dict().items():
         if key.startswith("blocks."):
@@ -374,8 +437,20 @@ def official_state(model: Denoiser) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_releases_file_draws_latents_that_a_decoder_turns_into_pictures(release, repro_cli):
     torch.jit.script(Decoder()).save("decoder.pt")
-    torch.export.save(torch.export.export(Decoder(), (torch.zeros(1, 4, 32, 32),)), "decoder.pt2")  # takes no more than one
-    options = ["--weights", "release.pt", "--model", "dit_small_patch8", "--steps", "2", "--samples", "2", "--class-label", "1"]
+    # takes no more than one
+    torch.export.save(torch.export.export(Decoder(), (torch.zeros(1, 4, 32, 32),)), "decoder.pt2")
+    options = [
+        "--weights",
+        "release.pt",
+        "--model",
+        "dit_small_patch8",
+        "--steps",
+        "2",
+        "--samples",
+        "2",
+        "--class-label",
+        "1",
+    ]
     found = []
     for name in ("decoder.pt", "decoder.pt2"):
         code, _, err = repro_cli("generate", *options, "--vae", name, "-o", name.replace(".", "_"))
@@ -399,9 +474,14 @@ def test_a_vae_file_that_is_none_is_one_line(release, repro_cli):
         (["--vae", "text.pt"], "--vae text.pt: not a readable TorchScript file"),
         (["--vae", "text.pt2"], "--vae text.pt2: not a readable file of torch.export"),
         (["--vae", "release.pt"], "--vae release.pt: not a readable TorchScript file"),
-        (["--vae", "halves.pt"], "--vae halves.pt: makes (1, 3, 32, 32) of latents of shape (1, 4, 32, 32), expected (1, 3, 256, 256)"),
+        (
+            ["--vae", "halves.pt"],
+            "--vae halves.pt: makes (1, 3, 32, 32) of latents of shape (1, 4, 32, 32), expected (1, 3, 256, 256)",
+        ),
     ):
-        code, _, err = repro_cli("generate", "--weights", "release.pt", "--model", "dit_small_patch8", *vae, "-o", "out")
+        code, _, err = repro_cli(
+            "generate", "--weights", "release.pt", "--model", "dit_small_patch8", *vae, "-o", "out"
+        )
         assert code == 2 and err.startswith("repro: ") and err.count("\n") == 1 and message in err, err
     code, _, err = repro_cli("generate", "--weights", "release.pt", "--model", "dit3_small_patch8", "-o", "out")
     assert code == 2 and "release.pt: does not fit dit3_small_patch8 as built with" in err and err.count("\n") == 1
@@ -412,5 +492,8 @@ def test_a_vae_file_that_is_none_is_one_line(release, repro_cli):
 def test_the_cells_of_the_profiles_are_valid(profile):
     from repro.core.config import section_keys
 
-    models = {load_section(GenerateParams, ROOT / profile, "generate", name).model for name in section_keys(ROOT / profile, "generate")}
+    models = {
+        load_section(GenerateParams, ROOT / profile, "generate", name).model
+        for name in section_keys(ROOT / profile, "generate")
+    }
     assert {model.partition("_")[0] for model in models} >= {"dit", "dit3"}

@@ -48,21 +48,41 @@ def test_it_runs_with_torch_triton_timm_typer_and_rich_alone():
     blocked = ["dvc", "sklearn", "matplotlib", "pandas", "scipy", "pytest", "mmseg", "mmcv", "mmengine", "dvclive"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from repro.cli import main; sys.argv = ['repro', 'kernels', 'bench']; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and "PyTorch sees no CUDA device" in done.stderr, done.stderr
 
 
 def test_a_failed_check_is_recorded_and_fails(checkout, monkeypatch, capsys):
-    """Rows over their limits, as broken kernels would give them: the record says so, the exit code is 1, and bench would stop there."""
+    """Rows over their limits, as broken kernels would give them: the record says so, the exit code is 1, and bench
+    would stop there.
+    """
     from kernels import dispatch
     from kernels.tools import check
     from repro.core.record import write_record
 
     sizes = {"operator": "ttt_linear", "tokens": 17, "heads": 1, "dtype": "fp32"}
     rows = [
-        {"check": "default config", **sizes, "errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 1e-5}, "passed": True},
-        {"check": "default config", **sizes, "errors": {"out": 1e-3}, "not_finite": ["q"], "limits": {"out": 1e-5}, "passed": False},
+        {
+            "check": "default config",
+            **sizes,
+            "errors": {"out": 1e-7},
+            "not_finite": [],
+            "limits": {"out": 1e-5},
+            "passed": True,
+        },
+        {
+            "check": "default config",
+            **sizes,
+            "errors": {"out": 1e-3},
+            "not_finite": ["q"],
+            "limits": {"out": 1e-5},
+            "passed": False,
+        },
         {"check": "a peer", **sizes, "passed": None, "reason": "not installed"},
         {"check": "a config", **sizes, "passed": False, **check.failure(ValueError("shared\nmemory"))},
     ]
@@ -74,7 +94,12 @@ def test_a_failed_check_is_recorded_and_fails(checkout, monkeypatch, capsys):
     (record,) = checkout.glob("results/measured/*/kernels_check.json")
     metrics = json.loads(record.read_text())["metrics"]
     assert (metrics["rows"], metrics["failed"], list(metrics["source_hash"])) == (rows, 2, ["ttt_linear"])
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()][:4] == ["ok", "FAILED", "not run", "FAILED"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()][:4] == [
+        "ok",
+        "FAILED",
+        "not run",
+        "FAILED",
+    ]
     write_record(checkout, metrics, {}, 0.0)  # a null without a reason would be refused
 
 
@@ -87,10 +112,22 @@ def compiled(monkeypatch):
 
     def rows(cases, skip=0, defaults=False):
         numbers = {"stack_bytes": 0, "shared_bytes": 0, "instructions": {"LDL": 0, "STL": 0, "BAR": 0}}
-        labels = {"operator": cases.NAME, "kernel": f"{cases.NAME}_forward", "config": {}, "default": True, "dtype": "bf16"}
+        labels = {
+            "operator": cases.NAME,
+            "kernel": f"{cases.NAME}_forward",
+            "config": {},
+            "default": True,
+            "dtype": "bf16",
+        }
         for target in ("sm_80", "sm_90")[skip:]:
             done.append(cases.NAME)
-            yield {**labels, "target": target, "registers": len(done), **numbers, "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}]}
+            yield {
+                **labels,
+                "target": target,
+                "registers": len(done),
+                **numbers,
+                "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}],
+            }
 
     monkeypatch.setattr(resources, "rows", rows)
     monkeypatch.setattr(resources, "planned", lambda cases, defaults: range(2))
@@ -99,7 +136,9 @@ def compiled(monkeypatch):
 
 
 def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, compiled):
-    """`resources --op` of the second operator: its rows are new, in their place between the others', which are not compiled."""
+    """`resources --op` of the second operator: its rows are new, in their place between the others', which are not
+    compiled.
+    """
     from kernels.tools import operators
 
     names = list(operators.OPERATORS)
@@ -122,7 +161,9 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, com
 
 
 def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(checkout, monkeypatch, compiled):
-    """Ctrl-C in the second operator: its first row and the first operator are kept, and the next call compiles the rest, each once."""
+    """Ctrl-C in the second operator: its first row and the first operator are kept, and the next call compiles the
+    rest, each once.
+    """
     from kernels.tools import operators, resources
 
     names, rows = list(operators.OPERATORS), resources.rows
@@ -139,7 +180,9 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
         kernels.run_resources(find_root())
     record = checkout / "results/measured/compile/resources.json"
     metrics = read_json(record)["metrics"]
-    assert [row["operator"] for row in metrics["rows"]] == [names[0], names[0], names[1]] and metrics["unfinished"] == [names[1]]
+    assert [row["operator"] for row in metrics["rows"]] == [names[0], names[0], names[1]] and metrics["unfinished"] == [
+        names[1]
+    ]
     monkeypatch.setattr(resources, "rows", rows)
     kernels.run_resources(find_root())
     metrics = read_json(record)["metrics"]
@@ -155,7 +198,10 @@ def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch):
     from kernels.tools import check
 
     limit = {"errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 1e-5}, "passed": True}
-    rows = [{"operator": "bi_wkv", "check": f"number {i}", "tokens": 17, "channels": 4, "dtype": "fp32", **limit} for i in range(3)]
+    rows = [
+        {"operator": "bi_wkv", "check": f"number {i}", "tokens": 17, "channels": 4, "dtype": "fp32", **limit}
+        for i in range(3)
+    ]
     monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
     monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
@@ -170,7 +216,9 @@ def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch):
 
 
 def test_documented_tables_are_of_committed_records():
-    """results/speed.md: each generated block is what the records under results/measured give; `repro report` writes them."""
+    """results/speed.md: each generated block is what the records under results/measured give; `repro report` writes
+    them.
+    """
     page = (ROOT / kernels.PAGE).read_text()
     for name, block, text in kernels.make_passages(find_root(ROOT)):
         assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block

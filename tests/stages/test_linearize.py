@@ -1,4 +1,6 @@
-"""`repro linearize` as a lab runs it: cells, files of timm, frozen and fine-tuned, stopped and continued, and wrong inputs as one line."""
+"""`repro linearize` as a lab runs it: cells, files of timm, frozen and fine-tuned, stopped and continued, and wrong
+inputs as one line.
+"""
 
 import shutil
 import signal
@@ -39,9 +41,22 @@ def ready(checkout) -> Path:
     torch.manual_seed(0)
     options = {**SHELL, "inner": "softmax", "key_norm": "none", "dwc": "none"}
     model = shaken(build_model("t5_tiny_patch16_224", **options))
-    shown = {"input_size": [3, 32, 32], "interpolation": "bilinear", "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3}
+    shown = {
+        "input_size": [3, 32, 32],
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     TEACHER.parent.mkdir()
-    save_weights(TEACHER, model, name="t5_tiny_patch16_224", options=options, preprocessing=shown, classes=[str(i) for i in range(10)])
+    save_weights(
+        TEACHER,
+        model,
+        name="t5_tiny_patch16_224",
+        options=options,
+        preprocessing=shown,
+        classes=[str(i) for i in range(10)],
+    )
     write_cell()
     return checkout
 
@@ -60,7 +75,10 @@ def read_metrics(folder: Path) -> dict:
 def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_cli):
     code, out, err = repro_cli("linearize", "--cell", "student")
     assert code == 0, err
-    assert "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out and "expected: new: blocks (14)" in out
+    assert (
+        "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out
+        and "expected: new: blocks (14)" in out
+    )
     folder, teacher = Path("results/linearize/student"), load_file(TEACHER)
     fates = dict(reversed(line.rsplit(None, 1)) for line in (folder / "load_report.txt").read_text().splitlines())
     student = load_file(folder / "weights.safetensors")
@@ -78,7 +96,9 @@ def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
     from repro.training import from_weights
 
     kept = []
-    monkeypatch.setattr(from_weights, "_keep", lambda checkpoint, file: kept.append((checkpoint.published.full_name, file.name)))
+    monkeypatch.setattr(
+        from_weights, "_keep", lambda checkpoint, file: kept.append((checkpoint.published.full_name, file.name))
+    )
     name = "vit_tiny_patch16_224.augreg_in21k"
     file, _ = from_weights.find_weights(Paths(tmp_path), name, None)
     assert kept == [(name, file.name)] and file.name == f"{name}.safetensors"
@@ -115,7 +135,9 @@ def test_stopped_and_continued_gives_the_same_bits(ready, repro_cli, monkeypatch
     assert len(calls) == 5 and not (folder / "metrics.json").exists()
     code, out, err = repro_cli("linearize", "--cell", "student")
     assert code == 0 and "continuing after step 5" in out, err
-    assert (folder / "weights.safetensors").read_bytes() == truth and read_metrics(folder)["by_seed"] == metrics["by_seed"]
+    assert (folder / "weights.safetensors").read_bytes() == truth and read_metrics(folder)["by_seed"] == metrics[
+        "by_seed"
+    ]
 
 
 def test_a_file_of_timm_becomes_a_student_for_other_classes(ready, repro_cli):
@@ -127,7 +149,8 @@ def test_a_file_of_timm_becomes_a_student_for_other_classes(ready, repro_cli):
     code, _, err = repro_cli("linearize", "--from", "deit.pth")
     assert (
         code == 2
-        and err == f"repro: {Path('deit.pth').resolve()}: not a file of this project, so it does not name its model; name it with --model\n"
+        and err
+        == f"repro: {Path('deit.pth').resolve()}: not a file of this project, so it does not name its model; name it with --model\n"
     )
     code, _, err = repro_cli("linearize", "--from", "deit.pth", "--model", "deit_tiny_patch16_224")
     assert code == 2 and "weights cannot be loaded" in err and err.count("\n") == 1  # it is a smaller one
@@ -141,7 +164,14 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
     from repro.training.from_weights import make_cell
     from repro.training.job import build_job
 
-    asked = {"options": {"inner": "gate", "dwc": "v"}, "freeze": True, "data": "digits", "epochs": 1, "batch_size": 64, "seeds": 2}
+    asked = {
+        "options": {"inner": "gate", "dwc": "v"},
+        "freeze": True,
+        "data": "digits",
+        "epochs": 1,
+        "batch_size": 64,
+        "seeds": 2,
+    }
     cell = make_cell("vit.pth", model="vit_tiny_patch16_224", **asked, recipe=describe_recipe)
     assert (cell.params.model, cell.params.seeds, cell.params.batch_size) == ("t5_tiny_patch16_224", (0, 1), 64)
     assert cell.name == "vit-inner_gate-dwc_v-digits-frozen-1epochs"
@@ -154,7 +184,9 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
 
 @pytest.mark.slow
 def test_from_a_file_with_options_and_an_export(ready, repro_cli):
-    code, out, err = repro_cli("linearize", "--from", str(TEACHER), "--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
+    code, out, err = repro_cli(
+        "linearize", "--from", str(TEACHER), "--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1"
+    )
     assert code == 0, err
     (record,) = Path("results/measured").rglob("linearize/*/metrics.json")
     options = read_metrics(record.parent)["options"]
@@ -182,13 +214,19 @@ def test_from_a_file_with_options_and_an_export(ready, repro_cli):
     ("arguments", "error"),
     [
         (["--from", "nothing.pth"], "linearize: --from nothing.pth: no such file"),
-        (["--from", "resnet18"], "linearize: --from resnet18: is no ViT or DeiT; expected one of timm's, or a file of weights"),
+        (
+            ["--from", "resnet18"],
+            "linearize: --from resnet18: is no ViT or DeiT; expected one of timm's, or a file of weights",
+        ),
         (["--from", "vit_tinny"], "vit_tinny: no such model"),
         (
             ["--from", str(TEACHER), "--data", "digitss"],
             "linearize: --data digitss: not a cell of prepare_data in params.yaml; did you mean 'digits'?",
         ),
-        (["--from", str(TEACHER), "--neighbours", "4"], "neighbours 4: expected an odd side of a window, or 0 for none"),
+        (
+            ["--from", str(TEACHER), "--neighbours", "4"],
+            "neighbours 4: expected an odd side of a window, or 0 for none",
+        ),
         (
             ["--from", str(TEACHER), "--inner", "linear", "--dwc", "none", "--freeze"],
             "freeze: inner linear with dwc none has no parameters of its own",
@@ -218,7 +256,10 @@ def test_data_of_a_profile_is_named_with_its_profile(ready, repro_cli):
             "linearize.student.model: vittt_nano_patch16_144 has softmax attention or none",
         ),
         ({"options": {"embed_dim": 48, "depth": 3, "patch_size": 8}}, "does not fit the student: blocks.2"),
-        ({"transform": {"image_size": 36}}, "image size 36x36: height and width must be positive multiples of the patch size 8"),
+        (
+            {"transform": {"image_size": 36}},
+            "image size 36x36: height and width must be positive multiples of the patch size 8",
+        ),
     ],
 )
 def test_wrong_cells_are_one_line(ready, repro_cli, changes, error):

@@ -30,9 +30,13 @@ SECONDS = 300 * 1_281_167 / 1000  # 300 epochs of ImageNet at 1000 images per se
 
 @pytest.fixture(scope="module")
 def paper_plan(tmp_path_factory):
-    """The plan of the paper's profile where nothing is prepared or measured; every classifier trains 1000 images per second."""
+    """The plan of the paper's profile where nothing is prepared or measured; every classifier trains 1000 images per
+    second.
+    """
     given = {cell["model"]: 1000.0 for stage in TRAINING for cell in PAPER[stage].values()}
-    return plan_costs(load_stages(), ROOT / "profiles" / "paper.yaml", Paths(tmp_path_factory.mktemp("empty")), Rates(given=given))
+    return plan_costs(
+        load_stages(), ROOT / "profiles" / "paper.yaml", Paths(tmp_path_factory.mktemp("empty")), Rates(given=given)
+    )
 
 
 def row(plan, command):
@@ -41,11 +45,15 @@ def row(plan, command):
 
 
 def test_no_result_depends_on_the_plan():
-    """The table names the cost functions as text: an import would make an edit of the plan, or of the report, restart a training."""
+    """The table names the cost functions as text: an import would make an edit of the plan, or of the report, restart a
+    training.
+    """
     for name, stage in load_stages().items():
         if stage.cost is not None:
             assert callable(pkgutil.resolve_name(stage.cost))
-            assert not [file for file in import_closure(ROOT, [f"stages.{name}"]) if file.startswith("repro/planning")], name
+            assert not [
+                file for file in import_closure(ROOT, [f"stages.{name}"]) if file.startswith("repro/planning")
+            ], name
 
 
 @pytest.mark.slow
@@ -69,8 +77,8 @@ def test_hours_and_disk_of_the_paper_profile(paper_plan):
         found, seeds = row(paper_plan, command), len(cell.get("seeds", [0]))
         assert found.hours == pytest.approx(seeds * SECONDS * cell["epochs"] / 300 / 3600)
         num_params = cost(cell["model"], cell.get("options", {}), (224, 224)).num_params
-        # of each seed two states of the weights, two moments and perhaps an average, the snapshots twice and the weights; one more state,
-        # and the results
+        # of each seed two states of the weights, two moments and perhaps an average, the snapshots twice and the
+        # weights; one more state, and the results
         snapshots, state = len(cell.get("snapshot_epochs", [])), 4 if "ema_decay" in cell else 3
         cell_gb = (seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1) * 4 * num_params / 1e9
         assert found.disk_gb == pytest.approx(cell_gb)
@@ -99,18 +107,25 @@ def test_the_paper_profile_trains_every_variant(paper_plan):
         listed = ",".join(f"{option}={value}" for option, value in sorted(options.items()))
         model = f"vittt_tiny_patch16_224[{listed}]" if options else "vittt_tiny_patch16_224"
         wanted = (
-            ("imagenet", "coco", "ade20k") if name in (*TABLES_AND_FIGURES["Table 3"], *TABLES_AND_FIGURES["Table 4"]) else ("imagenet",)
+            ("imagenet", "coco", "ade20k")
+            if name in (*TABLES_AND_FIGURES["Table 3"], *TABLES_AND_FIGURES["Table 4"])
+            else ("imagenet",)
         )
         assert all(("accuracy", data, model) in gives for data in wanted), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "stage", "scores"), [("Table 2 (left)", "detect", 2), ("Table 2 (right)", "segment", 1)])
+@pytest.mark.parametrize(
+    ("place", "stage", "scores"), [("Table 2 (left)", "detect", 2), ("Table 2 (right)", "segment", 1)]
+)
 def test_numbers_of_table_2_that_the_paper_profile_would_give(paper_plan, place, stage, scores):
     """Two counts of every backbone with its adapter, and the scores of the plain models that the profile trains."""
     counts = 2 * len(PAPER["complexity"]["adapters"]["backbones"])
     models = {cell["model"] for cell in PAPER[stage].values() if not cell.get("options") and "patch16" in cell["model"]}
-    assert paper_plan.count_covered()[place] == (counts + scores * len(models), len(demands(load_primary().ledger)[place]))
+    assert paper_plan.count_covered()[place] == (
+        counts + scores * len(models),
+        len(demands(load_primary().ledger)[place]),
+    )
 
 
 def test_the_printed_plan(checkout, repro_cli):
@@ -132,7 +147,9 @@ def test_the_printed_plan(checkout, repro_cli):
 def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli, monkeypatch):
     (checkout / "profiles").unlink()
     (checkout / "profiles").mkdir()
-    (checkout / "profiles" / "short.yaml").write_text((checkout / "params.yaml").read_text().replace("epochs: 2", "epochs: 6", 1))
+    (checkout / "profiles" / "short.yaml").write_text(
+        (checkout / "params.yaml").read_text().replace("epochs: 2", "epochs: 6", 1)
+    )
     code, out, _ = repro_cli("plan", "--profile", "short", "--gpu", "H100")
     assert code == 0 and out.startswith("first: repro profile use short\n") and "6 epochs of 1,079 images" in out
 
@@ -144,7 +161,10 @@ def test_a_measured_speed_is_read_from_its_record(checkout, repro_cli):
     file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
     code, out, _ = repro_cli("plan", "--gpu", "l40s")
     assert code == 0 and "2 epochs of 1,079 images at 2 img/s, measured" in out
-    assert "measured: vittt_nano_patch16_144[depth=1], 2 img/s in training on cuda: NVIDIA L40S (results/measured/l40s/pretrain/" in out
+    assert (
+        "measured: vittt_nano_patch16_144[depth=1], 2 img/s in training on cuda: NVIDIA L40S (results/measured/l40s/pretrain/"
+        in out
+    )
 
 
 @pytest.fixture
@@ -180,7 +200,9 @@ def test_a_cpu_is_planned_by_what_ran_on_one(checkout, trained, repro_cli):
     assert minutes == "unknown" and basis.startswith("not measured")
 
 
-def test_a_fresh_clone_plans_by_the_committed_seconds_and_another_machines_are_an_estimate(checkout, trained, repro_cli):
+def test_a_fresh_clone_plans_by_the_committed_seconds_and_another_machines_are_an_estimate(
+    checkout, trained, repro_cli
+):
     (trained / "run.json").unlink()
     noted = read_json(ROOT / "results" / "pipeline.json") | {"stages": {"pretrain@nano": 60.0}}
     write_json(checkout / "results" / "pipeline.json", noted)
@@ -226,7 +248,11 @@ def test_cells_that_do_not_fit_together(checkout, repro_cli):
     text = params.read_text()
     for old, new, says in (
         (f"model: {NANO}", "model: vittt_nono", "pretrain.nano: vittt_nono: no such model"),
-        ("data: digits\n", "data: digit\n", "pretrain.nano.data: digit: prepare_data has no such cell; did you mean 'digits'?"),
+        (
+            "data: digits\n",
+            "data: digit\n",
+            "pretrain.nano.data: digit: prepare_data has no such cell; did you mean 'digits'?",
+        ),
     ):
         params.write_text(text.replace(old, new, 1))
         code, _, err = repro_cli("plan")

@@ -1,4 +1,6 @@
-"""`repro pretrain` and `repro evaluate` as a user runs them: results, and every wrong input as one line; tests/faults interrupts them."""
+"""`repro pretrain` and `repro evaluate` as a user runs them: results, and every wrong input as one line; tests/faults
+interrupts them.
+"""
 
 import csv
 import re
@@ -32,7 +34,12 @@ def trained(prepared, tmp_path_factory) -> Path:
 def test_what_a_run_leaves(trained):
     record = read_record(trained / CELL / "metrics.json")
     metrics, identity = record["metrics"], record["identity"]
-    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["held_out_images"]) == ("digits", 2, 2 * (1079 // 128), 359)
+    assert (metrics["kind"], metrics["epochs"], metrics["steps"], metrics["held_out_images"]) == (
+        "digits",
+        2,
+        2 * (1079 // 128),
+        359,
+    )
     assert metrics["split"] == "test"
     assert metrics["num_params"] == sum(t.numel() for t in load_file(trained / WEIGHTS).values())
     assert identity["device"].startswith("cpu: ") and identity["dtype"] == "fp32" and identity["backend"] == "numba"
@@ -40,12 +47,20 @@ def test_what_a_run_leaves(trained):
     assert identity["command"] == "repro pretrain --cell nano"
     assert identity["code_modules"] == ["repro.models.vittt", "stages.pretrain"]
     assert identity["code_hash"] == hash_code(trained, identity["code_modules"])
-    assert re.search(rf", {identity['machine']['threads']} threads?$", identity["device"]) and identity["machine"]["vector"]
+    assert (
+        re.search(rf", {identity['machine']['threads']} threads?$", identity["device"])
+        and identity["machine"]["vector"]
+    )
     rows = list(csv.DictReader(open(trained / CELL / "curve.csv")))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert float(rows[-1]["top1_percent"]) == pytest.approx(metrics["tune_top1_percent"], rel=1e-5)
-    assert float(rows[0]["top1_percent"]) == pytest.approx(metrics["by_seed"][0]["tune_top1_previous_percent"], rel=1e-5)
-    assert sorted(p.name for p in (trained / CELL / "snapshots").iterdir()) == ["epoch_000.safetensors", "epoch_002.safetensors"]
+    assert float(rows[0]["top1_percent"]) == pytest.approx(
+        metrics["by_seed"][0]["tune_top1_previous_percent"], rel=1e-5
+    )
+    assert sorted(p.name for p in (trained / CELL / "snapshots").iterdir()) == [
+        "epoch_000.safetensors",
+        "epoch_002.safetensors",
+    ]
     assert (trained / CELL / "snapshots/epoch_002.safetensors").read_bytes() == (trained / WEIGHTS).read_bytes()
     assert not any((trained / ".runs").rglob("*.pt"))
 
@@ -67,7 +82,9 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     from repro.training.job import Cell
 
     params = load_section(SPEC.params, Path("params.yaml"), "pretrain", "nano")
-    cell = Cell(stage="pretrain", name="nano", params=params, spec=SPEC, paths=Paths(checkout), runtime=None, folder=CELL)
+    cell = Cell(
+        stage="pretrain", name="nano", params=params, spec=SPEC, paths=Paths(checkout), runtime=None, folder=CELL
+    )
     folder = cell.state_folder(0)
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
     code, _, err = repro_cli("pretrain", "--cell", "nano")
@@ -98,7 +115,9 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
     code, out, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
     assert code == 0, err
     assert (
-        re.search(r"first output that is not finite: (?!none)", out) and "images: digit_" in out and "inner loss of blocks.0.mixer" in out
+        re.search(r"first output that is not finite: (?!none)", out)
+        and "images: digit_" in out
+        and "inner loss of blocks.0.mixer" in out
     )
     moved = dump.rename("elsewhere.pt")
     code, _, err = repro_cli("pretrain", "--replay-bad-step", str(moved))
@@ -129,7 +148,11 @@ def edit(*pairs: str) -> None:
 WRONG_PARAMS = [
     ("epochs: 2", "epoch: 2", "pretrain.nano.epoch: unknown key; did you mean 'epochs'?"),
     ("epochs: 2", "epochs: two", "pretrain.nano.epochs: expected int, got str 'two'"),
-    ("lr: 0.003", "lr: 0.003, schedule: poly", "pretrain.nano: optim.schedule: poly, but a classifier is trained with the cosine"),
+    (
+        "lr: 0.003",
+        "lr: 0.003, schedule: poly",
+        "pretrain.nano: optim.schedule: poly, but a classifier is trained with the cosine",
+    ),
     ("epochs: 2", "epochs: -2", "pretrain.nano.epochs: -2 is out of range, must be >= 1"),
     ("epochs: 2", "epochs: 1", "snapshot_epochs: 2 is after the last epoch"),
     ("lr: 0.003", "lr: .nan", "pretrain.nano.optim.lr: nan is not a finite number"),
@@ -192,7 +215,8 @@ def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
     image.write_bytes(b"\0" * image.stat().st_size)
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and f"train/{image.parent.name}: a file was changed or renamed" in err
-    file = Path("results/prepare_data/digits/manifest.json")  # as that of data of one's own would be, whose contents nobody compares
+    # as that of data of one's own would be, whose contents nobody compares
+    file = Path("results/prepare_data/digits/manifest.json")
     write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and str(image) in err and "unreadable" in err.splitlines()[-1]
@@ -204,7 +228,11 @@ def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
 WRONG_WEIGHTS = [
     (lambda path: path.write_bytes(path.read_bytes()[:2000]), [], "not a readable safetensors file"),
     (lambda path: path.unlink(), [], "no such weights file"),
-    (lambda path: None, ["--model", "deit_tiny_patch16_224"], "holds weights of vittt_nano_patch16_144, not of deit_tiny_patch16_224"),
+    (
+        lambda path: None,
+        ["--model", "deit_tiny_patch16_224"],
+        "holds weights of vittt_nano_patch16_144, not of deit_tiny_patch16_224",
+    ),
     (lambda path: None, ["--image-size", "40"], "multiples of the patch size 16"),
 ]
 

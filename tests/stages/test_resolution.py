@@ -36,7 +36,9 @@ def count_right(weights: Path, size: int) -> float:
     mean, std = (torch.tensor(values)[:, None, None] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     files = sorted(Path("data/digits/test").rglob("*.png"))
     pictures = [Image.open(file).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for file in files]
-    inputs = torch.stack([(torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255 - mean) / std for picture in pictures])
+    inputs = torch.stack(
+        [(torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255 - mean) / std for picture in pictures]
+    )
     labels = torch.tensor([int(file.parent.name[-1]) for file in files])
     with torch.inference_mode():
         return 100 * (model(inputs).argmax(1) == labels).double().mean().item()
@@ -51,7 +53,9 @@ def test_rows_figure_and_lines(models, repro_cli):
     assert [(row["family"], row["image_size"]) for row in rows] == [(f, [s, s]) for f in models for s in (64, 96)]
     for row in rows:
         # an image may fall to the other side of a tie of two classes where sums are rounded otherwise
-        assert row["top1_percent"] == pytest.approx(count_right(models[row["family"]], row["image_size"][0]), abs=100 / 359 + 1e-6)
+        assert row["top1_percent"] == pytest.approx(
+            count_right(models[row["family"]], row["image_size"][0]), abs=100 / 359 + 1e-6
+        )
         assert len(row["samples_ms"]) == 3 and min(row["samples_ms"]) <= row["latency_ms"] <= max(row["samples_ms"])
         assert isinstance(row["noisy"], list)
     assert "vittt_nano_patch16_144 at 96: top-1" in out + err

@@ -1,4 +1,6 @@
-"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a signal does."""
+"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a
+signal does.
+"""
 
 import contextlib
 import json
@@ -43,7 +45,11 @@ def write(paths: Paths, **stages: tuple[str, list[str]]) -> None:
     lines = ["stages:"]
     for name, (command, needs) in stages.items():
         deps = "".join(f"\n      - {need}.out" for need in needs)
-        lines.append(f"  {name}:\n    cmd: '{command}'" + (f"\n    deps:{deps}" if needs else "") + f"\n    outs:\n      - {name}.out")
+        lines.append(
+            f"  {name}:\n    cmd: '{command}'"
+            + (f"\n    deps:{deps}" if needs else "")
+            + f"\n    outs:\n      - {name}.out"
+        )
     (paths.root / "dvc.yaml").write_text("\n".join(lines) + "\n")
 
 
@@ -207,7 +213,9 @@ def test_a_stage_that_a_signal_killed_says_so_and_where_its_output_is(project, c
 
 
 @pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])
-def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(project, monkeypatch, threads, given, expected):
+def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(
+    project, monkeypatch, threads, given, expected
+):
     project.params.write_text(f"runtime: {{threads: {'null' if threads is None else threads}, data_roots: {{}}}}\n")
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -257,7 +265,9 @@ def test_a_group_waits_for_the_one_before_and_stale_records_are_put_aside(measur
     ran = {}
     monkeypatch.setattr("repro.pipeline.device_slug", lambda device: "cpu")
     monkeypatch.setattr("repro.pipeline.run_all", lambda works, *args, **more: ran.update(works) or {})
-    run_measured(measured, load_runtime(measured), jobs=2, stale={f"{HERE}/train/b/metrics.json", f"{HERE}/time/x.json"})
+    run_measured(
+        measured, load_runtime(measured), jobs=2, stale={f"{HERE}/train/b/metrics.json", f"{HERE}/time/x.json"}
+    )
     assert [(work.arguments[0], work.after, work.alone) for work in ran.values()] == [
         ("train", (), False),
         ("train", ("train --cell b",), True),

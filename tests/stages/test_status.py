@@ -44,14 +44,22 @@ def project(tmp_path):
     (tmp_path / "source.txt").write_text("one\n")
     (tmp_path / "results" / "prepare_data" / "digits").mkdir(parents=True)
     (tmp_path / "results" / "prepare_data" / "digits" / "manifest.json").write_text("{}")
-    for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"], [sys.executable, "-m", "dvc", "repro", "-q"]):
+    for command in (
+        ["git", "init", "-q"],
+        [sys.executable, "-m", "dvc", "init", "-q"],
+        [sys.executable, "-m", "dvc", "repro", "-q"],
+    ):
         subprocess.run(command, cwd=tmp_path, check=True)
     return tmp_path
 
 
 def test_each_state(project):
     paths = Paths(project)
-    assert [row[:2] for row in find_status(paths, load_stages())] == [("pretrain@a", "fresh"), ("pretrain@b", "fresh"), ("weigh", "fresh")]
+    assert [row[:2] for row in find_status(paths, load_stages())] == [
+        ("pretrain@a", "fresh"),
+        ("pretrain@b", "fresh"),
+        ("weigh", "fresh"),
+    ]
     for step in (90, 120):
         params = load_section(SPEC.params, paths.params, "pretrain", "a")
         cell = Cell(stage="pretrain", name="a", params=params, spec=SPEC, paths=paths, runtime=None, folder=project)
@@ -66,11 +74,16 @@ def test_each_state(project):
         ("weigh", "missing", "results/weight.txt"),
     ]
     write_params(project, 5, 2)  # a run with other parameters would not continue that state
-    assert [row[:2] for row in find_status(paths, load_stages())][:2] == [("pretrain@a", "stale"), ("pretrain@b", "fresh")]
+    assert [row[:2] for row in find_status(paths, load_stages())][:2] == [
+        ("pretrain@a", "stale"),
+        ("pretrain@b", "fresh"),
+    ]
 
 
 def make_records(root):
-    """Records of two modules: their own cells, a seed's, one with a name, one of an older version, and files that are no records."""
+    """Records of two modules: their own cells, a seed's, one with a name, one of an older version, and files that are
+    no records.
+    """
     for name, text in (("__init__", ""), ("a", "x = 1\n"), ("b", "x = 1\n")):
         (root / "repro" / "models").mkdir(parents=True, exist_ok=True)
         (root / "repro" / "models" / f"{name}.py").write_text(text)
@@ -123,7 +136,16 @@ def test_the_command_names_old_records_and_ends_well(project, monkeypatch, repro
     (project / "repro" / "models" / "b.py").unlink()
     code, out, err = repro_cli("status")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-5:] == [f"1 record {OTHER_CODE}:", "results/train: two", "", f"1 record {OLDER_VERSION}:", "results: count"]
+    assert out.splitlines()[-5:] == [
+        f"1 record {OTHER_CODE}:",
+        "results/train: two",
+        "",
+        f"1 record {OLDER_VERSION}:",
+        "results: count",
+    ]
     code, out, err = repro_cli("status", "--stale")
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()[1:]] == ["results/count/metrics.json", "results/train/two/metrics.json"]
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [
+        "results/count/metrics.json",
+        "results/train/two/metrics.json",
+    ]

@@ -18,8 +18,15 @@ SEARCH = "tune: {lr: [3.0e-3, 1.0e+30], warmup_epochs: [0], seed: 7}\n"
 @pytest.fixture
 def ready(checkout) -> Path:
     """The checkout with a search of two trials of one epoch."""
-    text = Path("params.yaml").read_text().replace("    epochs: 2\n", "    epochs: 1\n    max_bad_steps: 2\n", 1).replace("[0, 2]", "[]")
-    Path("params.yaml").write_text(text.replace("warmup_epochs: 0}", "warmup_epochs: 0, clip_grad_norm: null}") + SEARCH)
+    text = (
+        Path("params.yaml")
+        .read_text()
+        .replace("    epochs: 2\n", "    epochs: 1\n    max_bad_steps: 2\n", 1)
+        .replace("[0, 2]", "[]")
+    )
+    Path("params.yaml").write_text(
+        text.replace("warmup_epochs: 0}", "warmup_epochs: 0, clip_grad_norm: null}") + SEARCH
+    )
     return checkout
 
 
@@ -73,13 +80,21 @@ def _accept_data():
     ("search", "arguments", "message"),
     [
         (SEARCH, ["--data", "imagenet"], "--data imagenet: is of kind imagenet, which has no split tune to choose on"),
-        (SEARCH, ["--data", "digits", "--cell", "nanno"], "--cell nanno: no cell of pretrain or baselines on digits; did you mean 'nano'?"),
+        (
+            SEARCH,
+            ["--data", "digits", "--cell", "nanno"],
+            "--cell nanno: no cell of pretrain or baselines on digits; did you mean 'nano'?",
+        ),
         (SEARCH, ["--data", "digits", "--trial", "1"], "name the cell with --cell"),
         (SEARCH, ["--data", "digits", "--cell", "nano", "--trial", "3"], "--trial 3: nano has the trials 1 to 2"),
         ("tune: {seed: 0, warmup_epochs: [0]}\n", ["--data", "digits"], "tune.seed: 0 is a seed of pretrain.nano"),
         ("tune: {lr: []}\n", ["--data", "digits"], "lr: [], expected one or more, each once"),
         ("tune: {lr: [0.0]}\n", ["--data", "digits"], "tune.lr: 0.0 is out of range"),
-        ("tune: {warmup_epochs: [0, 2]}\n", ["--data", "digits"], "tune.warmup_epochs: 2, and pretrain.nano trains 2 epochs"),
+        (
+            "tune: {warmup_epochs: [0, 2]}\n",
+            ["--data", "digits"],
+            "tune.warmup_epochs: 2, and pretrain.nano trains 2 epochs",
+        ),
     ],
 )
 def test_wrong_input_is_one_line(checkout, repro_cli, search, arguments, message):
@@ -94,7 +109,9 @@ def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
     load_section(TuneParams, ROOT / profile, "tune")
     records = sorted(ROOT.glob("results/measured/*/tune/*.json"))
     chosen = {
-        read_json(file)["metrics"]["cell"]: read_json(file)["metrics"]["chosen"] for file in records if not file.name.endswith(".run.json")
+        read_json(file)["metrics"]["cell"]: read_json(file)["metrics"]["chosen"]
+        for file in records
+        if not file.name.endswith(".run.json")
     }
     if not chosen:
         pytest.skip("no search is recorded")

@@ -22,7 +22,9 @@ class Pyramid(nn.Module):
         return [F.avg_pool2d(x, 2**i) if i else x for i in range(4)]
 
 
-def write_tree(root: Path, *, classes: int, split: str = "training", pairs: int = 4, size: tuple[int, int] = (40, 64)) -> Path:
+def write_tree(
+    root: Path, *, classes: int, split: str = "training", pairs: int = 4, size: tuple[int, int] = (40, 64)
+) -> Path:
     """Pairs of noise with blocks of labels 0..classes, one of them 0.
 
     Images are PNGs under JPEG's name, so that every decoder reads the same.

@@ -29,12 +29,23 @@ def image_of(*rows):
 def task(mix, mesa=None):
     as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
     return Classification(
-        Table(), [], {"val": []}, batch_size=2, transform=as_is, mix=mix, mesa=mesa, num_classes=3, device=torch.device("cpu")
+        Table(),
+        [],
+        {"val": []},
+        batch_size=2,
+        transform=as_is,
+        mix=mix,
+        mesa=mesa,
+        num_classes=3,
+        device=torch.device("cpu"),
     )
 
 
 def test_accuracy_counts_every_image_once():
-    batches = [(image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), torch.tensor([0, 0])), (image_of([9, 8, 7, 6, 5, 4]), torch.tensor([5]))]
+    batches = [
+        (image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), torch.tensor([0, 0])),
+        (image_of([9, 8, 7, 6, 5, 4]), torch.tensor([5])),
+    ]
     numbers = accuracy(Table(), batches, lambda images: images)
     assert numbers["held_out_images"] == 3
     assert numbers["top1_percent"] == pytest.approx(100 / 3)
@@ -62,7 +73,9 @@ def test_label_smoothing_by_hand(smoothing):
 
 
 def test_mixup_by_hand():
-    """lambda from the same NumPy draws; the image pairs with the one from the batch's other end, and so does the target."""
+    """lambda from the same NumPy draws; the image pairs with the one from the batch's other end, and so does the
+    target.
+    """
     rows, targets = ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]), torch.tensor([1, 2])
     np.random.seed(5)
     made = task(MixParams(mixup=0.8, cutmix=0, label_smoothing=0))
@@ -113,7 +126,8 @@ def test_mesa_by_hand(mixup, temperature):
     divergence = 0.0
     for own, other in (rows, rows[::-1]):
         mixed = [lam * a + (1 - lam) * b for a, b in zip(own, other, strict=True)]
-        pupil, teacher = softmax([z / temperature for z in mixed]), softmax([z * s / temperature for z, s in zip(mixed, (-1.0, 0.5, 2.0))])
+        pupil = softmax([z / temperature for z in mixed])
+        teacher = softmax([z * s / temperature for z, s in zip(mixed, (-1.0, 0.5, 2.0))])
         divergence += sum(p * math.log(p / q) for p, q in zip(teacher, pupil, strict=True))
     assert found.keys() == {"loss", "loss_mesa"}
     assert float(found["loss_mesa"]) == pytest.approx(1.5 * divergence / 2, rel=1e-5)
@@ -153,7 +167,10 @@ CELL = {
         ({"mesa": {"weight": 1.0}}, "cell: mesa: the teacher is the moving average of the weights; set ema_decay"),
         ({"mesa": {"weight": 0.0}, "ema_decay": 0.9}, "cell.mesa.weight: 0.0 is out of range, must be > 0"),
         ({"mesa": {"weight": 1.0, "temperature": 0.0}, "ema_decay": 0.9}, "cell.mesa.temperature: 0.0 is out of range"),
-        ({"mesa": {"weight": 1.0, "start_fraction": 1.5}, "ema_decay": 0.9}, "cell.mesa.start_fraction: 1.5 is out of range"),
+        (
+            {"mesa": {"weight": 1.0, "start_fraction": 1.5}, "ema_decay": 0.9},
+            "cell.mesa.start_fraction: 1.5 is out of range",
+        ),
         ({"mesa": {"start": 0.5}, "ema_decay": 0.9}, "cell.mesa.start: unknown key"),
     ],
 )

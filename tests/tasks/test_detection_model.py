@@ -70,7 +70,9 @@ def test_parameters_are_those_of_the_published_models(embed_dim, fpn):
     parts = ([model.fpn], [model.rpn], [heads.box_head, heads.box_predictor], [heads.mask_head, heads.mask_predictor])
     counts = [sum(p.numel() for part in group for p in part.parameters()) for group in parts]
     assert counts == [fpn, 593_935, 14_310_805, 2_643_537]
-    assert sum(p.numel() for p in model.parameters()) == sum(counts) + sum(p.numel() for p in model.backbone.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(counts) + sum(
+        p.numel() for p in model.backbone.parameters()
+    )
 
 
 def test_one_box_for_all_classes_is_the_same_box_for_each():
@@ -87,7 +89,8 @@ def test_one_box_for_all_classes_is_the_same_box_for_each():
     own[bias].normal_(std=0.1)
     assert own[weight].shape == (4, SMALL.box_channels)
     for key, tensor in own.items():
-        state[key].copy_(torch.cat([tensor] * 4) if key in (weight, bias) else tensor)  # three classes and the background
+        # three classes and the background
+        state[key].copy_(torch.cat([tensor] * 4) if key in (weight, bias) else tensor)
     images, targets = samples()
     losses, found = [], []
     for model in models:
@@ -112,10 +115,16 @@ def test_initialisation():
     ]
     for layer, std in normal:
         assert layer.weight.std().item() == pytest.approx(std, rel=0.02)
-    xavier = [(model.fpn.inner_blocks[0][0], 192 + 256), (model.fpn.layer_blocks[0][0], 9 * 512), (heads.box_head.fc6, 256 * 49 + 1024)]
+    xavier = [
+        (model.fpn.inner_blocks[0][0], 192 + 256),
+        (model.fpn.layer_blocks[0][0], 9 * 512),
+        (heads.box_head.fc6, 256 * 49 + 1024),
+    ]
     for layer, fans in xavier:  # U(-b, b), b² = 6 / (fan_in + fan_out)
         assert layer.weight.abs().max().item() == pytest.approx(math.sqrt(6 / fans), rel=0.01)
-    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias") and not name.startswith("backbone"))
+    assert all(
+        not p.any() for name, p in model.named_parameters() if name.endswith("bias") and not name.startswith("backbone")
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,7 +137,9 @@ def test_anchors_by_hand(dtype):
     flat, square, tall = of_images[1][:3].tolist()
     w, h = 32 * math.sqrt(2), 32 / math.sqrt(2)
     assert square == [-16, -16, 16, 16]
-    assert flat == pytest.approx([-w / 2, -h / 2, w / 2, h / 2]) and tall == pytest.approx([-h / 2, -w / 2, h / 2, w / 2])
+    assert flat == pytest.approx([-w / 2, -h / 2, w / 2, h / 2]) and tall == pytest.approx(
+        [-h / 2, -w / 2, h / 2, w / 2]
+    )
     assert of_images[0][4].tolist() == [4 - 16, -16, 4 + 16, 16]  # the next one is a stride to the right
     assert of_images[0][-2].tolist() == [20 * 64 - 256, 12 * 64 - 256, 20 * 64 + 256, 12 * 64 + 256]
 
@@ -169,7 +180,9 @@ def test_proposal_losses_by_hand():
     network = ProposalNetwork(SMALL)
     labels = [torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.0, 1.0, 0.0])]
     wanted = [torch.zeros(3, 4), torch.ones(3, 4)]
-    deltas = torch.tensor([[0.5, -0.5, 0.0, 2.0], [9, 9, 9, 9], [9, 9, 9, 9], [9, 9, 9, 9], [1.0, 1.0, 1.0, 0.0], [9, 9, 9, 9]])
+    deltas = torch.tensor(
+        [[0.5, -0.5, 0.0, 2.0], [9, 9, 9, 9], [9, 9, 9, 9], [9, 9, 9, 9], [1.0, 1.0, 1.0, 0.0], [9, 9, 9, 9]]
+    )
     objectness = torch.tensor([0.0, 0.0, 9.0, 0.0, math.log(3), 0.0])[:, None]
     loss_cls, loss_box = network.compute_loss(objectness, deltas, labels, wanted)
     assert float(loss_cls) == pytest.approx((4 * math.log(2) + math.log(4 / 3)) / 5)
@@ -203,10 +216,15 @@ def test_pooled_values_are_of_the_pixels_under_the_bins():
     """A map whose cells hold the x (y) of their centres pools to the x (y) of the bins' centres."""
     centres = 4 * (torch.arange(64) + 0.5)
     x, y = centres.expand(64, 64), centres[:, None].expand(64, 64)
-    maps = {str(level): torch.stack([x, y])[None] if level == 0 else torch.zeros(1, 2, 64 >> level, 64 >> level) for level in range(5)}
+    maps = {
+        str(level): torch.stack([x, y])[None] if level == 0 else torch.zeros(1, 2, 64 >> level, 64 >> level)
+        for level in range(5)
+    }
     pooled = PyramidRoiAlign(7)(maps, [torch.tensor([[30.0, 21.0, 100.0, 105.0]])], [(256, 256)])[0]
     bins = (torch.arange(7) + 0.5) / 7
-    torch.testing.assert_close(pooled, torch.stack([(30 + 70 * bins).expand(7, 7), (21 + 84 * bins)[:, None].expand(7, 7)]))
+    torch.testing.assert_close(
+        pooled, torch.stack([(30 + 70 * bins).expand(7, 7), (21 + 84 * bins)[:, None].expand(7, 7)])
+    )
 
 
 def test_mask_targets_are_the_mask_under_the_box():
@@ -221,7 +239,9 @@ def test_mask_targets_are_the_mask_under_the_box():
 
 
 def test_pasted_masks_are_sampled_at_pixel_centres():
-    """Bilinear sampling in loops on the grid of the mask, with zeros around it; boxes between pixels and beyond the picture."""
+    """Bilinear sampling in loops on the grid of the mask, with zeros around it; boxes between pixels and beyond the
+    picture.
+    """
     masks = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)) ** 0.3
     boxes = torch.tensor([[2.0, 3.0, 10.0, 7.0], [-3.3, 4.6, 7.7, 13.1], [11.2, -2.0, 18.0, 9.4]])
     expected = np.zeros((3, 12, 15), dtype=bool)
@@ -229,12 +249,15 @@ def test_pasted_masks_are_sampled_at_pixel_centres():
         padded = np.pad(masks[number].double().numpy(), 1)
         for row in range(12):
             for column in range(15):
-                u, v = (column + 0.5 - x1) / (x2 - x1) * 4 + 0.5, (row + 0.5 - y1) / (y2 - y1) * 4 + 0.5  # cells of the padded mask
+                # cells of the padded mask
+                u, v = (column + 0.5 - x1) / (x2 - x1) * 4 + 0.5, (row + 0.5 - y1) / (y2 - y1) * 4 + 0.5
                 i, j = math.floor(v), math.floor(u)
                 if 0 <= i < 5 and 0 <= j < 5:
                     a, b = v - i, u - j
                     corners = padded[i : i + 2, j : j + 2]
-                    value = (1 - a) * ((1 - b) * corners[0, 0] + b * corners[0, 1]) + a * ((1 - b) * corners[1, 0] + b * corners[1, 1])
+                    value = (1 - a) * ((1 - b) * corners[0, 0] + b * corners[0, 1]) + a * (
+                        (1 - b) * corners[1, 0] + b * corners[1, 1]
+                    )
                     expected[number, row, column] = value >= 0.5
     assert expected.any((1, 2)).all() and not expected.all((1, 2)).any()
     np.testing.assert_array_equal(paste_masks(masks, boxes, (12, 15)).numpy(), expected)
@@ -278,8 +301,14 @@ def test_images_are_normalised_and_padded():
     images, _ = samples()
     batch, maps = model._features(images)
     assert batch.tensors.shape == (2, 3, 96, 96) and batch.image_sizes == [(70, 90), (33, 64)]
-    assert float(batch.tensors[1, 2, 32, 63]) == pytest.approx((float(images[1][2, 32, 63]) / 255 - 0.406) / 0.225, abs=1e-5)
-    assert not batch.tensors[0, :, 70:].any() and not batch.tensors[0, :, :, 90:].any() and not batch.tensors[1, :, 33:].any()
+    assert float(batch.tensors[1, 2, 32, 63]) == pytest.approx(
+        (float(images[1][2, 32, 63]) / 255 - 0.406) / 0.225, abs=1e-5
+    )
+    assert (
+        not batch.tensors[0, :, 70:].any()
+        and not batch.tensors[0, :, :, 90:].any()
+        and not batch.tensors[1, :, 33:].any()
+    )
     assert [tuple(level.shape[-2:]) for level in maps.values()] == [(24, 24), (12, 12), (6, 6), (3, 3), (2, 2)]
     *_, p5, p6 = maps.values()
     assert torch.equal(p6, p5[:, :, ::2, ::2])
@@ -291,7 +320,9 @@ def test_gradients_reach_every_parameter(dtype):
     model = MaskRcnn(Maps(), 3, SMALL)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         losses = model(*samples())
-        assert {level.dtype for output in model.rpn.head([torch.rand(1, 8, 4, 4)]) for level in output} == {torch.float32}
+        assert {level.dtype for output in model.rpn.head([torch.rand(1, 8, 4, 4)]) for level in output} == {
+            torch.float32
+        }
     assert set(losses) == {"loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_box", "loss_mask"}
     assert all(loss.dtype == torch.float32 and loss > 0 for loss in losses.values())
     sum(losses.values()).backward()
@@ -337,7 +368,11 @@ def test_detections_are_in_pixels_of_the_picture():
 @pytest.mark.parametrize(
     ("name", "options", "channels"),
     [
-        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}, (8, 16, 32, 64)),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)},
+            (8, 16, 32, 64),
+        ),
         ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
         ("hvit3_nano_144", {}, (16, 32, 64, 96)),
         ("vmamba_nano_144", {}, (16, 32, 64, 128)),
@@ -350,8 +385,11 @@ def test_a_hierarchical_backbone_is_trained_and_detects(name, options, channels)
     assert [block[0].in_channels for block in model.fpn.inner_blocks] == list(channels)
     losses = model(*samples())
     sum(losses.values()).backward()
-    reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all() and p.grad.any()}
-    # biases before batch norms, whose statistics take their gradient away; the last level, of which not every draw samples an anchor
+    reached = {
+        name for name, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all() and p.grad.any()
+    }
+    # biases before batch norms, whose statistics take their gradient away; the last level, of which not every draw
+    # samples an anchor
     exempt = (
         "downsample.conv.2.conv.bias",
         "blocks.0.conv1.bias",

@@ -25,7 +25,9 @@ IDS = (7, 3)  # the file's ids of label 1 and 2
 
 
 def write(path, objects, sizes=((100, 100), (100, 100))):
-    """An annotation file; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes. Image ids count from 1."""
+    """An annotation file; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes. Image ids
+    count from 1.
+    """
     images = [{"id": number, "height": height, "width": width} for number, (height, width) in enumerate(sizes, 1)]
     annotations = []
     for number, (image_id, category, x, y, w, h, crowd) in enumerate(objects, 1):
@@ -36,7 +38,15 @@ def write(path, objects, sizes=((100, 100), (100, 100))):
             encoded = rle.encode(mask)
             shape = {"segmentation": {"size": encoded["size"], "counts": encoded["counts"].decode()}}
         annotations.append(
-            {"id": number, "image_id": image_id, "category_id": category, "bbox": [x, y, w, h], "area": w * h, "iscrowd": crowd, **shape}
+            {
+                "id": number,
+                "image_id": image_id,
+                "category_id": category,
+                "bbox": [x, y, w, h],
+                "area": w * h,
+                "iscrowd": crowd,
+                **shape,
+            }
         )
     categories = [{"id": number, "name": f"kind {number}"} for number in sorted(IDS)]
     path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
@@ -75,9 +85,13 @@ def test_perfect_detections(tmp_path):
 
 
 def test_shifted_detections_by_hand(tmp_path):
-    """One of two is shifted by 4 of 20 pixels: IoU 320 / 480, right up to 0.65, and then half the recall: 51 of 101 points."""
+    """One of two is shifted by 4 of 20 pixels: IoU 320 / 480, right up to 0.65, and then half the recall: 51 of 101
+    points.
+    """
     file = write(tmp_path / "truth.json", [TRUTH[0], TRUTH[2]])
-    results = to_results(1, detections((1, 0.9, 10, 10, 20, 20)), IDS) + to_results(2, detections((1, 0.8, 14, 10, 20, 20)), IDS)
+    results = to_results(1, detections((1, 0.9, 10, 10, 20, 20)), IDS) + to_results(
+        2, detections((1, 0.8, 14, 10, 20, 20)), IDS
+    )
     metrics = coco_metrics(file, results)
     for key in both("ap"):
         assert metrics[key] == pytest.approx(100 * (4 * 1 + 6 * 51 / 101) / 10)
@@ -101,10 +115,14 @@ def test_crowds_are_neither_found_nor_missed(tmp_path):
 
 
 def test_confusion_by_hand(tmp_path):
-    """Label 1 found as 2 and missed once, label 2 found twice (the second time it is no object); what lies in a crowd counts nowhere."""
+    """Label 1 found as 2 and missed once, label 2 found twice (the second time it is no object); what lies in a crowd
+    counts nowhere.
+    """
     crowd = (2, 7, 50, 50, 50, 50, 1)
     file = write(tmp_path / "truth.json", [*TRUTH, crowd])
-    first = detections((2, 0.9, 12, 10, 20, 20), (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50), (1, 0.4, 10, 10, 20, 20))
+    first = detections(
+        (2, 0.9, 12, 10, 20, 20), (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50), (1, 0.4, 10, 10, 20, 20)
+    )
     second = detections((1, 0.9, 60, 60, 30, 30), (1, 0.9, 20, 10, 20, 20))  # half of the object, an IoU of a third
     results = to_results(1, first, IDS) + to_results(2, second, IDS)
     assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 1], [0, 1, 0], [1, 1, 0]]
@@ -134,7 +152,12 @@ def test_no_detections_are_zero_and_what_has_no_objects_is_unknown(tmp_path, cap
 
 
 def test_an_image_without_detections_has_no_results():
-    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0), "masks": torch.zeros(0, 5, 6).bool()}
+    nothing = {
+        "boxes": torch.zeros(0, 4),
+        "labels": torch.zeros(0).long(),
+        "scores": torch.zeros(0),
+        "masks": torch.zeros(0, 5, 6).bool(),
+    }
     assert to_results(1, nothing, IDS) == []
 
 
@@ -194,7 +217,10 @@ class Batches:
 
 def annotated(path):
     found = [(image_id, *shown) for image_id, objects in PICTURES for shown in objects]
-    doubled = [(image_id, IDS[label - 1], 2 * x1, 2 * y1, 2 * (x2 - x1), 2 * (y2 - y1), 0) for image_id, label, x1, y1, x2, y2 in found]
+    doubled = [
+        (image_id, IDS[label - 1], 2 * x1, 2 * y1, 2 * (x2 - x1), 2 * (y2 - y1), 0)
+        for image_id, label, x1, y1, x2, y2 in found
+    ]
     return write(path, doubled, sizes=((128, 128), (128, 128)))
 
 
@@ -228,7 +254,8 @@ def test_two_pictures_are_learnt(learnt):
     """All losses fall, and the objects are found with their masks, in pixels of the annotation file."""
     task, losses = learnt
     assert losses[0]["loss"] == pytest.approx(sum(value for name, value in losses[0].items() if name != "loss"))
-    for name in ("loss", "loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_mask"):  # that of boxes begins where none was proposed
+    # that of boxes begins where none was proposed
+    for name in ("loss", "loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_mask"):
         assert np.mean([step[name] for step in losses[-10:]]) < 0.8 * losses[0][name], name
     metrics = task.evaluate(task.model, "val")
     assert metrics["held_out_images"] == 2 and "ap_large_box_percent" not in metrics
@@ -242,8 +269,12 @@ def test_predictions_have_the_pictures_size(learnt):
 
 
 def test_a_drawing_shows_detections(tmp_path):
-    """Masks above the score colour their pixels and no others; the picture is enlarged; nothing is drawn below the score."""
-    image = torch.randint(0, 256, (1, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).expand(3, -1, -1)
+    """Masks above the score colour their pixels and no others; the picture is enlarged; nothing is drawn below the
+    score.
+    """
+    image = torch.randint(0, 256, (1, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).expand(
+        3, -1, -1
+    )
     masks = torch.zeros(2, 64, 64, dtype=torch.bool)
     masks[0, 34:60, 8:30] = masks[1, 36:60, 36:60] = True
     boxes = torch.tensor([[8.0, 34.0, 30.0, 60.0], [36.0, 36.0, 60.0, 60.0]])
@@ -252,7 +283,8 @@ def test_a_drawing_shows_detections(tmp_path):
     drawn.save(tmp_path / "drawn.png")
     assert drawn.size == (512, 512)
     coloured = np.ptp(np.asarray(drawn)[4::8, 4::8].astype(int), axis=2) > 40  # the picture itself is grey
-    assert coloured[36:60, 10:30].all() and not coloured[36:, 36:].any()  # the labels are written at the upper edges of the boxes
+    # the labels are written at the upper edges of the boxes
+    assert coloured[36:60, 10:30].all() and not coloured[36:, 36:].any()
     plain = np.asarray(draw(image, found, ["square", "disc"], min_score=1.01))
     np.testing.assert_array_equal(plain[::8, ::8].transpose(2, 0, 1), image.numpy())
 
@@ -314,7 +346,12 @@ def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
     for command in ([sys.executable], torchrun):
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [*command, tmp_path / "program.py", tmp_path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
+            [*command, tmp_path / "program.py", tmp_path],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=1800,
         )
         assert done.returncode == 0, done.stderr[-3000:]
     one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]

@@ -71,7 +71,9 @@ def test_flipped_bytes_of_pictures(tmp_path, cases):
     tree = scan_tree(tmp_path / "pets", "folder")
     transforms = {"train": train_transform(folder), "val": eval_transform(folder)}
     objects = [detection(tmp_path / "coco", BOXES, training=training) for training in (True, False)]
-    pairs = [AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)]
+    pairs = [
+        AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)
+    ]
     files = [tree.path("train", 0), tree.path("val", 0), objects[1].instances.path(1), pairs[0].pairs.paths(0)[0]]
     for case in range(cases):
         picture = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
@@ -95,7 +97,9 @@ def test_odd_sizes_of_pictures(tmp_path, size):
     write(tmp_path / "coco", found)
     write_tree(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
     pixels = np.zeros((*size, 3), dtype=np.uint8)
-    pairs = [AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)]
+    pairs = [
+        AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)
+    ]
     for path, each in zip(pairs[0].pairs.paths(0), (pixels, pixels[..., 0])):
         path.write_bytes(encode(each, "PNG"))
     for dataset in (detection(tmp_path / "coco", BOXES), *pairs):
@@ -119,7 +123,9 @@ def spoil(found, rng):
     """Change an annotation file of COCO at a few places."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         row = rng.choice(found["annotations"])
-        key = rng.choice(["segmentation", "segmentation", "bbox", "bbox", "bbox", "area", "iscrowd", "category_id", "image_id", "id"])
+        key = rng.choice(
+            ["segmentation", "segmentation", "bbox", "bbox", "bbox", "area", "iscrowd", "category_id", "image_id", "id"]
+        )
         if key == "bbox":
             row[key] = [rng.choice([-20, 0, 1e-3, 0.5, 1, 30, 59.999, 60, 1e9]) for _ in range(4)]
             row[key][rng.randrange(4)] = rng.choice([5, 7, 9, *ODD])
@@ -161,10 +167,21 @@ def assert_finite(model, loss):
 
 
 def odd_maps(labels):
-    """Label maps as PNG that a user may give in place of (40, 64) uint8 with values up to 5: those to take, and those to refuse."""
+    """Label maps as PNG that a user may give in place of (40, 64) uint8 with values up to 5: those to take, and those
+    to refuse.
+    """
     deep, beyond = labels.astype(np.uint16), np.where(labels > 3, 255, labels).astype(np.uint8)
     taken = [labels, np.zeros_like(labels), np.full_like(labels, 5)]
-    refused = [np.full_like(labels, 6), beyond, deep, deep * 257 + 60000, labels > 2, np.dstack([labels] * 3), labels[:-1], labels.T]
+    refused = [
+        np.full_like(labels, 6),
+        beyond,
+        deep,
+        deep * 257 + 60000,
+        labels > 2,
+        np.dstack([labels] * 3),
+        labels[:-1],
+        labels.T,
+    ]
     palette = io.BytesIO()
     Image.fromarray(labels).convert("P").save(palette, "PNG")
     return [encode(each, "PNG") for each in taken], [palette.getvalue(), *(encode(each, "PNG") for each in refused)]
@@ -174,7 +191,9 @@ def odd_maps(labels):
 def test_odd_label_maps(tmp_path, flips):
     """A training step and an evaluation with each, and with flipped bytes of a good one."""
     torch.manual_seed(0)
-    model = build_upernet(Pyramid(), UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2)), num_classes=5, window=32, stride=21)
+    model = build_upernet(
+        Pyramid(), UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2)), num_classes=5, window=32, stride=21
+    )
     root = write_tree(tmp_path, classes=5, pairs=2)
 
     def step():

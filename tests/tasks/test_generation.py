@@ -1,4 +1,6 @@
-"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand; scores."""
+"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand;
+scores.
+"""
 
 import math
 from pathlib import Path
@@ -75,7 +77,9 @@ def test_guidance_by_hand():
 
 
 class Gaussian(nn.Module):
-    """The best denoiser of independent values that are normal with the mean of their class and one deviation: E[ε | x_t]."""
+    """The best denoiser of independent values that are normal with the mean of their class and one deviation: E[ε |
+    x_t].
+    """
 
     num_classes = 2
     means, deviation = torch.tensor([-0.5, 0.8, 0.0]), 0.3
@@ -94,12 +98,16 @@ PIXELS = InputSettings(image_size=8, channels=3, hflip=0.0)
 LATENTS = InputSettings(image_size=64, latents=LatentSettings())  # not clipped
 
 
-@pytest.mark.parametrize(("sampler", "steps", "bias"), [("ddpm", 1000, 0.01), ("ddpm", 250, 0.02), ("ddim", 250, 0.02), ("ddim", 50, 0.08)])
+@pytest.mark.parametrize(
+    ("sampler", "steps", "bias"), [("ddpm", 1000, 0.01), ("ddpm", 250, 0.02), ("ddim", 250, 0.02), ("ddim", 50, 0.08)]
+)
 def test_samples_have_the_mean_and_the_deviation_of_the_data(sampler, steps, bias):
     """Beside chance, four standard errors, few steps have a bias: the chain is then no longer fine enough."""
     labels = torch.tensor([0, 1]).repeat(8)
     sampling = SamplingParams(sampler=sampler, steps=steps)
-    drawn = draw_samples(Gaussian(), Diffusion.linear(), LATENTS, labels, range(16), sampling=sampling, seed=3, batch_size=16)
+    drawn = draw_samples(
+        Gaussian(), Diffusion.linear(), LATENTS, labels, range(16), sampling=sampling, seed=3, batch_size=16
+    )
     (samples,) = drawn
     for label in (0, 1):
         values = samples[labels == label].flatten()
@@ -154,8 +162,15 @@ class Silent(nn.Module):
 
 
 def make_task(held_out: Batches, **changes) -> Generation:
-    asked = {"transform": InputSettings(image_size=4, channels=1), "label_dropout": 0.1, "sampling": SamplingParams(steps=2), "seed": 0}
-    return Generation(Silent(), Batches(), {"val": held_out}, num_classes=3, batch_size=4, device=CPU, **asked | changes)
+    asked = {
+        "transform": InputSettings(image_size=4, channels=1),
+        "label_dropout": 0.1,
+        "sampling": SamplingParams(steps=2),
+        "seed": 0,
+    }
+    return Generation(
+        Silent(), Batches(), {"val": held_out}, num_classes=3, batch_size=4, device=CPU, **asked | changes
+    )
 
 
 def test_the_held_out_loss_is_of_fixed_noise_whatever_the_batches_are():
@@ -163,12 +178,21 @@ def test_the_held_out_loss_is_of_fixed_noise_whatever_the_batches_are():
     losses, truth = [], []
     for place in range(7):
         generator = make_generator(2, place)
-        truth.append((int(torch.randint(1000, (), generator=generator)), torch.randn(1, 4, 4, generator=generator).square().mean().item()))
+        truth.append(
+            (
+                int(torch.randint(1000, (), generator=generator)),
+                torch.randn(1, 4, 4, generator=generator).square().mean().item(),
+            )
+        )
     for size in (7, 3):
         task = make_task(Batches(zip(pictures.split(size), labels.split(size), strict=True)))
         found = task.evaluate(task.model, "val")
         losses.append(found["held_out_mse"])
-        assert found["held_out_images"] == 7 and task.model.steps == [step for step, _ in truth] and task.model.labels == labels.tolist()
+        assert (
+            found["held_out_images"] == 7
+            and task.model.steps == [step for step, _ in truth]
+            and task.model.labels == labels.tolist()
+        )
     expected = sum(loss for _, loss in truth) / 7
     assert losses == pytest.approx([expected, expected], rel=1e-6)
 
@@ -184,7 +208,10 @@ def test_classes_are_left_out_in_training(share):
     assert set(task.model.labels) <= {0, 3} and left_out == pytest.approx(
         2000 * share, abs=4 * math.sqrt(2000 * 0.3 * 0.7) * (0 < share < 1)
     )
-    assert np.mean(task.model.steps) == pytest.approx(499.5, abs=4 * 1000 / math.sqrt(12 * 2000)) and min(task.model.steps) >= 0
+    assert (
+        np.mean(task.model.steps) == pytest.approx(499.5, abs=4 * 1000 / math.sqrt(12 * 2000))
+        and min(task.model.steps) >= 0
+    )
 
 
 def test_a_judge_says_what_the_classifier_says_of_the_same_images(tmp_path):
@@ -194,17 +221,34 @@ def test_a_judge_says_what_the_classifier_says_of_the_same_images(tmp_path):
     options = {"depth": 1, "num_classes": 3, "img_size": 32}
     model = build_model("vit3_nano_patch16_144", **options).eval()
     path = tmp_path / "judge.safetensors"
-    save_weights(path, model, name="vit3_nano_patch16_144", options=options, preprocessing=settings.preprocessing(), classes=classes)
+    save_weights(
+        path,
+        model,
+        name="vit3_nano_patch16_144",
+        options=options,
+        preprocessing=settings.preprocessing(),
+        classes=classes,
+    )
     judge = Judge.open(path, classes, CPU)
     pictures, labels = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8), torch.arange(9) % 3
     found = accuracy(model, [(pictures, labels)], ToInput(settings, CPU))
     assert judge.count_right(pictures, labels, batch_size=4) == round(9 * found["top1_percent"] / 100)
     task = make_task(
-        Batches([(pictures[:, :1], labels)]), transform=InputSettings(image_size=32, channels=1), judge=judge, judged_samples=5
+        Batches([(pictures[:, :1], labels)]),
+        transform=InputSettings(image_size=32, channels=1),
+        judge=judge,
+        judged_samples=5,
     )
     scores = task.evaluate(task.model, "val")
     grey = accuracy(model, [(pictures[:, :1].expand(-1, 3, -1, -1), labels)], ToInput(settings, CPU))
-    assert scores["real_judged_percent"] == pytest.approx(grey["top1_percent"]) and scores["judged_percent"] in (0, 20, 40, 60, 80, 100)
+    assert scores["real_judged_percent"] == pytest.approx(grey["top1_percent"]) and scores["judged_percent"] in (
+        0,
+        20,
+        40,
+        60,
+        80,
+        100,
+    )
     with pytest.raises(UserError, match="cannot judge, since it was trained on other classes"):
         Judge.open(path, ["a", "b", "d"], CPU)
 
@@ -219,7 +263,8 @@ def moments(features: Tensor) -> Moments:
 def test_the_frechet_distance_is_its_formula():
     """Against a root of the product of the covariances that is computed by another method."""
     torch.manual_seed(0)
-    ours, theirs = torch.randn(60, 5).double() @ torch.randn(5, 5).double(), torch.randn(40, 5).double() * torch.arange(1, 6) + 2
+    ours = torch.randn(60, 5).double() @ torch.randn(5, 5).double()
+    theirs = torch.randn(40, 5).double() * torch.arange(1, 6) + 2
     root = scipy.linalg.sqrtm(np.cov(ours, rowvar=False) @ np.cov(theirs, rowvar=False)).real
     means = (ours.mean(0) - theirs.mean(0)).square().sum().item()
     expected = means + np.trace(np.cov(ours, rowvar=False) + np.cov(theirs, rowvar=False) - 2 * root)
@@ -288,7 +333,12 @@ def test_features_are_those_of_the_file(inception):
     for tally, part in zip(tallies, (pictures, 255 - pictures), strict=True):
         tally.add(part, torch.zeros(3))
     scores = compare(*tallies)
-    assert scores["fid"] > 0 and scores["sfid"] > 0 and scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
+    assert (
+        scores["fid"] > 0
+        and scores["sfid"] > 0
+        and scores["judged_percent"] is None
+        and scores["judged_percent_reason"] == "no judge"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -64,7 +64,9 @@ def test_archives_hold_the_same_latents(latents, tmp_path):
         with tarfile.open(tmp_path / "packed" / split / "0.tar", "w") as archive:
             for file in sorted((latents / split).rglob("*.npy")):
                 archive.add(file, file.relative_to(latents / split).as_posix())
-    folders, packed = (LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed"))
+    folders, packed = (
+        LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed")
+    )
     assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
 
 
@@ -76,8 +78,19 @@ def archive_of_arrays() -> bytes:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no array", archive_of_arrays(), *(np.zeros((4, 2, 2), d) for d in (np.float64, np.int16)), np.zeros((4, 2, 3), np.float32)]
-    + [np.zeros((3, 4, 2, 2), np.float32), np.zeros((8, 2, 2), np.float32), np.full((4, 2, 2), np.nan, np.float32), np.array(None)],
+    [
+        b"",
+        b"no array",
+        archive_of_arrays(),
+        *(np.zeros((4, 2, 2), d) for d in (np.float64, np.int16)),
+        np.zeros((4, 2, 3), np.float32),
+    ]
+    + [
+        np.zeros((3, 4, 2, 2), np.float32),
+        np.zeros((8, 2, 2), np.float32),
+        np.full((4, 2, 2), np.nan, np.float32),
+        np.array(None),
+    ],
     ids=["empty", "text", "several", "fp64", "integers", "width", "three", "channels", "nan", "objects"],
 )
 def test_a_file_that_holds_no_latents_is_named(latents, content):
@@ -106,7 +119,9 @@ def test_latents_are_no_pictures(latents):
 
 
 class Vae(nn.Module):
-    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, with a constant as the fourth channel."""
+    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, with a constant as the
+    fourth channel.
+    """
 
     def __init__(self):
         super().__init__()
@@ -131,7 +146,13 @@ def load_example() -> ModuleType:
 def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp_path):
     """Pictures whose patches have one colour each: the latents, and those of the mirror image, are known."""
     rng, colours = np.random.default_rng(0), {}
-    for split, name, number in (("train", "cat", 0), ("train", "dog", 1), ("train", "dog", 2), ("val", "cat", 3), ("val", "dog", 4)):
+    for split, name, number in (
+        ("train", "cat", 0),
+        ("train", "dog", 1),
+        ("train", "dog", 2),
+        ("val", "cat", 3),
+        ("val", "dog", 4),
+    ):
         colours[split, name, number] = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
         file = tmp_path / "pictures" / split / name / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +160,10 @@ def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp
     how = {"kind": "folder", "image_size": 32, "batch_size": 2}
     load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
     tree = scan_tree(tmp_path / "latents", "latents")
-    assert tree.classes == ("cat", "dog") and {split: len(own.names) for split, own in tree.splits.items()} == {"train": 3, "val": 2}
+    assert tree.classes == ("cat", "dog") and {split: len(own.names) for split, own in tree.splits.items()} == {
+        "train": 3,
+        "val": 2,
+    }
     for (split, name, number), colour in colours.items():
         file = tmp_path / "latents" / split / name / f"{number}.png.npy"
         found, expected = np.load(file), colour.transpose(2, 0, 1) / 127.5 - 1
@@ -148,7 +172,8 @@ def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp
         np.testing.assert_allclose(found[1, :3], expected[..., ::-1], atol=1e-3)
         np.save(file, np.zeros((4, 4, 4), np.float16))
     load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
-    assert not any(np.load(file).any() for file in (tmp_path / "latents").rglob("*.npy"))  # what is there is not made again
+    # what is there is not made again
+    assert not any(np.load(file).any() for file in (tmp_path / "latents").rglob("*.npy"))
 
 
 def test_the_decoder_of_the_example_is_one_that_drawing_takes(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, and a configuration of one's own."""
+"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, and a configuration of
+one's own.
+"""
 
 import os
 import re
@@ -49,7 +51,9 @@ def test_perfect_predictions_score_everything():
 
 
 def test_areas_are_added_up_over_images_before_any_quotient():
-    """Two images of 32x32. First: 0 and 1 part at column 20, predicted at 16; second: all 1, but eight columns are predicted as 2."""
+    """Two images of 32x32. First: 0 and 1 part at column 20, predicted at 16; second: all 1, but eight columns are
+    predicted as 2.
+    """
     labels, predicted = np.zeros((2, 2, 32, 32), dtype=np.int64)
     labels[0, :, 20:], predicted[0, :, 16:] = 1, 1
     labels[1], predicted[1] = 1, 1
@@ -57,7 +61,8 @@ def test_areas_are_added_up_over_images_before_any_quotient():
     labels[:, 0] = IGNORED
     batches = [(image_of(p), torch.from_numpy(l)[None]) for p, l in zip(predicted, labels, strict=True)]
     metrics, iou, confusion = measure(reader(4), batches, 4)
-    # in columns: class 0 meets 16 of 20; class 1 meets 12 + 24 of 16 + 24 predicted and 12 + 32 labelled; class 2 has no label
+    # in columns: class 0 meets 16 of 20; class 1 meets 12 + 24 of 16 + 24 predicted and 12 + 32 labelled; class 2 has
+    # no label
     assert iou[:3] == pytest.approx([100 * 16 / 20, 100 * 36 / 48, 0]) and iou[3] is None
     assert metrics["miou_percent"] == pytest.approx(100 * (16 / 20 + 36 / 48 + 0) / 3)
     assert metrics["macc_percent"] == pytest.approx(100 * (16 / 20 + 36 / 44) / 2)
@@ -75,7 +80,9 @@ def tree(tmp_path_factory):
 @pytest.fixture
 def task(tree):
     torch.manual_seed(0)
-    train, val = (AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val"))
+    train, val = (
+        AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val")
+    )
     model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
     loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1)}
     return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)
@@ -86,7 +93,9 @@ def test_a_batch_can_be_learned_by_heart(task):
     optimizer = torch.optim.Adam(task.model.parameters(), lr=0.02)
     task.model.train()
     first = task.loss(task.model, batch)
-    assert set(first) == {"loss", "loss_decode", "loss_aux", "accuracy_percent"} and all(value.shape == () for value in first.values())
+    assert set(first) == {"loss", "loss_decode", "loss_aux", "accuracy_percent"} and all(
+        value.shape == () for value in first.values()
+    )
     torch.testing.assert_close(first["loss"], first["loss_decode"] + first["loss_aux"])
     labelled = (batch[1] != IGNORED).float().mean().item()
     assert first["loss_decode"].item() == pytest.approx(labelled * np.log(5), rel=0.1)  # the classifiers start small
@@ -143,17 +152,23 @@ def test_a_drawing_has_the_colours_and_a_legend_of_what_is_there():
     labels = torch.zeros(40, 60, dtype=torch.int64)
     labels[:, 40:] = 2
     picture = draw(image, labels, ["wall", "building", "sky", *map(str, range(147))])
-    # thirteen times as large, so that the short side has 512 pixels; ADE20K's wall is (120, 120, 120) and its sky (6, 230, 230)
+    # thirteen times as large, so that the short side has 512 pixels; ADE20K's wall is (120, 120, 120) and its sky (6,
+    # 230, 230)
     assert picture.height == 520 and picture.width > 13 * 60
     for x, colour in ((100, (120, 120, 120)), (700, (6, 230, 230))):
         mixed = [0.45 * 200 + 0.55 * part for part in colour]
         assert np.abs(np.array(picture.getpixel((x, 260))) - mixed).max() <= 1
     legend = np.asarray(picture)[:, 13 * 60 :].reshape(-1, 3)
-    assert [(legend == colour).all(1).sum() > 100 for colour in ((120, 120, 120), (180, 120, 120), (6, 230, 230))] == [True, False, True]
+    assert [(legend == colour).all(1).sum() > 100 for colour in ((120, 120, 120), (180, 120, 120), (6, 230, 230))] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_few_classes_have_colours_that_no_grey_picture_has():
-    image, labels = torch.full((3, 32, 36), 128, dtype=torch.uint8), torch.arange(18).repeat_interleave(2).expand(32, 36)
+    image = torch.full((3, 32, 36), 128, dtype=torch.uint8)
+    labels = torch.arange(18).repeat_interleave(2).expand(32, 36)
     pixels = np.asarray(draw(image, labels, [str(number) for number in range(18)]))[100, : 36 * 16].astype(int)
     colours = {tuple(pixel) for pixel in pixels}
     assert len(colours) == 18 and all(max(colour) - min(colour) > 5 for colour in colours)
@@ -199,6 +214,8 @@ assert runner.iter == 1 and type(runner.model.backbone).__name__ == "VitttAdapte
 assert (runner.model.backbone.adapter.level_embed != before).any()
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"Iter\(val\) .*mIoU: \d", done.stdout)

@@ -19,7 +19,9 @@ SMALL = {"scale": (128, 64), "crop_size": 64, "stride": 43}
 
 
 def samples(root, training=True, seed=0, split="train", **settings):
-    return AdeSegmentation(AdePairs(root, split), SegmentationTransformSettings(**SMALL | settings), training=training, seed=seed)
+    return AdeSegmentation(
+        AdePairs(root, split), SegmentationTransformSettings(**SMALL | settings), training=training, seed=seed
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,12 @@ def theirs():
             )
 
     preprocessor = SegDataPreProcessor(
-        mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True, size=(side, side), pad_val=0, seg_pad_val=255
+        mean=[123.675, 116.28, 103.53],
+        std=[58.395, 57.12, 57.375],
+        bgr_to_rgb=True,
+        size=(side, side),
+        pad_val=0,
+        seg_pad_val=255,
     )
     return build, preprocessor
 
@@ -71,7 +78,9 @@ def test_training_samples_are_mmsegmentations(tree, theirs, epoch):
         height, width = raw["inputs"].shape[1:]
         found = preprocessor({"inputs": [raw["inputs"]], "data_samples": [raw["data_samples"]]}, training=True)
         inputs = ToInput(SegmentationTransformSettings(), torch.device("cpu"))(image[None])
-        torch.testing.assert_close(inputs[..., :height, :width], found["inputs"][..., :height, :width], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            inputs[..., :height, :width], found["inputs"][..., :height, :width], rtol=0, atol=1e-5
+        )
         # the recipe's padding is 0 behind the normalisation; half a grey level is at most 0.009 of a standard deviation
         torch.testing.assert_close(inputs, found["inputs"], rtol=0, atol=0.009)
         assert torch.equal(labels.long(), found["data_samples"][0].gt_sem_seg.data[0])
@@ -87,8 +96,11 @@ def test_evaluation_samples_are_mmsegmentations(tree, theirs):
         assert torch.equal(image, found["inputs"].flip(0))
         assert torch.equal(labels.long(), found["data_samples"].gt_sem_seg.data[0])
         pixels, _ = ours.pairs.read(index)
-        assert torch.equal(resize(torch.from_numpy(pixels).permute(2, 0, 1), SegmentationTransformSettings(**SMALL)), image)
-    assert image.shape == (3, 64, 128) and labels.shape == (40, 64)  # 64x102 by the ratio, then up to 32s; and the file's size
+        assert torch.equal(
+            resize(torch.from_numpy(pixels).permute(2, 0, 1), SegmentationTransformSettings(**SMALL)), image
+        )
+    # 64x102 by the ratio, then up to 32s; and the file's size
+    assert image.shape == (3, 64, 128) and labels.shape == (40, 64)
 
 
 def test_value_0_is_ignored_and_the_others_are_one_less(tree):
@@ -96,7 +108,9 @@ def test_value_0_is_ignored_and_the_others_are_one_less(tree):
     _, values = dataset.pairs.read(0)
     _, labels = dataset[0, 0]
     assert (values == 0).any() and values.max() > 100
-    assert torch.equal(labels, torch.from_numpy(np.where(values == 0, IGNORED, values.astype(int) - 1).astype(np.uint8)))
+    assert torch.equal(
+        labels, torch.from_numpy(np.where(values == 0, IGNORED, values.astype(int) - 1).astype(np.uint8))
+    )
 
 
 def test_a_sample_depends_on_seed_epoch_and_index_alone(tree):
@@ -118,7 +132,9 @@ def test_loaders_serve_the_same_samples_with_any_number_of_workers(tree, workers
         names = loader.files(1, 0)
     finally:
         loader.close()
-    assert images.shape == (2, 3, 64, 64) and labels.shape == (2, 64, 64) and images.dtype == labels.dtype == torch.uint8
+    assert (
+        images.shape == (2, 3, 64, 64) and labels.shape == (2, 64, 64) and images.dtype == labels.dtype == torch.uint8
+    )
     for place, name in enumerate(names):
         image, label = dataset[1, [dataset.name(index) for index in range(len(dataset))].index(name)]
         assert torch.equal(images[place], image) and torch.equal(labels[place], label)
@@ -131,7 +147,9 @@ def test_colours_change_in_training_only_where_asked(tree, photometric):
     dataset, same = samples(tree, **still), 0
     for index in range(len(dataset)):
         image = dataset[0, index][0]
-        expected = transforms.Resize(scale=SMALL["scale"], keep_ratio=True)({"img": dataset.pairs.read(index)[0]})["img"]
+        expected = transforms.Resize(scale=SMALL["scale"], keep_ratio=True)({"img": dataset.pairs.read(index)[0]})[
+            "img"
+        ]
         height, width = expected.shape[:2]
         same += np.array_equal(image[:, :height, :width].permute(1, 2, 0).numpy(), expected)
     assert same == (0 if photometric else len(dataset))

@@ -32,7 +32,9 @@ def small(classes=3, window=32, stride=21):
 
 
 def sample(labels):
-    return [mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None])) for label in labels]
+    return [
+        mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None])) for label in labels
+    ]
 
 
 @pytest.mark.parametrize(("dim", "head", "aux"), [(192, 27.61, 0.48), (384, 29.19, 0.92), (768, 32.33, 1.81)])
@@ -96,7 +98,9 @@ def test_with_class_weights_losses_are_weighted_means_over_the_labelled_pixels()
         log_p = F.interpolate(head(maps), size=(32, 32), mode="bilinear", align_corners=False).log_softmax(1)
         pixels = [(b, y, x, labels[b, y, x].item()) for b in range(2) for y in range(10, 32) for x in range(32)]
         total = -sum(weights[c] * log_p[b, c, y, x].item() for b, y, x, c in pixels)
-        assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * total / sum(weights[c] for *_, c in pixels), rel=1e-6)
+        assert losses[f"{name}.loss_ce"].item() == pytest.approx(
+            weight * total / sum(weights[c] for *_, c in pixels), rel=1e-6
+        )
 
 
 def test_class_weights_are_one_for_each_class():
@@ -107,7 +111,8 @@ def test_class_weights_are_one_for_each_class():
 
 # the last window of an axis is shifted inside: 0, 21, 42 -> 32 and 0, 21 -> 8 (64 and 40 pixels, windows of 32)
 @pytest.mark.parametrize(
-    ("height", "width", "tops", "lefts"), [(32, 64, [0], [0, 21, 32]), (40, 64, [0, 8], [0, 21, 32]), (32, 32, [0], [0])]
+    ("height", "width", "tops", "lefts"),
+    [(32, 64, [0], [0, 21, 32]), (40, 64, [0, 8], [0, 21, 32]), (32, 32, [0], [0])],
 )
 @torch.no_grad()
 def test_windows_are_averaged_resized_and_the_largest_logit_taken(height, width, tops, lefts):
@@ -130,7 +135,9 @@ def test_windows_are_averaged_resized_and_the_largest_logit_taken(height, width,
 def test_without_a_stride_the_whole_image_is_seen_at_once(height, width):
     model, image = small(stride=None), torch.randn(1, 3, height, width)
     logits = F.interpolate(model(image), size=(height, width), mode="bilinear")
-    assert torch.equal(label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0])
+    assert torch.equal(
+        label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0]
+    )
 
 
 @torch.no_grad()
@@ -138,13 +145,19 @@ def test_an_image_smaller_than_a_window_is_a_window_of_its_own():
     model = small(window=96, stride=64)
     image = torch.randn(1, 3, 32, 64)
     logits = F.interpolate(model(image), size=(32, 64), mode="bilinear")
-    assert torch.equal(label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0])
+    assert torch.equal(
+        label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "channels"),
     [
-        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}, (8, 16, 32, 64)),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)},
+            (8, 16, 32, 64),
+        ),
         ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
         ("hvit3_nano_144", {}, (16, 32, 64, 96)),
         ("vmamba_nano_144", {}, (16, 32, 64, 128)),
@@ -159,7 +172,9 @@ def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels
     images, labels = torch.randn(2, 3, 64, 96), torch.randint(0, 3, (2, 64, 96))
     losses = model(images, sample(labels), mode="loss")
     sum(value for name, value in losses.items() if "loss" in name).backward()
-    reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all() and p.grad.any()}
+    reached = {
+        name for name, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all() and p.grad.any()
+    }
     # which batch norms follow, whose statistics take the gradient of a bias away
     exempt = ("downsample.conv.2.conv.bias", "blocks.0.conv1.bias", "blocks.0.conv2.bias")
     assert all(name in reached or name.endswith(exempt) for name, _ in model.named_parameters())

@@ -7,7 +7,11 @@ import torch
 from repro.tasks.dense.otsu import OtsuBaseline, _otsu
 
 # a frame, a cross and a bar
-SHAPES = {4: np.pad(np.zeros((4, 4)), 2, constant_values=1), 5: np.maximum(*np.indices((8, 8)) // 3 == 1), 6: np.ones((8, 3))}
+SHAPES = {
+    4: np.pad(np.zeros((4, 4)), 2, constant_values=1),
+    5: np.maximum(*np.indices((8, 8)) // 3 == 1),
+    6: np.ones((8, 3)),
+}
 
 
 def enlarged(label, factor):
@@ -16,7 +20,9 @@ def enlarged(label, factor):
 
 @pytest.fixture(scope="module")
 def baseline():
-    return OtsuBaseline((torch.nn.functional.pad(enlarged(label, factor), (3, 5, 2, 1)), label) for label in SHAPES for factor in (2, 5))
+    return OtsuBaseline(
+        (torch.nn.functional.pad(enlarged(label, factor), (3, 5, 2, 1)), label) for label in SHAPES for factor in (2, 5)
+    )
 
 
 def picture():
@@ -46,7 +52,11 @@ def test_objects_are_found_and_named(baseline):
 
 def test_an_empty_picture_has_no_objects(baseline):
     found = baseline.detect(torch.full((3, 64, 64), 100, dtype=torch.uint8))
-    assert found["boxes"].shape == (0, 4) and found["masks"].shape == (0, 64, 64) and len(found["labels"]) == len(found["scores"]) == 0
+    assert (
+        found["boxes"].shape == (0, 4)
+        and found["masks"].shape == (0, 64, 64)
+        and len(found["labels"]) == len(found["scores"]) == 0
+    )
     assert (baseline.label_map(torch.full((3, 64, 64), 100, dtype=torch.uint8), 255) == 255).all()
 
 

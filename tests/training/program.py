@@ -1,4 +1,6 @@
-"""Run by test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without any randomness; rank 0 writes what it saw."""
+"""Run by test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without any randomness; rank 0
+writes what it saw.
+"""
 
 import sys
 from pathlib import Path
@@ -33,7 +35,8 @@ class Task:
 
     def batches(self, epoch, start):
         for keys in self.order.batches(epoch, start):
-            if self.losses and self.gradients is None:  # the first step is done; its gradients still stand, averaged over the ranks
+            # the first step is done; its gradients still stand, averaged over the ranks
+            if self.losses and self.gradients is None:
                 self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
             drawn = [torch.Generator().manual_seed(index) for _, index in keys]
             yield (

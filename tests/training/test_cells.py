@@ -27,13 +27,19 @@ UNTIMED = {"throughput_img_per_s": None, "throughput_img_per_s_reason": "no step
 def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded):
     """Or of the one before, where an earlier call trained the last seed to its last step."""
     params = SimpleNamespace(model="m", options={"depth": 1})
-    cell = SimpleNamespace(params=params, ranks=Ranks(world_size=2), paths=Paths(tmp_path), stage="pretrain", name="nano")
+    cell = SimpleNamespace(
+        params=params, ranks=Ranks(world_size=2), paths=Paths(tmp_path), stage="pretrain", name="nano"
+    )
     record_speed(cell, speeds, "gpu", {"device": "cuda: GPU"}, 1.0)
     folder = tmp_path / "results/measured/gpu/pretrain"
     assert {file.name for file in folder.iterdir()} == {"nano.json", "nano.run.json"}
     record = json.loads((folder / "nano.json").read_text())
     assert record["metrics"]["throughput_img_per_s"] == recorded and record["identity"] == {"device": "cuda: GPU"}
-    assert (record["metrics"]["model"], record["metrics"]["options"], record["metrics"]["processes"]) == ("m", {"depth": 1}, 2)
+    assert (record["metrics"]["model"], record["metrics"]["options"], record["metrics"]["processes"]) == (
+        "m",
+        {"depth": 1},
+        2,
+    )
 
 
 def list_files(folder):
@@ -44,7 +50,9 @@ def list_files(folder):
 def two_runs(tmp_path):
     """A cell whose folder has an earlier run's files, and the outcome of a new run."""
     cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)))
-    outcome = SimpleNamespace(folder=tmp_path / "result", curve=[{"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}])
+    outcome = SimpleNamespace(
+        folder=tmp_path / "result", curve=[{"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}]
+    )
     old = ("weights.safetensors", "metrics.json", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
     new = ("weights.safetensors", "load_report.txt", "snapshots/epoch_002.safetensors")
     for folder, names, text in ((cell.folder, old, "old"), (outcome.folder, new, "new")):

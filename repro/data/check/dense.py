@@ -1,4 +1,6 @@
-"""The checks of COCO 2017 (detection), of ADE20K's 150 classes (segmentation), and of the embedded scenes, which are laid out as both."""
+"""The checks of COCO 2017 (detection), of ADE20K's 150 classes (segmentation), and of the embedded scenes, which are
+laid out as both.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,7 +40,12 @@ ADE20K = KINDS["ade20k"].official[1]
 
 
 def check_coco(
-    root: Path, report: Report, depth: Depth, *, splits: Sequence[str] = KINDS["coco"].splits, expected: CocoCounts | None = COCO_2017
+    root: Path,
+    report: Report,
+    depth: Depth,
+    *,
+    splits: Sequence[str] = KINDS["coco"].splits,
+    expected: CocoCounts | None = COCO_2017,
 ) -> None:
     """Check images, annotations, and that they belong together; categories and boxes of every annotation.
 
@@ -58,7 +65,12 @@ def check_coco(
 
 
 def check_ade20k(
-    root: Path, report: Report, depth: Depth, *, splits: Sequence[str] = KINDS["ade20k"].splits, expected: ExpectedCounts | None = ADE20K
+    root: Path,
+    report: Report,
+    depth: Depth,
+    *,
+    splits: Sequence[str] = KINDS["ade20k"].splits,
+    expected: ExpectedCounts | None = ADE20K,
 ) -> None:
     """Check the release, the pairs of image and label map, and the label maps themselves.
 
@@ -75,7 +87,9 @@ def check_ade20k(
     for split, of_split in pairs.items():
         if len(of_split):
             folder = base / "images" / FOLDERS[split]
-            compare_counts(report, folder, "images with a label map", len(of_split), expected and getattr(expected, split), RELEASE)
+            compare_counts(
+                report, folder, "images with a label map", len(of_split), expected and getattr(expected, split), RELEASE
+            )
     picked = draw_sample({split: len(of_split) for split, of_split in pairs.items()}, depth)
     items = [(*pairs[split].paths(place), num_classes) for split, places in picked.items() for place in places]
     judged = list(run_parallel(_judge_pair, items, depth.workers, "decoding"))
@@ -89,7 +103,10 @@ def check_ade20k(
     _report_by_advice(faults, report)
     if items and not faults:
         total = sum(map(len, pairs.values()))
-        report.ok(base, f"label maps have 8 bits, values in {min(values)}..{max(values)} (0: unlabelled), sizes of their images")
+        report.ok(
+            base,
+            f"label maps have 8 bits, values in {min(values)}..{max(values)} (0: unlabelled), sizes of their images",
+        )
         report.ok(base, f"images and label maps decode, {describe_extent(len(items), total, depth)}")
 
 
@@ -110,7 +127,11 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
         details = [f"unknown id {number}" for number in sorted(found - expected.category_ids)[:1]]
         details += [f"no id {number}" for number in sorted(expected.category_ids - found)[:1]]
         ids = f"ids of {min(expected.category_ids)}..{max(expected.category_ids)}"
-        report.error(file, f"{len(found)} categories ({', '.join(details)}), {len(expected.category_ids)} expected with {ids}", advice)
+        report.error(
+            file,
+            f"{len(found)} categories ({', '.join(details)}), {len(expected.category_ids)} expected with {ids}",
+            advice,
+        )
     compare_counts(report, file, "images", len(instances.names), expected and expected.images[split], advice)
     compare_counts(report, file, "instances", instances.num_annotations, expected and expected.instances[split], advice)
     if instances.num_empty > (expected.empty_boxes[split] if expected else 0):
@@ -122,7 +143,9 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
 
 
 def _judge_image(item: tuple[Path, tuple[int, int], Path]) -> Finding | None:
-    """What is wrong with an image of COCO; None where nothing is, or where the reader has already named it as missing or empty."""
+    """What is wrong with an image of COCO; None where nothing is, or where the reader has already named it as missing
+    or empty.
+    """
     if not item[0].is_file() or not item[0].stat().st_size:
         return None
     try:

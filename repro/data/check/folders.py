@@ -1,4 +1,6 @@
-"""The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of your own pictures."""
+"""The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of your
+own pictures.
+"""
 
 import json
 import os
@@ -31,7 +33,8 @@ _AGREEMENT = 0.75
 def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = IMAGENET_1K) -> None:
     """Check layout, class folders, class mapping, counts and files of ImageNet-1K.
 
-    The report takes the findings, `depth` says how many images are decoded, and `expected` has the counts of a complete set.
+    The report takes the findings, `depth` says how many images are decoded, and `expected` has the counts of a complete
+    set.
 
     Raises:
         UserError: a folder that cannot be listed. RunError: a decoding process died.
@@ -42,7 +45,14 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         missing = sorted(set(list_wnids()) - set(present)) if expected.classes == len(list_wnids()) else []
         unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
         compare_counts(report, root / split, unit, len(present), expected.classes, "unpack the missing classes")
-        compare_counts(report, root / split, "images", len(files.names), getattr(expected, split), _advise_count(tree, split, expected))
+        compare_counts(
+            report,
+            root / split,
+            "images",
+            len(files.names),
+            getattr(expected, split),
+            _advise_count(tree, split, expected),
+        )
     if "train" in tree.splits:
         _check_train_names(tree, report)
     if "val" in tree.splits:
@@ -51,7 +61,9 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
 
 
 def check_digits(root: Path, report: Report, depth: Depth) -> None:
-    """Check the embedded digits; arguments and errors as `check_imagenet`. The splits are settings, the number of all images is not."""
+    """Check the embedded digits; arguments and errors as `check_imagenet`. The splits are settings, the number of all
+    images is not.
+    """
     tree = _check_classes(root, "digits", report)
     if len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
@@ -60,7 +72,9 @@ def check_digits(root: Path, report: Report, depth: Depth) -> None:
 
 
 def check_connect(root: Path, report: Report, depth: Depth) -> None:
-    """Check the embedded connectivity task; arguments and errors as `check_imagenet`. Counts are settings, but pairs must be whole."""
+    """Check the embedded connectivity task; arguments and errors as `check_imagenet`. Counts are settings, but pairs
+    must be whole.
+    """
     tree = _check_classes(root, "connect", report)
     for split, files in tree.splits.items():
         names, counts = np.unique(files.names, return_counts=True)
@@ -71,12 +85,16 @@ def check_connect(root: Path, report: Report, depth: Depth) -> None:
 
 
 def check_folder(root: Path, report: Report, depth: Depth) -> None:
-    """Check a folder of one's own pictures; arguments and errors as `check_imagenet`. Nothing is known about its counts."""
+    """Check a folder of one's own pictures; arguments and errors as `check_imagenet`. Nothing is known about its
+    counts.
+    """
     _check_files(_check_classes(root, "folder", report), report, depth, "replace the file or remove it")
 
 
 def check_latents(root: Path, report: Report, depth: Depth) -> None:
-    """Check latents of a VAE; arguments and errors as `check_imagenet`. Nothing is known about their counts, and all have one shape."""
+    """Check latents of a VAE; arguments and errors as `check_imagenet`. Nothing is known about their counts, and all
+    have one shape.
+    """
     tree = _check_classes(root, "latents", report)
     first = next(((split, 0) for split, files in tree.splits.items() if len(files.names)), None)
     if first is not None:
@@ -139,13 +157,17 @@ def _check_val_mapping(tree: Tree, report: Report) -> None:
             judged += 1
             agree += index[wnid] in labels
     if not judged:
-        problem = "files are not named ILSVRC2012_val_<number>, so it cannot be checked whether they are in the right folders"
+        problem = (
+            "files are not named ILSVRC2012_val_<number>, so it cannot be checked whether they are in the right folders"
+        )
         report.warning(place, problem, "keep the names of the archive")
     elif agree < _AGREEMENT * judged:
         problem = f"images lie in folders of wrong classes: {agree:,} of {judged:,} agree with the ReaL labels, about 9 of 10 should"
         report.error(place, problem, f"sort them again; {GROUND_TRUTH}")
     else:
-        report.ok(place, f"images lie in the folders of their classes ({agree:,} of {judged:,} agree with the ReaL labels)")
+        report.ok(
+            place, f"images lie in the folders of their classes ({agree:,} of {judged:,} agree with the ReaL labels)"
+        )
 
 
 def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
@@ -156,15 +178,23 @@ def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_files(
-    tree: Tree, report: Report, depth: Depth, advice: str, find: Callable[[tuple[Source, bool]], str | None] | None = None
+    tree: Tree,
+    report: Report,
+    depth: Depth,
+    advice: str,
+    find: Callable[[tuple[Source, bool]], str | None] | None = None,
 ) -> None:
     """Report empty files, and those of the sample in which `find`, by default `_find_damage`, finds something wrong."""
     full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
     for split, files in tree.splits.items():
-        report.errors([(tree.path(split, index), "is empty") for index in np.flatnonzero(files.sizes == 0).tolist()], advice)
+        report.errors(
+            [(tree.path(split, index), "is empty") for index in np.flatnonzero(files.sizes == 0).tolist()], advice
+        )
     picked = draw_sample({split: len(indices) for split, indices in full.items()}, depth)
     chosen = [(split, int(full[split][place])) for split, places in picked.items() for place in places]
-    results = run_parallel(find or _find_damage, [(tree.source(*one), tree.kind.upright) for one in chosen], depth.workers, "decoding")
+    results = run_parallel(
+        find or _find_damage, [(tree.source(*one), tree.kind.upright) for one in chosen], depth.workers, "decoding"
+    )
     bad = [(one, problem) for one, problem in zip(chosen, results, strict=True) if problem]
     report.errors([(tree.path(*one), problem) for one, problem in bad], advice)
     for split, places in picked.items():
@@ -173,7 +203,11 @@ def _check_files(
         if places and not damaged:
             report.ok(tree.root / split, f"images decode, {decoded}")
         elif damaged and len(places) < len(full[split]):
-            report.warning(tree.root / split, f"{count(damaged, 'bad image')} among {decoded}", "expect more; --full finds them all")
+            report.warning(
+                tree.root / split,
+                f"{count(damaged, 'bad image')} among {decoded}",
+                "expect more; --full finds them all",
+            )
 
 
 def _find_damage(item: tuple[Source, bool]) -> str | None:

@@ -1,4 +1,6 @@
-"""Running the check of a kind: the sample of images that it decodes, the processes that decode it, and the loader's speed."""
+"""Running the check of a kind: the sample of images that it decodes, the processes that decode it, and the loader's
+speed.
+"""
 
 import contextlib
 import dataclasses
@@ -54,7 +56,9 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         from .speed import measure_speed
 
         try:
-            for line in measure_speed(root, kind, depth.workers, log=lambda line: print(line, file=sys.stderr, flush=True)).lines():
+            for line in measure_speed(
+                root, kind, depth.workers, log=lambda line: print(line, file=sys.stderr, flush=True)
+            ).lines():
                 emit(line)
         except UserError as error:
             emit(f"speed    not measured: {error}")
@@ -66,7 +70,8 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
 
 
 def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
-    """Of `sizes`, split -> number of files, the sorted indices to decode: an equal share of the sample for each split, or more where
+    """Of `sizes`, split -> number of files, the sorted indices to decode: an equal share of the sample for each split,
+    or more where
     another has too few."""
     chosen, left = {}, depth.sample
     for place, split in enumerate(sorted(sizes, key=lambda split: (sizes[split], split))):
@@ -79,14 +84,18 @@ def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
 
 def describe_extent(chosen: int, total: int, depth: Depth) -> str:
     """`all 50,000`, or `1,000 of 50,000` and how to check the rest."""
-    return f"all {total:,}" if chosen == total else f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
+    return (
+        f"all {total:,}"
+        if chosen == total
+        else f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
+    )
 
 
 def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: int, label: str) -> Iterator[Any]:
     """`function` of each item, in order, with progress; raises RunError where a worker process died.
 
-    The function is one of a module, which worker processes can import, and returns what is wrong instead of raising. With one worker
-    this process calls it.
+    The function is one of a module, which worker processes can import, and returns what is wrong instead of raising.
+    With one worker this process calls it.
     """
     with contextlib.ExitStack() as stack:
         results: Iterator[Any] = map(function, items)

@@ -1,4 +1,6 @@
-"""The speed of the training loader beside a bare loop of decoding and transforming: the difference is the loader's own cost."""
+"""The speed of the training loader beside a bare loop of decoding and transforming: the difference is the loader's own
+cost.
+"""
 
 import contextlib
 import dataclasses
@@ -26,8 +28,8 @@ _SEED = 0
 class Speed:
     """Images per second over all processes, one number for each round.
 
-    The loader's share is order, decoding, transform, batching, and transfer to the main process; in the bare loop as many processes
-    only decode and transform the same files.
+    The loader's share is order, decoding, transform, batching, and transfer to the main process; in the bare loop as
+    many processes only decode and transform the same files.
     """
 
     workers: int  # processes in both measurements
@@ -53,14 +55,18 @@ class Speed:
         return f"{median:.1f} img/s ({min(rounds):.1f} to {max(rounds):.1f}), {median / self.workers:.1f} per core"
 
 
-def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print) -> Speed:
+def measure_speed(
+    root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print
+) -> Speed:
     """Time the loader and the bare loop in turns, on the training images of a tree.
 
     Args:
         root, kind: the folder that holds the splits, and the data set's kind.
         workers: number of processes of each; at least 1.
-        batches: of 64 images, which a round times after two per worker that it does not; rounded up to full turns of the workers.
-        rounds: how often both take turns, so that other load on the machine affects both; the range shows how much there was.
+        batches: of 64 images, which a round times after two per worker that it does not; rounded up to full turns of
+            the workers.
+        rounds: how often both take turns, so that other load on the machine affects both; the range shows how much
+            there was.
         log: takes progress lines.
 
     Raises:
@@ -74,7 +80,9 @@ def measure_speed(root: Path, kind: str, workers: int, *, batches: int = 8, roun
     warm, timed = 2 * workers, max(-(-batches // workers), 4) * workers
     order = TrainOrder(size, batch_size, _SEED)
     batches_of_keys = (keys for epoch in itertools.count() for keys in order.batches(epoch, 0))
-    sources = [tree.source("train", index) for keys in itertools.islice(batches_of_keys, warm + timed) for _, index in keys]
+    sources = [
+        tree.source("train", index) for keys in itertools.islice(batches_of_keys, warm + timed) for _, index in keys
+    ]
     for source in sorted(set(sources)):
         source.read()  # neither measurement shall pay for the disk
     dataset = ImageFolder(tree, "train", train_transform(TRANSFORM), seed=_SEED)

@@ -1,13 +1,14 @@
 """The embedded connectivity task, in the manner of Pathfinder: are two markers at the ends of the same dashed curve?
 
-Two curves come close to each other at a bend and part again: four arms leave the bend at right angles, and each curve joins two
-neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1, and one between 2 and 3;
-`apart` has the same bends turned by 90 degrees, between 1 and 2, and between 3 and 0.
+Two curves come close to each other at a bend and part again: four arms leave the bend at right angles, and each curve
+joins two neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1,
+and one between 2 and 3; `apart` has the same bends turned by 90 degrees, between 1 and 2, and between 3 and 0.
 
-Images are drawn in such pairs, which differ only in these two dashes. The positions of the markers, the lengths of the curves, the
-dashes and the ink are therefore equal in both classes, and not merely alike. Nothing outside the bend tells the class, and neither
-does the bend alone, since the markers lie on any two neighbouring arms with the same probability: the class follows from the bend
-and the arms that lead from it to the markers. Distractors are further such curves without markers, equal in both images.
+Images are drawn in such pairs, which differ only in these two dashes. The positions of the markers, the lengths of the
+curves, the dashes and the ink are therefore equal in both classes, and not merely alike. Nothing outside the bend tells
+the class, and neither does the bend alone, since the markers lie on any two neighbouring arms with the same
+probability: the class follows from the bend and the arms that lead from it to the markers. Distractors are further such
+curves without markers, equal in both images.
 """
 
 from pathlib import Path
@@ -33,13 +34,15 @@ _TRIES = 40  # how often the image is begun anew
 def write_connect(root: Path, settings: ConnectSettings) -> None:
     """Write `root/{train,tune,test}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
 
-    Images of one name in the two class folders are a pair. The same settings give the same bytes. Raises UserError as `new_tree`
-    does, or where the curves do not fit into an image.
+    Images of one name in the two class folders are a pair. The same settings give the same bytes. Raises UserError as
+    `new_tree` does, or where the curves do not fit into an image.
     """
     folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
     with new_tree(root, "connect", settings, folders) as tree:
         for index, split in enumerate(SPLITS):
-            for number in track(range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"):
+            for number in track(
+                range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"
+            ):
                 # one generator per pair, so that more pairs leave the first ones as they are
                 rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 for name, pixels in zip(settings.CLASSES, draw_pair(rng, settings)):
@@ -48,7 +51,9 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
 
 
 def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
-    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`; raises UserError where the curves do not fit into an image."""
+    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`; raises UserError where the curves do not
+    fit into an image.
+    """
     (arms, bends), *others = place_curves(rng, settings)
     shared = np.zeros((settings.image_size, settings.image_size))
     _draw(shared, arms, settings)
@@ -65,8 +70,8 @@ def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray
 def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
     """Arms (4, P) and possible bends (4, Q) of each pair of curves, the pair with the markers first.
 
-    They are points of the complex plane, x + iy in pixels, with two points per pixel of length. Arms run outwards, and bend k joins
-    arms k and k + 1. Raises UserError where they do not fit into an image.
+    They are points of the complex plane, x + iy in pixels, with two points per pixel of length. Arms run outwards, and
+    bend k joins arms k and k + 1. Raises UserError where they do not fit into an image.
     """
     lengths = [rng.integers(*settings.dashes, endpoint=True), *[settings.dashes[0]] * settings.distractors]
     for _ in range(_TRIES):
@@ -117,7 +122,9 @@ def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: Conn
     points = arms.reshape(count, 4 * arms.shape[2])
     number = np.arange(points.shape[1])
     along = number % arms.shape[2] * (_COARSE / _SAMPLES_PER_PX)
-    near = (np.abs(along[:, None] - along) < 2 * clearance) & (number[:, None] // arms.shape[2] == number // arms.shape[2])
+    near = (np.abs(along[:, None] - along) < 2 * clearance) & (
+        number[:, None] // arms.shape[2] == number // arms.shape[2]
+    )
     fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
     fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
     points = np.concatenate([points, bends.reshape(count, 4 * bends.shape[2])], axis=1)

@@ -16,9 +16,9 @@ SPLITS = KINDS["digits"].splits
 def write_digits(root: Path, settings: DigitsSettings) -> None:
     """Write `root/{train,tune,test}/digit_<0-9>/scan_<number>.png`, replacing an earlier tree of this function.
 
-    The scans are those of scikit-learn's `load_digits` (8x8 pixels, 17 grey levels), enlarged bicubically; the number in a file name
-    is the scan's place there. Each class is split on its own. The same settings give the same bytes. Raises UserError as
-    `new_tree` does.
+    The scans are those of scikit-learn's `load_digits` (8x8 pixels, 17 grey levels), enlarged bicubically; the number
+    in a file name is the scan's place there. Each class is split on its own. The same settings give the same bytes.
+    Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.seed)
@@ -26,7 +26,8 @@ def write_digits(root: Path, settings: DigitsSettings) -> None:
     with new_tree(root, "digits", settings, folders) as tree:
         for number, (scan, digit) in enumerate(track(list(zip(scans, targets)), f"writing {root.name}", unit="images")):
             large = Image.fromarray(scan).resize((settings.image_size, settings.image_size), Image.Resampling.BICUBIC)
-            # stored uncompressed: file sizes are in the manifest and must not depend on the zlib version; it also decodes faster
+            # stored uncompressed: file sizes are in the manifest and must not depend on the zlib version; it also
+            # decodes faster
             large.save(tree / split_of[number] / settings.CLASSES[digit] / f"scan_{number:04d}.png", compress_level=0)
 
 
@@ -39,13 +40,16 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose_splits(targets: np.ndarray, tune_fraction: float, test_fraction: float, seed: int) -> np.ndarray:
-    """(N,) the split of each scan, whose digit is in `targets` (N,): of each class tune gets its share, then test, and train the rest."""
+    """(N,) the split of each scan, whose digit is in `targets` (N,): of each class tune gets its share, then test, and
+    train the rest.
+    """
     chosen = np.full(len(targets), "train", dtype=object)
     rng = np.random.Generator(np.random.PCG64(seed))
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(targets == digit))
         tune, test = (round(len(members) * fraction) for fraction in (tune_fraction, test_fraction))
-        # tune comes first: whoever changes the share of test leaves the scans as they are on which the recipe was chosen
+        # tune comes first: whoever changes the share of test leaves the scans as they are on which the recipe was
+        # chosen
         chosen[members[:tune]] = "tune"
         chosen[members[tune : tune + test]] = "test"
     return chosen

@@ -18,8 +18,8 @@ SPLITS = KINDS["digits_wild"].splits
 def write_digits_wild(root: Path, settings: WildDigitsSettings) -> None:
     """Write `root/{train,tune,test}/digit_<0-9>/scan_<number>_<copy>.png`, replacing an earlier tree of this function.
 
-    The number is the scan's place in scikit-learn's `load_digits`. The same settings give the same bytes, and more copies leave the
-    first ones as they are. Raises UserError as `new_tree` does.
+    The number is the scan's place in scikit-learn's `load_digits`. The same settings give the same bytes, and more
+    copies leave the first ones as they are. Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)

@@ -1,7 +1,7 @@
 """How digits are drawn on textures, for scenes and for `digits_wild`.
 
-An image is square and grey. A straight line cuts its ground in two, and each side has one of three textures. On it lie enlarged and
-turned scans of scikit-learn's digits, whose strokes cover the ground.
+An image is square and grey. A straight line cuts its ground in two, and each side has one of three textures. On it lie
+enlarged and turned scans of scikit-learn's digits, whose strokes cover the ground.
 """
 
 import numpy as np
@@ -11,7 +11,8 @@ from ..settings import DrawnDigits
 
 TEXTURES = ("clouds", "stripes", "checks")
 MID_GREY = 127.5
-# grey levels of a scan, 0 to 255, at which a stroke begins to cover the ground, belongs to its mask, and covers the ground fully
+# grey levels of a scan, 0 to 255, at which a stroke begins to cover the ground, belongs to its mask, and covers the
+# ground fully
 _FAINT, INK, _FULL = 60, 100, 140
 _NOISE = 8  # grey levels, in both directions
 
@@ -28,11 +29,15 @@ def cover(ink: np.ndarray) -> np.ndarray:
 
 def finish(rng: np.random.Generator, canvas: np.ndarray) -> np.ndarray:
     """The canvas with noise, as uint8."""
-    return np.rint(canvas + rng.integers(-_NOISE, _NOISE, size=canvas.shape, endpoint=True)).clip(0, 255).astype(np.uint8)
+    return (
+        np.rint(canvas + rng.integers(-_NOISE, _NOISE, size=canvas.shape, endpoint=True)).clip(0, 255).astype(np.uint8)
+    )
 
 
 def draw_ground(rng: np.random.Generator, size: int, settings: DrawnDigits) -> tuple[np.ndarray, np.ndarray]:
-    """(pixels, textures) of two textures on the sides of a line: float64 around mid-grey, and uint8 places in `TEXTURES`."""
+    """(pixels, textures) of two textures on the sides of a line: float64 around mid-grey, and uint8 places in
+    `TEXTURES`.
+    """
     y, x = np.mgrid[:size, :size] - (size - 1) / 2
     angle = rng.uniform(0, 2 * np.pi)
     beyond = x * np.cos(angle) + y * np.sin(angle) > rng.uniform(-size / 4, size / 4)
@@ -57,7 +62,9 @@ def _texture(rng: np.random.Generator, kind: str, x: np.ndarray, y: np.ndarray) 
 
 
 def enlarge(scan: np.ndarray, side: int, degrees: float) -> np.ndarray:
-    """A scan's ink, uint8, `side` pixels wide before it is turned, with a rim of one scan pixel in which strokes can end."""
+    """A scan's ink, uint8, `side` pixels wide before it is turned, with a rim of one scan pixel in which strokes can
+    end.
+    """
     whole = round(side * 10 / 8)
     large = Image.fromarray(np.pad(scan, 1)).resize((whole, whole), Image.Resampling.BICUBIC)
     return np.asarray(large.rotate(degrees, Image.Resampling.BICUBIC, expand=True))

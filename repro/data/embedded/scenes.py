@@ -1,12 +1,12 @@
 """The embedded data set of dense tasks: handwritten digits on textures, in the formats of COCO 2017 and of ADE20K.
 
-`drawing` says what an image looks like. Unless the settings keep the digits apart, they lie over one another and up to a quarter of
-their width beyond the border.
+`drawing` says what an image looks like. Unless the settings keep the digits apart, they lie over one another and up to
+a quarter of their width beyond the border.
 
-Detection has the ten digits as categories, with ids as sparse as COCO's, masks of the visible parts, and boxes around the masks.
-Segmentation has the digits as classes 1..10 and the textures as 11..13, so that there is no background class to score on. Its label
-0, unlabelled, is the soft rim of the strokes, where digit and ground mix, and those parts of a digit that are too small to be
-annotated.
+Detection has the ten digits as categories, with ids as sparse as COCO's, masks of the visible parts, and boxes around
+the masks. Segmentation has the digits as classes 1..10 and the textures as 11..13, so that there is no background class
+to score on. Its label 0, unlabelled, is the soft rim of the strokes, where digit and ground mix, and those parts of a
+digit that are too small to be annotated.
 """
 
 import json
@@ -38,8 +38,9 @@ _TRIES = 50  # places that are drawn for a digit that must lie apart from the ot
 def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """Write `root/coco` and `root/ade20k`, replacing an earlier tree of this function.
 
-    Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them by hard links.
-    Each split shows scans of its own. The same settings give the same files. Raises UserError as `new_tree` does.
+    Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them
+    by hard links. Each split shows scans of its own. The same settings give the same files. Raises UserError as
+    `new_tree` does.
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)
@@ -62,9 +63,13 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 Image.fromarray(pixels).save(photos / file, compress_level=0)
                 _share(photos / file, copies / f"{stem}.png")
                 Image.fromarray(labels).save(maps / f"{stem}.png", compress_level=0)
-                images.append({"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size})
+                images.append(
+                    {"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size}
+                )
                 # an image has at most eight, so that ids are unique over all splits
-                annotations += [_annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)]
+                annotations += [
+                    _annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)
+                ]
             content = {
                 "info": {"description": "scenes: handwritten digits on textures", "version": "1.0"},
                 "licenses": [],
@@ -75,20 +80,25 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                     for category_id, name in zip(CATEGORY_IDS, CLASSES[: -len(TEXTURES)], strict=True)
                 ],
             }
-            (tree / f"coco/annotations/instances_{split}2017.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            (tree / f"coco/annotations/instances_{split}2017.json").write_text(
+                json.dumps(content) + "\n", encoding="utf-8"
+            )
             first_id += len(images)
         rows = [f"{number}\t{name}" for number, name in enumerate(CLASSES, start=1)]
-        (tree / f"ade20k/objectInfo{len(CLASSES)}.txt").write_text("\n".join(["Idx\tName", *rows]) + "\n", encoding="utf-8")
+        (tree / f"ade20k/objectInfo{len(CLASSES)}.txt").write_text(
+            "\n".join(["Idx\tName", *rows]) + "\n", encoding="utf-8"
+        )
 
 
 def draw(
     rng: np.random.Generator, scans: np.ndarray, targets: np.ndarray, settings: ScenesSettings
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]], np.ndarray]:
-    """One image of `settings.image_size` pixels S a side, with some of the `scans` (N, 8, 8), uint8, which show the digits `targets` (N,).
+    """One image of `settings.image_size` pixels S a side, with some of the `scans` (N, 8, 8), uint8, which show the
+    digits `targets` (N,).
 
     Returns:
-        The pixels (S, S), uint8; for each instance its digit and the mask of its visible part (S, S), bool; the label map (S, S),
-        uint8, which has an instance's class wherever its mask is true.
+        The pixels (S, S), uint8; for each instance its digit and the mask of its visible part (S, S), bool; the label
+        map (S, S), uint8, which has an instance's class wherever its mask is true.
     """
     size = settings.image_size
     canvas, labels = draw_ground(rng, size, settings)
@@ -126,8 +136,11 @@ def draw(
     return finish(rng, canvas), instances, labels
 
 
-def _find_room(rng: np.random.Generator, ink: np.ndarray, boxes: Sequence[np.ndarray], size: int, overlap: float) -> Room | None:
-    """A place wholly inside the image, where no box covers more than a share `overlap` of another's: its row and column, and the box.
+def _find_room(
+    rng: np.random.Generator, ink: np.ndarray, boxes: Sequence[np.ndarray], size: int, overlap: float
+) -> Room | None:
+    """A place wholly inside the image, where no box covers more than a share `overlap` of another's: its row and
+    column, and the box.
 
     Boxes are (top, left, bottom, right) of what can be seen of a digit.
     """

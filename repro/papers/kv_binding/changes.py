@@ -1,4 +1,6 @@
-"""What each change of an inner learner does to its model: differences to the unchanged model over seeds, with intervals."""
+"""What each change of an inner learner does to its model: differences to the unchanged model over seeds, with
+intervals.
+"""
 
 import math
 from collections.abc import Sequence
@@ -34,11 +36,17 @@ CHANGES = {
 
 def changes_section(report: Report) -> list[Section]:
     """The section of the paper's page; none without records."""
-    return [Section("What each change does, against the unchanged model", describe_changes(report))] if _find(report) else []
+    return (
+        [Section("What each change does, against the unchanged model", describe_changes(report))]
+        if _find(report)
+        else []
+    )
 
 
 def describe_changes(report: Report) -> list[Block]:
-    """For each model and data set a table: every variant, its top-1 and its difference to the unchanged model with 95 % interval."""
+    """For each model and data set a table: every variant, its top-1 and its difference to the unchanged model with 95 %
+    interval.
+    """
     groups = _find(report)
     if not groups:
         return [prose(f"No variant is trained yet: `{COMMAND}`.")]
@@ -64,11 +72,15 @@ def choice_section(report: Report) -> list[Section]:
         "and `dot` the dot product for its loss as well. The paper does not ask this. All trainings are of small models, by the recipe of the "
         "unchanged model."
     )
-    return [Section("Does it hold for Vision-TTT?", [prose(text), *describe_backbones(report), *describe_choice(report)])]
+    return [
+        Section("Does it hold for Vision-TTT?", [prose(text), *describe_backbones(report), *describe_choice(report)])
+    ]
 
 
 def describe_choice(report: Report) -> list[Block]:
-    """Which learner of Vittt a user should take at the largest measured image: accuracy on embedded data against time, in sentences."""
+    """Which learner of Vittt a user should take at the largest measured image: accuracy on embedded data against time,
+    in sentences.
+    """
     groups = _find(report, ("vittt",))
     times = {key: rows[-1] for key, rows in find_backbones(report).items()}
     if not groups or not times:
@@ -79,8 +91,13 @@ def describe_choice(report: Report) -> list[Block]:
     for step in ("plain", "dot"):
         found = [(group.common["data"], _compare(group, f"vittt_{step}")) for group in groups]
         tested = [(data, each) for data, each in found if each is not None]
-        shown = "; ".join(f"{data} {each.mean:+.1f} points [{each.low:+.1f}, {each.high:+.1f}], {_word(each)}" for data, each in tested)
-        form, row = min(((form, row) for (name, form), row in times.items() if name == step), key=lambda pair: pair[1]["latency_ms"])
+        shown = "; ".join(
+            f"{data} {each.mean:+.1f} points [{each.low:+.1f}, {each.high:+.1f}], {_word(each)}"
+            for data, each in tested
+        )
+        form, row = min(
+            ((form, row) for (name, form), row in times.items() if name == step), key=lambda pair: pair[1]["latency_ms"]
+        )
         lines.append(
             (
                 code(step),
@@ -91,18 +108,25 @@ def describe_choice(report: Report) -> list[Block]:
     for step in ("plain", "dot"):
         if is_faster[step] and not is_worse[step]:
             lines.append(
-                (f"So at {side}² on this device `{step}` is the one to try first: faster, and not separated from the unchanged learner.",)
+                (
+                    f"So at {side}² on this device `{step}` is the one to try first: faster, and not separated from the unchanged learner.",
+                )
             )
             break
     else:
-        reasons = {(True, True): "faster but worse", (False, True): "slower and worse", (False, False): "slower and not separated"}
+        reasons = {
+            (True, True): "faster but worse",
+            (False, True): "slower and worse",
+            (False, False): "slower and not separated",
+        }
         words = "; ".join(f"{step} is {reasons[is_faster[step], is_worse[step]]}" for step in is_faster)
         lines.append((f"So at {side}² on this device the unchanged learner is the one to take: {words}.",))
     return [Bullets(lines)]
 
 
 def _find(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
-    """Groups that have the unchanged model and another variant, in the order of `NAMES`; of two of one model and data the one with more
+    """Groups that have the unchanged model and another variant, in the order of `NAMES`; of two of one model and data
+    the one with more
     seeds."""
     best: dict[tuple[str, str], Group] = {}
     for group in find_groups(report.results, report.paper.variants):
@@ -130,7 +154,9 @@ def _test(group: Group) -> dict[str, PairedTest | None]:
 
 
 def _scores(group: Group) -> dict[str, dict[int, float]]:
-    return {name: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for name, source in group.variants.items()}
+    return {
+        name: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for name, source in group.variants.items()
+    }
 
 
 def _compare(group: Group, name: str) -> PairedTest | None:
@@ -143,7 +169,9 @@ def _word(found: PairedTest) -> str:
 
 def _differences(group: Group) -> Block:
     model, top1 = _model(group), _scores(group)
-    rows: list[list[Piece | Line]] = [["the unchanged model", code(f"{model}_own"), _mean(top1[f"{model}_own"]), "–", "–", "–"]]
+    rows: list[list[Piece | Line]] = [
+        ["the unchanged model", code(f"{model}_own"), _mean(top1[f"{model}_own"]), "–", "–", "–"]
+    ]
     for name, found in _test(group).items():
         said: list[Piece] = ["–", "–", "one seed"]
         if found is not None:
@@ -153,9 +181,13 @@ def _differences(group: Group) -> Block:
 
 
 def _count_learners(group: Group) -> list[Block]:
-    """Where the seeds of a variant lie on both sides of half the way from chance to 100 %: how many of each variant's seeds learnt."""
+    """Where the seeds of a variant lie on both sides of half the way from chance to 100 %: how many of each variant's
+    seeds learnt.
+    """
     learnt = 50 * (1 + 1 / group.common["classes"])
-    counts = {name: (sum(value > learnt for value in values.values()), len(values)) for name, values in _scores(group).items()}
+    counts = {
+        name: (sum(value > learnt for value in values.values()), len(values)) for name, values in _scores(group).items()
+    }
     if not any(0 < passed < seeds for passed, seeds in counts.values()):
         return []
     text = (

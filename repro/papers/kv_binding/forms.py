@@ -1,4 +1,6 @@
-"""The recurrent and the parallel form of inner learners, as `repro forms` measured them: ratios, memory, crossover, whole backbones."""
+"""The recurrent and the parallel form of inner learners, as `repro forms` measured them: ratios, memory, crossover,
+whole backbones.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,10 @@ from ...report.records import Source
 COMMAND = "repro forms"
 PICTURE = "kv_binding_forms.png"
 NAMES = {
-    **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")},
+    **{
+        f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}"
+        for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")
+    },
     "vittt_own": "Vittt, unchanged (LayerNorm)",
     "vittt_plain": "Vittt, plain",
     "vittt_dot": "Vittt, dot",
@@ -21,7 +26,15 @@ NAMES = {
 _STYLES = dict(
     zip(
         ("lact_v2", "lact_v3", "lact_v4", "lact_v5", "lact_v6", "vittt_plain", "vittt_dot"),
-        (("#E69F00", "o"), ("#56B4E9", "s"), ("#009E73", "^"), ("#CC79A7", "v"), ("#0072B2", "D"), ("#D55E00", "P"), ("#000000", "x")),
+        (
+            ("#E69F00", "o"),
+            ("#56B4E9", "s"),
+            ("#009E73", "^"),
+            ("#CC79A7", "v"),
+            ("#0072B2", "D"),
+            ("#D55E00", "P"),
+            ("#000000", "x"),
+        ),
         strict=True,
     )
 )
@@ -31,7 +44,11 @@ _LEARNERS_OF_BACKBONE = {"own": "unchanged", "plain": "plain", "dot": "dot"}
 
 def find_forms(report: Report) -> list[Source]:
     """The records of `repro forms`, those of GPUs first."""
-    found = [source for source in report.results.sources if source.path.endswith("/forms.json") and "ratios" in source.metrics]
+    found = [
+        source
+        for source in report.results.sources
+        if source.path.endswith("/forms.json") and "ratios" in source.metrics
+    ]
     return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
 
 
@@ -57,8 +74,13 @@ def describe_forms(report: Report) -> list[Block]:
             if rows:
                 about = next(row for row in m["rows"] if row["setting"] == "vision")
                 size = f"one image, {about['heads']} heads of {about['head_dim']}"
-                chunks = ", ".join(f"{name} {_chunk(m, prefix)}" for prefix, name in (("lact", "LaCT"), ("vittt", "Vittt")))
-                blocks += [Heading(f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"), _ratios(rows, m)]
+                chunks = ", ".join(
+                    f"{name} {_chunk(m, prefix)}" for prefix, name in (("lact", "LaCT"), ("vittt", "Vittt"))
+                )
+                blocks += [
+                    Heading(f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"),
+                    _ratios(rows, m),
+                ]
         blocks += _at_papers_setting(report, source, origin)
     if (report.results.paths.results / "figures" / PICTURE).is_file() or sources:
         blocks.append((Picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's"),))
@@ -89,7 +111,9 @@ def describe_backbones(report: Report) -> list[Block]:
 
 
 def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """(learner, form) of Vittt-T -> its measured rows of the first device, the smallest image first; none where the unchanged one has none."""
+    """(learner, form) of Vittt-T -> its measured rows of the first device, the smallest image first; none where the
+    unchanged one has none.
+    """
     for source in find_forms(report):
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(source.metrics["backbones"], key=lambda row: row["image_size"]):
@@ -107,13 +131,19 @@ def draw_forms(report: Report, path: Path) -> Path:
     figure, panels = new_figure(len(MODES))
     for panel, (mode, words) in zip(panels, MODES.items(), strict=True):
         for learner, (colour, marker) in _STYLES.items():
-            rows = [row for row in source.metrics["ratios"] if (row["setting"], row["learner"], row["mode"]) == ("vision", learner, mode)]
+            rows = [
+                row
+                for row in source.metrics["ratios"]
+                if (row["setting"], row["learner"], row["mode"]) == ("vision", learner, mode)
+            ]
             if not rows:
                 continue
             x, y = [row["tokens"] for row in rows], [row["ratio"] for row in rows]
             panel.plot(x, y, color=colour, marker=marker, markersize=5, label=NAMES[learner])
             if all(row["ratio_ci95"] for row in rows):
-                panel.fill_between(x, *zip(*(row["ratio_ci95"] for row in rows), strict=True), color=colour, alpha=0.12, linewidth=0)
+                panel.fill_between(
+                    x, *zip(*(row["ratio_ci95"] for row in rows), strict=True), color=colour, alpha=0.12, linewidth=0
+                )
         panel.axhline(1, color="#777777", linewidth=1)
         panel.set(xscale="log", yscale="log", xlabel="tokens", title=words)
         ticks = sorted({row["tokens"] for row in source.metrics["ratios"] if row["setting"] == "vision"})
@@ -143,11 +173,15 @@ def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"ahead from {ordered[first]['tokens']:,}"
     if not any(ahead[first:]) and all(ahead[:first]):
         return f"ahead below {ordered[first]['tokens']:,}"
-    return "ahead at " + ", ".join(f"{row['tokens']:,}" for row, is_ahead in zip(ordered, ahead, strict=True) if is_ahead)
+    return "ahead at " + ", ".join(
+        f"{row['tokens']:,}" for row, is_ahead in zip(ordered, ahead, strict=True) if is_ahead
+    )
 
 
 def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
-    return next(row["chunk_size"] for row in metrics["rows"] if row["setting"] == "vision" and row["learner"].startswith(prefix))
+    return next(
+        row["chunk_size"] for row in metrics["rows"] if row["setting"] == "vision" and row["learner"].startswith(prefix)
+    )
 
 
 def _ratios(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Block:
@@ -158,7 +192,13 @@ def _ratios(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Bl
     body: list[list[Piece]] = []
     for learner, of_learner in found.items():
         by_tokens = {row["tokens"]: row for row in of_learner}
-        body.append([NAMES[learner], *(_ratio(by_tokens.get(tokens), metrics) for tokens in lengths), find_crossover(of_learner)])
+        body.append(
+            [
+                NAMES[learner],
+                *(_ratio(by_tokens.get(tokens), metrics) for tokens in lengths),
+                find_crossover(of_learner),
+            ]
+        )
     return table(["learner", *(f"T {tokens:,}" for tokens in lengths), "crossover"], body)
 
 
@@ -209,4 +249,7 @@ def _time_and_memory(row: Mapping[str, Any] | None) -> list[Piece]:
     if row is None or row["latency_ms"] is None:
         return [number("–"), number("–")]
     noisy = " (noisy)" if row["noisy"] else ""
-    return [number(f"{row['latency_ms']:.1f}{noisy}"), number(f"{row['peak_memory_mib']:.0f}" if row["peak_memory_mib"] else "–")]
+    return [
+        number(f"{row['latency_ms']:.1f}{noisy}"),
+        number(f"{row['peak_memory_mib']:.0f}" if row["peak_memory_mib"] else "–"),
+    ]

@@ -16,14 +16,14 @@ def identity_error(name: str) -> float:
     `negated_loss`: LaCT that learns up its loss has the outputs of LaCT that learns down the loss of −v.
     `zero_start`: one linear layer from zero is causal linear attention.
     `delta_rule`: one linear layer with the squared error is W ← W − kᵀ(kW − v).
-    `gated_unit`, `convolution`: the two learners of ViT³ as in Section 5.4 and Appendix G, at its rate s/N and without its damping.
-    `gated_unit_without_rate`: the first as it is printed, without that rate.
+    `gated_unit`, `convolution`: the two learners of ViT³ as in Section 5.4 and Appendix G, at its rate s/N and without
+    its damping. `gated_unit_without_rate`: the first as it is printed, without that rate.
     `damped_unit`: the gated unit with its damping, which divides each output channel by 1 + the norm of its step.
     `norm_of_static`: LaCT's norm of weights that do not learn gives these weights.
     `rate_in_value`: a token's rate can stand at its value.
     `v6_of_lact`: its last step is o = q(W + Σ kᵀv).
-    `v6_as_run`, `v6_derived`: the same of ViT³, as the authors ran it, and with the gradient of its loss and the factor s/N.
-    `v6_as_run_repaired`: as they ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
+    `v6_as_run`, `v6_derived`: the same of ViT³, as the authors ran it, and with the gradient of its loss and the factor
+    s/N. `v6_as_run_repaired`: as they ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
 
     Raises:
         ValueError: another name.
@@ -43,11 +43,13 @@ def theorem_error(name: str) -> float:
 
 @functools.cache
 def lact_error(name: str) -> float:
-    """The error of what the paper derives of LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}, from its own definitions.
+    """The error of what the paper derives of LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}, from its
+    own definitions.
 
     `eq1`: Eq. 1. `eq1_repaired`: Σ_j η_j M(Σ_{i≤j} β_i^j φ_iᵀ v_i) in place of its sum.
-    `eq1_without_muon` and `coefficient`: both without M, where η_i Σ_j β_i^j is the weight of a step. `coefficient_repaired`:
-    Σ_j η_j β_i^j in place of that. `mask`: without M and rates, the momentum matrix as mask, as Appendix H.1 says.
+    `eq1_without_muon` and `coefficient`: both without M, where η_i Σ_j β_i^j is the weight of a step.
+    `coefficient_repaired`: Σ_j η_j β_i^j in place of that. `mask`: without M and rates, the momentum matrix as mask, as
+    Appendix H.1 says.
 
     Raises:
         ValueError: another name.
@@ -59,9 +61,9 @@ def lact_error(name: str) -> float:
 def mirrored_training_error() -> float:
     """The largest difference after training a ViT³ down its heads' loss, and one up it from mirrored values.
 
-    Both train for four steps of AdamW with weight decay and clipping, on the same images. The second begins with the first one's weights
-    but for the value rows of the heads, whose signs are turned; of the losses and of the last weights, turned back, the largest
-    difference counts. Its convolution descends in both, as in the authors' code.
+    Both train for four steps of AdamW with weight decay and clipping, on the same images. The second begins with the
+    first one's weights but for the value rows of the heads, whose signs are turned; of the losses and of the last
+    weights, turned back, the largest difference counts. Its convolution descends in both, as in the authors' code.
     """
     import torch
 
@@ -106,7 +108,8 @@ def find_values(model: Any, name: str) -> slice:
 
 @functools.cache
 def reads_static_kernel(step: str) -> bool:
-    """Whether LaCT after a step of the ladder reads its state by features that do not depend on keys and values: o = φ(q) S.
+    """Whether LaCT after a step of the ladder reads its state by features that do not depend on keys and values: o =
+    φ(q) S.
 
     For twice as many queries as φ has features, the outputs are explained by one matrix S, or they are not.
     """
@@ -124,7 +127,9 @@ def reads_static_kernel(step: str) -> bool:
 
 @functools.cache
 def parallel_error(step: str) -> float:
-    """The largest error of the parallel form of a step of the ladder against the recurrent one: outputs, and gradients of all inputs."""
+    """The largest error of the parallel form of a step of the ladder against the recurrent one: outputs, and gradients
+    of all inputs.
+    """
     import torch
 
     from ...models.fast_weights import learn
@@ -142,10 +147,11 @@ def parallel_error(step: str) -> float:
 
 @functools.cache
 def order_error(step: str, norm: str | None = None) -> float:
-    """By how much the outputs change when two chunks of keys and values change places, as a share of the largest output.
+    """By how much the outputs change when two chunks of keys and values change places, as a share of the largest
+    output.
 
-    A state that is a sum over chunks does not change. Without momentum, whose weights depend on the place of a chunk; `norm` is that of
-    `FastLoop`, None for what the step has.
+    A state that is a sum over chunks does not change. Without momentum, whose weights depend on the place of a chunk;
+    `norm` is that of `FastLoop`, None for what the step has.
     """
     from ...models.fast_weights import learn
 

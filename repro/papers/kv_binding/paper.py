@@ -52,9 +52,15 @@ PAPER = Paper(
                 "text.appendix_[deh].*",
             ),
         ),
-        Question(label="what has a parallel form, and what has none", entries=("text.6_2.exists", "text.6_2.kernel", "text.6_2.norm")),
         Question(
-            label="accuracies on ImageNet-1K", says="accuracies", why="they take ImageNet-1K and GPUs", entries=("table?.*.top1_percent",)
+            label="what has a parallel form, and what has none",
+            entries=("text.6_2.exists", "text.6_2.kernel", "text.6_2.norm"),
+        ),
+        Question(
+            label="accuracies on ImageNet-1K",
+            says="accuracies",
+            why="they take ImageNet-1K and GPUs",
+            entries=("table?.*.top1_percent",),
         ),
         Question(label="speeds", entries=("table2_*.*.tokens_m_per_s",)),
     ),
@@ -64,7 +70,9 @@ PAPER = Paper(
         options=VARIANTS,
         models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},
         tables=tuple(
-            VariantTable(place=place, rows=rows, columns=("top1_percent",), orders=ORDERS.get(place), note=_NOTES.get(place, ""))
+            VariantTable(
+                place=place, rows=rows, columns=("top1_percent",), orders=ORDERS.get(place), note=_NOTES.get(place, "")
+            )
             for place, rows in ROWS.items()
         ),
         places="Tables 1 and 2",

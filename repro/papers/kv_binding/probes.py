@@ -15,12 +15,16 @@ COMMAND = "repro explain --probe steps=4 --weights WEIGHTS"
 def probes_section(report: Report) -> list[Section]:
     """The section of the paper's page; none without records."""
     return (
-        [Section("Models that run with another inner loop than they were trained with", describe_probes(report))] if _find(report) else []
+        [Section("Models that run with another inner loop than they were trained with", describe_probes(report))]
+        if _find(report)
+        else []
     )
 
 
 def describe_probes(report: Report) -> list[Block]:
-    """A row for each model and probe: accuracy and inner loss without and with it; then whether the paper's Fig. 1 is seen."""
+    """A row for each model and probe: accuracy and inner loss without and with it; then whether the paper's Fig. 1 is
+    seen.
+    """
     sources = _find(report)
     if not sources:
         return [prose(f"Nothing is probed yet: `{COMMAND}`.")]
@@ -28,7 +32,16 @@ def describe_probes(report: Report) -> list[Block]:
         "The weights are as they were trained, of one seed. The inner loss is −⟨F(k), v⟩ after the steps, a mean over tokens, heads and layers; "
         "of Vittt it is the squared error of a chunk."
     )
-    header = ["model", "data, images", "probe", "top-1", "with it", "inner loss after the steps", "with it", "measured on"]
+    header = [
+        "model",
+        "data, images",
+        "probe",
+        "top-1",
+        "with it",
+        "inner loss after the steps",
+        "with it",
+        "measured on",
+    ]
     rows = [_row(source, report) for source in sources]
     return [prose(text), table(header, rows), Bullets([_judge(sources)])]
 
@@ -66,5 +79,8 @@ def _judge(sources: list[Source]) -> str:
 
 def _is_worse(metrics: Mapping[str, Any]) -> bool:
     """Whether the top-1 with a probe lies below that without it, and their intervals over the images do not meet."""
-    before, after = (share_interval(each["top1_percent"], each["held_out_images"]) for each in (metrics["unchanged"], metrics["probed"]))
+    before, after = (
+        share_interval(each["top1_percent"], each["held_out_images"])
+        for each in (metrics["unchanged"], metrics["probed"])
+    )
     return after[1] < before[0]

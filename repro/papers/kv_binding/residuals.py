@@ -1,4 +1,6 @@
-"""The residuals of what the paper proves: the error of every equation in fp64, and of what we put in place of those that fail."""
+"""The residuals of what the paper proves: the error of every equation in fp64, and of what we put in place of those
+that fail.
+"""
 
 from ...report.claims import Report
 from ...report.document import Block, Piece, Section, number, prose, table
@@ -7,17 +9,24 @@ from . import formulas
 
 ROUNDING = 1e-12
 CHUNKS = (16, 32, 64, 256)
-EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))  # equal bit for bit, on every processor
+# equal bit for bit, on every processor
+EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))
 
 
 def residuals_section(report: Report) -> list[Section]:
     """The section of the paper's page."""
     text = "The momenta of the authors' parallel code, which divides cumulated sums by cumulated products, and ours, in fp32 against the recurrence in fp64:"
-    return [Section("What is proved, by its residual in fp64", [*describe_residuals(report), prose(text), *describe_division()])]
+    return [
+        Section(
+            "What is proved, by its residual in fp64", [*describe_residuals(report), prose(text), *describe_division()]
+        )
+    ]
 
 
 def describe_residuals(report: Report) -> list[Block]:
-    """A row for each equation of the ledger: where, what it says, its largest error in fp64, and that of the repaired equation."""
+    """A row for each equation of the ledger: where, what it says, its largest error in fp64, and that of the repaired
+    equation.
+    """
     text = (
         "Both sides of each equation are computed in fp64 on random tokens, by code that shares nothing but PyTorch; the residual is the "
         "largest difference as a share of the largest value. Where the printed equation fails, the last column has the residual of the one "
@@ -30,7 +39,9 @@ def describe_residuals(report: Report) -> list[Block]:
         calls = _find_errors(entry.ours.calls if entry.ours else ())
         if not calls:
             continue
-        repaired = [call for each in entry.explanations if each.expression for call in _find_errors(each.expression.calls)]
+        repaired = [
+            call for each in entry.explanations if each.expression for call in _find_errors(each.expression.calls)
+        ]
         shown = "; ".join(_format(report, call, named=len(calls) > 1) for call in calls)
         mended = "; ".join(_format(report, call, named=len(repaired) > 1) for call in repaired) or "–"
         rows.append([entry.place, entry.says, number(shown), number(mended), verdict.status])
@@ -38,7 +49,9 @@ def describe_residuals(report: Report) -> list[Block]:
 
 
 def describe_division() -> list[Block]:
-    """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are told in digits."""
+    """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are
+    told in digits.
+    """
     rows: list[list[Piece]] = []
     for chunks in CHUNKS:
         divided, ours = (formulas.momentum_error(chunks, form) for form in ("divided", "ours"))
@@ -58,7 +71,9 @@ def _find_errors(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _format(report: Report, call: Call, named: bool) -> str:
-    """Two digits, or `< 1e-12`: what rounding leaves differs from one processor to the next. An equality bit for bit is 0."""
+    """Two digits, or `< 1e-12`: what rounding leaves differs from one processor to the next. An equality bit for bit is
+    0.
+    """
     value = report.paper.formulas[call.name](*call.args)
     shown = f"{value:.1e}" if value >= ROUNDING else "0" if value == 0 and call in EXACT else f"< {ROUNDING:.0e}"
     return f"{call.args[0]} {shown}" if named else shown

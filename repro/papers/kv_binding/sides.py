@@ -1,7 +1,8 @@
-"""Both sides of the equations of the paper in fp64: what is computed, and what is stated. See `formulas` for what each of them is.
+"""Both sides of the equations of the paper in fp64: what is computed, and what is stated. See `formulas` for what each
+of them is.
 
-Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, outputs); `repro.models.fast_weights` has LaCT's
-(outputs, inputs).
+Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, outputs); `repro.models.fast_weights`
+has LaCT's (outputs, inputs).
 """
 
 from collections.abc import Callable
@@ -119,7 +120,9 @@ def _convolution() -> tuple:
     q, k, v, *_ = draw()
     grid = (3, 4)
     kernel = torch.randn(WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
-    found = learn(InnerLoop(model="dwconv", scale=1 / 3), [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[0, 0]
+    found = learn(InnerLoop(model="dwconv", scale=1 / 3), [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[
+        0, 0
+    ]
 
     def windows(x: Any) -> Any:
         """(T, d) -> (d, T, 9)."""
@@ -179,7 +182,12 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
     import torch.nn.functional as F
 
     q, k, v, first, last, _ = draw()
-    rate, decay = 0.1, torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=q.dtype) if momentum else torch.zeros(tokens)
+    rate = 0.1
+    decay = (
+        torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
+        if momentum
+        else torch.zeros(tokens)
+    )
     weights, moving, start = [first, last], [0, 0], last
     found, stated, features, values = [], [], [], []
     for t in range(tokens):
@@ -202,7 +210,9 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
 
 def _recur_lact(muon: bool, rates: bool = True) -> tuple:
-    """LaCT's recurrence by the paper's own definitions, one matrix learned: the outputs, and what the derivations are made of."""
+    """LaCT's recurrence by the paper's own definitions, one matrix learned: the outputs, and what the derivations are
+    made of.
+    """
     import torch
 
     from ...models.fast_weights import newton_schulz
@@ -218,7 +228,10 @@ def _recur_lact(muon: bool, rates: bool = True) -> tuple:
         W = W + eta[t] * shape(moving)
         outs.append(q[t] @ W)
     beta = torch.stack(
-        [torch.stack([torch.prod(alpha[i + 1 : j + 1]) if j >= i else 0 * alpha[0] for j in range(TOKENS)]) for i in range(TOKENS)]
+        [
+            torch.stack([torch.prod(alpha[i + 1 : j + 1]) if j >= i else 0 * alpha[0] for j in range(TOKENS)])
+            for i in range(TOKENS)
+        ]
     )
     return torch.stack(outs), (q, k, v, start, eta, beta, shape)
 
@@ -241,11 +254,17 @@ def _eq1(repaired: bool) -> Callable[[], tuple]:
 
 
 def _coefficient(kind: str) -> Callable[[], tuple]:
-    """The masked attention whose weight of token i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or the `mask` β_i^t."""
+    """The masked attention whose weight of token i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or the
+    `mask` β_i^t.
+    """
 
     def compare() -> tuple:
         found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")
-        weights = {"printed": (beta.cumsum(1) * eta[:, None]).mT, "repaired": (beta * eta).cumsum(1).mT, "mask": beta.mT}[kind]
+        weights = {
+            "printed": (beta.cumsum(1) * eta[:, None]).mT,
+            "repaired": (beta * eta).cumsum(1).mT,
+            "mask": beta.mT,
+        }[kind]
         return q @ start + ((q @ k.mT) * weights.tril()) @ v, found
 
     return compare

@@ -1,6 +1,8 @@
-"""What the paper does to three inner learners: LaCT's and ViT³'s, as in its Tables 1 and 2, and Vittt's, which it does not have.
+"""What the paper does to three inner learners: LaCT's and ViT³'s, as in its Tables 1 and 2, and Vittt's, which it does
+not have.
 
-The name of a variant begins with its model. This module imports nothing, so that a stage that trains the variants depends on no report.
+The name of a variant begins with its model. This module imports nothing, so that a stage that trains the variants
+depends on no report.
 """
 
 # beginning of a variant's name -> the family whose model it is
@@ -40,7 +42,8 @@ ROWS: dict[str, dict[str, str | None]] = {
     "Table 2, LaCT": {f"lact_{step}": None for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")},
 }
 
-# table -> (better, worse) by the text, where that says less than the printed Top-1, or nothing is printed; elsewhere Top-1 is the order
+# table -> (better, worse) by the text, where that says less than the printed Top-1, or nothing is printed; elsewhere
+# Top-1 is the order
 ORDERS: dict[str, tuple[tuple[str, str], ...]] = {
     # to learn only the last layer is best; what follows is within 0.3 points, which the text does not order
     "Table 2, ViT³": tuple(("vit3_v1", f"vit3_{step}") for step in ("own", "v3_as_run", "v6_as_run")),

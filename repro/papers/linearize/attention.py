@@ -1,4 +1,6 @@
-"""Where the tokens of linearised models look, beside their softmax models, as `repro explain --map attention --data` recorded it."""
+"""Where the tokens of linearised models look, beside their softmax models, as `repro explain --map attention --data`
+recorded it.
+"""
 
 from collections.abc import Sequence
 
@@ -18,13 +20,23 @@ def attention_section(report: Report) -> list[Section]:
 
 
 def describe_attention(report: Report) -> list[Block]:
-    """By layer, of each student: the shift of its keys, how far its tokens look, their peaks, and how much of it is the teacher's."""
+    """By layer, of each student: the shift of its keys, how far its tokens look, their peaks, and how much of it is the
+    teacher's.
+    """
     records = _find_records(report)
     if not records:
         return [prose(f"No attention is measured yet: `{COMMAND}`.")]
     m = records[0].metrics
     about = f"Means over {m['images']} images of {m['data']}, all heads and {m['tokens']} tokens. In each cell: teacher; student before training; after."
-    header = ["student", "layer", "shift ratio of the keys", "reach (patches)", "peak", "overlap with the teacher", "measured on"]
+    header = [
+        "student",
+        "layer",
+        "shift ratio of the keys",
+        "reach (patches)",
+        "peak",
+        "overlap with the teacher",
+        "measured on",
+    ]
     rows = [row for source in records for row in _rows(source, report)]
     text = (
         "The shift ratio is ‖mean of k‖ / mean of ‖k‖; it is 1 for equal keys, and 1/√N for N independent ones. The attention of a student "
@@ -35,8 +47,15 @@ def describe_attention(report: Report) -> list[Block]:
 
 
 def _find_records(report: Report) -> list[Source]:
-    found = [source for source in report.results.sources if source.metrics.get("by_layer") and source.metrics.get("teacher_hash")]
-    return sorted(found, key=lambda source: (source.metrics["model"], name_student(source.metrics), source.metrics["weights_hash"]))
+    found = [
+        source
+        for source in report.results.sources
+        if source.metrics.get("by_layer") and source.metrics.get("teacher_hash")
+    ]
+    return sorted(
+        found,
+        key=lambda source: (source.metrics["model"], name_student(source.metrics), source.metrics["weights_hash"]),
+    )
 
 
 def _rows(source: Source, report: Report) -> list[list[Piece]]:

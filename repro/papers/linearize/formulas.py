@@ -26,7 +26,9 @@ def in_tenths(value: float) -> Fraction:
 
 @functools.cache
 def foreign_weights(inner: str) -> int:
-    """How many of a T5-T's values in projections of q, k and v, and in MLPs, are not bit for bit its teacher's after it inherited."""
+    """How many of a T5-T's values in projections of q, k and v, and in MLPs, are not bit for bit its teacher's after it
+    inherited.
+    """
     import torch
 
     from ...models.linearize import inherit, read_shell
@@ -51,10 +53,11 @@ def identity_error(name: str) -> float:
 
     `two_layers`: softmax attention is σ(q·W1)·W2 with W1 = Kᵀ, W2 = V and the row-wise softmax as σ.
     `single_layer`: linear attention is φ(q)·W with W = φ(K)ᵀV, each row divided by φ(q)·φ(K)ᵀ1.
-    `inner_step`: our two-layer inner learner is SiLU(q·W1')·W2' with W' = W − ∂L/∂W by autograd, L the mean of −d^-½·⟨F(k), v⟩.
-    `shifted_gradient`: ∂L/∂W1 at k + δ has, to the first order in δ, the term of the text and one of σ'' beside it.
-    `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε = 1.
-    `half_neighbours`: with neighbourhood attention, a mixer's output is half of it and half of the inner learner's.
+    `inner_step`: our two-layer inner learner is SiLU(q·W1')·W2' with W' = W − ∂L/∂W by autograd, L the mean of
+    −d^-½·⟨F(k), v⟩. `shifted_gradient`: ∂L/∂W1 at k + δ has, to the first order in δ, the term of the text and one of
+    σ'' beside it. `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε
+    = 1. `half_neighbours`: with neighbourhood attention, a mixer's output is half of it and half of the inner
+    learner's.
 
     Raises:
         ValueError: another name.
@@ -68,7 +71,8 @@ def identity_error(name: str) -> float:
 
 
 def shift_error(what: str) -> float:
-    """By how much a mixer's output changes in fp64 when one vector is added to all keys, as a share of its largest value.
+    """By how much a mixer's output changes in fp64 when one vector is added to all keys, as a share of its largest
+    value.
 
     `softmax` is softmax attention; the other names are norms of the keys before a SwiGLU inner learner (`KeyNorm`).
     """
@@ -120,7 +124,9 @@ def _single_layer(q: Any, k: Any, v: Any, _: Any) -> tuple:
 
     wide_q, wide_k = F.elu(q) + 1, F.elu(k) + 1
     scores = wide_q @ wide_k.mT
-    return attend_linearly(q[:, None], k[:, None], v[:, None], [])[:, 0], scores / (scores.sum(-1, keepdim=True) + 1e-6) @ v
+    return attend_linearly(q[:, None], k[:, None], v[:, None], [])[:, 0], scores / (
+        scores.sum(-1, keepdim=True) + 1e-6
+    ) @ v
 
 
 def _inner_step(q: Any, k: Any, v: Any, _: Any) -> tuple:

@@ -36,7 +36,9 @@ def of_teacher(file: str) -> Grid:
         return dataclasses.replace(adapt(recipe, variant), model=model, options=options, init=init)
 
     of = path.parent.name if path.stem == "weights" else path.stem
-    return dataclasses.replace(GRID, adapt=adapt_to_teacher, folder=f"{GRID.folder}_{of}", flags=(*GRID.flags, "--teacher", file))
+    return dataclasses.replace(
+        GRID, adapt=adapt_to_teacher, folder=f"{GRID.folder}_{of}", flags=(*GRID.flags, "--teacher", file)
+    )
 
 
 GRID = Grid(

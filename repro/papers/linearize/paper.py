@@ -47,7 +47,12 @@ PAPER = Paper(
             label="multiply-adds (FLOPs)",
             says="FLOPs",
             entries=("table?*.macs_g",),
-            shown=("table1_softmax.softmax.macs_g", "table1.linear.macs_g", "table1.swiglu.macs_g", "table3.dwc_qk.macs_g"),
+            shown=(
+                "table1_softmax.softmax.macs_g",
+                "table1.linear.macs_g",
+                "table1.swiglu.macs_g",
+                "table3.dwc_qk.macs_g",
+            ),
             shown_label="softmax, linear, SwiGLU, T5-T",
         ),
         Question(
@@ -74,7 +79,8 @@ PAPER = Paper(
         options=VARIANTS,
         recipes={name: {"freeze": True} for name in FROZEN},
         tables=tuple(
-            VariantTable(place=place, rows=rows, orders=ORDERS.get(place), note=_NOTES.get(place, "")) for place, rows in ROWS.items()
+            VariantTable(place=place, rows=rows, orders=ORDERS.get(place), note=_NOTES.get(place, ""))
+            for place, rows in ROWS.items()
         ),
         places="Tables 1, 2 and 3",
         stage="ablate",

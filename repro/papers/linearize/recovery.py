@@ -1,4 +1,6 @@
-"""How much of a softmax model's accuracy its students recover on embedded data: before training, after it, and in how many steps."""
+"""How much of a softmax model's accuracy its students recover on embedded data: before training, after it, and in how
+many steps.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,17 +17,25 @@ COMMAND = "repro linearize --cell t5_nano_digits"
 
 def recovery_section(report: Report) -> list[Section]:
     """The section of the paper's page; none without records."""
-    return [Section("What students recover of their softmax models", describe_recovery(report))] if _find_students(report) else []
+    return (
+        [Section("What students recover of their softmax models", describe_recovery(report))]
+        if _find_students(report)
+        else []
+    )
 
 
 def describe_recovery(report: Report) -> list[Block]:
-    """Of each softmax model its accuracy, and those of its students, best first; beside them the students trained from random weights."""
+    """Of each softmax model its accuracy, and those of its students, best first; beside them the students trained from
+    random weights.
+    """
     groups = _find_students(report)
     if not groups:
         return [prose(f"No model is linearised yet: `{COMMAND}`.")]
     blocks: list[Block] = []
     for init, students in groups.items():
-        teacher = next((source for source in report.results.sources if source.metrics.get("weights_hash") == init), None)
+        teacher = next(
+            (source for source in report.results.sources if source.metrics.get("weights_hash") == init), None
+        )
         m = students[0].metrics
         known = f"the softmax model `{m['init']['weights']}`"
         if teacher is not None:
@@ -63,7 +73,9 @@ def _find_scratch(report: Report, students: Sequence[Source]) -> list[Source]:
     return [
         source
         for source in report.results.sources
-        if source.is_trained and not source.metrics.get("init") and (source.metrics.get("model"), source.metrics.get("data")) in shared
+        if source.is_trained
+        and not source.metrics.get("init")
+        and (source.metrics.get("model"), source.metrics.get("data")) in shared
     ]
 
 
@@ -87,7 +99,11 @@ def _row(source: Source, teacher: Source | None, report: Report) -> list[Piece |
 
 def _describe_scratch(source: Source, report: Report) -> Line:
     text = f" from random weights ({name_student(source.metrics)}): top-1 {_format(source.metrics)} after {source.metrics['steps']:,} steps"
-    return code(source.metrics["model"]), text, f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
+    return (
+        code(source.metrics["model"]),
+        text,
+        f" ({describe_seeds([source])}; {describe_origin([source], report.named)}).",
+    )
 
 
 def _format(metrics: Mapping[str, Any]) -> str:

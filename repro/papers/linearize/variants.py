@@ -1,4 +1,5 @@
-"""The linearizations that the paper compares: of a softmax model of class-free DeiT-T, in Tables 1, 2 and 3 (`repro.models.t5`).
+"""The linearizations that the paper compares: of a softmax model of class-free DeiT-T, in Tables 1, 2 and 3
+(`repro.models.t5`).
 
 This module imports nothing, so that a stage that trains the variants depends on no report.
 """
@@ -26,9 +27,17 @@ VARIANTS: dict[str, dict[str, str | int]] = {
 # those whose inherited weights stay as they are; linear attention has no other ones, so it is not among them
 FROZEN = frozenset(name for name in VARIANTS if name.endswith("_frozen"))
 
-_ROWS = {"linear": "linear", "projqk": "projqk", "gate": "gate", "2layer": "two_layers", "3layer": "three_layers", "swiglu": "swiglu"}
+_ROWS = {
+    "linear": "linear",
+    "projqk": "projqk",
+    "gate": "gate",
+    "2layer": "two_layers",
+    "3layer": "three_layers",
+    "swiglu": "swiglu",
+}
 
-# table -> variant -> its row in the ledger, in the order of the text; Table 1 has two accuracies and is one table for each
+# table -> variant -> its row in the ledger, in the order of the text; Table 1 has two accuracies and is one table for
+# each
 ROWS: dict[str, dict[str, str]] = {
     "Table 1, fine-tuned": {name: f"table1.{row}" for name, row in _ROWS.items()},
     "Table 1, frozen": {f"{name}_frozen": f"table1_frozen.{row}" for name, row in _ROWS.items() if name != "linear"},
@@ -52,7 +61,8 @@ ROWS: dict[str, dict[str, str]] = {
 
 # table -> (better, worse) by the text, where that says less than the printed Top-1; elsewhere those are the order
 ORDERS: dict[str, tuple[tuple[str, str], ...]] = {
-    # a norm that subtracts the mean over the tokens is ahead of all that do not, its division does not matter, and no norm is last
+    # a norm that subtracts the mean over the tokens is ahead of all that do not, its division does not matter, and no
+    # norm is last
     "Table 2": (
         *((centred, other) for centred in ("dwc_qk", "no_std") for other in ("rms", "layer", "no_mean", "norm_none")),
         *((other, "norm_none") for other in ("rms", "layer", "no_mean")),

@@ -10,7 +10,11 @@ from ...report.paper import Figure
 from ...report.variants import TOP1, Group
 
 # folder of our pictures, relative to results/ -> the command that draws them
-_COMMANDS = {"measured/*/efficiency": "repro efficiency --res 224..1280", "visualize": "repro visualize", "figures": "repro ablate --all"}
+_COMMANDS = {
+    "measured/*/efficiency": "repro efficiency --res 224..1280",
+    "visualize": "repro visualize",
+    "figures": "repro ablate --all",
+}
 
 
 def _figure(name: str, shows: str, folder: str, shared_with: str | None = None) -> Figure:
@@ -25,7 +29,11 @@ FIGURES = (
         "and memory; its accuracies are those of Tables 1 and 2",
         "measured/*/efficiency",
     ),
-    _figure("3", "the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image", "visualize"),
+    _figure(
+        "3",
+        "the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image",
+        "visualize",
+    ),
     _figure(
         "6",
         "multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",
@@ -41,15 +49,21 @@ FIGURES = (
     _figure("9", "the Gradient Magnitude Map of Vittt-T before and after training", "visualize", "Fig. 3"),
     _figure("10", "the same for images of more classes, with the top 30 % of the tokens marked", "visualize", "Fig. 3"),
     _figure(
-        "11", "the inner reconstruction loss of every token in each of 12 layers at epochs 0, 3 and 300, mean of 128 images", "visualize"
+        "11",
+        "the inner reconstruction loss of every token in each of 12 layers at epochs 0, 3 and 300, mean of 128 images",
+        "visualize",
     ),
 )
 
 
-def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str) -> Path:
-    """Panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs where they were measured.
+def _draw_fig7(
+    path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str
+) -> Path:
+    """Panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs where they
+    were measured.
 
-    `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see `VariantTable.draw`.
+    `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see
+    `VariantTable.draw`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
     speeds = {name: group.throughput(name) for name in ticks if group.throughput(name) is not None}
@@ -72,7 +86,9 @@ def _draw_fig7(path: Path, group: Group, printed: Callable[[str | None, str], st
     for speed in rest:
         speed.plot([positions[name] for name in speeds], list(speeds.values()), "s", color=colour)
         devices = sorted({group.speeds[name].device for name in speeds})
-        speed.set(title=f"ours, {'; '.join(devices)}", ylabel="images per second", ylim=(0, 1.15 * max(speeds.values())))
+        speed.set(
+            title=f"ours, {'; '.join(devices)}", ylabel="images per second", ylim=(0, 1.15 * max(speeds.values()))
+        )
     for panel in (paper, ours, *rest):
         panel.set_xticks(range(len(ticks)), list(ticks.values()))
         panel.set(xlabel=axis, xlim=(-0.5, len(ticks) - 0.5))

@@ -33,10 +33,13 @@ _TOP1 = ("text.abstract.top1_*", "text.1.top1_*", "text.5_1.top1_*")
 
 def _panel(name: str, says: str, draw: Callable[..., Path], orders: tuple[tuple[str, str], ...]) -> VariantTable:
     """A panel of Fig. 7, which prints no number but Vittt's own."""
-    place, note = f"Fig. 7({name})", f"For this figure the paper prints only Vittt's own number; its text says that {says}."
+    place = f"Fig. 7({name})"
+    note = f"For this figure the paper prints only Vittt's own number; its text says that {says}."
     rows = {variant: "table3.conv2d" if variant == "conv2d" else None for variant in TABLES_AND_FIGURES[place]}
     columns = ("fps", "top1_percent")
-    return VariantTable(place=place, rows=rows, columns=columns, orders=orders, note=note, figure=f"fig7{name}", draw=draw)
+    return VariantTable(
+        place=place, rows=rows, columns=columns, orders=orders, note=note, figure=f"fig7{name}", draw=draw
+    )
 
 
 PAPER = Paper(
@@ -85,7 +88,10 @@ PAPER = Paper(
             label="its accuracies on ImageNet-1K, COCO and ADE20K",
             says="accuracies",
             why="they take ImageNet-1K, COCO, ADE20K and GPUs",
-            entries=(*(f"{row}.{score}" for row in _OWN_ROWS for score in ("top1_percent", "a*_percent", "miou_percent")), *_TOP1),
+            entries=(
+                *(f"{row}.{score}" for row in _OWN_ROWS for score in ("top1_percent", "a*_percent", "miou_percent")),
+                *_TOP1,
+            ),
         ),
         Question(
             label="its speeds and memory on the paper's device",
@@ -120,7 +126,8 @@ PAPER = Paper(
         tables=(
             VariantTable(place="Table 3", rows={name: f"table3.{name}" for name in TABLES_AND_FIGURES["Table 3"]}),
             VariantTable(
-                place="Table 4", rows={name: f"table4.{'mean' if name == 'conv2d' else name}" for name in TABLES_AND_FIGURES["Table 4"]}
+                place="Table 4",
+                rows={name: f"table4.{'mean' if name == 'conv2d' else name}" for name in TABLES_AND_FIGURES["Table 4"]},
             ),
             _panel("a", "b = 64 is the worst", draw_fig7a, _CHUNKS),
             _panel("b", "more learnable states are better", draw_fig7b, _STATES),

@@ -1,4 +1,6 @@
-"""The readings of the paper: what each alternative does to the printed counts, and docs/readings.md, which explains every choice."""
+"""The readings of the paper: what each alternative does to the printed counts, and docs/readings.md, which explains
+every choice.
+"""
 
 import copy
 import dataclasses
@@ -70,16 +72,21 @@ def list_pairs(texts: Iterable[str]) -> list[str]:
 
 
 def list_trained() -> dict[str, str]:
-    """Name -> text of the readings that make Vittt itself another model, ours first as `ours`; the others concern its variants alone."""
-    texts = [text for text in list_alternatives() if text not in _SAME_VITTT and text.partition("=")[0] not in _SAME_VITTT]
+    """Name -> text of the readings that make Vittt itself another model, ours first as `ours`; the others concern its
+    variants alone.
+    """
+    texts = [
+        text for text in list_alternatives() if text not in _SAME_VITTT and text.partition("=")[0] not in _SAME_VITTT
+    ]
     return {"ours": ""} | {text.replace("=", "_"): text for text in texts}
 
 
 def count_reading(reading: Any) -> dict[str, dict[str, float]]:
-    """What the models of a `repro.models.reading.Reading` have: {params_m, macs_g}, each by the id of the ledger's entry that prints it.
+    """What the models of a `repro.models.reading.Reading` have: {params_m, macs_g}, each by the id of the ledger's
+    entry that prints it.
 
-    The parameters are those of Table 3's six designs, of Vittt-S and Vittt-B, of the 3×3 convolution of each size, and those that
-    sharing Q and K saves; the multiply-adds are those of the designs and of Vittt-S and Vittt-B at 224×224.
+    The parameters are those of Table 3's six designs, of Vittt-S and Vittt-B, of the 3×3 convolution of each size, and
+    those that sharing Q and K saves; the multiply-adds are those of the designs and of Vittt-S and Vittt-B at 224×224.
     """
     params, macs, dwconv = {}, {}, {}
     for name, model in _build_models().items():
@@ -99,9 +106,10 @@ def fit_readings(ledger: Ledger) -> dict[str, Any]:
     """How many of the printed counts each reading fits, by rounding or by truncation.
 
     Returns:
-        {readings: {text: {params_m, params_fit, params_truncated, macs_g, macs_fit, macs_truncated, missed}}, pairs: the same for the
-        pairs of those alternatives that change a count, params_entries, macs_entries}: numbers of Vittt-T, how many entries fit, how
-        many of those by truncation alone, and the ids of those that do not. The text of our reading is empty.
+        {readings: {text: {params_m, params_fit, params_truncated, macs_g, macs_fit, macs_truncated, missed}}, pairs:
+        the same for the pairs of those alternatives that change a count, params_entries, macs_entries}: numbers of
+        Vittt-T, how many entries fit, how many of those by truncation alone, and the ids of those that do not. The text
+        of our reading is empty.
     """
     from ...models.reading import Reading
 
@@ -126,7 +134,9 @@ def record_fits(paths: Paths) -> None:
     write_record(paths.results / "readings", found, identity, time.monotonic() - started)
     entries, rows = found["params_entries"], found["readings"].values()
     fitting = sum(row["params_fit"] == entries for row in rows)
-    print(f"readings: {fitting} of {len(rows)} fit all {entries} printed counts of parameters; `repro report` writes docs/readings.md")
+    print(
+        f"readings: {fitting} of {len(rows)} fit all {entries} printed counts of parameters; `repro report` writes docs/readings.md"
+    )
 
 
 def _fit(reading: Any, ledger: Ledger) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Every choice that the paper leaves: docs/readings.md says what was taken and why, results/papers/readings.md what the others do."""
+"""Every choice that the paper leaves: docs/readings.md says what was taken and why, results/papers/readings.md what the
+others do.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +22,9 @@ def describe_choices(report: Report) -> list[Block]:
 
 
 def build_results(report: Report) -> list[Section]:
-    """results/papers/readings.md: how well our reading fits, which pairs fit as well, what was trained, and a row for each value."""
+    """results/papers/readings.md: how well our reading fits, which pairs fit as well, what was trained, and a row for
+    each value.
+    """
     fits = next((source.metrics for source in report.results.sources if source.stage == "readings"), None)
     trained = find_trained(report)
     pairs = _compare_trained(trained)
@@ -35,7 +39,14 @@ def build_results(report: Report) -> list[Section]:
     if pairs:
         page.append(Section("Does the accuracy depend on the reading?", _describe_trained(trained, pairs)))
     if fits or trained:
-        header = ["reading", "", "parameters of Vittt-T (M)", "printed counts that fit", "multiply-adds (G)", "that fit"]
+        header = [
+            "reading",
+            "",
+            "parameters of Vittt-T (M)",
+            "printed counts that fit",
+            "multiply-adds (G)",
+            "that fit",
+        ]
         header += ["Top-1 (%)", "against ours (points)"] if trained else []
         rows = [_value_row(choice, value, fits, trained, pairs) for choice in load_choices() for value in choice.values]
         page.append(Section("Every reading", [table(header, rows)]))
@@ -71,7 +82,11 @@ def _describe_fits(fits: Mapping[str, Any]) -> list[Block]:
     entries, macs = fits["params_entries"], fits["macs_entries"]
     alternatives = {text: row for text, row in readings.items() if text}
     as_many = sum(row["params_fit"] >= ours["params_fit"] for row in alternatives.values())
-    rounded = [text for text, row in {**alternatives, **pairs}.items() if row["params_fit"] == entries and not row["params_truncated"]]
+    rounded = [
+        text
+        for text, row in {**alternatives, **pairs}.items()
+        if row["params_fit"] == entries and not row["params_truncated"]
+    ]
     lines = [
         f"Our reading fits {ours['params_fit']} of {entries} printed counts of parameters (Table 3, Vittt-S and Vittt-B, the 3×3 "
         f"convolution, what sharing Q and K saves), {ours['params_truncated']} of them by truncation, and {ours['macs_fit']} of {macs} "
@@ -80,7 +95,9 @@ def _describe_fits(fits: Mapping[str, Any]) -> list[Block]:
         "only those are excluded by what the paper prints.",
     ]
     best = max(row["macs_fit"] for row in {**readings, **pairs}.values())
-    lines.append(f"No alternative, and no pair of those that change a count, fits more than {best} of {macs} multiply-adds.")
+    lines.append(
+        f"No alternative, and no pair of those that change a count, fits more than {best} of {macs} multiply-adds."
+    )
     found: list[Line] = [(line,) for line in lines]
     if rounded:
         found.append(("All counts of parameters fit by rounding alone in: ", *_join_codes(rounded), "."))
@@ -104,16 +121,28 @@ def _describe_trained(trained: Trained, pairs: Mapping[str, Pair]) -> list[Block
     if separated:
         shown = [(code(text), f" ({pairs[text].difference:+.1f} points)") for text in separated]
         joined = tuple(piece for line in shown for piece in ("; ", *line))[1:]
-        verdict = (strong(f"{len(separated)} of {len(pairs)} alternatives differ significantly from ours:"), " ", *joined, ".")
+        verdict = (
+            strong(f"{len(separated)} of {len(pairs)} alternatives differ significantly from ours:"),
+            " ",
+            *joined,
+            ".",
+        )
     means = [source.metrics[TOP1] for source in trained.values()]
     noise = sampling_noise(sum(means) / len(means), m["held_out_images"])
     spread = f"The means lie within {max(means) - min(means):.1f} points; chance alone makes {noise:.1f} on {m['held_out_images']} images"
-    return [(about,), verdict, (f"{spread}{', so this task cannot tell them apart.' if max(means) - min(means) < noise else '.'}",)]
+    return [
+        (about,),
+        verdict,
+        (f"{spread}{', so this task cannot tell them apart.' if max(means) - min(means) < noise else '.'}",),
+    ]
 
 
 def _explain(choice: Choice) -> list[Block]:
     says: Block = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
-    others = [(code(text), f", {choice.values[value]}") for text, value in zip(choice.alternatives, list(choice.values)[1:], strict=True)]
+    others = [
+        (code(text), f", {choice.values[value]}")
+        for text, value in zip(choice.alternatives, list(choice.values)[1:], strict=True)
+    ]
     return [
         says if choice.says else ("The paper says nothing.",),
         (strong("We take"), f" {choice.values[choice.default]}. {choice.because}"),
@@ -136,5 +165,7 @@ def _value_row(
     if trained:
         source, pair = trained.get(text), pairs.get(text)
         row.append(number(format_scores(source.metrics, {TOP1: ""}, 1)) if source else "–")
-        row.append(number(f"{pair.difference:+.1f} [{pair.low:+.1f}, {pair.high:+.1f}], p {pair.p:.2f}") if pair else "–")
+        row.append(
+            number(f"{pair.difference:+.1f} [{pair.low:+.1f}, {pair.high:+.1f}], p {pair.p:.2f}") if pair else "–"
+        )
     return row

@@ -4,7 +4,8 @@ from typing import Any
 
 from ..recipe import BF16, CHOICES, NO_REPEATS, PAPER, Printed
 
-# Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is Swin's.
+# Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is
+# Swin's.
 VARIED = "the paper has {} (and varies it in its ablations)"
 RANDOM = "the paper has random weights"
 DEIT = "the paper has DeiT's {}"
@@ -25,7 +26,12 @@ SAID: dict[str, dict[str, Any]] = {
         "transform.image_size": 224,
     },
     # Tables 3 and 4, Fig. 7; left out, they are the models' defaults
-    VARIED: {"options.design": "conv2d", "options.pool": "mean", "options.chunk_size": 16, "options.w0": "per_direction"},
+    VARIED: {
+        "options.design": "conv2d",
+        "options.pool": "mean",
+        "options.chunk_size": 16,
+        "options.w0": "per_direction",
+    },
     DEIT: {  # the same numbers stand in Swin's config.py
         "transform.scale": (0.08, 1.0),
         "transform.ratio": (3 / 4, 4 / 3),
@@ -37,7 +43,9 @@ SAID: dict[str, dict[str, Any]] = {
         "mix.prob": 1.0,
         "mix.switch_prob": 0.5,
     },
-    SWIN: {  # config.py; its rates are stated at batch 512, half of these; Swin-T, S and B themselves have drop path 0.2, 0.3, 0.5
+    # config.py; its rates are stated at batch 512, half of these; Swin-T, S and B themselves have drop path 0.2, 0.3,
+    # 0.5
+    SWIN: {
         "optim.warmup_lr": 1e-6,
         "optim.min_lr": 1e-5,
         "optim.betas": (0.9, 0.999),

@@ -1,4 +1,6 @@
-"""What the page of Vision-TTT says beside the tables: what its FLOPs count, and its figures of interpretability in numbers."""
+"""What the page of Vision-TTT says beside the tables: what its FLOPs count, and its figures of interpretability in
+numbers.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +14,14 @@ from ...report.verdicts import FITTED
 
 COUNTERS_FILE = "repro/papers/vision_ttt/flop_counters.csv"  # of a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
-Finding = tuple[str, str, bool | None]  # what the paper says, our numbers, whether they agree; None where neither can be said
+# what the paper says, our numbers, whether they agree; None where neither can be said
+Finding = tuple[str, str, bool | None]
 
 
 def flops_section(_: Report) -> list[Section]:
-    """What a search found behind the paper's FLOPs of its own model; a test holds its numbers to the table that it left."""
+    """What a search found behind the paper's FLOPs of its own model; a test holds its numbers to the table that it
+    left.
+    """
     text = (
         "The paper prints 25 FLOPs of its own model, and does not say what they count. Eq. 13 with MLP, patches and head explains 9 of them. "
         "A search tried 43,794,432 counters on all of them at once, each a choice of the terms that it includes. The best explains 14 by "
@@ -31,7 +36,9 @@ def flops_section(_: Report) -> list[Section]:
 
 
 def interpretability_section(report: Report) -> list[Section]:
-    """The paper's figures of interpretability as numbers of our trained models, for and against; nothing without results/visualize."""
+    """The paper's figures of interpretability as numbers of our trained models, for and against; nothing without
+    results/visualize.
+    """
     source = _find(report, "visualize")
     if source is None:
         return []
@@ -49,7 +56,12 @@ def interpretability_section(report: Report) -> list[Section]:
             rows.append([place, says, ours, strong(word) if agrees is False else word])
     against = sum(row[3] == strong("against the paper") for row in rows)
     summary = f"{against} of {len(rows)} findings speak against the paper."
-    return [Section("Its figures of interpretability, in numbers", [(about,), (summary,), table(["", "the paper says", "ours", ""], rows)])]
+    return [
+        Section(
+            "Its figures of interpretability, in numbers",
+            [(about,), (summary,), table(["", "the paper says", "ours", ""], rows)],
+        )
+    ]
 
 
 def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
@@ -66,7 +78,11 @@ def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
             f"the top 30 % of the tokens hold {shares[0]:.0f} % of the gradient before, {shares[1]:.0f} % after",
             shares[1] > shares[0],
         ),
-        (semantic, f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do", ink[1] > everywhere),
+        (
+            semantic,
+            f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do",
+            ink[1] > everywhere,
+        ),
         (more, f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0]),
     ]
 
@@ -76,7 +92,11 @@ def _of_fields(m: Mapping[str, Any]) -> list[Finding]:
     if any(fields.get(name, {}).get("radius_90_px") is None for name in (*_DESIGNS, "DeiT", "Vim")):
         return []
     one, both, radial = (fields[name] for name in _DESIGNS)
-    radii = {"DeiT": fields["DeiT"]["radius_90_px"], "Vim": fields["Vim"]["radius_90_px"], "Vittt": radial["radius_90_px"]}
+    radii = {
+        "DeiT": fields["DeiT"]["radius_90_px"],
+        "Vim": fields["Vim"]["radius_90_px"],
+        "Vittt": radial["radius_90_px"],
+    }
     side, ahead = radial["image_size"], one["share_ahead"]
     covered = ", ".join(f"{name} {radius:.0f}" for name, radius in radii.items())
     return [
@@ -102,7 +122,11 @@ def _of_losses(m: Mapping[str, Any]) -> list[Finding]:
     path = ", ".join(f"{mean:.1f} at epoch {name}" for name, mean in zip(names, means, strict=True))
     smallest = epochs[-1][1]["smallest"]
     found: list[Finding] = [
-        ("the reconstruction loss rises, then falls", path, means[0] < max(means) and means[-1] < max(means[1:-1] or means))
+        (
+            "the reconstruction loss rises, then falls",
+            path,
+            means[0] < max(means) and means[-1] < max(means[1:-1] or means),
+        )
     ]
     found.append(("it stays above zero", f"the smallest of a token and layer is {smallest:.1f}", smallest > 0))
     return found

@@ -1,8 +1,9 @@
-"""The equivalences of the paper's Appendix A and C, measured in fp64: `kernels.ttt_linear.reference` against what each one states.
+"""The equivalences of the paper's Appendix A and C, measured in fp64: `kernels.ttt_linear.reference` against what each
+one states.
 
-The right-hand sides share no code with the reference. Row vectors: q, k, v (T, d) are the rows of X^Q, X^K, X^V, and a token x reads
-the state W by x·W, so that the paper's W_t x_t is x_t·W here, with W transposed. Its η = 1/2 together with the factor 2 of its
-gradient is lr = 1.
+The right-hand sides share no code with the reference. Row vectors: q, k, v (T, d) are the rows of X^Q, X^K, X^V, and a
+token x reads the state W by x·W, so that the paper's W_t x_t is x_t·W here, with W transposed. Its η = 1/2 together
+with the factor 2 of its gradient is lr = 1.
 """
 
 import dataclasses
@@ -34,12 +35,13 @@ class Sizes:
 
 
 def measure_theorems(sizes: Sizes) -> dict[str, float]:
-    """The largest error of each equivalence over the shapes and seeds of `sizes`, as a share of the largest value of the right-hand side.
+    """The largest error of each equivalence over the shapes and seeds of `sizes`, as a share of the largest value of
+    the right-hand side.
 
-    c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2. c2_adapted_value_view_any_w0: the last for
-    any W0. primal_plain, primal_ln: the dual form against one state per token, without and with the inner LayerNorm.
-    a2_corrected: the first mini-batch of A.2 with x_sᵀx_t. a2_printed_smallest, a2_printed_largest: the same with the x_sᵀx_s
-    that A.2 prints.
+    c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2. c2_adapted_value_view_any_w0: the
+    last for any W0. primal_plain, primal_ln: the dual form against one state per token, without and with the inner
+    LayerNorm. a2_corrected: the first mini-batch of A.2 with x_sᵀx_t. a2_printed_smallest, a2_printed_largest: the same
+    with the x_sᵀx_s that A.2 prints.
     """
     errors: dict[str, list[float]] = {}
     for sequence in _draw(sizes):
@@ -67,8 +69,8 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
 def attend_to_adapted_values(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
     """Eq. 4 of Appendix C: z_t = q_t W0 + Σ_{s≤t} (q_t·k_s) u_s with the adapted values u_s = v_s − k_s W_{s−1}.
 
-    W_{s−1} = W0 + Σ_{r<s} k_rᵀ u_r, so that all adapted values solve (I + strict lower triangle of K Kᵀ) U = V − K W0: no state is
-    computed.
+    W_{s−1} = W0 + Σ_{r<s} k_rᵀ u_r, so that all adapted values solve (I + strict lower triangle of K Kᵀ) U = V − K W0:
+    no state is computed.
     """
     U = torch.linalg.solve_triangular(torch.tril(k @ k.T, -1), v - k @ W0, upper=False, unitriangular=True)
     return q @ W0 + torch.tril(q @ k.T) @ U
@@ -87,7 +89,8 @@ def learn_by_primal_form(
     chunk_size: int,
     inner: Inner,
 ) -> Tensor:
-    """Eq. 7 with a state for every token: W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, with the gradients by autograd at the chunk's start state.
+    """Eq. 7 with a state for every token: W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, with the gradients by autograd at the
+    chunk's start state.
 
     Shapes as of one head of `ttt_linear_dual`: q, k, v (T, d), lr (T), scale (chunk_size), W0 (d, d), the others (d).
     """

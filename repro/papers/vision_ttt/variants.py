@@ -1,4 +1,5 @@
-"""The variants of Vittt that the paper ablates: 20 entries of Tables 3 and 4 and Fig. 7, which are 17 models, as Vittt is in each list.
+"""The variants of Vittt that the paper ablates: 20 entries of Tables 3 and 4 and Fig. 7, which are 17 models, as Vittt
+is in each list.
 
 This module imports nothing, so that a stage that trains the variants depends on no report.
 """

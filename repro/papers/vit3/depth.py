@@ -28,18 +28,33 @@ def draw_depth(path: Path, group: Group, printed: Callable[[str | None, str], st
             for row in group.read_curve(name) if name in group.variants else ():
                 if key in row:
                     of_epoch.setdefault(row["epoch"], []).append(row[key])
-            panel.plot(list(of_epoch), [statistics.mean(values) for values in of_epoch.values()], color=colour, marker="o", label=layers)
+            panel.plot(
+                list(of_epoch),
+                [statistics.mean(values) for values in of_epoch.values()],
+                color=colour,
+                marker="o",
+                label=layers,
+            )
         panel.set(xlabel="epoch", ylabel=label)
         panel.grid(True, linewidth=0.4, alpha=0.5)
     panels[0].legend(frameon=False)
-    figure.suptitle(f"Inner models of Fig. 3 on {group.common['data']}, means over seeds; accuracy on the curve's split", fontsize=11)
+    figure.suptitle(
+        f"Inner models of Fig. 3 on {group.common['data']}, means over seeds; accuracy on the curve's split",
+        fontsize=11,
+    )
     figure.tight_layout()
     return save_png(figure, path)
 
 
 def training_loss_section(report: Report) -> list[Section]:
-    """Whether deeper inner models end with a higher training loss, for each group that has two of them; nothing without one."""
-    groups = [(group, losses) for group in find_groups(report.results, report.paper.variants) if len(losses := find_losses(group)) > 1]
+    """Whether deeper inner models end with a higher training loss, for each group that has two of them; nothing without
+    one.
+    """
+    groups = [
+        (group, losses)
+        for group in find_groups(report.results, report.paper.variants)
+        if len(losses := find_losses(group)) > 1
+    ]
     if not groups:
         return []
     text = (

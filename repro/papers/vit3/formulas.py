@@ -1,4 +1,6 @@
-"""Functions that the ledger of ViT³ calls: what stands around a backbone in dense tasks, counts by the text, and what the text proves."""
+"""Functions that the ledger of ViT³ calls: what stands around a backbone in dense tasks, counts by the text, and what
+the text proves.
+"""
 
 from fractions import Fraction
 
@@ -28,7 +30,8 @@ def recipe_setting(key: str) -> float:
 
 
 def upernet_params_m(row: str) -> Fraction:
-    """What UPerHead (512 channels, 150 classes, no auxiliary head) and four LayerNorms add to a classifier, in millions.
+    """What UPerHead (512 channels, 150 classes, no auxiliary head) and four LayerNorms add to a classifier, in
+    millions.
 
     The classifier's head and its norm before it, of two values per channel, are taken off.
     """
@@ -44,12 +47,16 @@ def upernet_params_m(row: str) -> Fraction:
 
 
 def upernet_aux_params_m(row: str) -> Fraction:
-    """The same with the auxiliary head: a convolution of the third map to 256 channels with its BatchNorm, and 150 classes."""
+    """The same with the auxiliary head: a convolution of the third map to 256 channels with its BatchNorm, and 150
+    classes.
+    """
     return upernet_params_m(row) + Fraction(9 * STAGES[row][2] * 256 + 2 * 256 + 257 * 150, 10**6)
 
 
 def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Multiply-adds of UPerHead as fvcore counts them, in units of 1e9: 2 per value of a BatchNorm, 4 of an interpolation's output."""
+    """Multiply-adds of UPerHead as fvcore counts them, in units of 1e9: 2 per value of a BatchNorm, 4 of an
+    interpolation's output.
+    """
     widths, C = STAGES[row], 512
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]
     pooled = 1 + 4 + 9 + 36
@@ -62,9 +69,11 @@ def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
 
 
 def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Multiply-adds of FPN, RPN and the heads of Mask R-CNN for 1,000 proposals and 100 masks, as fvcore counts them, in units of 1e9.
+    """Multiply-adds of FPN, RPN and the heads of Mask R-CNN for 1,000 proposals and 100 masks, as fvcore counts them,
+    in units of 1e9.
 
-    256 channels, 3 anchors, 80 classes; four convolutions before the masks; interpolations of the FPN are nearest, 1 per output.
+    256 channels, 3 anchors, 80 classes; four convolutions before the masks; interpolations of the FPN are nearest, 1
+    per output.
     """
     widths, C = STAGES[row], 256
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]
@@ -77,7 +86,9 @@ def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
 
 
 def vit3_params_m(width: int, heads: int) -> Fraction:
-    """Parameters of a ViT³ of 12 layers by the words of Section 5, that one of its heads is the convolution, in millions."""
+    """Parameters of a ViT³ of 12 layers by the words of Section 5, that one of its heads is the convolution, in
+    millions.
+    """
     d = width // heads
     block = 4 * width * (width + 1) + (heads - 1) * 2 * d * d + 9 * d  # q, k, v and the projection; inner weights
     block += 10 * width + 4 * width + 8 * width**2 + 5 * width  # CPE, LayerNorms, MLP
@@ -85,11 +96,16 @@ def vit3_params_m(width: int, heads: int) -> Fraction:
 
 
 def vmamba_s2l5(what: str) -> Fraction:
-    """`params_m`, or `macs_g` at 224 by its authors' convention, of VMamba-T as first released: stages of 2, 2, 5 and 2 blocks, ratio 2."""
+    """`params_m`, or `macs_g` at 224 by its authors' convention, of VMamba-T as first released: stages of 2, 2, 5 and 2
+    blocks, ratio 2.
+    """
     from ...measure.flops import cost
 
     counted = cost("vmamba_tiny_224", {"depths": (2, 2, 5, 2), "expand": 2}, (224, 224))
-    return {"params_m": Fraction(counted.num_params, 10**6), "macs_g": Fraction(sum(counted.paper_terms.values()), 10**9)}[what]
+    return {
+        "params_m": Fraction(counted.num_params, 10**6),
+        "macs_g": Fraction(sum(counted.paper_terms.values()), 10**9),
+    }[what]
 
 
 def inner_over_outer(model: str, loss: str) -> Fraction:
@@ -119,8 +135,8 @@ def least_value_gradient(loss: str) -> float:
 def identity_error(name: str) -> float:
     """The error of an equation of the text against our inner learner in fp64, as a share of its largest value.
 
-    `linear_attention`: Eq. 4, q(KᵀV) by a linear layer that starts at 0, the dot product and rate N√d, which cancels 1/N and d^-½.
-    `rate_in_keys`: Eq. 7, √η k and √η v in place of the rate η, for a linear layer and MSE.
+    `linear_attention`: Eq. 4, q(KᵀV) by a linear layer that starts at 0, the dot product and rate N√d, which cancels
+    1/N and d^-½. `rate_in_keys`: Eq. 7, √η k and √η v in place of the rate η, for a linear layer and MSE.
     """
     import torch
 

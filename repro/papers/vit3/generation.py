@@ -1,4 +1,6 @@
-"""DiT³ on the embedded digits, beside DiT with and without its convolution: what was trained by hand, in numbers and samples."""
+"""DiT³ on the embedded digits, beside DiT with and without its convolution: what was trained by hand, in numbers and
+samples.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,9 @@ def generation_section(report: Report) -> list[Section]:
 
 
 def describe_generation(report: Report) -> list[Block]:
-    """Of each denoiser trained by hand its held-out loss, its judged samples and their picture; and which losses differ."""
+    """Of each denoiser trained by hand its held-out loss, its judged samples and their picture; and which losses
+    differ.
+    """
     groups = _find_groups(report)
     if not groups:
         return [prose(f"No denoiser is trained yet: `{COMMAND}`.")]
@@ -35,7 +39,15 @@ def describe_generation(report: Report) -> list[Block]:
             f"on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}. The samples are of {sampling['steps']} steps of {sampling['sampler'].upper()} "
             f"with guidance {sampling['guidance']:g}. The paper trains on ImageNet-1K at 256×256 and prints FID: nothing here is compared with it."
         )
-        header = ["denoiser", "parameters", "seeds", "held-out MSE of the noise", "samples judged as asked", "real images", "measured on"]
+        header = [
+            "denoiser",
+            "parameters",
+            "seeds",
+            "held-out MSE of the noise",
+            "samples judged as asked",
+            "real images",
+            "measured on",
+        ]
         blocks += [(about,), table(header, [_row(source, report) for source in group])]
         if lines := [_compare(*pair, report) for pair in itertools.combinations(group, 2)]:
             blocks.append(Bullets(lines))
@@ -50,7 +62,9 @@ def describe_generation(report: Report) -> list[Block]:
 
 
 def _find_groups(report: Report) -> list[list[Source]]:
-    """The trained denoisers that can be compared, in order of their losses; of one model the record with the most seeds."""
+    """The trained denoisers that can be compared, in order of their losses; of one model the record with the most
+    seeds.
+    """
     groups: dict[tuple, dict[str, Source]] = {}
     for source in report.results.sources:
         m = source.metrics
@@ -63,7 +77,9 @@ def _find_groups(report: Report) -> list[list[Source]]:
 
 
 def _count_judged(group: Sequence[Source]) -> str:
-    counts = {run["judged_samples"] for source in group for run in source.metrics["by_seed"] if run.get(JUDGED) is not None}
+    counts = {
+        run["judged_samples"] for source in group for run in source.metrics["by_seed"] if run.get(JUDGED) is not None
+    }
     return f", and by {' or '.join(map(str, sorted(counts)))} samples of each seed" if counts else ""
 
 
@@ -97,7 +113,10 @@ def _compare(better: Source, worse: Source, report: Report) -> Line:
         return *pair, ": no seed in common."
     sample = describe_sample([theirs[seed] - ours[seed] for seed in shared])
     if sample.ci95 is None:
-        return *pair, f": the loss is lower by {sample.mean:.4f}; one seed has no interval, and another may say otherwise."
+        return (
+            *pair,
+            f": the loss is lower by {sample.mean:.4f}; one seed has no interval, and another may say otherwise.",
+        )
     low, high = sample.ci95
     word = "the loss is lower by" if low > 0 else "the losses are not separated; they differ by"
     return *pair, f": {word} {sample.mean:.4f} [{low:.4f}, {high:.4f}] over {len(shared)} seeds."
@@ -105,7 +124,10 @@ def _compare(better: Source, worse: Source, report: Report) -> Line:
 
 def _pictures(group: Sequence[Source], report: Report) -> list[Block]:
     """Samples of the first seed of each denoiser, beside each other."""
-    found = [(source, find_pictures(report.results, f"{source.folder.removeprefix('results/')}/examples/*.png")) for source in group]
+    found = [
+        (source, find_pictures(report.results, f"{source.folder.removeprefix('results/')}/examples/*.png"))
+        for source in group
+    ]
     shown = [(source, name) for source, names in found for name in names]
     if not shown:
         return []

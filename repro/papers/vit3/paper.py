@@ -68,7 +68,13 @@ PAPER = Paper(
             label="multiply-adds (FLOPs) of the design study",
             says="the design study's FLOPs",
             entries=tuple(f"{rows}.macs_g" for rows in _STUDY),
-            shown=("table4.fc.macs_g", "table4.r1_l2.macs_g", "table4.glu.macs_g", "table4.conv.macs_g", "table4.dwconv.macs_g"),
+            shown=(
+                "table4.fc.macs_g",
+                "table4.r1_l2.macs_g",
+                "table4.glu.macs_g",
+                "table4.conv.macs_g",
+                "table4.dwconv.macs_g",
+            ),
             shown_label="FC, MLP, gated, Conv, DWConv",
         ),
         Question(
@@ -94,9 +100,15 @@ PAPER = Paper(
         ),
         Question(
             label="other accuracies of its own models",
-            entries=(*(f"{rows}.{score}" for rows in _OWN for score in ("top1_percent", "miou_percent", "fid")), "table8*.h_vit3_*.ap*"),
+            entries=(
+                *(f"{rows}.{score}" for rows in _OWN for score in ("top1_percent", "miou_percent", "fid")),
+                "table8*.h_vit3_*.ap*",
+            ),
         ),
-        Question(label="its speeds and memory", entries=("table?.*.fps", "text.5_5.speedup_1248_*", "text.5_5.memory_saved_1248_*")),
+        Question(
+            label="its speeds and memory",
+            entries=("table?.*.fps", "text.5_5.speedup_1248_*", "text.5_5.memory_saved_1248_*"),
+        ),
     ),
     contest=Contest(
         ours=("vit3_tiny_patch16_224", "ViT³-T"),

@@ -44,7 +44,10 @@ ROWS: dict[str, dict[str, str]] = {
         "glu": "table4.glu",
     },
     "Fig. 3": {"fc": "table4.fc", "mlp": "table4.r1_l2", "layers3": "table4.r1_l3"},
-    "Table 4, convolutions": {"mlp": "table4.r1_l2", **{model: f"table4.{model}" for model in ("fc", "silu_fc", "glu", "conv", "dwconv")}},
+    "Table 4, convolutions": {
+        "mlp": "table4.r1_l2",
+        **{model: f"table4.{model}" for model in ("fc", "silu_fc", "glu", "conv", "dwconv")},
+    },
     "Table 6": {
         "mlp": "table4.r1_l2",
         "silu_fc": "table4.silu_fc",
@@ -53,7 +56,8 @@ ROWS: dict[str, dict[str, str]] = {
 }
 
 _LINEAR = ("mlp", "fc", "silu_fc", "glu")
-# table -> (better, worse) by the text, where that says less or more than the printed Top-1; elsewhere those are the order
+# table -> (better, worse) by the text, where that says less or more than the printed Top-1; elsewhere those are the
+# order
 ORDERS: dict[str, tuple[tuple[str, str], ...]] = {
     # Insight 3: small rates learn too little, large ones are unstable, dynamic ones generally help less
     "Table 3": (

@@ -29,13 +29,15 @@ class MixParams:
 class MesaParams:
     """MESA: the model also learns the answers of the moving average of its own weights, z', to the same mixed images.
 
-    From an epoch on, weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, is added to the loss. The gradient of the
-    model's answers z is that of the cross-entropy with softmax(z'/T) as the target, of which others write.
+    From an epoch on, weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, is added to the loss. The
+    gradient of the model's answers z is that of the cross-entropy with softmax(z'/T) as the target, of which others
+    write.
 
     Args:
         weight: of the divergence.
         temperature: T.
-        start_fraction: share of the epochs that go by before; the first epoch that begins at it or later is the first with the divergence.
+        start_fraction: share of the epochs that go by before; the first epoch that begins at it or later is the first
+            with the divergence.
     """
 
     weight: float = bounded(gt=0)

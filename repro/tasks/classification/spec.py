@@ -24,11 +24,15 @@ class Classify(TaskSpec):
         from ...data.classification import ImageFolder, eval_transform, train_transform
 
         tree, seed = data.open_tree(), params.seeds[0]
-        train = ImageFolder(tree, "train", train_transform(params.transform), seed=seed, max_unreadable=params.max_unreadable)
+        train = ImageFolder(
+            tree, "train", train_transform(params.transform), seed=seed, max_unreadable=params.max_unreadable
+        )
         others = {split: ImageFolder(tree, split, eval_transform(params.transform)) for split in held_out}
         return Datasets(train=train, held_out=others, classes=tuple(tree.classes), groups=data.groups(tree))
 
-    def build_model(self, params: ClassifierParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+    def build_model(
+        self, params: ClassifierParams, classes: Sequence[str], init: Path | None, where: str
+    ) -> tuple[Any, Mapping[str, str]]:
         from ...models.registry import build_model
 
         try:
@@ -44,7 +48,9 @@ class Classify(TaskSpec):
     def build_task(self, datasets: Datasets, params: ClassifierParams, **parts: Any) -> Any:
         from .task import Classification
 
-        return Classification(transform=params.transform, mix=params.mix, mesa=params.mesa, num_classes=len(datasets.classes), **parts)
+        return Classification(
+            transform=params.transform, mix=params.mix, mesa=params.mesa, num_classes=len(datasets.classes), **parts
+        )
 
     def describe(self, model: Any, params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
         options, preprocessing = self._options(params, classes), params.transform.preprocessing()
@@ -84,11 +90,18 @@ class Classify(TaskSpec):
             ranked = model(to_input(torch.stack(list(pictures)))).float().softmax(1).cpu().sort(descending=True)
             seen = []
             for shares, indices in zip(ranked.values[:, :TOP].tolist(), ranked.indices[:, :TOP].tolist(), strict=True):
-                best = [{"class": checkpoint.classes[i], "share": round(share, 4)} for share, i in zip(shares, indices, strict=True)]
-                seen.append(Sight(", ".join(f"{each['class']} {100 * each['share']:.1f} %" for each in best), best, None))
+                best = [
+                    {"class": checkpoint.classes[i], "share": round(share, 4)}
+                    for share, i in zip(shares, indices, strict=True)
+                ]
+                seen.append(
+                    Sight(", ".join(f"{each['class']} {100 * each['share']:.1f} %" for each in best), best, None)
+                )
             return seen
 
-        return Predictor(prepare=lambda picture: transform(to_pil_image(picture)), look=look, batch_size=BATCH, draws=False)
+        return Predictor(
+            prepare=lambda picture: transform(to_pil_image(picture)), look=look, batch_size=BATCH, draws=False
+        )
 
     @staticmethod
     def _options(params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:

@@ -41,7 +41,10 @@ class Classification(Task):
         **shared: Any,
     ):
         super().__init__(model, train, held_out, **shared)
-        self.train_input, self.eval_input = ToInput(transform, self.device, training=True), ToInput(transform, self.device)
+        self.train_input, self.eval_input = (
+            ToInput(transform, self.device, training=True),
+            ToInput(transform, self.device),
+        )
         self.label_smoothing, self.mesa = mix.label_smoothing, mesa
         self.mixup = None
         if mix.mixup or mix.cutmix:
@@ -49,7 +52,9 @@ class Classification(Task):
             self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Cross-entropy with softened targets; with a teacher also MESA's divergence, weighted, and the sum of both as the loss."""
+        """Cross-entropy with softened targets; with a teacher also MESA's divergence, weighted, and the sum of both as
+        the loss.
+        """
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
         smoothing = self.label_smoothing
         if self.mixup is not None:
@@ -69,7 +74,9 @@ class Classification(Task):
         return accuracy(model, self.held_out[split], self.eval_input, self.ranks)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens, by direction."""
+        """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens,
+        by direction.
+        """
         found: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -88,7 +95,9 @@ class Classification(Task):
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Tensor], Tensor], ranks: Ranks = Ranks()) -> dict[str, float]:
+def accuracy(
+    model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Tensor], Tensor], ranks: Ranks = Ranks()
+) -> dict[str, float]:
     """Accuracy of a model in eval mode.
 
     Args:
@@ -98,8 +107,8 @@ def accuracy(model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Ten
         ranks: the counts are added up over these.
 
     Returns:
-        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen. With five classes or fewer
-        every guess is among the first five, and there is no `top5_percent`.
+        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen. With five
+        classes or fewer every guess is among the first five, and there is no `top5_percent`.
     """
     loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:

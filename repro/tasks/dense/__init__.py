@@ -1,1 +1,3 @@
-"""What detection and segmentation share: their parameters, the pretrained backbone under its heads, and the score without learning."""
+"""What detection and segmentation share: their parameters, the pretrained backbone under its heads, and the score
+without learning.
+"""

@@ -1,4 +1,6 @@
-"""What detection and segmentation share: a head on a pretrained backbone. Imports nothing heavy: the stages need it for `--help`."""
+"""What detection and segmentation share: a head on a pretrained backbone. Imports nothing heavy: the stages need it for
+`--help`.
+"""
 
 import abc
 import dataclasses
@@ -27,7 +29,8 @@ class DenseParams(TrainParams):
 
     Args:
         freeze_backbone: train the adapter and the heads alone.
-        final_norm: the backbone's tokens pass its final norm before the adapter adds them to its maps; ViT-Adapter removes that norm.
+        final_norm: the backbone's tokens pass its final norm before the adapter adds them to its maps; ViT-Adapter
+            removes that norm.
         recompute_blocks: recompute the backbone's activations in the backward pass instead of keeping them.
     """
 
@@ -67,7 +70,8 @@ class DenseModel:
 class DenseSpec(TaskSpec):
     """A task whose model is a head on four maps of a backbone.
 
-    `head` is the parameter with the sizes of the head, `features` which blocks the maps are made from, see `build_pyramid`.
+    `head` is the parameter with the sizes of the head, `features` which blocks the maps are made from, see
+    `build_pyramid`.
     """
 
     head: ClassVar[str]
@@ -79,7 +83,9 @@ class DenseSpec(TaskSpec):
 
     @abc.abstractmethod
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
-        """The scores of an `OtsuBaseline` on the images of the reported split at their own size; its examples are the training `instances`."""
+        """The scores of an `OtsuBaseline` on the images of the reported split at their own size; its examples are the
+        training `instances`.
+        """
 
     @abc.abstractmethod
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
@@ -91,9 +97,13 @@ class DenseSpec(TaskSpec):
 
     @abc.abstractmethod
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
-        """What a model in eval mode sees in a picture, uint8 (3, H, W); `settings` are of the transform, `names` of the classes."""
+        """What a model in eval mode sees in a picture, uint8 (3, H, W); `settings` are of the transform, `names` of the
+        classes.
+        """
 
-    def build_model(self, params: Any, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+    def build_model(
+        self, params: Any, classes: Sequence[str], init: Path | None, where: str
+    ) -> tuple[Any, Mapping[str, str]]:
         from ...models.checkpoints import open_weights
         from ...models.pyramid import build_pyramid, load_backbone
 
@@ -101,19 +111,30 @@ class DenseSpec(TaskSpec):
         options = dict(params.options)
         if checkpoint is not None:  # the position embedding is as long as the images of its training were large
             options |= checkpoint.size_option
-        asked = {"final_norm": params.final_norm, "drop_path_rate": params.drop_path, "freeze_backbone": params.freeze_backbone}
+        asked = {
+            "final_norm": params.final_norm,
+            "drop_path_rate": params.drop_path,
+            "freeze_backbone": params.freeze_backbone,
+        }
         try:
             backbone = build_pyramid(params.model, options=options, features=self.features, **asked)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
         backbone.set_grad_checkpointing(params.recompute_blocks)
-        report = load_backbone(backbone, checkpoint) if checkpoint else dict.fromkeys(backbone.state_dict(), "expected: new")
+        report = (
+            load_backbone(backbone, checkpoint) if checkpoint else dict.fromkeys(backbone.state_dict(), "expected: new")
+        )
         return self.build_head(backbone, params, len(classes)), report
 
     def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
         name, options = model.backbone.built_from
         parts = {part: dataclasses.asdict(getattr(params, part)) for part in (self.head, "transform")}
-        described = {"name": name, "options": dict(options), "preprocessing": parts["transform"], "classes": list(classes)}
+        described = {
+            "name": name,
+            "options": dict(options),
+            "preprocessing": parts["transform"],
+            "classes": list(classes),
+        }
         return described | {"task": {"name": self.name, "final_norm": params.final_norm, **parts}}
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
@@ -139,7 +160,9 @@ class DenseSpec(TaskSpec):
         from ...models.weights import require_finite_outputs
 
         kinds, given = typing.get_type_hints(self.params), checkpoint.task
-        parts = {part: build(kinds[part], given[part], f"{checkpoint.path}: {part}") for part in ("transform", self.head)}
+        parts = {
+            part: build(kinds[part], given[part], f"{checkpoint.path}: {part}") for part in ("transform", self.head)
+        }
         built = {"features": self.features, "final_norm": given.get("final_norm", False)}
         backbone = build_pyramid(checkpoint.model, options=checkpoint.options, **built)
         model = self.build_head(backbone, SimpleNamespace(**parts), len(checkpoint.classes))

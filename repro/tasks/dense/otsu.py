@@ -18,7 +18,8 @@ _SIDE = 8  # cells across the grid on which shapes are compared
 
 
 class OtsuBaseline:
-    """Otsu's threshold on the grey level, taken again above itself since textures lie between; components; the nearest example.
+    """Otsu's threshold on the grey level, taken again above itself since textures lie between; components; the nearest
+    example.
 
     Args:
         examples: masks (H, W) of training objects, nonzero inside, and the class of each.
@@ -33,14 +34,16 @@ class OtsuBaseline:
         """Find the objects of an image, uint8 (3, H, W), in Mask R-CNN's output format.
 
         Returns:
-            `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool. The score is the mean brightness of
-            the object, at most 1, times the cosine similarity with the nearest example.
+            `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool. The score is the mean
+            brightness of the object, at most 1, times the cosine similarity with the nearest example.
         """
         grey = ndimage.gaussian_filter(image.float().mean(0).numpy(), _BLUR)
         threshold = _otsu(grey[grey > _otsu(grey)])
         components, count = ndimage.label(grey > max(threshold, grey.min() + _FAINTEST), structure=np.ones((3, 3)))
         sizes = np.bincount(components.ravel(), minlength=count + 1)[1:]
-        masks = np.array([components == number for number in 1 + np.flatnonzero(sizes >= _SMALLEST)]).reshape(-1, *grey.shape)
+        masks = np.array([components == number for number in 1 + np.flatnonzero(sizes >= _SMALLEST)]).reshape(
+            -1, *grey.shape
+        )
         similarity = np.array([_shape(mask) for mask in masks]).reshape(-1, _SIDE**2) @ self._shapes.T
         scores = np.array([grey[mask].mean() / 255 for mask in masks]) * similarity.max(axis=1)
         order = np.argsort(-scores, kind="stable")

@@ -40,5 +40,8 @@ def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score:
     covered = masks.cumsum(0) - masks.long() > 0
     image = draw_segmentation_masks(image, masks & ~covered, alpha=0.45, colors=colours)
     side = min(image.shape[1:])
-    font = {"font": findfont("DejaVu Sans"), "font_size": side // 36, "label_colors": "white"}  # of matplotlib, so it is there
-    return to_pil_image(draw_bounding_boxes(image, boxes * factor, texts, colours, width=side // 256, fill_labels=True, **font))
+    # of matplotlib, so it is there
+    font = {"font": findfont("DejaVu Sans"), "font_size": side // 36, "label_colors": "white"}
+    return to_pil_image(
+        draw_bounding_boxes(image, boxes * factor, texts, colours, width=side // 256, fill_labels=True, **font)
+    )

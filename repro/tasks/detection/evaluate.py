@@ -26,7 +26,8 @@ def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Seque
 
     Args:
         image_id: of the annotation file.
-        detections: `boxes` (K, 4) as (x1, y1, x2, y2), `labels` (K,), `scores` (K,) and `masks` (K, H, W), of the picture's size.
+        detections: `boxes` (K, 4) as (x1, y1, x2, y2), `labels` (K,), `scores` (K,) and `masks` (K, H, W), of the
+            picture's size.
         category_ids: the annotation file's id of label 1, 2, ...
     """
     boxes, labels, scores, masks = (detections[name].cpu() for name in ("boxes", "labels", "scores", "masks"))
@@ -40,7 +41,9 @@ def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Seque
             "score": score,
             "segmentation": {"size": list(mask["size"]), "counts": mask["counts"].decode()},
         }
-        for box, label, score, mask in zip(corners_sides.tolist(), labels.tolist(), scores.tolist(), encoded, strict=True)
+        for box, label, score, mask in zip(
+            corners_sides.tolist(), labels.tolist(), scores.tolist(), encoded, strict=True
+        )
     ]
 
 
@@ -53,8 +56,8 @@ def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, floa
 
     Returns:
         `ap_box_percent` (IoU 0.50 to 0.95), `ap50_box_percent`, `ap75_box_percent`, `ap_small_box_percent`,
-        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. What has objects but no detections is 0; what has no
-        objects is left out.
+        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. What has objects but no detections is
+        0; what has no objects is left out.
 
     Raises:
         UserError: no such file, or a result of an image or category that it does not have.
@@ -66,15 +69,19 @@ def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, floa
         for name, known in (("image_id", truth.imgs), ("category_id", truth.cats)):
             unknown = {result[name] for result in results} - set(known)
             if unknown:
-                raise UserError(f"{annotations}: a result has {name} {min(unknown)}, which the file lacks; evaluate on its own images")
+                raise UserError(
+                    f"{annotations}: a result has {name} {min(unknown)}, which the file lacks; evaluate on its own images"
+                )
         return {name: value for kind in _KINDS for name, value in _average_precision(truth, results, kind).items()}
 
 
-def count_confusion(annotations: Path, results: Sequence[Result], category_ids: Sequence[int], min_score: float) -> list[list[int]]:
+def count_confusion(
+    annotations: Path, results: Sequence[Result], category_ids: Sequence[int], min_score: float
+) -> list[list[int]]:
     """How often an object of one category was found as one of another.
 
-    Detections come in the order of their scores; each takes the free object whose box overlaps its own most, by an IoU of at least 0.5,
-    whatever the categories. One that finds only a crowd region is left out.
+    Detections come in the order of their scores; each takes the free object whose box overlaps its own most, by an IoU
+    of at least 0.5, whatever the categories. One that finds only a crowd region is left out.
 
     Args:
         annotations: in COCO's format.
@@ -82,7 +89,8 @@ def count_confusion(annotations: Path, results: Sequence[Result], category_ids: 
         category_ids: the file's id of label 1, 2, ..., which is the order of the result.
 
     Returns:
-        A row for each category, and one for what is no object; a column for each category that was found, and one for what was missed.
+        A row for each category, and one for what is no object; a column for each category that was found, and one for
+        what was missed.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(annotations)
@@ -128,4 +136,6 @@ def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dic
     evaluation.accumulate()
     evaluation.summarize()
     # COCO says -1 where there is no object
-    return {f"{name}_{kind}_percent": 100 * float(value) for name, value in zip(_SUMMARY, evaluation.stats) if value >= 0}
+    return {
+        f"{name}_{kind}_percent": 100 * float(value) for name, value in zip(_SUMMARY, evaluation.stats) if value >= 0
+    }

@@ -1,7 +1,8 @@
-"""Mask R-CNN with mmdet's R50-FPN settings: torchvision's parts where they agree with mmdet's, subclasses where they do not.
+"""Mask R-CNN with mmdet's R50-FPN settings: torchvision's parts where they agree with mmdet's, subclasses where they do
+not.
 
-Dimensions: B images, G ground-truth boxes, A anchors per image, K boxes of all images, P positive boxes, C classes with the
-background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in pixels.
+Dimensions: B images, G ground-truth boxes, A anchors per image, K boxes of all images, P positive boxes, C classes with
+the background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in pixels.
 """
 
 import math
@@ -60,7 +61,8 @@ class MaskRcnn(DenseModel, nn.Module):
 
         Args:
             images: uint8 (3, H, W), each of its own size.
-            targets: for each image `boxes` (G, 4), `labels` (G,) int64 in 1..num_classes and `masks` (G, H, W) uint8; G may be 0.
+            targets: for each image `boxes` (G, 4), `labels` (G,) int64 in 1..num_classes and `masks` (G, H, W) uint8; G
+                may be 0.
 
         Returns:
             The scalars `loss_rpn_cls`, `loss_rpn_box`, `loss_cls`, `loss_box` and `loss_mask`, each with weight 1.
@@ -79,7 +81,8 @@ class MaskRcnn(DenseModel, nn.Module):
             sizes: for each image the height and width of the picture to which the result refers.
 
         Returns:
-            For each image `boxes` (K, 4), `labels` (K,), `scores` (K,) in descending order, and `masks` (K, height, width) bool.
+            For each image `boxes` (K, 4), `labels` (K,), `scores` (K,) in descending order, and `masks` (K, height,
+            width) bool.
         """
         batch, features = self._features(images)
         detections = self.roi_heads(features, self.rpn(batch, features)[0], batch.image_sizes)[0]
@@ -90,7 +93,9 @@ class MaskRcnn(DenseModel, nn.Module):
         return detections
 
     def _features(self, images: Sequence[Tensor]) -> tuple[ImageList, dict[str, Tensor]]:
-        """The images, normalised and padded at the right and the bottom to one size, a multiple of 32; and their maps P2 to P6."""
+        """The images, normalised and padded at the right and the bottom to one size, a multiple of 32; and their maps
+        P2 to P6.
+        """
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         height, width = (math.ceil(max(side) / 32) * 32 for side in zip(*sizes, strict=True))
         batch = self.pixel_mean.new_zeros(len(images), 3, height, width)
@@ -100,9 +105,11 @@ class MaskRcnn(DenseModel, nn.Module):
 
 
 class Anchors(AnchorGenerator):
-    """Unrounded anchors around (i * stride, j * stride) for the fixed strides of P2 to P6: three ratios of one area per level.
+    """Unrounded anchors around (i * stride, j * stride) for the fixed strides of P2 to P6: three ratios of one area per
+    level.
 
-    torchvision rounds their sides, and uses image // grid as the stride: 61 instead of 64 where 800 pixels have 13 rows.
+    torchvision rounds their sides, and uses image // grid as the stride: 61 instead of 64 where 800 pixels have 13
+    rows.
     """
 
     def __init__(self, scale: float):
@@ -112,17 +119,22 @@ class Anchors(AnchorGenerator):
         self.cell_anchors = [torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in level]) for level in sides]
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """(A, 4) for each image, in fp32 whatever the dtype of the maps: bf16 cannot represent every pixel position beyond 256."""
+        """(A, 4) for each image, in fp32 whatever the dtype of the maps: bf16 cannot represent every pixel position
+        beyond 256.
+        """
         self.set_cell_anchors(torch.float32, feature_maps[0].device)
-        anchors = self.grid_anchors([maps.shape[-2:] for maps in feature_maps], [(stride, stride) for stride in STRIDES])
+        anchors = self.grid_anchors(
+            [maps.shape[-2:] for maps in feature_maps], [(stride, stride) for stride in STRIDES]
+        )
         return [torch.cat(anchors)] * len(image_list.image_sizes)
 
 
 class IouMatcher(Matcher):
     """Assigns boxes to ground truth by IoU: positive from `high` on, negative below `low`.
 
-    In addition, the boxes that overlap a ground truth most, ties included, are assigned to it (torchvision: to the ground truth that
-    they overlap most themselves) if the IoU is at least `min_quality` (torchvision: above 0); the last ground truth wins.
+    In addition, the boxes that overlap a ground truth most, ties included, are assigned to it (torchvision: to the
+    ground truth that they overlap most themselves) if the IoU is at least `min_quality` (torchvision: above 0); the
+    last ground truth wins.
     """
 
     def __init__(self, high: float, low: float, min_quality: float):
@@ -150,17 +162,26 @@ class ProposalNetwork(RegionProposalNetwork):
 
     def __init__(self, params: MaskRcnnParams):
         head = ProposalHead(params.fpn_channels, len(RATIOS))
-        sampling = {"fg_iou_thresh": 0.7, "bg_iou_thresh": 0.3, "batch_size_per_image": params.rpn_samples, "positive_fraction": 0.5}
+        sampling = {
+            "fg_iou_thresh": 0.7,
+            "bg_iou_thresh": 0.3,
+            "batch_size_per_image": params.rpn_samples,
+            "positive_fraction": 0.5,
+        }
         before = {"training": params.train_candidates, "testing": params.test_candidates}
         after = {"training": params.train_proposals, "testing": params.test_proposals}
-        super().__init__(Anchors(params.anchor_scale), head, **sampling, pre_nms_top_n=before, post_nms_top_n=after, nms_thresh=0.7)
+        super().__init__(
+            Anchors(params.anchor_scale), head, **sampling, pre_nms_top_n=before, post_nms_top_n=after, nms_thresh=0.7
+        )
         self.proposal_matcher = IouMatcher(0.7, 0.3, min_quality=0.3)
         self.min_size = torch.finfo(torch.float32).tiny  # drops only empty boxes
 
     def compute_loss(
         self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Binary cross-entropy and L1 loss, both summed over the sampled anchors of all images and divided by their number."""
+        """Binary cross-entropy and L1 loss, both summed over the sampled anchors of all images and divided by their
+        number.
+        """
         positive, negative = (torch.cat(chosen).bool() for chosen in self.fg_bg_sampler(labels))
         sampled = torch.where(positive | negative)[0]
         loss_cls = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])
@@ -170,7 +191,8 @@ class ProposalNetwork(RegionProposalNetwork):
 
 
 class PyramidRoiAlign(nn.Module):
-    """RoIAlign with half-pixel centres and adaptive sampling, from the level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped.
+    """RoIAlign with half-pixel centres and adaptive sampling, from the level floor(log2(sqrt(area) / 56)) of P2 to P5,
+    clamped.
 
     torchvision's has neither, and keeps the strides that it guesses from the first images it sees.
     """
@@ -187,7 +209,9 @@ class PyramidRoiAlign(nn.Module):
         pooled = maps[0].new_zeros(len(levels), maps[0].shape[1], self.side, self.side, dtype=torch.float32)
         for level, (feature, stride) in enumerate(zip(maps[:4], STRIDES[:4], strict=True)):
             here = [of_image[own == level] for of_image, own in zip(boxes, levels_by_image, strict=True)]
-            pooled[levels == level] = roi_align(feature.float(), here, self.side, 1 / stride, sampling_ratio=0, aligned=True)
+            pooled[levels == level] = roi_align(
+                feature.float(), here, self.side, 1 / stride, sampling_ratio=0, aligned=True
+            )
         return pooled
 
 
@@ -207,7 +231,12 @@ class Heads(RoIHeads):
         mask_head = MaskRCNNHeads(params.fpn_channels, (params.mask_channels,) * params.mask_layers, 1)
         mask_predictor = MaskRCNNPredictor(params.mask_channels, params.mask_channels, num_classes)
         masks = {"mask_roi_pool": PyramidRoiAlign(MASK_SIDE), "mask_head": mask_head, "mask_predictor": mask_predictor}
-        sampling = {"fg_iou_thresh": 0.5, "bg_iou_thresh": 0.5, "batch_size_per_image": params.roi_samples, "positive_fraction": 0.25}
+        sampling = {
+            "fg_iou_thresh": 0.5,
+            "bg_iou_thresh": 0.5,
+            "batch_size_per_image": params.roi_samples,
+            "positive_fraction": 0.25,
+        }
         boxes = {"bbox_reg_weights": (10.0, 10.0, 5.0, 5.0), "score_thresh": params.min_score}
         boxes |= {"nms_thresh": 0.5, "detections_per_img": params.max_detections}
         super().__init__(PyramidRoiAlign(BOX_SIDE), box_head, box_predictor, **sampling, **boxes, **masks)
@@ -222,7 +251,11 @@ class Heads(RoIHeads):
                     nn.init.zeros_(parameter)
 
     def forward(
-        self, features: dict[str, Tensor], proposals: list[Tensor], image_shapes: Sizes, targets: Sequence[Target] | None = None
+        self,
+        features: dict[str, Tensor],
+        proposals: list[Tensor],
+        image_shapes: Sizes,
+        targets: Sequence[Target] | None = None,
     ) -> tuple[list[Detections], dict[str, Tensor]]:
         """The losses in training mode, otherwise detections with `masks` (K, S, S), probabilities within the box."""
         if self.training:
@@ -234,18 +267,27 @@ class Heads(RoIHeads):
             boxes, scores, labels = self.postprocess_detections(logits, deltas, proposals, image_shapes)
             masks = self._masks(features, boxes, labels, image_shapes).sigmoid().split([len(own) for own in boxes])
             names = ("boxes", "scores", "labels", "masks")
-            return [dict(zip(names, of_image, strict=True)) for of_image in zip(boxes, scores, labels, masks, strict=True)], {}
+            return [
+                dict(zip(names, of_image, strict=True)) for of_image in zip(boxes, scores, labels, masks, strict=True)
+            ], {}
         loss_cls, loss_box = box_losses(logits, deltas, torch.cat(labels), torch.cat(regression))
         positive = [of_image > 0 for of_image in labels]
-        boxes, labels, matched = ([x[keep] for x, keep in zip(xs, positive, strict=True)] for xs in (proposals, labels, matched))
+        boxes, labels, matched = (
+            [x[keep] for x, keep in zip(xs, positive, strict=True)] for xs in (proposals, labels, matched)
+        )
         masks = self._masks(features, boxes, labels, image_shapes)
         expected = [
-            mask_targets(target["masks"], own, index, masks.shape[-1]) for target, own, index in zip(targets, boxes, matched, strict=True)
+            mask_targets(target["masks"], own, index, masks.shape[-1])
+            for target, own, index in zip(targets, boxes, matched, strict=True)
         ]
-        loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(1, masks.numel())
+        loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(
+            1, masks.numel()
+        )
         return [], {"loss_cls": loss_cls, "loss_box": loss_box, "loss_mask": loss_mask}
 
-    def _masks(self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: Sizes) -> Tensor:
+    def _masks(
+        self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: Sizes
+    ) -> Tensor:
         """Mask logits (K, S, S), fp32, each for the class of its box."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))
         return logits[torch.arange(len(logits), device=logits.device), torch.cat(labels)].float()

@@ -14,8 +14,8 @@ class MaskRcnnParams:
     Args:
         fpn_channels: of the pyramid and the RPN.
         box_channels: of the two fully connected layers of the box head.
-        class_agnostic_boxes: the box head predicts one box for all classes (mmdet's `reg_class_agnostic`), not one for each: where
-            scenes are few, every box then teaches it.
+        class_agnostic_boxes: the box head predicts one box for all classes (mmdet's `reg_class_agnostic`), not one for
+            each: where scenes are few, every box then teaches it.
         mask_channels: of the convolutions of the mask head.
         mask_layers: 3x3 convolutions of the mask head.
         anchor_scale: side of a level's square anchor in strides of that level.

@@ -27,7 +27,9 @@ class Detect(DenseSpec):
 
         instances = data.open_instances("train")
         train = CocoDetection(instances, params.transform, training=True, seed=params.seeds[0])
-        others = {split: CocoDetection(data.open_instances(split), params.transform, training=False) for split in held_out}
+        others = {
+            split: CocoDetection(data.open_instances(split), params.transform, training=False) for split in held_out
+        }
         return Datasets(train=train, held_out=others, classes=tuple(instances.classes), groups=train.groups, alone=True)
 
     def build_head(self, backbone: Any, params: Any, num_classes: int) -> Any:
@@ -43,7 +45,9 @@ class Detect(DenseSpec):
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         scores = {name: value for name, value in last.items() if name.endswith("_percent") or name == "held_out_images"}
         classes = [*task.held_out[task.reported_split].dataset.instances.classes, "nothing"]
-        return scores | describe_confusion(classes, task.confusion or [], f"objects with a score of at least {EXAMPLES_MIN_SCORE}")
+        return scores | describe_confusion(
+            classes, task.confusion or [], f"objects with a score of at least {EXAMPLES_MIN_SCORE}"
+        )
 
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
         import torch
@@ -73,10 +77,14 @@ class Detect(DenseSpec):
         kept = seen["scores"] >= min_score
         objects = [
             {"class": names[label - 1], "score": round(score, 4), "box_xyxy": [round(side, 1) for side in box]}
-            for box, label, score in zip(*(seen[key][kept].tolist() for key in ("boxes", "labels", "scores")), strict=True)
+            for box, label, score in zip(
+                *(seen[key][kept].tolist() for key in ("boxes", "labels", "scores")), strict=True
+            )
         ]
         listed = ", ".join(f"{each['class']} {each['score']:.2f}" for each in objects)
-        return Sight(listed or f"nothing with a score of {min_score} or more", objects, draw(picture, seen, names, min_score))
+        return Sight(
+            listed or f"nothing with a score of {min_score} or more", objects, draw(picture, seen, names, min_score)
+        )
 
 
 SPEC = Detect()

@@ -16,11 +16,11 @@ _TRAINED_ON = ("boxes", "labels", "masks")
 class Detection(Task):
     """Mask R-CNN.
 
-    A batch is a list of images, uint8 (3, H, W), and a list of targets: `boxes` (G, 4), `labels` (G,) in 1..C, `masks` (G, H, W),
-    `image_id` and `original_size`, the height and width of the picture in the annotation file.
+    A batch is a list of images, uint8 (3, H, W), and a list of targets: `boxes` (G, 4), `labels` (G,) in 1..C, `masks`
+    (G, H, W), `image_id` and `original_size`, the height and width of the picture in the annotation file.
 
-    The data sets of the held-out splits are `repro.data.detection.CocoDetection`. `confusion` is of the last evaluation, on rank 0; see
-    `count_confusion`.
+    The data sets of the held-out splits are `repro.data.detection.CocoDetection`. `confusion` is of the last
+    evaluation, on rank 0; see `count_confusion`.
     """
 
     confusion: list[list[int]] | None = None
@@ -28,12 +28,16 @@ class Detection(Task):
     def loss(self, network: MaskRcnn, batch: Batch) -> dict[str, Tensor]:
         """The sum of Mask R-CNN's five losses, and each of them."""
         images, targets = batch
-        targets = [{name: target[name].to(self.device, non_blocking=True) for name in _TRAINED_ON} for target in targets]
+        targets = [
+            {name: target[name].to(self.device, non_blocking=True) for name in _TRAINED_ON} for target in targets
+        ]
         losses = network(images, targets)
         return {"loss": sum(losses.values()), **losses}
 
     def evaluate(self, model: MaskRcnn, split: str) -> dict[str, float]:
-        """Average precision over the images of a split, of all ranks, and their number; sizes without objects are left out."""
+        """Average precision over the images of a split, of all ranks, and their number; sizes without objects are left
+        out.
+        """
         results, images_seen = [], 0
         loader = self.held_out[split]
         truth = loader.dataset.instances
@@ -53,4 +57,9 @@ class Detection(Task):
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The size of each image, and its boxes as the model got them."""
         pairs = zip(*batch, strict=True)
-        return {"images": [{"image_id": t["image_id"], "size": list(image.shape[1:]), "boxes": t["boxes"].tolist()} for image, t in pairs]}
+        return {
+            "images": [
+                {"image_id": t["image_id"], "size": list(image.shape[1:]), "boxes": t["boxes"].tolist()}
+                for image, t in pairs
+            ]
+        }

@@ -1,4 +1,6 @@
-"""The data sets and files around a denoiser: pictures and latents, the weights to start from, the judge, and grids of samples."""
+"""The data sets and files around a denoiser: pictures and latents, the weights to start from, the judge, and grids of
+samples.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,18 +30,28 @@ GAP_PX = 4  # between the pictures of a grid
 SHOWN_PX = 64  # to which smaller pictures are enlarged there
 
 
-def open_split(tree: Tree, split: str, settings: InputSettings, *, training: bool = False, **shared: Any) -> ImageFolder:
-    """One split as a denoiser reads it: uint8 pictures or fp32 latents, and classes; `shared` are `ImageFolder`'s seed and limit."""
+def open_split(
+    tree: Tree, split: str, settings: InputSettings, *, training: bool = False, **shared: Any
+) -> ImageFolder:
+    """One split as a denoiser reads it: uint8 pictures or fp32 latents, and classes; `shared` are `ImageFolder`'s seed
+    and limit.
+    """
     hflip = settings.hflip if training else 0.0
     if settings.latents is not None:
         return LatentFolder(tree, split, settings.shape, scale=settings.latents.scale, hflip=hflip, **shared)
     resize = eval_transform(TransformSettings(image_size=settings.image_size, crop_pct=1.0))
-    steps = [*([transforms.Grayscale()] if settings.channels == 1 else []), transforms.RandomHorizontalFlip(hflip), resize]
+    steps = [
+        *([transforms.Grayscale()] if settings.channels == 1 else []),
+        transforms.RandomHorizontalFlip(hflip),
+        resize,
+    ]
     return ImageFolder(tree, split, transforms.Compose([*steps, torch.as_tensor]), **shared)
 
 
 def read_denoiser(path: Path, model: str) -> Mapping[str, Tensor]:
-    """The tensors of a denoiser's file, of this project or of a release, whose moving average counts where it has one; raises UserError."""
+    """The tensors of a denoiser's file, of this project or of a release, whose moving average counts where it has one;
+    raises UserError.
+    """
     if not is_foreign(path):
         checkpoint = open_weights(path, model=model)
         return checkpoint.read_state()
@@ -78,7 +90,9 @@ def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
     """Write uint8 pictures (N, 1 or 3, H, W) in rows as one PNG; small ones are enlarged bicubically."""
     times = -(-SHOWN_PX // min(pictures.shape[-2:]))
     shown = (
-        pictures.cpu() if times == 1 else F.interpolate(pictures.cpu().float(), scale_factor=times, mode="bicubic").round().clamp(0, 255)
+        pictures.cpu()
+        if times == 1
+        else F.interpolate(pictures.cpu().float(), scale_factor=times, mode="bicubic").round().clamp(0, 255)
     )
     grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=GAP_PX, pad_value=255)[
         : pictures.shape[1]

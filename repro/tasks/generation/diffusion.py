@@ -1,8 +1,10 @@
-"""Gaussian diffusion with a linear schedule: the loss of a denoiser, and sampling by DDPM or DDIM with classifier-free guidance.
+"""Gaussian diffusion with a linear schedule: the loss of a denoiser, and sampling by DDPM or DDIM with classifier-free
+guidance.
 
-A clean input x_0 becomes x_t = √ᾱ_t x_0 + √(1 - ᾱ_t) ε, where ᾱ_t = Π_{s≤t} (1 - β_s) and ε is standard normal noise, which the denoiser
-predicts (Ho et al. 2020). With twice the channels it also says where between its two bounds, in logarithms, the variance of the reverse
-step lies (Nichol and Dhariwal 2021). Tables are fp64; what they give for a batch has its dtype.
+A clean input x_0 becomes x_t = √ᾱ_t x_0 + √(1 - ᾱ_t) ε, where ᾱ_t = Π_{s≤t} (1 - β_s) and ε is standard normal noise,
+which the denoiser predicts (Ho et al. 2020). With twice the channels it also says where between its two bounds, in
+logarithms, the variance of the reverse step lies (Nichol and Dhariwal 2021). Tables are fp64; what they give for a
+batch has its dtype.
 """
 
 import math
@@ -18,7 +20,8 @@ from .params import TIMESTEPS
 
 BETAS = (1e-4, 0.02)  # the first and the last
 LEVEL = 1 / 127.5  # between two neighbouring grey levels of 8 bits in [-1, 1]
-Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]  # inputs (B, K, H, W), timesteps (B,), labels (B,) -> (B, K or 2K, H, W)
+# inputs (B, K, H, W), timesteps (B,), labels (B,) -> (B, K or 2K, H, W)
+Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Reverse(NamedTuple):
@@ -54,7 +57,10 @@ class Diffusion:
     @classmethod
     def linear(cls, device: torch.device | str = "cpu") -> Self:
         """The chain of training: 1,000 steps whose β rises linearly from 1e-4 to 0.02."""
-        return cls(torch.linspace(*BETAS, TIMESTEPS, dtype=torch.float64, device=device), torch.arange(TIMESTEPS, device=device))
+        return cls(
+            torch.linspace(*BETAS, TIMESTEPS, dtype=torch.float64, device=device),
+            torch.arange(TIMESTEPS, device=device),
+        )
 
     def respaced(self, steps: int) -> Self:
         """A chain of fewer steps over the same ᾱ: step i stands for step round(i·(n - 1) / (steps - 1)) of this one.
@@ -77,7 +83,9 @@ class Diffusion:
         return self._at(signal, step, x_start) * x_start + self._at(rest, step, x_start) * noise
 
     def reverse(self, output: Tensor, x: Tensor, step: Tensor, *, clip: bool = False) -> Reverse:
-        """The reverse step from x = x_t (B, K, H, W) by the denoiser's output (B, K or 2K, H, W); `clip` bounds the guess of x_0 by ±1."""
+        """The reverse step from x = x_t (B, K, H, W) by the denoiser's output (B, K or 2K, H, W); `clip` bounds the
+        guess of x_0 by ±1.
+        """
         noise, range_values = (output, None) if output.shape[1] == x.shape[1] else output.chunk(2, dim=1)
         alpha_bar = self.alphas_bar
         x_start = self._at((1 / alpha_bar).sqrt(), step, x) * x - self._at((1 / alpha_bar - 1).sqrt(), step, x) * noise
@@ -96,7 +104,8 @@ class Diffusion:
         return self._at(self._of_start, step, x) * x_start + self._at(self._of_x, step, x) * x
 
     def losses(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """`mse` (B,), of the predicted noise, and with a learned variance `vb` (B,), the term of the variational bound in bits per value.
+        """`mse` (B,), of the predicted noise, and with a learned variance `vb` (B,), the term of the variational bound
+        in bits per value.
 
         The bound trains the variance alone: the noise in it is detached. Both are means over the values of each image.
         """
@@ -108,11 +117,16 @@ class Diffusion:
         return found
 
     def _bound(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor) -> Tensor:
-        """KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), at the first step -log p(x_0 | x_1) of 8-bit values, in bits per value; (B,)."""
+        """KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), at the first step -log p(x_0 | x_1) of 8-bit values, in bits
+        per value; (B,).
+        """
         mean, log_variance, _ = self.reverse(output, x, step)
-        true_mean, true_log_variance = self._posterior_mean(x_start, x, step), self._at(self._least_log_variance, step, x)
+        true_mean = self._posterior_mean(x_start, x, step)
+        true_log_variance = self._at(self._least_log_variance, step, x)
         difference = (true_mean - mean).square() * torch.exp(-log_variance)
-        divergence = 0.5 * (log_variance - true_log_variance - 1 + torch.exp(true_log_variance - log_variance) + difference)
+        divergence = 0.5 * (
+            log_variance - true_log_variance - 1 + torch.exp(true_log_variance - log_variance) + difference
+        )
         surprise = -_log_likelihood(x_start, mean, 0.5 * log_variance)
         return torch.where(step == 0, surprise.flatten(1).mean(1), divergence.flatten(1).mean(1)) / math.log(2)
 
@@ -132,7 +146,8 @@ class Diffusion:
 
         Args:
             denoise: predicts the noise, with guidance if so wanted; see `guide`.
-            generators: of the noise of each sample, on the CPU, so that a sample depends neither on the batch nor on the device.
+            generators: of the noise of each sample, on the CPU, so that a sample depends neither on the batch nor on
+                the device.
             sampler: `ddpm` draws from the reverse distribution, `ddim` (η = 0) adds no noise.
             clip: for pixels, whose values lie in [-1, 1]; latents are not bounded.
             progress: is called after every step.
@@ -155,17 +170,20 @@ class Diffusion:
         return x
 
     def ddim_step(self, found: Reverse, x: Tensor, step: Tensor) -> Tensor:
-        """x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, with the ε that leads from the guess of x_0 to x_t (Song et al. 2020, η = 0)."""
+        """x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, with the ε that leads from the guess of x_0 to x_t (Song et al.
+        2020, η = 0).
+        """
         alpha_bar, before = (self._at(table, step, x) for table in (self.alphas_bar, self.alphas_bar_before))
         noise = (x - alpha_bar.sqrt() * found.x_start) / (1 - alpha_bar).sqrt()
         return before.sqrt() * found.x_start + (1 - before).sqrt() * noise
 
 
 def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
-    """Classifier-free guidance: in the first `channels`, ε = ε_null + scale · (ε_class - ε_null), and in the others what the class gives.
+    """Classifier-free guidance: in the first `channels`, ε = ε_null + scale · (ε_class - ε_null), and in the others
+    what the class gives.
 
-    DiT guides three of a latent's four channels, and neither the fourth nor the variances. A scale of 1 guides nothing, and runs the
-    model once instead of twice; 0 leaves the class out.
+    DiT guides three of a latent's four channels, and neither the fourth nor the variances. A scale of 1 guides nothing,
+    and runs the model once instead of twice; 0 leaves the class out.
     """
 
     def denoise(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
@@ -185,7 +203,9 @@ def make_generator(*key: int) -> torch.Generator:
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """log P of values with 8 bits in [-1, 1]: the normal distribution's mass within half a level; all beyond the first and last level."""
+    """log P of values with 8 bits in [-1, 1]: the normal distribution's mass within half a level; all beyond the first
+    and last level.
+    """
     centred, inverse = x - mean, torch.exp(-log_deviation)
     above, below = (_cumulate(inverse * (centred + sign * LEVEL / 2)) for sign in (1, -1))
     mass = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))

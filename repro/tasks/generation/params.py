@@ -42,7 +42,9 @@ class InputSettings:
 
     def __post_init__(self) -> None:
         if self.latents is not None and (self.image_size % self.latents.stride or self.channels != 3):
-            raise ValueError(f"latents: need channels 3 and an image_size that is a multiple of their stride, {self.latents.stride}")
+            raise ValueError(
+                f"latents: need channels 3 and an image_size that is a multiple of their stride, {self.latents.stride}"
+            )
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -1,4 +1,6 @@
-"""Scores of samples: how many a classifier takes for the class they were asked to be, and the Fréchet distance of their features."""
+"""Scores of samples: how many a classifier takes for the class they were asked to be, and the Fréchet distance of their
+features.
+"""
 
 import dataclasses
 import logging
@@ -36,12 +38,18 @@ class Judge:
 
     @classmethod
     def open(cls, path: Path, classes: Sequence[str], device: torch.device) -> Self:
-        """The judge of a weights file; raises UserError where it cannot be read, is no classifier, or knows other classes."""
+        """The judge of a weights file; raises UserError where it cannot be read, is no classifier, or knows other
+        classes.
+        """
         if is_foreign(path):
-            raise UserError(f"{path}: not a file of this project, so it cannot judge; take the weights of a classifier that it trained")
+            raise UserError(
+                f"{path}: not a file of this project, so it cannot judge; take the weights of a classifier that it trained"
+            )
         checkpoint = open_weights(path).require_classifier()
         if checkpoint.classes != tuple(classes):
-            raise UserError(f"{path}: cannot judge, since it was trained on other classes; train a classifier on the same data")
+            raise UserError(
+                f"{path}: cannot judge, since it was trained on other classes; train a classifier on the same data"
+            )
         settings = TransformSettings.from_preprocessing(checkpoint.preprocessing)
         model = checkpoint.build().to(device).requires_grad_(False)
         return cls(model=model, transform=settings, device=device, weights_hash=checkpoint.hash)
@@ -52,7 +60,9 @@ class Judge:
         resize, to_input = eval_transform(self.transform), ToInput(self.transform, self.device)
         right = 0
         for part, truth in zip(pictures.split(batch_size), labels.split(batch_size), strict=True):
-            seen = torch.stack([torch.as_tensor(resize(to_pil_image(picture).convert("RGB"))) for picture in part.cpu()])
+            seen = torch.stack(
+                [torch.as_tensor(resize(to_pil_image(picture).convert("RGB"))) for picture in part.cpu()]
+            )
             right += int((self.model(to_input(seen)).argmax(1) == truth.to(self.device)).sum())
         return right
 
@@ -97,10 +107,12 @@ def frechet_distance(ours: Moments, theirs: Moments) -> float:
 
 
 class Inception:
-    """Features of uint8 pictures (B, 3, H, W) by a TorchScript file: `pooled` (B, 2048) for FID, and `spatial` (B, 2023) for sFID.
+    """Features of uint8 pictures (B, 3, H, W) by a TorchScript file: `pooled` (B, 2048) for FID, and `spatial` (B,
+    2023) for sFID.
 
-    The file is NVIDIA's inception-2015-12-05.pt, or one with its interface, whose hash is then stated. The spatial features are the
-    first seven channels of the first convolution in the layer mixed_6 (Nash et al. 2021); None where the file has no such layer.
+    The file is NVIDIA's inception-2015-12-05.pt, or one with its interface, whose hash is then stated. The spatial
+    features are the first seven channels of the first convolution in the layer mixed_6 (Nash et al. 2021); None where
+    the file has no such layer.
 
     Raises:
         UserError: no such file, another hash, or no TorchScript.
@@ -135,7 +147,9 @@ class Inception:
 
 
 class Tally:
-    """What a judge and an Inception file, either of which may be None, say of pictures; `moments` are of the features `fid` and `sfid`."""
+    """What a judge and an Inception file, either of which may be None, say of pictures; `moments` are of the features
+    `fid` and `sfid`.
+    """
 
     def __init__(self, judge: Judge | None, inception: Inception | None):
         self.judge, self.inception = judge, inception
@@ -160,16 +174,24 @@ class Tally:
 
 
 def compare(drawn: Tally, real: Tally | None) -> dict[str, Any]:
-    """`judged_percent` of the drawn pictures, `real_judged_percent`, and `fid` and `sfid` between the two; null with a reason without."""
+    """`judged_percent` of the drawn pictures, `real_judged_percent`, and `fid` and `sfid` between the two; null with a
+    reason without.
+    """
     found: dict[str, Any] = {}
     for name, tally in (("judged_percent", drawn), ("real_judged_percent", real)):
         known = tally is not None and tally.judge is not None
-        found |= {name: tally.judged_percent} if known else {name: None, f"{name}_reason": "no judge" if tally else "no real pictures"}
+        found |= (
+            {name: tally.judged_percent}
+            if known
+            else {name: None, f"{name}_reason": "no judge" if tally else "no real pictures"}
+        )
     for name in ("fid", "sfid"):
         if real is not None and name in drawn.moments:
             found[name] = frechet_distance(drawn.moments[name], real.moments[name])
         else:
-            reason = "no Inception file" if drawn.inception is None else f"the Inception file has no layer {SPATIAL_LAYER}"
+            reason = (
+                "no Inception file" if drawn.inception is None else f"the Inception file has no layer {SPATIAL_LAYER}"
+            )
             found |= {name: None, f"{name}_reason": reason}
     return found
 
@@ -177,7 +199,8 @@ def compare(drawn: Tally, real: Tally | None) -> dict[str, Any]:
 def load_script(path: Path, device: torch.device) -> Any:
     """The module of a TorchScript file, in eval mode; raises UserError where it is none."""
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # scripting is deprecated, and the files remain
+        # scripting is deprecated, and the files remain
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return torch.jit.load(str(path), map_location=device).eval()
     except Exception:  # whatever the bytes of another file make the reader raise
         raise UserError(f"{path}: not a readable TorchScript file; get it again") from None
@@ -197,9 +220,13 @@ def load_exported(path: Path, device: torch.device) -> Any:
 
 
 def _resize_as_tensorflow(pictures: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 3, 299, 299), bilinearly, where pixel i of the result lies at i·H/299: TensorFlow 1's rule, without half pixels."""
+    """(B, 3, H, W) -> (B, 3, 299, 299), bilinearly, where pixel i of the result lies at i·H/299: TensorFlow 1's rule,
+    without half pixels.
+    """
     height, width = pictures.shape[-2:]
-    places = [torch.arange(INCEPTION_SIDE, device=pictures.device) * (side / INCEPTION_SIDE) for side in (width, height)]
+    places = [
+        torch.arange(INCEPTION_SIDE, device=pictures.device) * (side / INCEPTION_SIDE) for side in (width, height)
+    ]
     x, y = (2 * place / max(1, side - 1) - 1 for place, side in zip(places, (width, height), strict=True))
     grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).expand(len(pictures), -1, -1, -1)
     return F.grid_sample(pictures, grid, mode="bilinear", padding_mode="border", align_corners=True)

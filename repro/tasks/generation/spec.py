@@ -27,14 +27,22 @@ class Generate(TaskSpec):
         from .data import open_split
 
         if (data.kind == "latents") != (params.transform.latents is not None):
-            what = "holds latents; set transform.latents" if data.kind == "latents" else f"holds pictures ({data.kind}); leave it out"
+            what = (
+                "holds latents; set transform.latents"
+                if data.kind == "latents"
+                else f"holds pictures ({data.kind}); leave it out"
+            )
             raise UserError(f"transform.latents: {params.data} {what}")
         tree, seed = data.open_tree(), params.seeds[0]
-        train = open_split(tree, "train", params.transform, training=True, seed=seed, max_unreadable=params.max_unreadable)
+        train = open_split(
+            tree, "train", params.transform, training=True, seed=seed, max_unreadable=params.max_unreadable
+        )
         others = {split: open_split(tree, split, params.transform) for split in held_out}
         return Datasets(train=train, held_out=others, classes=tuple(tree.classes), groups=data.groups(tree))
 
-    def build_model(self, params: GenerateParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+    def build_model(
+        self, params: GenerateParams, classes: Sequence[str], init: Path | None, where: str
+    ) -> tuple[Any, Mapping[str, str]]:
         from ...models.registry import build_denoiser
 
         try:
@@ -51,13 +59,21 @@ class Generate(TaskSpec):
     def build_task(self, datasets: Datasets, params: GenerateParams, **parts: Any) -> Any:
         from .task import Generation
 
-        how = {"transform": params.transform, "label_dropout": params.label_dropout, "sampling": params.sampling, "seed": params.seeds[0]}
+        how = {
+            "transform": params.transform,
+            "label_dropout": params.label_dropout,
+            "sampling": params.sampling,
+            "seed": params.seeds[0],
+        }
         if parts["model"].new_parameters() and params.init is not None:
             how["inner_factor"] = DIT5_FACTOR
         if params.judge is not None:
             from .data import open_judge
 
-            how |= {"judge": open_judge(params, datasets.classes, parts["device"]), "judged_samples": params.judge.samples}
+            how |= {
+                "judge": open_judge(params, datasets.classes, parts["device"]),
+                "judged_samples": params.judge.samples,
+            }
         return Generation(num_classes=len(datasets.classes), **how, **parts)
 
     def describe(self, model: Any, params: GenerateParams, classes: Sequence[str]) -> dict[str, Any]:
@@ -65,7 +81,9 @@ class Generate(TaskSpec):
         preprocessing = {"input_size": [params.transform.channels, *[params.transform.image_size] * 2]}
         options = {**params.model_options, "num_classes": len(classes)}
         described = {"name": params.model, "options": options, "preprocessing": preprocessing, "classes": list(classes)}
-        return described | {"task": {"name": self.name, "transform": transform, "sampling": dataclasses.asdict(params.sampling)}}
+        return described | {
+            "task": {"name": self.name, "transform": transform, "sampling": dataclasses.asdict(params.sampling)}
+        }
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         kept = ("held_out_mse", "held_out_vb", "judged_percent", "real_judged_percent", "held_out_images")
@@ -79,7 +97,9 @@ class Generate(TaskSpec):
         sampling = dataclasses.asdict(task.sampling)
         return found | {"sampling": sampling, "unreadable_images": len(task.train.dataset.unreadable())}
 
-    def draw_examples(self, task: Any, model: Any, params: GenerateParams, classes: Sequence[str], folder: Path) -> None:
+    def draw_examples(
+        self, task: Any, model: Any, params: GenerateParams, classes: Sequence[str], folder: Path
+    ) -> None:
         if params.transform.latents is not None:  # nothing here decodes them
             return
         import torch
@@ -91,7 +111,9 @@ class Generate(TaskSpec):
         save_grid(task.draw(model, labels, range(len(labels))), SHOWN_OF_EACH, folder / "samples.png")
 
     def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
-        raise UserError(f"{checkpoint.path}: holds a denoiser, which sees nothing in pictures; `repro generate --weights` draws with it")
+        raise UserError(
+            f"{checkpoint.path}: holds a denoiser, which sees nothing in pictures; `repro generate --weights` draws with it"
+        )
 
 
 SPEC = Generate()

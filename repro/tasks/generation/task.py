@@ -1,4 +1,6 @@
-"""Class-conditional generation as a task of the engine: the loss of a denoiser at random steps, and on held-out images at fixed ones."""
+"""Class-conditional generation as a task of the engine: the loss of a denoiser at random steps, and on held-out images
+at fixed ones.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +50,10 @@ class Generation(Task):
         **shared: Any,
     ):
         super().__init__(model, train, held_out, **shared)
-        self.transform, self.label_dropout, self.sampling, self.num_classes = transform, label_dropout, sampling, num_classes
+        self.transform = transform
+        self.label_dropout = label_dropout
+        self.sampling = sampling
+        self.num_classes = num_classes
         self.seed, self.judge, self.judged_samples = seed, judge, judged_samples
         self.inner_factor = inner_factor
         self.diffusion = Diffusion.linear(self.device)
@@ -59,30 +64,37 @@ class Generation(Task):
         return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """`mse` of the noise at a random step of each image, whose class is left out now and then, and `vb` where the variance is learned."""
+        """`mse` of the noise at a random step of each image, whose class is left out now and then, and `vb` where the
+        variance is learned.
+        """
         x_start, labels = to_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
         labels = torch.where(torch.rand(len(labels), device=self.device) < self.label_dropout, self.num_classes, labels)
         step, noise = torch.randint(TIMESTEPS, (len(labels),), device=self.device), torch.randn_like(x_start)
         found = {name: values.mean() for name, values in self._measure(network, x_start, labels, step, noise).items()}
         return {"loss": sum(found.values())} | (found if len(found) > 1 else {})
 
-    def _measure(self, network: nn.Module, x_start: Tensor, labels: Tensor, step: Tensor, noise: Tensor) -> dict[str, Tensor]:
+    def _measure(
+        self, network: nn.Module, x_start: Tensor, labels: Tensor, step: Tensor, noise: Tensor
+    ) -> dict[str, Tensor]:
         x = self.diffusion.add_noise(x_start, step, noise)
         return self.diffusion.losses(network(x, step, labels).float(), x_start, x, step, noise)
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """The losses over a split, with the true classes, at one step and one noise for each image that are the same in every evaluation.
+        """The losses over a split, with the true classes, at one step and one noise for each image that are the same in
+        every evaluation.
 
-        Of the reported split also `judged_percent`, the share of samples that the judge takes for the class they were asked to be, and
-        `real_judged_percent`, that share of the split's own images, which the judge sees at the size of the inputs.
+        Of the reported split also `judged_percent`, the share of samples that the judge takes for the class they were
+        asked to be, and `real_judged_percent`, that share of the split's own images, which the judge sees at the size
+        of the inputs.
         """
         sums: dict[str, float] = {}
         seen, right = 0, 0
         judge = self.judge if split == self.reported_split else None
         for pictures, labels in self.held_out[split]:
             drawn = [self._draw_fixed(self.ranks.rank + (seen + i) * self.ranks.world_size) for i in range(len(labels))]
-            step, noise = torch.tensor([one for one, _ in drawn], device=self.device), torch.stack([one for _, one in drawn])
+            step = torch.tensor([one for one, _ in drawn], device=self.device)
+            noise = torch.stack([one for _, one in drawn])
             x_start, labels = to_inputs(pictures, self.device), labels.to(self.device)
             for name, values in self._measure(model, x_start, labels, step, noise.to(self.device)).items():
                 sums[name] = sums.get(name, 0.0) + float(values.sum())
@@ -90,18 +102,29 @@ class Generation(Task):
                 right += judge.count_right(to_pictures(x_start), labels)
             seen += len(labels)
         *totals, right, seen = self.ranks.sum([*sums.values(), right, seen])
-        found = {f"held_out_{name}": total / seen for name, total in zip(sums, totals, strict=True)} | {"held_out_images": int(seen)}
+        found = {f"held_out_{name}": total / seen for name, total in zip(sums, totals, strict=True)} | {
+            "held_out_images": int(seen)
+        }
         if judge is not None:
             mine = range(self.ranks.rank, self.judged_samples, self.ranks.world_size)
             labels = torch.tensor([place % self.num_classes for place in mine], device=self.device)
-            judged, asked = self.ranks.sum([judge.count_right(self.draw(model, labels, mine), labels) if len(labels) else 0, len(labels)])
+            judged, asked = self.ranks.sum(
+                [judge.count_right(self.draw(model, labels, mine), labels) if len(labels) else 0, len(labels)]
+            )
             found |= {"judged_percent": 100 * judged / asked, "real_judged_percent": 100 * right / seen}
         return found
 
     def draw(self, model: nn.Module, labels: Tensor, places: Sequence[int]) -> Tensor:
-        """Samples as uint8 pictures (B, 1 or 3, H, W); the noise of each follows from its place and the seed. Not for latents."""
+        """Samples as uint8 pictures (B, 1 or 3, H, W); the noise of each follows from its place and the seed. Not for
+        latents.
+        """
         shared = {"sampling": self.sampling, "seed": self.seed, "batch_size": self.batch_size}
-        return torch.cat([to_pictures(part) for part in draw_samples(model, self.diffusion, self.transform, labels, places, **shared)])
+        return torch.cat(
+            [
+                to_pictures(part)
+                for part in draw_samples(model, self.diffusion, self.transform, labels, places, **shared)
+            ]
+        )
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
         """The classes of a batch, and the range of its inputs."""
@@ -111,7 +134,9 @@ class Generation(Task):
     def _draw_fixed(self, index: int) -> tuple[int, Tensor]:
         """The step and the noise of a held-out image, whatever its batch and rank are."""
         generator = make_generator(_HELD_OUT, index)
-        return int(torch.randint(TIMESTEPS, (), generator=generator)), torch.randn(self.transform.shape, generator=generator)
+        return int(torch.randint(TIMESTEPS, (), generator=generator)), torch.randn(
+            self.transform.shape, generator=generator
+        )
 
 
 def draw_samples(
@@ -138,7 +163,11 @@ def draw_samples(
     for start in range(0, len(labels), batch_size):
         part = labels[start : start + batch_size]
         generators = [make_generator(_SAMPLES, seed, place) for place in places[start : start + batch_size]]
-        how = {"sampler": sampling.sampler, "clip": settings.latents is None, "progress": lambda count=len(part): progress(count)}
+        how = {
+            "sampler": sampling.sampler,
+            "clip": settings.latents is None,
+            "progress": lambda count=len(part): progress(count),
+        }
         yield chain.sample(denoise, part, settings.shape, generators, **how)
 
 

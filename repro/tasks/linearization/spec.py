@@ -1,4 +1,6 @@
-"""Linearisation for the training code: a classifier whose weights begin as those of a softmax ViT. Imports nothing heavy at the top."""
+"""Linearisation for the training code: a classifier whose weights begin as those of a softmax ViT. Imports nothing
+heavy at the top.
+"""
 
 import copy
 import dataclasses
@@ -18,7 +20,9 @@ class Linearize(Classify):
     name = "linearize"
     params = LinearizeParams
 
-    def build_model(self, params: LinearizeParams, classes: Sequence[str], init: Path | None, where: str) -> tuple[Any, Mapping[str, str]]:
+    def build_model(
+        self, params: LinearizeParams, classes: Sequence[str], init: Path | None, where: str
+    ) -> tuple[Any, Mapping[str, str]]:
         from ...models.checkpoints import has_classes, open_weights
         from ...models.linearize import freeze_inherited, inherit, read_shell
         from ...models.t5 import T5
@@ -29,7 +33,9 @@ class Linearize(Classify):
             shell = dataclasses.replace(shell, num_classes=0)  # then the student's head is new
         student, _ = super().build_model(params, classes, None, where)
         if not isinstance(student, T5) or student.inner == "softmax":
-            raise UserError(f"{where}.model: {params.model} has softmax attention or none; expected a t5 with another inner model")
+            raise UserError(
+                f"{where}.model: {params.model} has softmax attention or none; expected a t5 with another inner model"
+            )
         report = inherit(student, shell, f"{init} as {params.model}")
         if params.freeze:
             try:
@@ -43,12 +49,19 @@ class Linearize(Classify):
 
         # the model is as it was built, also where a run continues: its state is read later
         start = copy.deepcopy(parts["model"]).cpu()
-        shared = {"transform": params.transform, "mix": params.mix, "mesa": params.mesa, "num_classes": len(datasets.classes)}
+        shared = {
+            "transform": params.transform,
+            "mix": params.mix,
+            "mesa": params.mesa,
+            "num_classes": len(datasets.classes),
+        }
         rates = {"new_lr_factor": params.new_lr_factor, "decay_all": params.decay_all}
         return Linearization(start=start, **rates, **shared, **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step, on the same images."""
+        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step, on the same
+        images.
+        """
         untrained = task.evaluate(task.start.to(task.device).eval(), task.reported_split)
         return super().summarise(task, last) | {"untrained_top1_percent": untrained["top1_percent"]}
 

@@ -1,4 +1,6 @@
-"""Linearisation as a task of the engine: classification with two rates, since new parameters have more to learn than inherited ones."""
+"""Linearisation as a task of the engine: classification with two rates, since new parameters have more to learn than
+inherited ones.
+"""
 
 from typing import Any
 
@@ -26,4 +28,6 @@ class Linearization(Classification):
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
         """Parameters that a softmax model lacks have `new_lr_factor` times the rate."""
         new = self.model.new_parameters()
-        return build_optimizer(self.model, params, self.batch_size, new=new, new_factor=self.new_lr_factor, decay_all=self.decay_all)
+        return build_optimizer(
+            self.model, params, self.batch_size, new=new, new_factor=self.new_lr_factor, decay_all=self.decay_all
+        )

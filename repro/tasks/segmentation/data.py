@@ -17,7 +17,8 @@ _MULTIPLE = 32  # of the sides of an image that is evaluated
 
 
 class AdeSegmentation(Dataset):
-    """Images and label maps. Items are asked for by (epoch, index), and the augmentation depends on these and the seed alone.
+    """Images and label maps. Items are asked for by (epoch, index), and the augmentation depends on these and the seed
+    alone.
 
     A pair that cannot be read, or does not fit together, ends the run.
 
@@ -41,7 +42,8 @@ class AdeSegmentation(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """(image, label map), uint8: in training (3, S, S) and (S, S) with S the crop's side.
 
-        In evaluation the image is (3, H, W) with H and W multiples of 32, and the label map (h, w) as large as its file.
+        In evaluation the image is (3, H, W) with H and W multiples of 32, and the label map (h, w) as large as its
+        file.
         """
         epoch, index = key
         try:
@@ -73,19 +75,27 @@ class AdeSegmentation(Dataset):
 
 def resize(image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
     """A picture, uint8 (3, h, w), at the size that a model is evaluated at, (3, H, W) with H and W multiples of 32."""
-    return _to_tensor(mmcv.transforms.Compose(_evaluation_steps(settings))({"img": _turned(image.permute(1, 2, 0).numpy())})["img"])
+    return _to_tensor(
+        mmcv.transforms.Compose(_evaluation_steps(settings))({"img": _turned(image.permute(1, 2, 0).numpy())})["img"]
+    )
 
 
 def _evaluation_steps(settings: SegmentationTransformSettings) -> list:
-    return [transforms.Resize(scale=settings.scale, keep_ratio=True), transforms.ResizeToMultiple(size_divisor=_MULTIPLE)]
+    return [
+        transforms.Resize(scale=settings.scale, keep_ratio=True),
+        transforms.ResizeToMultiple(size_divisor=_MULTIPLE),
+    ]
 
 
 def _training_steps(settings: SegmentationTransformSettings) -> list:
     size = (settings.crop_size, settings.crop_size)
-    # the published recipe pads with 0 after it has normalised; the bytes that become 0 there, to within 0.01, are the rounded mean
+    # the published recipe pads with 0 after it has normalised; the bytes that become 0 there, to within 0.01, are the
+    # rounded mean
     filling = {"img": tuple(round(255 * mean) for mean in reversed(settings.mean)), "seg": IGNORED}
     return [
-        mmcv.transforms.RandomResize(scale=settings.scale, ratio_range=settings.ratio, resize_type="mmseg.Resize", keep_ratio=True),
+        mmcv.transforms.RandomResize(
+            scale=settings.scale, ratio_range=settings.ratio, resize_type="mmseg.Resize", keep_ratio=True
+        ),
         transforms.RandomCrop(crop_size=size, cat_max_ratio=settings.cat_max_ratio, ignore_index=IGNORED),
         transforms.RandomFlip(prob=settings.hflip),
         *([transforms.PhotoMetricDistortion()] if settings.photometric else []),

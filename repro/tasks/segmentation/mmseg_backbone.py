@@ -11,7 +11,8 @@ from .openmmlab import mmengine, mmseg
 
 @mmseg.registry.MODELS.register_module()
 class VitttAdapter(mmengine.model.BaseModule):
-    """A backbone as a pyramid of maps, in a config `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224", ...)`.
+    """A backbone as a pyramid of maps, in a config `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224",
+    ...)`.
 
     Args:
         name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one has its own maps.

@@ -8,7 +8,8 @@ from ..dense.base import DenseParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UperNetParams:
-    """The network behind the adapter and its losses; the defaults are Vision-RWKV's, as are those of ViT-Adapter and Swin.
+    """The network behind the adapter and its losses; the defaults are Vision-RWKV's, as are those of ViT-Adapter and
+    Swin.
 
     Args:
         channels: width of UperNet's head.
@@ -36,9 +37,11 @@ class SegmentationTransformSettings:
         ratio: [smallest, largest]; in training `scale` is first multiplied by a number drawn from this range.
         crop_size: side of the random training crop and of the windows of evaluation, in pixels.
         stride: from one window to the next, in pixels; null for the whole image at once, as in Swin's recipe.
-        cat_max_ratio: a crop is drawn again, ten times at most, while one class takes this share of its labelled pixels.
+        cat_max_ratio: a crop is drawn again, ten times at most, while one class takes this share of its labelled
+            pixels.
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
-        photometric: whether brightness, contrast, saturation and hue are changed at random, as mmsegmentation's recipes do.
+        photometric: whether brightness, contrast, saturation and hue are changed at random, as mmsegmentation's recipes
+            do.
         mean, std: per channel (red, green, blue), of values in [0, 1].
     """
 

@@ -22,7 +22,9 @@ class Segment(DenseSpec):
 
         pairs = data.open_pairs("train")
         train = AdeSegmentation(pairs, params.transform, training=True, seed=params.seeds[0])
-        others = {split: AdeSegmentation(data.open_pairs(split), params.transform, training=False) for split in held_out}
+        others = {
+            split: AdeSegmentation(data.open_pairs(split), params.transform, training=False) for split in held_out
+        }
         return Datasets(train=train, held_out=others, classes=tuple(pairs.classes), alone=True)
 
     def build_head(self, backbone: Any, params: Any, num_classes: int) -> Any:
@@ -38,7 +40,11 @@ class Segment(DenseSpec):
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         scores = {name: last[name] for name in ("miou_percent", "macc_percent", "aacc_percent", "held_out_images")}
-        reasons = {f"{name}_reason": "neither labelled nor predicted" for name, iou in task.class_iou_percent.items() if iou is None}
+        reasons = {
+            f"{name}_reason": "neither labelled nor predicted"
+            for name, iou in task.class_iou_percent.items()
+            if iou is None
+        }
         iou = {"class_iou_percent": {**task.class_iou_percent, **reasons}}
         return scores | iou | describe_confusion(task.classes, task.confusion, "pixels")
 
@@ -80,7 +86,11 @@ class Segment(DenseSpec):
         labels = predict(model, picture, settings)
         shares = {names[index]: round(float((labels == index).float().mean()), 4) for index in labels.unique().tolist()}
         shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
-        return Sight(", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items()), shares, draw(picture, labels, names))
+        return Sight(
+            ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items()),
+            shares,
+            draw(picture, labels, names),
+        )
 
 
 SPEC = Segment()

@@ -20,8 +20,8 @@ from .params import SegmentationTransformSettings
 class Segmentation(Task):
     """A model of `build_upernet`; held-out images come one at a time.
 
-    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no prediction;
-    `confusion` counts its pixels, see `measure`.
+    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no
+    prediction; `confusion` counts its pixels, see `measure`.
 
     Args:
         transform: makes inputs of the model from batches.
@@ -45,21 +45,34 @@ class Segmentation(Task):
         self.confusion: list[list[int]] = []
 
     def loss(self, network: mmseg.models.EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
-        """The cross-entropies of both heads, the auxiliary one weighted, their sum, and the share of pixels that UperNet labels right."""
+        """The cross-entropies of both heads, the auxiliary one weighted, their sum, and the share of pixels that
+        UperNet labels right.
+        """
         labels = batch[1].to(self.device, non_blocking=True).long()
-        samples = [mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None])) for label in labels]
+        samples = [
+            mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None]))
+            for label in labels
+        ]
         found = network(self.to_input(batch[0]), samples, mode="loss")
         decode, aux = found["decode.loss_ce"], found["aux.loss_ce"]
-        return {"loss": decode + aux, "loss_decode": decode, "loss_aux": aux, "accuracy_percent": found["decode.acc_seg"].squeeze()}
+        return {
+            "loss": decode + aux,
+            "loss_decode": decode,
+            "loss_aux": aux,
+            "accuracy_percent": found["decode.acc_seg"].squeeze(),
+        }
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
         """A batch in equal parts.
 
         Raises:
-            UserError: parts of one image on one process, since pyramid pooling leaves batch norm a single value of one image.
+            UserError: parts of one image on one process, since pyramid pooling leaves batch norm a single value of one
+                image.
         """
         if len(batch[0]) == parts and self.ranks.world_size == 1:
-            raise UserError("UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size")
+            raise UserError(
+                "UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size"
+            )
         return super().split(batch, parts)
 
     def evaluate(self, model: mmseg.models.EncoderDecoder, split: str) -> dict[str, float]:
@@ -80,7 +93,8 @@ class Segmentation(Task):
 
 @torch.inference_mode()
 def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:
-    """Classes (h, w), int64, of an image: logits of sliding windows averaged, or of the whole image, resized bilinearly to `size`, the largest taken.
+    """Classes (h, w), int64, of an image: logits of sliding windows averaged, or of the whole image, resized bilinearly
+    to `size`, the largest taken.
 
     Args:
         model: of `build_upernet`, in eval mode.
@@ -92,21 +106,25 @@ def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[in
 
 
 def measure(
-    predict: Callable[[Tensor, tuple[int, int]], Tensor], batches: Iterable[Batch], num_classes: int, ranks: Ranks = Ranks()
+    predict: Callable[[Tensor, tuple[int, int]], Tensor],
+    batches: Iterable[Batch],
+    num_classes: int,
+    ranks: Ranks = Ranks(),
 ) -> tuple[dict[str, float], list[float | None], list[list[int]]]:
-    """mmsegmentation's metrics over all images: areas are added up, and IoU and accuracy of a class are quotients of the sums.
+    """mmsegmentation's metrics over all images: areas are added up, and IoU and accuracy of a class are quotients of
+    the sums.
 
     Args:
         predict: image uint8 (1, 3, H, W) and a size (h, w) -> classes (h, w), integers.
-        batches: images one by one, with label maps (1, h, w) of the size at which the prediction is judged; on several ranks each
-            one's share.
+        batches: images one by one, with label maps (1, h, w) of the size at which the prediction is judged; on several
+            ranks each one's share.
         num_classes: labels are 0 to num_classes - 1, or `IGNORED`.
         ranks: over which the areas are added up.
 
     Returns:
-        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and `held_out_images`; the IoU of
-        each class in percent, None where it occurs neither in labels nor in predictions; and the number of pixels of each class that
-        were predicted as each class.
+        `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and
+        `held_out_images`; the IoU of each class in percent, None where it occurs neither in labels nor in predictions;
+        and the number of pixels of each class that were predicted as each class.
     """
     areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
     pixels = torch.zeros(num_classes**2, dtype=torch.float64)

@@ -15,14 +15,17 @@ class UperNet(DenseModel, mmseg.models.EncoderDecoder):
     """mmsegmentation's model, with the backbone's rules for the optimiser."""
 
 
-def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: int, window: int, stride: int | None) -> UperNet:
+def build_upernet(
+    backbone: nn.Module, params: UperNetParams, *, num_classes: int, window: int, stride: int | None
+) -> UperNet:
     """UPerHead on all four maps and, for training, FCNHead on the map of stride 16.
 
-    Called with normalised images (B, 3, H, W), the model returns logits (B, num_classes, H/4, W/4). Called with `mode="loss"` and
-    the label maps, it returns the losses of both heads: the cross-entropy of the logits, upsampled bilinearly to the label map. Without
-    `class_weights` it is averaged over ALL its pixels, where those with the label `IGNORED` count as 0; with them over the labelled
-    ones, each counted by the weight of its class. The auxiliary loss is multiplied by `aux_weight`. `predict` averages the logits of overlapping windows; an image smaller than a window is one window.
-    Without a `stride` it takes the whole image at once.
+    Called with normalised images (B, 3, H, W), the model returns logits (B, num_classes, H/4, W/4). Called with
+    `mode="loss"` and the label maps, it returns the losses of both heads: the cross-entropy of the logits, upsampled
+    bilinearly to the label map. Without `class_weights` it is averaged over ALL its pixels, where those with the label
+    `IGNORED` count as 0; with them over the labelled ones, each counted by the weight of its class. The auxiliary loss
+    is multiplied by `aux_weight`. `predict` averages the logits of overlapping windows; an image smaller than a window
+    is one window. Without a `stride` it takes the whole image at once.
 
     Args:
         backbone: a `repro.models.pyramid.Pyramid`; it is used as it is.
@@ -43,7 +46,11 @@ def build_upernet(backbone: nn.Module, params: UperNetParams, *, num_classes: in
     decode |= {"channels": params.channels, "pool_scales": params.pool_scales}
     aux = {"type": "FCNHead", "in_channels": channels[_AUX_MAP], "in_index": _AUX_MAP}
     aux |= {"channels": params.aux_channels, "num_convs": 1, "concat_input": False}
-    windows = {"mode": "whole"} if stride is None else {"mode": "slide", "crop_size": (window, window), "stride": (stride, stride)}
+    windows = (
+        {"mode": "whole"}
+        if stride is None
+        else {"mode": "slide", "crop_size": (window, window), "stride": (stride, stride)}
+    )
     loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False, "class_weight": weights}
     with quiet():
         model = UperNet(

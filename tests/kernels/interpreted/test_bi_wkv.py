@@ -12,7 +12,9 @@ from tests.slow import slow
 draw = cases.draw
 
 
-@pytest.mark.parametrize(("decay", "keys", "limit"), [(0.3, 1.0, 1e-5), (0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4), (30.0, 1000.0, 5e-3)])
+@pytest.mark.parametrize(
+    ("decay", "keys", "limit"), [(0.3, 1.0, 1e-5), (0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4), (30.0, 1000.0, 5e-3)]
+)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_any_sign_and_size(decay, keys, limit, sign):
     sizes = Sizes(batch=1, tokens=30, channels=5)
@@ -30,7 +32,9 @@ def test_any_sign_and_size(decay, keys, limit, sign):
 def test_other_configs(number):
     sizes = Sizes(batch=1, tokens=19, channels=35)
     configs = [triton_fwd.configs()[number]] * 2
-    default, other = (check.run_kernels(cases, draw(0, sizes), torch.float32, sizes, *chosen) for chosen in ((), configs))
+    default, other = (
+        check.run_kernels(cases, draw(0, sizes), torch.float32, sizes, *chosen) for chosen in ((), configs)
+    )
     assert max(check.relative_errors(other, default, cases.FLOOR).values()) < 2e-6
 
 
@@ -49,7 +53,8 @@ def test_a_decay_that_rounds_exponents_away_fills_its_channel():
 
 @pytest.mark.parametrize("tokens", [41, *[slow(tokens) for tokens in (32, 64, 79)]])
 @pytest.mark.parametrize(
-    ("decay", "keys", "limit"), [(None, 1.0, 1e-5), *[slow(*values) for values in ((0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4))]]
+    ("decay", "keys", "limit"),
+    [(None, 1.0, 1e-5), *[slow(*values) for values in ((0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4))]],
 )
 def test_sequences_that_are_cut_into_segments(tokens, decay, keys, limit, monkeypatch):
     """Two to five segments, the last of them full or short, with decays of both signs; and each kept logarithm."""

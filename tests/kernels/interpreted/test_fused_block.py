@@ -1,4 +1,6 @@
-"""A block of Vittt in few launches: output and every gradient are those of the plain path, and what it is not for takes that path."""
+"""A block of Vittt in few launches: output and every gradient are those of the plain path, and what it is not for takes
+that path.
+"""
 
 import pytest
 import timm
@@ -15,7 +17,9 @@ NAMES = {"stream": "tokens"}
 def make(seed=0, **options):
     torch.manual_seed(seed)
     model = timm.create_model(
-        "vittt_nano_patch16_144", num_classes=5, **{"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options
+        "vittt_nano_patch16_144",
+        num_classes=5,
+        **{"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options,
     )
     with torch.no_grad():
         for parameter in model.parameters():  # away from the zeros and ones of the start
@@ -30,13 +34,18 @@ def differentiate(model, images, backend):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, *[slow(options) for options in ({"num_heads": 1}, {"reading": "eta_base=0.5,positions=none"}, {"pool": "max"})]]
+    "options",
+    [
+        {},
+        *[slow(options) for options in ({"num_heads": 1}, {"reading": "eta_base=0.5,positions=none"}, {"pool": "max"})],
+    ],
 )
 @pytest.mark.parametrize("sides", [slow((80, 80)), (48, 112)])
 def test_it_is_the_plain_path(options, sides):
     """In fp32, on square and other grids whose last chunk is shorter: the two differ by rounding."""
     model, images = make(**options), torch.randn(2, 3, *sides)
-    assert all(fused_block.can_fuse(block, torch.zeros(1)) for block in model.blocks) is False  # auto takes torch on a CPU
+    # auto takes torch on a CPU
+    assert all(fused_block.can_fuse(block, torch.zeros(1)) for block in model.blocks) is False
     expected, found = (differentiate(model, images, backend) for backend in ("torch", "triton"))
     assert all(fused_block.can_fuse(block, torch.zeros(1)) for block in model.blocks)
     names = ["out", *(name for name, _ in model.named_parameters())]
@@ -77,7 +86,12 @@ def load(model):
     model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()}, assign=True)
 
 
-CHANGES = {"a write to .data": write_data, "a fused optimiser": step_fused, "loading": load, "casting": lambda model: model.half().float()}
+CHANGES = {
+    "a write to .data": write_data,
+    "a fused optimiser": step_fused,
+    "loading": load,
+    "casting": lambda model: model.half().float(),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -95,7 +109,9 @@ def test_new_weights_are_used_at_once(change):
 
 
 def test_a_frozen_model_keeps_its_constants():
-    """The bits of one that is not, and nothing is made again until it is trained, cast or loaded; gradients never see what is kept."""
+    """The bits of one that is not, and nothing is made again until it is trained, cast or loaded; gradients never see
+    what is kept.
+    """
     model, images = make().eval(), torch.randn(1, 3, 80, 80)
     model.set_backend("triton")
     with torch.inference_mode():

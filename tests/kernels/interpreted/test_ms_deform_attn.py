@@ -1,4 +1,6 @@
-"""What is deformable attention's own among the tests of its kernels: levels of any shape, points at edges and outside, other configs."""
+"""What is deformable attention's own among the tests of its kernels: levels of any shape, points at edges and outside,
+other configs.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from tests.slow import slow
 
 INPUTS = CASES.INPUTS
 
-# (B,Q,M,L,P), C and the levels: rows and channels that fill no block, single pixels and rows, as many levels as there may be
+# (B,Q,M,L,P), C and the levels: rows and channels that fill no block, single pixels and rows, as many levels as there
+# may be
 SIZES = [
     ((1, 1, 1, 1, 1), 1, ((1, 1),)),
     ((2, 13, 3, 1, 3), 5, ((4, 3),)),
@@ -52,7 +55,8 @@ def test_many_samples_in_one_cell():
     """More than a program takes at once, and pixels that no sample comes near: their gradient is zero."""
     shapes = ((4, 5),)
     value, locations, weights, dout = draw(shapes, (2, 40, 2, 1, 3), 8)
-    inputs = value, (locations % 1 * 0.98 + 1.5) / torch.tensor([5, 4]), weights, dout  # between the columns 1 and 2, the rows 1 and 2
+    # between the columns 1 and 2, the rows 1 and 2
+    inputs = value, (locations % 1 * 0.98 + 1.5) / torch.tensor([5, 4]), weights, dout
     results = differentiate(inputs, shapes)
     assert_near(results, differentiate([x.double() for x in inputs], shapes, "reference"))
     reached = results[1].abs().sum((0, 2, 3)) > 0
@@ -78,11 +82,16 @@ def test_nan_at_a_point_fills_its_query_and_head(bad):
 
 
 def test_on_pixels_and_at_edges_as_the_reference():
-    """Whole pixel coordinates from −2 to beyond the map, exact in fp32: the value itself, and the derivative from the right."""
+    """Whole pixel coordinates from −2 to beyond the map, exact in fp32: the value itself, and the derivative from the
+    right.
+    """
     i, j = torch.meshgrid(torch.arange(-2.0, 6), torch.arange(-2.0, 6), indexing="ij")
     locations = ((torch.stack([j, i], -1) + 0.5) / 4).view(1, 64, 1, 1, 1, 2)
     value, _, weights, dout = draw(((4, 4),), (1, 64, 1, 1, 1), 3)
-    assert_near(*(differentiate([value, locations, weights, dout], ((4, 4),), backend) for backend in ("triton", "reference")), 1e-6)
+    assert_near(
+        *(differentiate([value, locations, weights, dout], ((4, 4),), backend) for backend in ("triton", "reference")),
+        1e-6,
+    )
 
 
 def test_nan_in_a_pixel_stays_around_it():
@@ -101,4 +110,6 @@ def test_other_configs():
     rows, pixels = triton_fwd.configs(24), triton_bwd.configs(24)
     expected = triton_fwd.forward(arguments, rows[0]), *triton_bwd.backward(dout, arguments, rows[0], pixels[0])
     for one, other in ((rows[1], pixels[1]), (rows[2], pixels[2]), (rows[3], pixels[0])):
-        assert_near((triton_fwd.forward(arguments, one), *triton_bwd.backward(dout, arguments, one, other)), expected, 2e-6)
+        assert_near(
+            (triton_fwd.forward(arguments, one), *triton_bwd.backward(dout, arguments, one, other)), expected, 2e-6
+        )

@@ -1,4 +1,6 @@
-"""What is the selective scan's own among the tests of its kernels: groups of tokens, no gate, small steps, strides that are not copied."""
+"""What is the selective scan's own among the tests of its kernels: groups of tokens, no gate, small steps, strides that
+are not copied.
+"""
 
 import functools
 
@@ -16,7 +18,9 @@ INPUTS, draw = cases.INPUTS, cases.draw
 
 
 @pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
-@pytest.mark.parametrize(("batch", "tokens", "channels", "options"), [(2, 5, 33, {}), (1, 19, 8, {}), (1, 19, 33, VMAMBA)])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "options"), [(2, 5, 33, {}), (1, 19, 8, {}), (1, 19, 33, VMAMBA)]
+)
 def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
     """Two blocks of channels of which one is short, and three groups of tokens, of Vim and of VMamba."""
     monkeypatch.setattr(triton_fwd, "GROUP", 8)
@@ -82,7 +86,10 @@ def test_all_states_are_written(monkeypatch):
     inputs = [x.float() for x in draw(0, sizes)[:-1]]
     with check.poisoned_memory():
         _, states = triton_fwd.forward(cases.arguments(inputs, sizes), True)
-    assert states.shape == triton_fwd.states_shape(inputs[0].shape, 16, True) == (1, 2, 1, 16, 8) and not states.isnan().any()
+    assert (
+        states.shape == triton_fwd.states_shape(inputs[0].shape, 16, True) == (1, 2, 1, 16, 8)
+        and not states.isnan().any()
+    )
 
 
 def test_numbers_of_states_that_the_kernels_do_not_take():
@@ -129,7 +136,10 @@ def test_layers_train_on_it(make):
 def test_routes_by_the_strides_of_a_layer():
     """u's two sequences as they lie, one memory for four routes; delta, B and C by their strides."""
     sizes = Sizes(batch=2, tokens=3, channels=32, **VMAMBA)
-    inputs = [x if x is None else x.half() if x.dtype == torch.bfloat16 else x for x in cases.layer_inputs(sizes, torch.device("cpu"))]
+    inputs = [
+        x if x is None else x.half() if x.dtype == torch.bfloat16 else x
+        for x in cases.layer_inputs(sizes, torch.device("cpu"))
+    ]
     given = dict(zip(INPUTS, inputs, strict=True))
     taken = triton_fwd.shared_arguments(cases.arguments(inputs, sizes))
     assert all(taken[f"{name}_ptr"] is given[name] for name in ("u", "delta", "B", "C")) and taken["K"] == 2

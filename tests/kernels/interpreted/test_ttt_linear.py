@@ -1,4 +1,6 @@
-"""What is TTT-Linear's own among the tests of its kernels: groups of chunks, strides of v, tuning, memory, and the layers that use it."""
+"""What is TTT-Linear's own among the tests of its kernels: groups of chunks, strides of v, tuning, memory, and the
+layers that use it.
+"""
 
 import shutil
 from types import SimpleNamespace
@@ -28,13 +30,17 @@ def assert_passes(sizes, **options):
     assert row["passed"], row
 
 
-@pytest.mark.parametrize(("head_dim", "tokens", "reverse"), [(16, 150, (False,)), (32, 150, (True,)), (128, 40, (True, False))])
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "reverse"), [(16, 150, (False,)), (32, 150, (True,)), (128, 40, (True, False))]
+)
 def test_other_widths_and_directions(head_dim, tokens, reverse):
     assert_passes(small(tokens, 2, head_dim=head_dim, reverse=reverse))
 
 
 def test_many_groups():
-    """Six groups of chunks: the kept states in the middle of the sequence are the ones that the backward pass starts from."""
+    """Six groups of chunks: the kept states in the middle of the sequence are the ones that the backward pass starts
+    from.
+    """
     assert triton_fwd.states_shape((1, 700, 2, 1, 64), 16, True)[1] == 5
     assert_passes(small(700, 1))
 
@@ -46,8 +52,12 @@ def ragged(*others):
 
 @ragged((1, {}), (150, {}), (700, {}), (150, {"head_dim": 16}), (81, {"chunk_size": 4}))
 def test_the_backward_pass_in_two_launches(tokens, options):
-    """With a program for every group of chunks in the first: as exact as in one launch, and the same bits where both add up alike."""
-    two = triton_bwd.TwoPasses(*(candidates(torch.float32, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs)))
+    """With a program for every group of chunks in the first: as exact as in one launch, and the same bits where both
+    add up alike.
+    """
+    two = triton_bwd.TwoPasses(
+        *(candidates(torch.float32, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs))
+    )
     sizes = small(tokens, 2, **options)
     assert_passes(sizes, backward_config=two)
     inputs, _ = check.draw_case(cases, sizes, 1)
@@ -56,7 +66,9 @@ def test_the_backward_pass_in_two_launches(tokens, options):
         assert torch.equal(one[name], other[name]), name
 
 
-TWO_PHASES = triton_phases.TwoPhases(*(find(torch.float16, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs)))
+TWO_PHASES = triton_phases.TwoPhases(
+    *(find(torch.float16, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs))
+)
 
 
 @ragged((1, {}), (150, {"reverse": (True,)}), (700, {}), (150, {"head_dim": 16}), (81, {"head_dim": 32}))
@@ -67,7 +79,9 @@ def test_the_forward_pass_in_two_phases(tokens, options):
 
 def test_tokens_that_are_alike():
     """In two phases and two launches, from chunk to chunk: the mean of Z, which rounding makes, does not grow."""
-    two = triton_bwd.TwoPasses(*(candidates(torch.float16, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs)))
+    two = triton_bwd.TwoPasses(
+        *(candidates(torch.float16, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs))
+    )
     row = check.compare(cases, "", small(600, 1, alike=True), "fp16", seeds=[0], config=TWO_PHASES, backward_config=two)
     assert row["passed"], row
 
@@ -79,25 +93,39 @@ def test_two_phases_take_v_as_it_is():
     wide = torch.randn(2, 40, 5, 3, 64).half()
     wide[:, :, 3:] = given.v
     out, none = triton_phases.forward(given._replace(v=wide[:, :, 3:]), False, TWO_PHASES)
-    assert torch.equal(out, expected) and none.numel() == 0 and kept.shape == triton_fwd.states_shape(given.q.shape, 16, True)
+    assert (
+        torch.equal(out, expected)
+        and none.numel() == 0
+        and kept.shape == triton_fwd.states_shape(given.q.shape, 16, True)
+    )
 
 
 def test_two_phases_where_programs_are_few(monkeypatch):
     """Up to one program a multiprocessor, in the sizes that models have, and never without a GPU."""
 
     def takes(batch, dtype=torch.float16, **options):
-        return triton_phases.takes_two_phases(draw_arguments(Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options)), dtype)[0])
+        return triton_phases.takes_two_phases(
+            draw_arguments(Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options)), dtype)[0]
+        )
 
     assert not takes(1)
     monkeypatch.setattr(triton_phases, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=8))
-    assert takes(4) and not takes(5) and not takes(4, chunk_size=32) and not takes(4, head_dim=128) and not takes(4, torch.float32)
+    assert (
+        takes(4)
+        and not takes(5)
+        and not takes(4, chunk_size=32)
+        and not takes(4, head_dim=128)
+        and not takes(4, torch.float32)
+    )
 
 
 def test_two_launches_where_programs_are_few(monkeypatch):
     """Up to two programs a multiprocessor, and never without a GPU."""
     assert not triton_bwd.takes_two_passes(1, torch.device("cpu"))
     monkeypatch.setattr(triton_bwd, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert triton_bwd.takes_two_passes(264, torch.device("cuda")) and not triton_bwd.takes_two_passes(265, torch.device("cuda"))
+    assert triton_bwd.takes_two_passes(264, torch.device("cuda")) and not triton_bwd.takes_two_passes(
+        265, torch.device("cuda")
+    )
 
 
 @pytest.mark.parametrize("r", [0, 1])
@@ -118,11 +146,16 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
     kernels = {triton_fwd: triton_fwd.forward_kernel, triton_bwd: triton_bwd.backward_kernel}
     shapes = [Sizes(batch=batch, tokens=tokens, heads=1) for batch, tokens in ((1, 20), (1, 21), (1, 40), (4, 20))]
     want = {sizes: check.run_kernels(cases, draw(0, sizes), torch.float16, sizes) for sizes in shapes}
-    tuners = {module: triton_launch.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64) for module, kernel in kernels.items()}
+    tuners = {
+        module: triton_launch.tuned.__wrapped__(kernel, module.configs, torch.float16, 16, 64)
+        for module, kernel in kernels.items()
+    }
     benchmarked = []
     for tuner in tuners.values():
         tuner._do_bench = lambda call, quantiles: (call(), benchmarked.append(1), [1.0, 1.0, 1.0])[-1]
-    monkeypatch.setattr(triton_launch, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel))
+    monkeypatch.setattr(
+        triton_launch, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel)
+    )
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     for sizes in shapes:
         torch.use_deterministic_algorithms(deterministic)
@@ -136,7 +169,9 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 21), slow(2, 21), slow(2, 1)])
 def test_v_as_a_part_of_a_wider_projection(batch, tokens):
-    """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous v."""
+    """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous
+    v.
+    """
     given, dout = draw_arguments(Sizes(batch=batch, tokens=tokens, heads=3), torch.float16)
     expected = cases.kernels(given, dout)
     v = given[2]
@@ -179,8 +214,12 @@ def test_size_of_the_states(T, D, chunk_size):
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_memory_kept_for_the_backward_pass(directions):
-    """What autograd holds after a forward pass, each storage once, without parameters: at most 1.25 times q, k, v and out."""
-    inputs = [x.half() for x in draw(0, Sizes(batch=1, tokens=300, heads=2))[:4]] + draw(0, Sizes(batch=1, tokens=300, heads=2))[4:-1]
+    """What autograd holds after a forward pass, each storage once, without parameters: at most 1.25 times q, k, v and
+    out.
+    """
+    inputs = [x.half() for x in draw(0, Sizes(batch=1, tokens=300, heads=2))[:4]] + draw(
+        0, Sizes(batch=1, tokens=300, heads=2)
+    )[4:-1]
     inputs = [x if i < 4 else x.float() for i, x in enumerate(inputs)]
     leaves = [x.contiguous().requires_grad_() for x in (inputs if directions == 2 else one_direction(inputs))]
     parameters, held = {x.untyped_storage().data_ptr() for x in leaves[4:]}, {}
@@ -228,7 +267,9 @@ def test_inductor_gives_the_same_bits():
 @pytest.mark.slow
 def test_ddp(tmp_path):
     """DistributedDataParallel hooks on gradients of the operator: with one process they are those of the plain layer."""
-    *tokens, _ = inputs = [x.float().requires_grad_() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16))[:-1]]
+    *tokens, _ = inputs = [
+        x.float().requires_grad_() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16))[:-1]
+    ]
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -251,7 +292,9 @@ def test_ddp(tmp_path):
 
 @pytest.mark.slow
 def test_a_layer_under_autocast():
-    """fp16 tokens, fp32 parameters and states: the result and the gradients of the torch backend, as near as fp16 products are."""
+    """fp16 tokens, fp32 parameters and states: the result and the gradients of the torch backend, as near as fp16
+    products are.
+    """
     from repro.models.ttt_mixer import TTTMixer
 
     torch.manual_seed(0)

@@ -32,8 +32,12 @@ def test_the_designs_are_the_built_ones():
 
 
 def test_eq_13_has_whole_chunks_alone():
-    """The last of 13 chunks has 4 of 196 tokens: 12·256 + 4² products of pairs and not 16·196, twice D = 192 in 2 directions and 12 layers."""
-    assert vittt_g(192, 196) - vittt_design_g("conv2d") == Fraction(2 * 2 * 192 * 12 * (16 * 196 - 12 * 256 - 16), 10**9)
+    """The last of 13 chunks has 4 of 196 tokens: 12·256 + 4² products of pairs and not 16·196, twice D = 192 in 2
+    directions and 12 layers.
+    """
+    assert vittt_g(192, 196) - vittt_design_g("conv2d") == Fraction(
+        2 * 2 * 192 * 12 * (16 * 196 - 12 * 256 - 16), 10**9
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,5 +112,7 @@ def test_a_wrong_design_is_named():
 
 def test_the_ledger_may_call_them():
     known = load_primary().formulas
-    own = {name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens")) and callable(value)}
+    own = {
+        name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens")) and callable(value)
+    }
     assert own <= set(known)

@@ -7,7 +7,14 @@ import pytest
 
 from repro.models.reading import Reading
 from repro.papers import load_primary
-from repro.papers.vision_ttt.readings import count_reading, fit_readings, list_alternatives, list_pairs, list_trained, load_choices
+from repro.papers.vision_ttt.readings import (
+    count_reading,
+    fit_readings,
+    list_alternatives,
+    list_pairs,
+    list_trained,
+    load_choices,
+)
 
 D, L, H = 192, 12, 3
 
@@ -38,10 +45,13 @@ def test_the_counts_that_a_reading_is_compared_with():
     together = count_reading(Reading(conv1d_arrival="together"))
     change = found["params_m"]["table3.gating.params_m"] - together["params_m"]["table3.gating.params_m"]
     assert change == pytest.approx(L * 5 * D / 1e6)
-    assert {name for name in found["params_m"] if found["params_m"][name] != together["params_m"][name]} == {"table3.gating.params_m"}
+    assert {name for name in found["params_m"] if found["params_m"][name] != together["params_m"][name]} == {
+        "table3.gating.params_m"
+    }
 
 
-# alternative -> how many of Table 3's six rows fit by the audit, which counted with both Conv1d in the row named after them
+# alternative -> how many of Table 3's six rows fit by the audit, which counted with both Conv1d in the row named after
+# them
 AUDIT = {
     "": 5,
     "post_norm=per_direction": 5,

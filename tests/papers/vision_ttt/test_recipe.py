@@ -1,4 +1,6 @@
-"""The resolved recipe by hand arithmetic; departures against the paper's Appendix D, DeiT's augmentation and Swin's config.py."""
+"""The resolved recipe by hand arithmetic; departures against the paper's Appendix D, DeiT's augmentation and Swin's
+config.py.
+"""
 
 import copy
 import dataclasses
@@ -46,7 +48,9 @@ def change(params, changes):
 def resolved(params, *, train_images=IMAGENET, dtype=None, world_size=1, accumulate=1, micro_batch=None):
     micro = micro_batch or params["batch_size"] // world_size // accumulate
     facts = {"device": "cpu", "dtype": dtype or params["precision"], "backend": "torch", "train_images": train_images}
-    return resolve(params, vision_ttt.PRINTED.choices, world_size=world_size, micro_batch=micro, accumulate=accumulate, **facts)
+    return resolve(
+        params, vision_ttt.PRINTED.choices, world_size=world_size, micro_batch=micro, accumulate=accumulate, **facts
+    )
 
 
 def departing(params, **facts):
@@ -106,13 +110,18 @@ def test_engine_does_what_the_recipe_says(warmup_epochs):
     assert rates.index(max(rates)) == recipe["steps"]["warmup"]
 
 
-@pytest.mark.parametrize("augment, active", [("rand-m9-mstd0.5-inc1", False), ("rand-m9-mstd0.5-inc1-t3a", True), (None, True)])
+@pytest.mark.parametrize(
+    "augment, active", [("rand-m9-mstd0.5-inc1", False), ("rand-m9-mstd0.5-inc1-t3a", True), (None, True)]
+)
 def test_colour_jitter_is_inactive_when_timm_leaves_it_out(augment, active):
     steps = create_transform(32, is_training=True, color_jitter=0.4, auto_augment=augment).transforms
     assert any(type(step).__name__ == "ColorJitter" for step in steps) == active
     params = change(cell(), {"transform.color_jitter": 0.4, "transform.auto_augment": augment})
     assert ("transform.color_jitter" not in resolved(params)["inactive"]) == active
-    assert any(line.startswith("transform.color_jitter: 0.4, Swin's default is none") for line in departing(params)) == active
+    assert (
+        any(line.startswith("transform.color_jitter: 0.4, Swin's default is none") for line in departing(params))
+        == active
+    )
 
 
 # --- where it departs
@@ -189,7 +198,11 @@ SINGLE = [
     ("transform.ratio", (1.0, 1.0), "[1, 1], the paper has DeiT's [0.75, 1.33333]"),
     ("transform.hflip", 0.0, "0, the paper has DeiT's 0.5"),
     ("transform.auto_augment", None, "none, the paper has DeiT's rand-m9-mstd0.5-inc1"),
-    ("transform.auto_augment", "rand-m7-mstd0.5-inc1", "rand-m7-mstd0.5-inc1, the paper has DeiT's rand-m9-mstd0.5-inc1"),
+    (
+        "transform.auto_augment",
+        "rand-m7-mstd0.5-inc1",
+        "rand-m7-mstd0.5-inc1, the paper has DeiT's rand-m9-mstd0.5-inc1",
+    ),
     ("transform.re_prob", 0.0, "0, the paper has DeiT's 0.25"),
     ("transform.interpolation", "bilinear", f"bilinear, Swin's default is bicubic{SILENT}"),
     ("transform.crop_pct", 0.9, f"0.9, Swin's default is 0.875{SILENT}"),
@@ -208,7 +221,8 @@ def test_one_changed_key_is_one_line(name, key, value, text):
 def test_every_key_of_the_training_is_compared(section):
     """A key that joins one of these sections must be compared, or changes nothing in the training and is named here."""
     without_effect = {"transform.color_jitter"}
-    without_effect |= {"optim.schedule", "optim.milestones", "optim.warmup_steps"}  # a cell of pretrain with another schedule is refused
+    # a cell of pretrain with another schedule is refused
+    without_effect |= {"optim.schedule", "optim.milestones", "optim.warmup_steps"}
     keys = {f"{section}.{name}" for name in cell()[section]}
     assert keys - without_effect == {key for key, _, _ in SINGLE if key.startswith(f"{section}.")}
 
@@ -216,7 +230,8 @@ def test_every_key_of_the_training_is_compared(section):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim.lr": 5e-4, "optim.warmup_lr": 5e-7, "optim.min_lr": 5e-6, "optim.lr_batch_size": 512},  # Swin's own way to say it
+        # Swin's own way to say it
+        {"optim.lr": 5e-4, "optim.warmup_lr": 5e-7, "optim.min_lr": 5e-6, "optim.lr_batch_size": 512},
         {"transform.ratio": (0.75, 1.3333)},
         {"transform.auto_augment": "rand-n2-m9-mstd0.5-inc1"},
         {"transform.color_jitter": 0.4},  # as in Swin's configuration, and without effect
@@ -241,7 +256,9 @@ def test_drop_path_of_the_base_model_is_not_called_swins():
     assert not any("ViT3-B" in choice for choice in resolved(cell())["choices"])
 
 
-@pytest.mark.parametrize("data, train_images", [("imagenet", 128116), ("imagenet100", 126689), ("tiny_imagenet", 100000)])
+@pytest.mark.parametrize(
+    "data, train_images", [("imagenet", 128116), ("imagenet100", 126689), ("tiny_imagenet", 100000)]
+)
 def test_a_subset_is_another_data_set(data, train_images):
     (line,) = departing(change(cell(), {"data": data}), train_images=train_images)
     assert line == f"data: {data} ({train_images:,} training images), the paper has ImageNet-1K (1,281,167)"
@@ -275,7 +292,8 @@ def test_printed_lines():
     assert "steps          per_epoch 1251, warmup 25020, total 375300, epochs 300" in printed
     assert any(line.startswith("learning rate  first 1e-06, peak 0.001, final 1e-05;") for line in printed)
     assert any(line.startswith("inactive       transform.color_jitter: ") for line in printed)
-    assert all(len(line) <= 132 and "\n" not in line and line[15] != " " for line in printed[:-1])  # one column of names
+    # one column of names
+    assert all(len(line) <= 132 and "\n" not in line and line[15] != " " for line in printed[:-1])
 
 
 def test_printed_departures():

@@ -1,4 +1,6 @@
-"""The sections of Vision-TTT's page and its page of readings, from made-up records: for the paper, against it, and what is left out."""
+"""The sections of Vision-TTT's page and its page of readings, from made-up records: for the paper, against it, and what
+is left out.
+"""
 
 import re
 from pathlib import Path
@@ -21,7 +23,9 @@ def findings(checkout) -> dict[str, tuple[str, str]]:
     """What the paper says -> our numbers, and for whom they speak."""
     (section,) = interpretability_section(checkout.report())
     rows = [
-        [cell.strip() for cell in line.strip("|").split(" | ")] for line in render_blocks(section.blocks).splitlines() if "| Fig" in line
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in render_blocks(section.blocks).splitlines()
+        if "| Fig" in line
     ]
     return {says: (ours, word) for _, says, ours, word in rows}
 
@@ -37,7 +41,10 @@ def test_what_speaks_for_the_paper_is_said(checkout):
     found = findings(checkout)
     assert len(found) == 9 and {word for _, word in found.values()} == {"for the paper", "open"}
     # half of the field's side is 72 pixels, a quarter 36; that 40 is more says nothing about all pixels
-    assert found["DeiT, Vim and Vittt cover all pixels"] == ("90 % of the field within DeiT 40, Vim 40, Vittt 40 pixels of 144", "open")
+    assert found["DeiT, Vim and Vittt cover all pixels"] == (
+        "90 % of the field within DeiT 40, Vim 40, Vittt 40 pixels of 144",
+        "open",
+    )
     assert found["the reconstruction loss rises, then falls"][0] == "2.0 at epoch 0, 6.0 at epoch 3, 3.0 at epoch 12"
     text = render_blocks(interpretability_section(checkout.report())[0].blocks)
     assert "0 of 9 findings speak against the paper." in text and "8 held-out images" in text
@@ -64,7 +71,11 @@ def change(path: str, value):
             34.9,
             "the gradients are relatively uniform before training, and stand out after it",
         ),
-        ("gradient_magnitude/after/ink/later_percent", 70.1, "after training, the tokens with the largest gradients show the object"),
+        (
+            "gradient_magnitude/after/ink/later_percent",
+            70.1,
+            "after training, the tokens with the largest gradients show the object",
+        ),
         ("gradient_magnitude/before/ink/later_top30_percent", 77.0, "and more so than before"),
         ("receptive_fields/Vanilla TTT/share_ahead", 0.01, "vanilla TTT sees one direction"),
         ("receptive_fields/+ Dual/share_ahead", 0, "“+ Dual” sees both"),
@@ -80,7 +91,9 @@ def test_each_finding_can_speak_against_the_paper(checkout, path, value, says):
     checkout.record("visualize", metrics)
     against = {name for name, (_, word) in findings(checkout).items() if word == "**against the paper**"}
     assert against == {says}
-    assert "1 of 9 findings speak against the paper." in render_blocks(interpretability_section(checkout.report())[0].blocks)
+    assert "1 of 9 findings speak against the paper." in render_blocks(
+        interpretability_section(checkout.report())[0].blocks
+    )
 
 
 def test_epochs_are_ordered_as_numbers(checkout):
@@ -103,7 +116,9 @@ def test_fields_that_were_not_drawn_are_no_findings(checkout):
 
 
 def test_what_is_said_of_the_search_stands_in_its_table():
-    """Every counter leaves as many numbers unexplained as it says, and what it gives for them is not what the paper prints."""
+    """Every counter leaves as many numbers unexplained as it says, and what it gives for them is not what the paper
+    prints.
+    """
     rows, entries = read_csv(ROOT / COUNTERS_FILE), load_primary().ledger.entries
     text = render_blocks(flops_section(None)[0].blocks)
     for row, counts in zip(rows, (("rounding", "truncation"), ("rounding",), ("rounding", "truncation")), strict=False):
@@ -118,7 +133,15 @@ def test_what_is_said_of_the_search_stands_in_its_table():
 
 def fits() -> dict:
     """Every reading with the same made-up counts, but for one that fits less and one pair that fits by rounding alone."""
-    row = {"params_m": 7.0, "params_fit": 11, "params_truncated": 1, "macs_g": 1.4, "macs_fit": 2, "macs_truncated": 0, "missed": []}
+    row = {
+        "params_m": 7.0,
+        "params_fit": 11,
+        "params_truncated": 1,
+        "macs_g": 1.4,
+        "macs_fit": 2,
+        "macs_truncated": 0,
+        "missed": [],
+    }
     readings = {"": row} | {text: row for choice in load_choices() for text in choice.alternatives}
     readings["conv1d_count=1"] = row | {"params_fit": 9}
     pairs = {"gate_bias=true,post_norm=none": row | {"params_fit": 12, "params_truncated": 0, "macs_fit": 3}}
@@ -129,9 +152,18 @@ def test_the_page_of_readings_counts_what_fits(checkout):
     checkout.record("readings", fits())
     text = render_markdown(build_results(checkout.report()), "../results/")
     alternatives = sum(len(choice.alternatives) for choice in load_choices())
-    assert "Our reading fits 11 of 12 printed counts of parameters" in text and "1 of them by truncation, and 2 of 8 multiply-adds" in text
-    assert f"Of {alternatives} alternatives, {alternatives - 1} fit as many counts of parameters as ours, and 1 fewer" in text
-    assert "fits more than 3 of 8 multiply-adds" in text and "by rounding alone in: `gate_bias=true,post_norm=none`." in text
+    assert (
+        "Our reading fits 11 of 12 printed counts of parameters" in text
+        and "1 of them by truncation, and 2 of 8 multiply-adds" in text
+    )
+    assert (
+        f"Of {alternatives} alternatives, {alternatives - 1} fit as many counts of parameters as ours, and 1 fewer"
+        in text
+    )
+    assert (
+        "fits more than 3 of 8 multiply-adds" in text
+        and "by rounding alone in: `gate_bias=true,post_norm=none`." in text
+    )
     assert "| `conv1d_count=1` |" in text and "9 of 12" in text and "Top-1 (%)" not in text
 
 
@@ -144,7 +176,9 @@ def test_every_choice_is_explained_with_its_alternatives(checkout):
 def train(checkout, name: str, reading: str, top1: tuple[float, ...], *, device: str = "cpu_some", **more) -> None:
     options = {"reading": reading} if reading else {}
     path = f"measured/{device}/readings/digits/{name}"
-    checkout.train(path, "vittt_nano_patch16_144", "digits", options=options, top1=top1, held_out_images=1000, epochs=7, **more)
+    checkout.train(
+        path, "vittt_nano_patch16_144", "digits", options=options, top1=top1, held_out_images=1000, epochs=7, **more
+    )
 
 
 def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
@@ -158,7 +192,8 @@ def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
     assert set(find_trained(report)) == {"", "post_norm=none", "gate_bias=true"}
     text = render_markdown(build_results(report), "../results/")
     assert "**1 of 2 alternatives differ significantly from ours:** `post_norm=none` (-10.0 points)." in text
-    # means of 61, 51 and 61 %; at their mean two accuracies on 1000 images differ by 1.96 √(2 · 0.577 · 0.423 / 1000) by chance
+    # means of 61, 51 and 61 %; at their mean two accuracies on 1000 images differ by 1.96 √(2 · 0.577 · 0.423 / 1000)
+    # by chance
     assert "The means lie within 10.0 points; chance alone makes 4.3 on 1000 images." in text
     assert "3 seeds, 1000 held-out images" in text and "Top-1 (%)" in text and "61.0 %" in text
 
@@ -171,7 +206,9 @@ def test_readings_that_nothing_separates_say_so_and_one_seed_says_nothing(checko
     assert "within 0.0 points; chance alone makes 4.3 on 1000 images, so this task cannot tell them apart." in text
     train(checkout, "ours", "", (60.0,))
     train(checkout, "gate_bias_true", "gate_bias=true", (90.0,))
-    assert "Does the accuracy depend on the reading?" not in render_markdown(build_results(checkout.report()), "../results/")
+    assert "Does the accuracy depend on the reading?" not in render_markdown(
+        build_results(checkout.report()), "../results/"
+    )
 
 
 def test_a_reading_of_another_recipe_is_not_compared(checkout):

@@ -1,4 +1,6 @@
-"""The right-hand sides of the theorems by hand and where their answer is known, and that the measured errors are those of fp64."""
+"""The right-hand sides of the theorems by hand and where their answer is known, and that the measured errors are those
+of fp64.
+"""
 
 import pytest
 import torch
