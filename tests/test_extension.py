@@ -48,7 +48,9 @@ def command(cell: CellOption = None) -> None:
     for name in [cell] if cell else section_keys(paths.params, "toy"):
         started, params = time.monotonic(), load_section(ToyParams, paths.params, "toy", name)
         identity = make_identity(paths.root, ["stages.toy"], params, device="cpu", dtype="none", backend="none")
-        write_record(paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started, scores=["counted"])
+        write_record(
+            paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started, scores=["counted"]
+        )
 '''
 STAGE_IN_THE_GRAPH = """
   toy:
@@ -90,7 +92,9 @@ class Block(nn.Module):
 class Toy(Backbone):
     """The smallest backbone."""
 
-    def __init__(self, img_size: int = 32, patch_size: int = 16, in_chans: int = 3, num_classes: int = 10, **kwargs: Any):
+    def __init__(
+        self, img_size: int = 32, patch_size: int = 16, in_chans: int = 3, num_classes: int = 10, **kwargs: Any
+    ):
         super().__init__(img_size, patch_size, in_chans, num_classes, 16, 1, pool="mean", drop_rate=0.0)
         self.blocks, self.norm = nn.ModuleList([Block(16)]), nn.LayerNorm(16)
 

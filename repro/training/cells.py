@@ -174,6 +174,9 @@ def train_cell(cell: Cell) -> None:
 def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
     """Remove from .runs what seeds left there whose record stands."""
     for seed in seeds:
+        # the states first: a run that found one without its snapshots would end without them
+        for state in cell.state_folder(seed).glob("step_*.pt"):
+            state.unlink()
         shutil.rmtree(cell.state_folder(seed), ignore_errors=True)
 
 

@@ -63,9 +63,9 @@ def test_the_folder_around_it_will_do(root, tmp_path_factory):
 
 def test_images_may_be_grey_small_and_of_any_size(root):
     for part, extension in (("images", "jpg"), ("annotations", "png")):
-        Image.new("L", (1, 700), 3).save(root / f"{part}/training/{STEMS['training'][0]}.{extension}")
+        Image.new("L", (14, 700), 3).save(root / f"{part}/training/{STEMS['training'][0]}.{extension}")
     image, labels = AdePairs(root, "train").read(0)
-    assert image.shape == (700, 1, 3) and labels.shape == (700, 1) and (labels == 3).all()
+    assert image.shape == (700, 14, 3) and labels.shape == (700, 14) and (labels == 3).all()
 
 
 def label(root, image):

@@ -103,3 +103,13 @@ def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatc
     monkeypatch.setattr(cells, "find_finished_seeds", lambda cell: {0: {}})
     train_cell(cell)
     assert set(list_files(tmp_path)) == {".runs/seed_1/step_1.pt"}
+
+
+def test_no_state_is_left_without_its_snapshots(tmp_path, monkeypatch):
+    """A call may be killed while it removes a folder, whose files go in any order."""
+    cell = SimpleNamespace(state_folder=lambda seed: tmp_path)
+    for name in ("step_000000001.0.pt", "step_000000002.0.pt", "epoch_001.safetensors"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)
+    cells.remove_states(cell, [0])
+    assert set(list_files(tmp_path)) == {"epoch_001.safetensors"}
