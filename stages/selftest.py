@@ -105,8 +105,9 @@ def describe_faults(paths: Paths) -> str:
             {group: sum(each[key] for each in kinds) for group, kinds in counts.items()} for key in ("tried", "wrong")
         )
         lines.append(
-            f"{record['identity']['device']}, commit {str(record['identity']['parent_commit'])[:8]}: {tried['kill']:,} kills in {len(counts['kill'])} stages, after {wrong['kill']} of which a file "
-            f"differed or was left; {tried['flip']:,} flips, of which {wrong['flip']} went unnoticed; "
-            f"{tried['params']:,} altered params files, of which {wrong['params']} were no short line."
+            f"{record['identity']['device']}, commit {str(record['identity']['parent_commit'])[:8]}: "
+            f"{tried['kill']:,} kills in {len(counts['kill'])} stages, {wrong['kill']} wrong; "
+            f"{tried['flip']:,} flips, {wrong['flip']} unnoticed; "
+            f"{tried['params']:,} altered params files, {wrong['params']} without a short line."
         )
     return "\n".join(lines) or "No campaign is recorded."

@@ -16,7 +16,8 @@ from ..core.runtime import Runtime, choose_device, usable_cores
 
 # the lines with which DVC ends: of a command that failed, with its exit code, and of one that did not
 _OF_DVC = re.compile(
-    r"^(?:ERROR: .*, exited with (-?\d+)|Use `dvc push` .*|Data and pipelines are up to date\.)$", re.MULTILINE
+    r"^(?:ERROR: .*, exited with (-?\d+)|WARNING: '.*' is empty\.|Use `dvc push` .*|Data and pipelines are up to date\.)$",
+    re.MULTILINE,
 )
 
 
