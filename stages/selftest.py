@@ -53,6 +53,8 @@ def faults(
             "selftest faults: the processes of a run are found in /proc, which this system lacks; run it on Linux"
         )
     if many:
+        if only or keep or seed:
+            raise UserError("selftest faults: --many takes no --only, --keep or --seed; leave them out")
         _run_campaign(root, kills, flips)
         return
     command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--maxprocesses", "4", "tests/faults/test_faults.py"]
