@@ -190,8 +190,7 @@ def test_softplus(dtype):
     """To the relative accuracy of e^−|x| with a rounded exponent, also where it is small."""
     x = torch.linspace(-80, 80, 3201, dtype=dtype)
     expected = F.softplus(x.double(), threshold=1000)
-    ours = torch_path._softplus(x, torch.empty_like(x), torch.empty_like(x)).double()
-    assert ((ours / expected - 1).abs() <= torch.finfo(dtype).eps * (2 + x.double().abs())).all()
+    assert ((torch_path._softplus(x) / expected - 1).abs() <= torch.finfo(dtype).eps * (2 + x.double().abs())).all()
 
 
 @BACKENDS
