@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..models.dit import Denoiser
 from ..models.inner_mixer import KeyNorm
 from . import build
 from .flops import OperatorCounter, cost
 
-_PER_OUTPUT = {"upsample_bilinear2d": 4, "upsample_nearest2d": 1}
+_PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # by the mode of an interpolation
 
 
 def fvcore_terms(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
@@ -54,7 +55,7 @@ def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[st
             counter.extras["norms"] += 4 * out.numel()
 
     hooks = [module.register_forward_hook(count_keys) for module in model.modules() if isinstance(module, KeyNorm)]
-    with torch.no_grad(), counter:
+    with torch.no_grad(), counter, _InterpolationCounter(counter.extras):
         model(*inputs)
     for hook in hooks:
         hook.remove()
@@ -74,6 +75,20 @@ class _ExtrasCounter(OperatorCounter):
             self.extras["norms"] += args[0].numel() * (4 if scale is None else 5)
         elif "batch_norm" in name:
             self.extras["norms"] += args[0].numel() * (1 if args[1] is None else 2)
-        elif name in _PER_OUTPUT:
-            self.extras["interpolation"] += out.numel() * _PER_OUTPUT[name]
+        return out
+
+
+class _InterpolationCounter(TorchFunctionMode):
+    """Counts at the call, since PyTorch decomposes an interpolation once its compiler is loaded."""
+
+    def __init__(self, extras: dict[str, int]) -> None:
+        super().__init__()
+        self.extras = extras
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.nn.functional.interpolate:
+            mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
+            self.extras["interpolation"] += out.numel() * _PER_OUTPUT.get(mode, 0)
         return out
