@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from repro.bench.flops import cost
+from repro.bench.fvcore import fvcore_terms
 from repro.core.config import load_yaml
 from repro.core.csvfile import write_csv
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.data.kinds import list_wnids
-from repro.measure.flops import cost
-from repro.measure.fvcore import fvcore_terms
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.papers.grid import load_grid, vary_recipe
