@@ -67,7 +67,7 @@ def test_a_missing_number_leaves_its_reason_and_its_command_once(fill):
 def test_an_id_is_our_number_or_why_there_is_none(fill, checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 7_654_321, 1.0))
     assert "7.654" in fill("## A\n\n{table1.vittt_t.params_m:.3f}\n")
-    assert "repro" in fill("## A\n\n{table1.vittt_t.top1_percent}\n")
+    assert "ImageNet-1K" in fill("## A\n\n{table1.vittt_t.top1_percent}\n")
 
 
 def test_what_a_record_says_is_no_markup(fill):
