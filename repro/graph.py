@@ -158,7 +158,7 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
     row = table.get(stage)
     if row is None or row.task is None:
         return None
-    from .training.job import Cell
+    from .runs.job import Cell
 
     try:
         params = load_params(paths, table, stage, cell)

@@ -19,7 +19,7 @@ from .core.errors import RunError
 from .core.paths import Paths, describe_missing_results
 from .core.record import write_json
 from .core.runtime import RUN_BEGAN, Runtime, choose_device, device_slug, usable_cores
-from .training.pool import Work, run_all
+from .runs.pool import Work, run_all
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ def command(
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
     from repro.papers import describe_recipe
     from repro.papers.grid import load_grid, run_variants
-    from repro.training.cells import train_cells
+    from repro.runs.cells import train_cells
 
     if not grid and variant is None:
         if paper != PAPER:

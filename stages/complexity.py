@@ -2,7 +2,7 @@
 Fig. 1 and Fig. 6.
 """
 
-from repro.benchmark.params import ComplexityParams
+from repro.bench.params import ComplexityParams
 from repro.core.config import load_section
 from repro.core.paths import find_root
 
@@ -17,7 +17,7 @@ STAGE = Stage(
 
 def command() -> None:
     """Count parameters and multiply-adds; nothing runs on data."""
-    from repro.benchmark.complexity import run_complexity
+    from repro.bench.complexity import run_complexity
 
     paths = find_root()
     run_complexity(load_section(ComplexityParams, paths.params, "complexity"), paths)

@@ -31,6 +31,6 @@ def command(
     epochs: EpochsOption = None,
 ) -> None:
     """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
-    from repro.training.cells import train_cells
+    from repro.runs.cells import train_cells
 
     train_cells("detect", SPEC, cell, gpus, random=random, epochs=epochs, seeds=seeds)

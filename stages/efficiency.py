@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from repro.benchmark.params import EfficiencyParams, SweepParams, parse_image_sizes, parse_names
+from repro.bench.params import EfficiencyParams, SweepParams, parse_image_sizes, parse_names
+from repro.bench.sweep import FAMILIES, SIZES
 from repro.core.config import load_section
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
-from repro.measure.sweep import FAMILIES, SIZES
 
 from . import Stage
 
@@ -84,7 +84,7 @@ def command(
         "runs": runs,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    from repro.benchmark.efficiency import run_grid, run_sweep
+    from repro.bench.efficiency import run_grid, run_sweep
 
     if not options and device is None:
         run_grid(load_section(EfficiencyParams, paths.params, "efficiency"), paths, runtime)

@@ -76,7 +76,7 @@ def command(
     from repro.inference.classifier import load_classifier
     from repro.inference.explain import draw_map, require_png
     from repro.inference.predict import find_pictures
-    from repro.inference.probe import compare_probe
+    from repro.inference.probes import compare_probe
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)

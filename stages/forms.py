@@ -10,7 +10,7 @@ STAGE = Stage(purpose="prove")
 
 def command() -> None:
     """Time inner learners, recurrent and parallel, over the tokens."""
-    from repro.benchmark.forms import run_forms
+    from repro.bench.forms import run_forms
 
     paths = find_root()
     run_forms(paths, load_runtime(paths))

@@ -86,8 +86,8 @@ def command(
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     ]
     if weights is None:
-        from repro.training.cells import run_cells, train_cells
-        from repro.training.from_weights import make_denoiser_cell
+        from repro.runs.cells import run_cells, train_cells
+        from repro.runs.from_weights import make_denoiser_cell
 
         if drawing := [name for name in given if name not in (*_TRAINING, "sha256")]:
             option = f"--{drawing[0].replace('_', '-')}"

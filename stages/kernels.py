@@ -26,7 +26,7 @@ def check(op: Op = None, minutes: Minutes = None) -> None:
     """Compare outputs and all gradients with the fp64 reference; on a CPU: TRITON_INTERPRET=1 repro kernels check
     (minutes).
     """
-    from repro.benchmark.kernels import run_check
+    from repro.bench.kernels import run_check
 
     run_check(find_root(), op, minutes)
 
@@ -40,7 +40,7 @@ def bench(
     minutes: Minutes = None,
 ) -> None:
     """Run the check, then time the kernels on the GPU beside the torch backend, kernels of other projects and a copy."""
-    from repro.benchmark.kernels import run_bench
+    from repro.bench.kernels import run_bench
 
     run_bench(find_root(), op, compared=compared, minutes=minutes)
 
@@ -56,6 +56,6 @@ def resources(
     """Compile every configuration for sm_80, sm_89 and sm_90, without a GPU: registers, spills, shared memory,
     instructions.
     """
-    from repro.benchmark.kernels import run_resources
+    from repro.bench.kernels import run_resources
 
     run_resources(find_root(), op, defaults=defaults)

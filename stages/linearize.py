@@ -54,8 +54,8 @@ def command(
 ) -> None:
     """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.training.cells import run_cells, train_cells
-    from repro.training.from_weights import make_cell
+    from repro.runs.cells import run_cells, train_cells
+    from repro.runs.from_weights import make_cell
 
     options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
     lengths = {"epochs": epochs, "batch-size": batch_size}

@@ -17,6 +17,6 @@ def command(
     ] = None,
 ) -> None:
     """Measure this GPU: kernels, training, and every family over the image size."""
-    from repro.benchmark.campaign import run_campaign
+    from repro.bench.campaign import run_campaign
 
     run_campaign(find_root(), minutes)

@@ -32,7 +32,7 @@ def command(
 def train(stage: str, cell: str | None, gpus: int | None, seeds: int | None, replay_bad_step: Path | None) -> None:
     """Train the cells of a section of classifiers, or replay a step of one of them."""
     from repro.papers import describe_recipe
-    from repro.training.cells import replay, train_cells
+    from repro.runs.cells import replay, train_cells
 
     if replay_bad_step is not None:
         if seeds is not None:

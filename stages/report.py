@@ -55,7 +55,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     Raises:
         RunError: `check`, and a page is not what the records give.
     """
-    from repro.benchmark import campaign, kernels
+    from repro.bench import campaign, kernels
     from repro.report.claims import judge_paper
     from repro.report.pages import find_outdated, write_report
     from repro.report.results import Results

@@ -27,7 +27,7 @@ def command(
 ) -> None:
     """Choose learning rates; the records go to results/measured."""
     from repro.core.errors import UserError
-    from repro.training.tune import find_searches, run_searches, run_trial
+    from repro.runs.tune import find_searches, run_searches, run_trial
 
     if trial is not None and cell is None:
         raise UserError("tune: --trial is one of a cell; name the cell with --cell")

@@ -234,9 +234,8 @@ def test_the_pages_are_in_the_index_and_short_together():
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 15_000
 
 
-def arrows() -> tuple[dict[str, set[str]], set[str]]:
-    """The diagram of imports in docs/architecture.md: room -> the rooms it points to; and the modules of training that
-    are `jobs`.
+def arrows() -> dict[str, set[str]]:
+    """The diagram of imports in docs/architecture.md: room -> the rooms it points to.
 
     `graph` and `end` are keywords of Mermaid, with which nothing is drawn; a node `NAME_py` is the room NAME.
     """
@@ -247,7 +246,7 @@ def arrows() -> tuple[dict[str, set[str]], set[str]]:
     for source, target in ((name.removesuffix("_py") for name in pair) for pair in pairs):
         found.setdefault(source, set()).add(target)
         found.setdefault(target, set())
-    return found, set(re.search(r'jobs\["training: ([^"]*)"\]', diagram)[1].split(", "))
+    return found
 
 
 def reached_from(room: str, graph: dict[str, set[str]]) -> set[str]:
@@ -260,12 +259,10 @@ def reached_from(room: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_imports_follow_the_diagram():
-    graph, jobs = arrows()
+    graph = arrows()
 
     def room_of(parts: list[str]) -> str:
-        if parts[0] != "repro":
-            return parts[0]
-        return "jobs" if parts[1] == "training" and len(parts) > 2 and parts[2] in jobs else parts[1]
+        return parts[1] if parts[0] == "repro" else parts[0]
 
     allowed = {room: reached_from(room, graph) | {room} for room in graph}
     assert not [room for room in graph if room in reached_from(room, graph)], "the diagram has a cycle"

@@ -149,7 +149,7 @@ STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [
 
 def command(cell: CellOption = None, gpus: GpusOption = None) -> None:
     """Train a classifier of halves."""
-    from repro.training.cells import train_cells
+    from repro.runs.cells import train_cells
 
     train_cells("halve", SPEC, cell, gpus)
 '''

@@ -41,21 +41,12 @@ ALLOWED = {
     "repro.models": ("kernels", "repro.core"),
     "repro.report": ("repro.core",),
     "repro.training": ("repro.core",),
-    "repro.measure": ("kernels", "repro.core", "repro.models"),
-    "repro.explain": ("kernels", "repro.core", "repro.models"),
     "repro.tasks": ("repro.core", "repro.data", "repro.models", "repro.training"),
-    "repro.inference": ("kernels", "repro.core", "repro.data", "repro.models", "repro.explain", "repro.tasks"),
-    "repro.training.job": (
-        "repro.core",
-        "repro.data",
-        "repro.models",
-        "repro.training",
-        "repro.tasks",
-        "repro.measure",
-    ),
-    "repro.benchmark": ("kernels", "repro.core", "repro.models", "repro.measure", "repro.tasks", "repro.training.job"),
-    "repro.graph": ("repro.core", "repro.training.job"),
-    "repro.pipeline": ("repro.core", "repro.training.job"),
+    "repro.runs": ("repro.core", "repro.data", "repro.models", "repro.training", "repro.tasks"),
+    "repro.inference": ("kernels", "repro.core", "repro.data", "repro.models", "repro.tasks"),
+    "repro.bench": ("kernels", "repro.core", "repro.models", "repro.tasks", "repro.runs"),
+    "repro.graph": ("repro.core", "repro.runs"),
+    "repro.pipeline": ("repro.core", "repro.runs"),
     "repro.doctor": ("kernels", "repro.core", "repro.data"),
     "repro.papers": (
         "kernels",
@@ -63,20 +54,18 @@ ALLOWED = {
         "repro.data",
         "repro.models",
         "repro.report",
-        "repro.measure",
+        "repro.bench",
         "repro.tasks",
         "repro.training",
-        "repro.training.job",
+        "repro.runs",
     ),
-    "repro.planning": ("repro.core", "repro.data", "repro.measure", "repro.benchmark", "repro.report", "repro.papers"),
+    "repro.planning": ("repro.core", "repro.data", "repro.bench", "repro.report", "repro.papers"),
 }
 ALLOWED["stages"] = tuple(ALLOWED)
 ALLOWED["repro.cli"] = ("repro.core", "stages")
-# the part of repro.training that builds and records what the engine trains
-JOBS = ("job", "cells", "from_weights", "grid", "tune", "pool")
-# packages that must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors,
+# what must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors,
 # huggingface_hub)
-LIGHT = ("kernels", "repro.models", "repro.measure")
+LIGHT = ("kernels", "repro.models", "repro.bench.speed")
 # `kernels.cpu_loops` is imported only where numba is installed
 LIGHT_IMPORTS = {"numba", "llvmlite", "torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}
 
@@ -104,8 +93,6 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     if parts[0] != "repro":
         return parts[0]
-    if parts[1] == "training" and len(parts) > 2 and parts[2] in JOBS:
-        return "repro.training.job"
     return ".".join(parts[:2])
 
 
@@ -164,7 +151,7 @@ def test_no_room_opens_files_of_another_by_path():
     """`__file__` leads to files in the module's own folder or below; the checkout's root is `repro.core.paths`."""
     own = re.compile(r"Path\(__file__\)\.(with_name\(|parent\b(?!s|\.parent))")
     # the families without importing them; the path of a new process
-    exceptions = {"stages/__init__.py", "repro/measure/speed.py"}
+    exceptions = {"stages/__init__.py", "repro/bench/speed.py"}
     for path in modules().values():
         name = path.relative_to(ROOT).as_posix()
         for line in path.read_text().splitlines():
@@ -182,8 +169,8 @@ def test_modules_are_short():
 def test_model_code_needs_torch_numpy_and_timm_alone(package):
     import sys
 
-    modules = {name[:-3].replace("/", ".") for name in map(str, (p.relative_to(ROOT) for p in sources(package)))}
-    for name in import_closure(ROOT, modules):
+    names = {name for name in modules() if f"{name}.".startswith(f"{package}.")}
+    for name in import_closure(ROOT, names):
         path = ROOT / name
         for module in imported(path, ".".join(path.relative_to(ROOT).parent.parts)):
             top = module.split(".")[0]

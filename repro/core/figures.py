@@ -45,7 +45,7 @@ def against_resolution(
 
     Args:
         path: without suffix; `.png` and `.svg` are written.
-        series: family, a key of `STYLES` -> its rows, as `repro.measure.speed.measure` returns them, each with its
+        series: family, a key of `STYLES` -> its rows, as `repro.bench.speed.measure` returns them, each with its
             `noisy` reasons.
         quantities: keys of `LABELS`, or `latency_ms`.
     """

@@ -20,13 +20,13 @@ OLDER_VERSION = "made by an older version, which does not name the code of its n
 _FILES: dict[str, tuple[str, ...]] = {
     "speed": (
         "repro/models/*",
-        "repro/measure/*",
-        "repro/benchmark/forms.py",  # it times by a loop of its own
+        *(f"repro/bench/{name}.py" for name in ("adapted", "build", "conclude", "flops", "forms", "fvcore", "memory")),
+        *(f"repro/bench/{name}.py" for name in ("op_rate", "speed", "sweep")),
         "kernels/*",
     ),
     "count": (
         "repro/models/*",
-        *(f"repro/measure/{name}.py" for name in ("adapted", "build", "flops", "fvcore")),
+        *(f"repro/bench/{name}.py" for name in ("adapted", "build", "flops", "fvcore")),
         *(f"repro/papers/*/{name}.py" for name in ("formulas", "readings", "residuals", "theorems")),
         "kernels/*/op.py",
         "kernels/*/reference.py",
@@ -36,8 +36,8 @@ _FILES: dict[str, tuple[str, ...]] = {
         "repro/models/*",
         "repro/tasks/*",
         "repro/inference/*",
-        "repro/explain/*",
-        *(f"repro/training/{name}.py" for name in ("guard", "job", "loop", "optim", "params")),
+        "repro/runs/job.py",
+        *(f"repro/training/{name}.py" for name in ("guard", "loop", "optim", "params")),
         *(
             f"repro/data/{name}.py"
             for name in ("ade20k", "classification", "coco", "detection", "latents", "loader", "pixels")
@@ -50,7 +50,7 @@ _FILES: dict[str, tuple[str, ...]] = {
 _NEVER = ("kernels/tools/*",)
 # kind -> patterns of modules; a record with one of them in its code is of this kind, and any other is a score
 _MODULES: dict[str, tuple[str, ...]] = {
-    "speed": ("repro.measure.speed", "repro.benchmark.*", "stages.efficiency", "stages.kernels", "stages.measure"),
+    "speed": ("repro.bench.speed", "repro.bench.*", "stages.efficiency", "stages.kernels", "stages.measure"),
     "count": ("stages.complexity", "stages.theory", "repro.papers.*.readings"),
 }
 
@@ -81,7 +81,7 @@ def hash_row(root: Path, model: str) -> str:
     others.
     """
     # a family's module begins the names of its models; timm's own models have none here
-    return hash_number(root, ["repro.measure.speed", f"repro.models.{model.partition('_')[0]}"])
+    return hash_number(root, ["repro.bench.speed", f"repro.models.{model.partition('_')[0]}"])
 
 
 def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

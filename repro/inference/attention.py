@@ -1,13 +1,22 @@
-"""Where a ViT's tokens look, before and after it was linearised: the work of `repro explain --map attention`."""
+"""Where tokens look: the softmax of a ViT's attention, and the implicit attention of what takes its place in a
+linearised ViT; the work of `repro explain --map attention`.
+
+The implicit attention is A(i, j) = ‖∂o_i/∂v_j‖_F / √d of a head with values v_j and outputs o_i of d dimensions, before
+the output projection. For softmax attention, where o_i = Σ_j a_ij v_j, it is the weight a_ij itself; a mixer that has
+no such weights has it too.
+
+Shape suffixes: L layers, B images, h heads, n tokens that look, N patch tokens, C = h·d channels.
+"""
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from timm.models.vision_transformer import Attention
+from torch import Tensor, nn
 
 from ..core.errors import UserError
 from ..core.paths import Paths
@@ -15,13 +24,164 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, seed_everything
 from ..core.ui import print_table
 from ..data.cells import DataCell
-from ..explain.attention import Look, choose_tokens, find_grid, observe_attention, summarise_looks
-from ..explain.draw import draw_attention
+from ..models.backbone import Grid
 from ..models.checkpoints import open_weights
+from ..models.inner_mixer import InnerMixer
 from ..models.linearize import inherit, read_shell
 from ..models.registry import build_model, family_module
 from ..models.t5 import T5
 from .classifier import Classifier, subsample
+from .draw import draw_attention
+
+SIDE = 5  # of the lattice of the tokens that look
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Look:
+    """Where tokens of some images look, layer by layer.
+
+    Args:
+        share: (L, B, h, n, N) of a token's attention that each patch has; a row adds up to 1.
+        shift_ratio: (L,) ‖mean of the keys‖ / mean of ‖key‖ over an image's patches, all heads together, averaged over
+            the images.
+        grid: (h, w) of the patches.
+    """
+
+    share: Tensor
+    shift_ratio: Tensor
+    grid: Grid
+
+
+def choose_tokens(grid: Grid) -> list[int]:
+    """The tokens that look: a lattice of at most 5x5 places over the whole grid (h, w), in row-major order."""
+    rows, columns = (torch.linspace(0, side - 1, min(SIDE, side)).round().long().tolist() for side in grid)
+    return [row * grid[1] + column for row in rows for column in columns]
+
+
+def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) -> Look:
+    """Where the tokens of `choose_tokens` look in inputs (N,3,H,W), and how far the keys are shifted.
+
+    Class tokens and registers are left out of the patches' shares. The model is in eval mode, and a t5 or a ViT of
+    timm, whose attention is softmax(qkᵀ d^-½); another one is a ValueError.
+    """
+    layers = _find_layers(model)
+    prefix = 0 if isinstance(model, T5) else model.num_prefix_tokens
+    grid = find_grid(model, images)
+    chosen = choose_tokens(grid)
+    shares, ratios = [], []
+    for part in images.split(batch_size):
+        with torch.no_grad():
+            projections = _project(model, layers, part)
+        with torch.enable_grad():
+            found = [
+                _look(layer, *qkv, grid, [prefix + i for i in chosen])
+                for layer, qkv in zip(layers, projections, strict=True)
+            ]
+        share = torch.stack(found)[..., prefix:]
+        shares.append(share / share.sum(-1, keepdim=True))
+        ratios.append(torch.stack([measure_shift_ratio(k[:, prefix:]) for _, k, _ in projections]))
+    return Look(share=torch.cat(shares, 1), shift_ratio=torch.cat(ratios, 1).mean(1), grid=grid)
+
+
+def find_grid(model: nn.Module, images: Tensor) -> Grid:
+    """The grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
+    size = tuple(images.shape[-2:])
+    return model.grid_of(*size) if isinstance(model, T5) else model.patch_embed.dynamic_feat_size(size)
+
+
+def measure_shift_ratio(k_BNC: Tensor) -> Tensor:
+    """Keys (B, N, C) -> (B,) ‖mean over the tokens‖ / mean over the tokens of ‖k‖: 1 for equal keys, about 1/√N for
+    independent ones.
+    """
+    return k_BNC.mean(1).norm(dim=-1) / k_BNC.norm(dim=-1).mean(1)
+
+
+def measure_implicit_attention(
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q_BNC: Tensor,
+    k_BNC: Tensor,
+    v_BNC: Tensor,
+    num_heads: int,
+    tokens: Sequence[int],
+) -> Tensor:
+    """A(i, j) of the tokens i: (B, h, n, N), by autograd.
+
+    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). An image's outputs depend on no other image, and a head's on
+    no other head's v.
+    """
+    v = v_BNC.detach().requires_grad_()
+    out = mix(q_BNC, k_BNC, v).unflatten(2, (num_heads, -1))
+    d = out.shape[-1]
+    units = torch.eye(d, dtype=out.dtype, device=out.device)[:, None, None].expand(d, len(v), num_heads, d)
+    rows = []
+    for token in tokens:
+        (slopes,) = torch.autograd.grad(out[:, token], v, units, retain_graph=True, is_grads_batched=True)
+        rows.append((slopes.unflatten(3, (num_heads, d)).square().sum((0, 4)) / d).sqrt())  # (B, N, h)
+    return torch.stack(rows, 1).permute(0, 3, 1, 2)
+
+
+def summarise_looks(looks: Mapping[str, Look], reference: str | None) -> dict[str, dict[str, list[float]]]:
+    """Numbers by layer of each look, averaged over images, heads and tokens.
+
+    `shift_ratio` as in `Look`; `reach_patches`, the mean distance of a token from the patches that it looks at;
+    `peak_percent`, the share of the patch that it looks at most; and for looks other than the reference
+    `overlap_percent`, Σ_j min(share, share of the reference). `even` is what looking everywhere alike gives.
+    """
+    first = next(iter(looks.values()))
+    distance = _distances(first.grid, first.share)
+    even = torch.full_like(first.share, 1 / first.share.shape[-1])
+    found = {}
+    for name, share in {**{name: look.share for name, look in looks.items()}, "even": even}.items():
+        numbers = {"shift_ratio": looks[name].shift_ratio} if name in looks else {}
+        numbers["reach_patches"] = (share * distance).sum(-1).mean((1, 2, 3))
+        numbers["peak_percent"] = 100 * share.amax(-1).mean((1, 2, 3))
+        if reference is not None and name != reference:
+            numbers["overlap_percent"] = 100 * torch.minimum(share, looks[reference].share).sum(-1).mean((1, 2, 3))
+        found[name] = {key: values.tolist() for key, values in numbers.items()}
+    return found
+
+
+def _find_layers(model: nn.Module) -> list[nn.Module]:
+    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    known = all(isinstance(layer, InnerMixer | Attention) for layer in layers)
+    plain = known and all(
+        isinstance(getattr(layer, name, None), nn.Identity | None) for layer in layers for name in ("q_norm", "k_norm")
+    )
+    if not layers or not plain:
+        raise ValueError(
+            f"{type(model).__name__} has no softmax attention, and nothing that was put in the place of one"
+        )
+    return layers
+
+
+def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> list[tuple[Tensor, ...]]:
+    """q, k and v (B, N, C) of each layer, tokens that are no patches included."""
+    found: list[tuple[Tensor, ...]] = []
+    hooks = [
+        layer.qkv.register_forward_hook(lambda module, args, out: found.append(out.chunk(3, dim=-1)))
+        for layer in layers
+    ]
+    try:
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens: Sequence[int]) -> Tensor:
+    """(B, h, n, N) of one layer, not normalised."""
+    if isinstance(layer, InnerMixer):
+        return measure_implicit_attention(lambda *qkv: layer.mix(*qkv, grid), q, k, v, layer.num_heads, tokens).detach()
+    heads_q, heads_k = (each.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for each in (q[:, tokens], k))
+    return (heads_q @ heads_k.mT * layer.scale).softmax(-1)
+
+
+def _distances(grid: Grid, like: Tensor) -> Tensor:
+    """(n, N) in patches, between the tokens of `choose_tokens` and all patches."""
+    places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).to(like)
+    return torch.cdist(places[choose_tokens(grid)], places)
+
 
 IMAGES, SHOWN, SEED = 32, 3, 0
 _CHOICES = ("inner", "key_norm", "dwc", "neighbours")  # of a linearised model
@@ -66,7 +226,8 @@ def explain_attention(
     shown = torch.linspace(0, len(images) - 1, min(SHOWN, len(images))).round().long()
     pictures = list(images[shown].permute(0, 2, 3, 1).numpy())
     shares = {state: look.share.cpu()[:, shown] for state, look in looks.items()}
-    draw_attention(output, pictures, shares, numbers, next(iter(looks.values())).grid, caption)
+    grid = next(iter(looks.values())).grid
+    draw_attention(output, pictures, shares, numbers, grid, choose_tokens(grid), caption)
     _print(numbers)
     return numbers
 

@@ -18,11 +18,11 @@ from ..core.ui import Progress, print_error
 from ..data.cells import DataCell, open_cell
 from ..data.kinds import IMAGENET_1K
 from ..data.tree import Tree
-from ..explain.draw import save_figure
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import family_module, kernel_backend
 from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes, subsample
+from .draw import save_figure
 from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model

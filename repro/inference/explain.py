@@ -15,8 +15,8 @@ from ..core.errors import UserError
 from ..core.runtime import device_label
 from ..data.classification import eval_transform
 from ..data.pixels import read_pixels
-from ..explain import draw, erf, inner
 from ..models.checkpoints import open_weights
+from . import draw, erf, inner
 from .attention import explain_attention
 from .classifier import Classifier, load_classifier
 

@@ -128,7 +128,7 @@ class VisualizeParams:
         shown: number of them in the figure of gradients, spread evenly over the classes.
         receptive_fields: label -> model, in the order of Fig. 8.
         field_images: number of images over which receptive fields are averaged.
-        probes: changes of the inner loop, see `repro.explain.probes`.
+        probes: changes of the inner loop, see `repro.inference.probes`.
         probe_images: largest number of images on which their accuracy is measured.
     """
 

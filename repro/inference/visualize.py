@@ -17,13 +17,13 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label
 from ..data.cells import open_cell
 from ..data.tree import Tree
-from ..explain import draw, erf, inner
 from ..models.checkpoints import open_weights
 from ..models.registry import family_module, kernel_backend
+from . import draw, erf, inner
 from .classifier import Classifier, load_classifier, subsample
 from .explain import find_snapshots, measure_field
 from .params import VisualizeParams
-from .probe import run_probe
+from .probes import run_probe
 
 PROFILE_STEP_PX = 16  # between the radii whose shares are recorded
 INK = 0.5  # mean brightness, as a share of the full one, from which on a patch of a digit counts as ink

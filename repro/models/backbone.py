@@ -71,7 +71,7 @@ class Backbone(OperatorModel):
     A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens
     implements `embed`, `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose
     multiply-adds have a closed form implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to
-    the model's parameters, and to the multiply-adds for one image; `repro.measure.flops` uses them in place of a
+    the model's parameters, and to the multiply-adds for one image; `repro.bench.flops` uses them in place of a
     counted forward pass.
 
     Args:

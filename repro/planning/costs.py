@@ -8,11 +8,11 @@ forward pass.
 from collections.abc import Mapping
 from typing import Any
 
-from ..benchmark.params import ADAPTER
+from ..bench.adapted import pyramid_cost
+from ..bench.flops import cost
+from ..bench.params import ADAPTER
+from ..bench.speed import row_id
 from ..data.kinds import KINDS
-from ..measure.adapted import pyramid_cost
-from ..measure.flops import cost
-from ..measure.speed import row_id
 from .planner import Planner, PlanRow, TrainingData, TrainingSpeed
 
 BYTES_PER_VALUE = 4  # fp32

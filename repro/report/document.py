@@ -116,9 +116,21 @@ def code(text: str) -> Text:
     return Text(text, "code")
 
 
+_MARKUP = re.compile(r"`([^`]+)`|\*\*([^*]+)\*\*|\*(\w[^*]*)\*|\[([^]]+)\]\(([^)]+)\)")
+
+
 def prose(text: str) -> Line:
-    """A line of our own words, in which `...` is code. It is no place for what a record holds."""
-    return tuple(code(part) if place % 2 else part for place, part in enumerate(text.split("`")))
+    """A line of our own words with the markup of Markdown: code, `**strong**`, `*emphasis*` and `[text](file)`, a link
+    to a file of the checkout. It is no place for what a record holds.
+    """
+    line: list[Piece] = []
+    place = 0
+    for match in _MARKUP.finditer(text):
+        typed, stressed, emphatic, linked, file = match.groups()
+        found = code(typed) if typed else strong(stressed) if stressed else Text(emphatic, "emphasis")
+        line += [text[place : match.start()], PageLink(linked, file) if linked else found]
+        place = match.end()
+    return tuple(piece for piece in (*line, text[place:]) if piece != "")
 
 
 def number(text: object) -> Text:

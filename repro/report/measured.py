@@ -8,7 +8,7 @@ from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .paper import Paper
 from .records import Source, describe_age, find_missing_records, find_score_interval
-from .results import Results, SpeedGroup
+from .results import Missing, Results, SpeedGroup
 from .verdicts import significant
 
 Rows = Sequence[tuple[Mapping[str, Any], Source]]
@@ -153,16 +153,8 @@ def searches(results: Results) -> list[Section]:
     return [Section("How the learning rates were chosen", [prose(text), table(header, rows)])]
 
 
-REPEATS = (
-    "Which numbers repeat: counts of parameters and multiply-adds, the generated data sets and their manifests are the same on every "
-    "machine. Trained weights, and with them every accuracy, AP, mIoU, probe and map of a trained model, repeat to the bit only with the "
-    "same versions on a CPU with the same vector instructions and as many threads: another CPU rounds its sums differently, and a training "
-    "amplifies the difference. Times and memory differ from run to run."
-)
-
-
-def build_provenance(report: Report) -> list[Section]:
-    """results/provenance.md: every record with what explains its numbers."""
+def list_records(report: Report) -> list[Block]:
+    """Every record with what explains its numbers."""
     rows = []
     for source in report.results.sources:
         identity = source.identity
@@ -179,10 +171,9 @@ def build_provenance(report: Report) -> list[Section]:
             device += describe_age([source])
             rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
-        return [Section("Provenance", [prose("No record was found under `results/`: `dvc repro` makes them.")])]
+        raise Missing("no record was found under results/", "dvc repro")
     header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
-    text = "Each record names what explains its numbers; code and params are hashes, and a CPU's last word is what PyTorch computes with."
-    return [Section("Provenance", [(text,), (REPEATS,), table(header, rows)])]
+    return [table(header, rows)]
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:

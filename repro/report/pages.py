@@ -19,6 +19,7 @@ from .gallery import examples, figures_section
 from .html import render_html
 from .markdown import render_blocks, render_markdown
 from .paper import Paper
+from .prose import read_page
 from .records import Source
 from .results import Results
 from .variants import draw_variants, find_shown, variants_section
@@ -103,7 +104,8 @@ def _build_pages(
                     drawing.draw(report, figures / drawing.file)
             pages.append((report, build_document(report, reports)))
             documents |= {
-                each.file: render_markdown(each.build(report), _find_results(each.file)) for each in paper.documents
+                each.file: render_markdown(read_page(each.text, report, paper.parts), _find_results(each.file))
+                for each in paper.documents
             }
             passages += build_passages(report)
         passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
@@ -169,7 +171,7 @@ def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Secti
     if paper.primary:
         page += [*measured.searches(results), *measured.over_resolution(results)]
     page += examples(report)
-    page += [section for build_section in paper.sections for section in build_section(report)]
+    page += read_page(paper.text, report, paper.parts) if paper.text else []
     page += [comparison.other_claims(report), comparison.summary(report)]
     page += [comparison.contradictions(report), comparison.differences(report)]
     if paper.primary:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .document import Block, Section
+from .document import Block
 from .ledger import Ledger, load_ledger
 
 
@@ -130,7 +130,7 @@ class Document:
     """A further page that is written from the ledger and the records."""
 
     file: str  # relative to the checkout
-    build: Callable[[Any], Sequence[Section]]  # of a `repro.report.claims.Report`; the first section is its opening
+    text: Path  # Markdown that `repro.report.prose` fills; its first section is its opening
     records: str = ""  # pattern of the paths of records that it shows, and the paper's main page does not
 
 
@@ -156,8 +156,10 @@ class Paper:
     figures: tuple[Figure, ...] = ()  # in the paper's order
     drawings: tuple[Drawing, ...] = ()  # further pictures
     variants: Variants | None = None  # what it ablates
-    # what its page also says: functions of a `repro.report.claims.Report`; none where there are no records for it
-    sections: tuple[Callable[[Any], Sequence[Section]], ...] = ()
+    text: Path | None = None  # what its page also says: Markdown that `repro.report.prose` fills
+    # what the expressions of its texts may call, beside what those of its ledger may: functions of a
+    # `repro.report.claims.Report` and of the expression's constants
+    parts: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     documents: tuple[Document, ...] = ()  # further pages
     # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker
     # -->` and `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say

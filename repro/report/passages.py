@@ -1,16 +1,15 @@
-"""What code writes of our measurements beside the papers' own pages: passages of pages that people write, and the page
-of the scenes.
-"""
+"""What code writes of our measurements into pages that people write."""
 
 from collections.abc import Mapping, Sequence
 
 from ..core.noise import find_spread
 from .claims import Report
 from .dense import find_compared_runs, name_first_weights
-from .document import Block, Bullets, Line, Piece, Section, code, number, prose, table
+from .document import Block, Bullets, Line, Piece, code, number, prose, table
 from .gallery import describe_origin
 from .measured import format_scores
 from .records import Source, describe_seeds, find_score_interval
+from .results import Missing
 from .verdicts import STATUSES
 
 AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
@@ -21,22 +20,12 @@ def describe_statuses(report: Report) -> list[Block]:
     return [Bullets([(code(word), f": {status.means}.") for word, status in STATUSES.items()])]
 
 
-def build_scenes(report: Report) -> list[Section]:
-    """results/papers/scenes.md: detectors and segmenters on the embedded scenes."""
-    opening = prose(
-        "The small detectors and segmenters that were trained on the embedded scenes, each next to a method without learning (Otsu's "
-        "threshold, connected components, and the class of the nearest training example). `docs/training.md` says how to train them. "
-        "Nothing here is compared with the paper."
-    )
-    return [Section("Detection and segmentation on embedded scenes", [opening, *compare_without_learning(report)])]
-
-
 def compare_without_learning(report: Report) -> list[Block]:
     """The runs on embedded data beside a method that learns nothing: who is ahead, by which score."""
     results = report.results
     runs = find_compared_runs(results)
     if not runs:
-        return [prose("Nothing is recorded yet: `repro detect` and `repro segment` train and score both.")]
+        raise Missing("nothing is recorded yet", "repro detect")
     blocks: list[Block] = []
     for (stage, data, _), own in runs.items():
         labels = results.scores[stage]
@@ -57,11 +46,7 @@ def compare_without_learning(report: Report) -> list[Block]:
             Bullets([_against(source, reference, labels) for source in own]),
             *_class_scores(own),
         ]
-    text = (
-        "Of several seeds, a run is ahead of the method without learning, or behind it, where the 95 % interval of its mean leaves out that "
-        "method's score; a run of one seed has no interval, and another seed may say otherwise."
-    )
-    return [*blocks, (text,)]
+    return blocks
 
 
 def count_noisy_rows(report: Report) -> list[Block]:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = {
     "count": ("repro.models.vim", "stages.complexity"),
     "score": ("repro.models.vim", "stages.baselines"),
-    "speed": ("repro.measure.speed", "repro.models.vim", "stages.ablate"),
+    "speed": ("repro.bench.speed", "repro.models.vim", "stages.ablate"),
 }
 
 
@@ -31,7 +31,7 @@ def hash_all(tree):
     ("edited", "old"),
     [
         ("repro/core/ui.py", set()),
-        ("repro/training/pool.py", set()),
+        ("repro/runs/pool.py", set()),
         ("repro/models/vrwkv.py", set()),
         ("kernels/bi_wkv/numba_path.py", set()),
         ("kernels/tools/bench.py", set()),
@@ -39,8 +39,8 @@ def hash_all(tree):
         ("kernels/selective_scan/reference.py", {"count", "score", "speed"}),
         ("kernels/selective_scan/numba_path.py", {"speed"}),
         ("kernels/selective_scan/triton_fwd.py", {"speed"}),
-        ("repro/measure/speed.py", {"speed"}),
-        ("repro/measure/flops.py", {"count", "speed"}),
+        ("repro/bench/speed.py", {"speed"}),
+        ("repro/bench/flops.py", {"count", "speed"}),
         ("repro/training/loop.py", {"score"}),
         ("repro/tasks/classification/task.py", {"score"}),
         ("repro/data/loader.py", {"score"}),
@@ -61,7 +61,7 @@ def test_the_kind_follows_from_the_modules():
     # trainings of `repro readings` are scores, and its counts say so by the module that counts
     assert find_kind(["repro.models.vittt", "stages.readings"]) == "score"
     assert find_kind(["repro.papers.vision_ttt.readings", "stages.readings"]) == "count"
-    assert find_kind(["repro.benchmark.forms", "repro.models.vittt"]) == find_kind(["stages.kernels"]) == "speed"
+    assert find_kind(["repro.bench.forms", "repro.models.vittt"]) == find_kind(["stages.kernels"]) == "speed"
 
 
 def test_old_records_and_why(tmp_path):

@@ -46,7 +46,7 @@ from repro.training.checkpoint import Checkpointer
 from repro.training.guard import load_dump
 from tests.faults.lab import PARAMS
 
-MODULES = ["repro.cli", "repro.training.cells"]
+MODULES = ["repro.cli", "repro.runs.cells"]
 # what a run does to the file system, and what a kill may come before
 CHANGES = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "snapshot_epochs": [1]}

@@ -76,7 +76,7 @@ def test_a_training_under_torchrun(checkout, device, gpus):
 
 def test_the_campaign_times_a_training(checkout, device):
     """Vittt-T at 224² in bf16: the record has its rate and its share of the GPU's peak."""
-    from repro.benchmark.campaign import TRAINED, time_training
+    from repro.bench.campaign import TRAINED, time_training
     from repro.core.runtime import find_peak
 
     assert time_training(Paths(checkout), None)

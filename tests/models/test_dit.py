@@ -8,9 +8,9 @@ import timm
 import torch
 from torch import Tensor
 
+from repro.bench.build import create
+from repro.bench.flops import OperatorCounter, cost
 from repro.core.errors import UserError
-from repro.measure.build import create
-from repro.measure.flops import OperatorCounter, cost
 from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, official_state_dict
 from repro.models.registry import build_denoiser, build_model, family_module
 from repro.models.weights import load_state, save_weights

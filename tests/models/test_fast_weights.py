@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from timm import create_model
 
-from repro.measure.flops import counted_macs
+from repro.bench.flops import counted_macs
 from repro.models.fast_weights import (
     COEFFICIENTS,
     LADDER,

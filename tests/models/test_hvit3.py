@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from repro.bench import build
+from repro.bench.flops import OperatorCounter, cost, counted_macs
 from repro.core.errors import UserError
-from repro.measure import build
-from repro.measure.flops import OperatorCounter, cost, counted_macs
 from repro.models.hvit3 import ConvMlp, HViT3, official_state_dict, rotations
 from repro.models.pyramid import build_pyramid
 from repro.models.vit3 import InnerTraining, rotate

@@ -11,9 +11,9 @@ from timm.layers import Attention
 from timm.optim import param_groups_weight_decay
 from torch import Tensor
 
+from repro.bench import build
+from repro.bench.flops import cost, counted_macs
 from repro.core.errors import UserError
-from repro.measure import build
-from repro.measure.flops import cost, counted_macs
 from repro.models.checkpoints import open_weights
 from repro.models.mambavision import (
     ConvBlock,

@@ -4,8 +4,8 @@ import pytest
 import timm
 import torch
 
-from repro.measure.build import create
-from repro.measure.flops import cost, counted_macs
+from repro.bench.build import create
+from repro.bench.flops import cost, counted_macs
 from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams
 from tests.models.helpers import nano, nano_name, relative, shaken

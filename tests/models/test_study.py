@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from repro.measure.build import create
-from repro.measure.flops import cost, counted_macs
+from repro.bench.build import create
+from repro.bench.flops import cost, counted_macs
 from repro.models.inner import learn
 from tests.models.helpers import nano, relative, shaken
 

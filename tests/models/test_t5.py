@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from timm import create_model
 
-from repro.measure.build import create
-from repro.measure.flops import cost, counted_macs
-from repro.measure.fvcore import fvcore_terms
+from repro.bench.build import create
+from repro.bench.flops import cost, counted_macs
+from repro.bench.fvcore import fvcore_terms
 from repro.models.inner import InnerLoop, learn
 from repro.models.inner_mixer import LOOPS, InnerMixer, KeyNorm, attend_linearly
 from repro.models.neighbours import attend_to_neighbours, find_neighbours

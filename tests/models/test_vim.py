@@ -9,8 +9,8 @@ import timm
 import torch
 import torch.nn.functional as F
 
+from repro.bench.flops import cost
 from repro.core.errors import UserError
-from repro.measure.flops import cost
 from repro.models.vim import VimMixer, official_state_dict
 from tests.models.helpers import load_official, nano, relative, shaken
 

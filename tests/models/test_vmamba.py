@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from timm.optim import param_groups_weight_decay
 from torch import Tensor
 
+from repro.bench import build
+from repro.bench.flops import cost, counted_macs
 from repro.core.errors import UserError
-from repro.measure import build
-from repro.measure.flops import cost, counted_macs
 from repro.models.pyramid import build_pyramid
 from repro.models.vmamba import REVERSE, SS2D, VMamba, add_routes, official_state_dict, to_sequences
 from repro.models.weights import read_official

@@ -9,8 +9,8 @@ import timm
 import torch
 import torch.nn.functional as F
 
+from repro.bench.flops import counted_macs
 from repro.core.errors import UserError
-from repro.measure.flops import counted_macs
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
 from tests.models.helpers import load_official, nano, relative, shaken
 

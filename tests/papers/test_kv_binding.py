@@ -18,10 +18,9 @@ from repro.models.registry import build_model
 from repro.papers import describe_recipe, load_papers
 from repro.papers.grid import load_grid, vary_recipe
 from repro.papers.kv_binding import formulas
-from repro.papers.kv_binding.changes import CHANGES, describe_changes, describe_choice
-from repro.papers.kv_binding.forms import describe_backbones, describe_forms
-from repro.papers.kv_binding.probes import describe_probes
-from repro.papers.kv_binding.residuals import describe_division
+from repro.papers.kv_binding.changes import CHANGES, list_changes, weigh_learners
+from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
+from repro.papers.kv_binding.probes import count_probed, list_probes
 from repro.papers.kv_binding.variants import ORDERS, ROWS, VARIANTS, find_family
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
@@ -33,6 +32,7 @@ from tests.slow import first
 
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["kv_binding"]
+FORMS = ("recurrent", "parallel")
 BASE = "ladder_vit3_base_patch16_224"
 
 
@@ -342,7 +342,7 @@ def test_a_change_is_said_with_its_interval(checkout):
         ),
     }
     train(checkout, scores, "ladder_vittt_nano_patch16_144")
-    page = render_blocks(describe_changes(judge(checkout)), "")
+    page = render_blocks(list_changes(judge(checkout)), "")
     assert "| the unchanged model | `vittt_own` | 91.0 | – | – | – |" in page
     # t(4, 97.5 %) = 2.776; the standard deviation of (1, −1, .5, −.5, 1) is 0.908
     assert (
@@ -351,67 +351,51 @@ def test_a_change_is_said_with_its_interval(checkout):
     assert (
         "| without LayerNorm and bias | `vittt_plain` | 81.0 | -10.00 [-10.12, -9.88] |" in page and "| worse |" in page
     )
-    assert "ViT³" not in render_blocks(describe_changes(judge(checkout)), "")
+    assert "ViT³" not in render_blocks(list_changes(judge(checkout)), "")
 
 
 @pytest.mark.parametrize(
-    ("gaps", "milliseconds", "end"),
+    ("gap", "milliseconds", "verdict"),
     [
-        (
-            {"plain": -10.0, "dot": -10.0},
-            {"plain": 50.0, "dot": 200.0},
-            "the unchanged learner is the one to take: plain is faster but worse; dot is slower and worse.",
-        ),
-        (
-            {"plain": 0.0, "dot": -10.0},
-            {"plain": 50.0, "dot": 50.0},
-            "`plain` is the one to try first: faster, and not separated from the unchanged learner.",
-        ),
-        (
-            {"plain": 0.0, "dot": 0.0},
-            {"plain": 150.0, "dot": 50.0},
-            "`dot` is the one to try first: faster, and not separated from the unchanged learner.",
-        ),
-        (
-            {"plain": 0.0, "dot": -10.0},
-            {"plain": 150.0, "dot": 150.0},
-            "plain is slower and not separated; dot is slower and worse.",
-        ),
+        (-10.0, 50.0, "faster, worse"),
+        (0.0, 50.0, "faster, not separated"),
+        (-10.0, 150.0, "slower, worse"),
+        (0.0, 150.0, "slower, not separated"),
     ],
 )
-def test_the_choice_follows_from_accuracy_and_time(checkout, gaps, milliseconds, end):
+def test_the_choice_follows_from_accuracy_and_time(checkout, gap, milliseconds, verdict):
     own, noise = (90.0, 91.0, 92.0, 90.5, 91.5), (0.1, -0.1, 0.1, -0.1, 0.0)
     scores = {"vittt_own": own}
-    for step, gap in gaps.items():
-        scores[f"vittt_{step}"] = tuple(value + gap + change for value, change in zip(own, noise, strict=True))
+    scores |= {
+        f"vittt_{step}": tuple(value + gap + change for value, change in zip(own, noise, strict=True))
+        for step in ("plain", "dot")
+    }
     train(checkout, scores, "ladder_vittt_nano_patch16_144")
     record = forms()
     (row,) = record["backbones"]
-    times = {("own", "torch"): 100.0, **{(step, "parallel"): ms for step, ms in milliseconds.items()}}
-    times |= {(step, "recurrent"): 2 * ms for step, ms in milliseconds.items()}
-    of_step = {"own": {}, "plain": {"step": "plain"}, "dot": {"step": "dot"}}
+    times = {("own", "torch"): 100.0}
+    times |= {(step, form): milliseconds * (1 + (form == "recurrent")) for step in ("plain", "dot") for form in FORMS}
     record["backbones"] = [
-        {**row, "options": of_step[step], "backend": form, "latency_ms": ms, "image_size": [side, side]}
+        {
+            **row,
+            "options": {} if step == "own" else {"step": step},
+            "backend": form,
+            "latency_ms": ms,
+            "image_size": [side, side],
+        }
         for (step, form), ms in times.items()
         for side in (1280, 224)
     ]
     checkout.record("measured/cpu", record, name="forms")
-    page = render_blocks(describe_choice(judge(checkout)), "")
-    assert (
-        page.rstrip().endswith(end)
-        and f"takes {milliseconds['plain'] / 100:.2f} of the time" in page
-        and "At 1280²" in page
-    )
+    page = render_blocks(weigh_learners(judge(checkout)), "")
+    assert "1280²" in page and page.count(f"| parallel | {milliseconds / 100:.2f} | {verdict} |") == 2
 
 
 def test_without_records_the_page_says_what_would_make_them(checkout):
-    report = judge(checkout)
-    for describe in (describe_changes, describe_choice):
-        assert "`repro ablate --paper kv_binding --all --data digits --seeds 5`" in render_blocks(describe(report), "")
-    for describe in (describe_forms, describe_backbones):
-        assert "`repro forms`" in render_blocks(describe(report), "")
-    assert "`repro explain --probe steps=4 --weights WEIGHTS`" in render_blocks(describe_probes(report), "")
-    assert "| 256 | 100 % | < 1e-6 |" in render_blocks(describe_division(), "")
+    page = render_markdown(build_document(judge(checkout)))
+    for command in ("ablate --paper kv_binding --all", "forms`", "explain --probe steps=4"):
+        assert f": `repro {command}" in page
+    assert "| 256 | 100 % | < 1e-6 |" in page
 
 
 def forms(device: str = "cpu") -> dict:
@@ -460,13 +444,14 @@ def forms(device: str = "cpu") -> dict:
 
 def test_the_forms_are_told_with_crossover_memory_and_noise(checkout):
     checkout.record("measured/cpu", forms(), name="forms")
-    page = render_blocks(describe_forms(judge(checkout)), "")
+    report = judge(checkout)
+    page = render_blocks([*list_ratios(report), *compare_setting(report), *show_picture(report)], "")
     row = "| LaCT, V6 | 0.50 [0.40, 0.60] (3.0×) | 2.00 [1.90, 2.10] (3.0×; noisy) | 4.00 [3.90, 4.10] (3.0×) | ahead from 400 |"
     assert row in page
     # the paper's 89.67 and 124.6 million tokens a second beside ours
     assert "| LaCT, V6 | 89.67 | 124.6 | 1.39 | 0.250 | 0.200 | 0.80 |" in page
     assert "No row is of a GPU" in page
-    assert "| plain | parallel | 1234.0 | 99 |" in render_blocks(describe_backbones(judge(checkout)), "")
+    assert "| plain | parallel | 1234.0 | 99 |" in render_blocks(list_backbones(judge(checkout)), "")
 
 
 def test_the_table_of_learners_says_yes_where_the_code_has_a_parallel_form():
@@ -496,9 +481,10 @@ def test_probes_are_set_against_the_papers_first_figure(checkout):
             "probed": probed,
         }
         checkout.record(f"measured/cpu/probes/{name}", about, name="steps4")
-    page = render_blocks(describe_probes(judge(checkout)), "")
+    page = render_blocks(list_probes(judge(checkout)), "")
     assert "| `lact_nano_patch4_32` | digits, 359 of test | steps=4 | 90.00 % | 60.00 % | -1 | -2 |" in page
-    assert re.findall(r"\d+", page.rpartition("Here they")[2]) == ["2", "2", "1", "95", "1"]
+    counts = [count_probed(judge(checkout), what) for what in ("rows", "lower", "worse", "both")]
+    assert counts == [2, 2, 1, 1]
 
 
 def test_where_some_seeds_learn_the_page_counts_them(checkout):
@@ -513,7 +499,7 @@ def test_where_some_seeds_learn_the_page_counts_them(checkout):
             "split": "test",
         }
         checkout.train(f"measured/cpu/ablate/vit3_{name}", **about, held_out_images=1000, top1=top1, stage="ablate")
-    page = render_blocks(describe_changes(judge(checkout)), "")
+    page = render_blocks(list_changes(judge(checkout)), "")
     assert "75.0 %" in page and "`vit3_own` 2 of 3, `vit3_ascent` 1 of 3" in page
 
 

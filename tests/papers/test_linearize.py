@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from repro.bench.flops import cost
+from repro.bench.fvcore import fvcore_terms
 from repro.core.config import build
 from repro.core.hashing import import_closure
-from repro.measure.flops import cost
-from repro.measure.fvcore import fvcore_terms
 from repro.models.registry import build_model
 from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers

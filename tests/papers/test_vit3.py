@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from repro.bench.flops import cost
+from repro.bench.fvcore import fvcore_terms
 from repro.core.config import load_yaml
 from repro.core.csvfile import write_csv
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.data.kinds import list_wnids
-from repro.measure.flops import cost
-from repro.measure.fvcore import fvcore_terms
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.papers.grid import load_grid, vary_recipe
 from repro.papers.vit3 import formulas
-from repro.papers.vit3.depth import find_losses, training_loss_section
+from repro.papers.vit3.depth import compare_losses, find_losses
 from repro.papers.vit3.variants import ORDERS, ROWS, VARIANTS
 from repro.report.demands import demands
-from repro.report.markdown import render_markdown
+from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import draw_variants, find_groups, find_orders, judge_group
@@ -327,8 +327,7 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
         report = JUDGE(PAPER, Results(checkout.paths, [checkout.paper, PAPER], SCORES))
         (group,) = [each for each in find_groups(report.results, PAPER.variants) if each.common["data"] == folder]
         assert find_losses(group)["fc"] == pytest.approx(dict.fromkeys(range(3), 1 + 1 / 16))
-        (section,) = training_loss_section(report)
-        text = render_markdown([section]).partition(f" on {folder}, ")[2]
+        text = render_blocks(compare_losses(report)).partition(f" on {folder}, ")[2]
         (row,) = [line for line in text.splitlines() if line.startswith("| two layers > one layer |")]
         # t of two degrees of freedom: 4.3027 * 0.01 / sqrt(3) = 0.0248
         assert (

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from repro.benchmark.params import ComplexityParams, EfficiencyParams
+from repro.bench.adapted import adapted_cost
+from repro.bench.flops import cost
+from repro.bench.params import ComplexityParams, EfficiencyParams
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.measure.adapted import adapted_cost
-from repro.measure.flops import cost
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.planning import costs

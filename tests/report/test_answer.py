@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from repro.bench.adapted import adapted_cost
+from repro.bench.flops import cost
 from repro.core.config import active_profile
 from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.core.runtime import RUN_BEGAN
-from repro.measure.adapted import adapted_cost
-from repro.measure.flops import cost
 from repro.papers import load_papers
 from repro.report.answer import answer_blocks, judge_question, readme_blocks, verdict_block
 from repro.report.claims import Report, judge_paper

@@ -2,8 +2,8 @@
 
 import pytest
 
+from repro.bench.flops import cost
 from repro.core.errors import UserError
-from repro.measure.flops import cost
 from repro.report.verdicts import STATUSES
 
 from .conftest import theorems

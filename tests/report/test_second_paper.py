@@ -4,15 +4,15 @@ one's.
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
 from repro.core.errors import UserError
-from repro.report.document import Section
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document, write_report
 from repro.report.paper import Document, Figure, Paper, Question
-from repro.report.results import Results
+from repro.report.results import Missing, Results
 from repro.report.verdicts import STATUSES
 
 from .conftest import JUDGE, SCORES
@@ -48,20 +48,29 @@ def second(tmp_path) -> Paper:
         formulas={"double": lambda number: 2 * number},
         questions=(Question(label="sizes", entries=("table1.*.params_m",)),),
         figures=(Figure(place="Fig. 1", shows="a curve", files="none/*.png"),),
-        sections=(lambda report: [Section(f"{report.paper.name}'s own", [("its own words",)])], lambda report: []),
-        documents=(Document(file="docs/second.md", build=describe, records="results/measured/*/second/*"),),
+        text=write(file.with_name("page.md"), "## Its own\n\nits own words\n"),
+        parts={"first_g": find_first},
+        documents=(
+            Document(
+                file="docs/second.md",
+                text=write(file.with_name("second.md"), "## A page of its own\n\n{first_g():.1f} G\n"),
+                records="results/measured/*/second/*",
+            ),
+        ),
     )
 
 
-def describe(report) -> list[Section]:
-    """A page whose words are a number of a record."""
-    rows = [
-        row
-        for source in report.results.sources
-        if source.stage == "complexity"
-        for row in source.metrics["rows"].values()
-    ]
-    return [Section("A page of its own", [(f"{row['macs_g']:.1f} G",) for row in rows[:1]])]
+def write(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def find_first(report) -> float:
+    """A number of a record."""
+    for source in report.results.sources:
+        if source.stage == "complexity":
+            return next(iter(source.metrics["rows"].values()))["macs_g"]
+    raise Missing("nothing is counted", "repro complexity")
 
 
 @pytest.fixture
@@ -100,7 +109,7 @@ def test_it_has_its_own_page_and_its_own_claims(reported):
 
 def test_its_own_sections_stand_on_its_page_and_its_documents_in_docs(reported):
     page = (reported.paths.results / "papers" / "second.md").read_text(encoding="utf-8")
-    assert "\n## Second's own\n\nits own words\n\n## The text's claims\n" in page
+    assert "\n## Its own\n\nits own words\n\n## The text's claims\n" in page
     assert (reported.paths.root / "docs" / "second.md").read_text(encoding="utf-8") == "# A page of its own\n\n1.0 G\n"
     assert "its own words" not in (reported.paths.results / "tables.md").read_text(encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.benchmark.params import ADAPTER
+from repro.bench.params import ADAPTER
 from repro.report import results
 from repro.report.trainings import Training
 

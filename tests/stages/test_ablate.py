@@ -18,18 +18,18 @@ from pathlib import Path
 
 import pytest
 
+from repro.bench.flops import cost
 from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.record import read_record
 from repro.core.runtime import load_runtime
-from repro.measure.flops import cost
 from repro.papers.grid import build_variant, load_grid, vary_recipe
 from repro.papers.vision_ttt.grid import GRID
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.runs.cells import train_cell
+from repro.runs.job import Cell
 from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
-from repro.training.cells import train_cell
-from repro.training.job import Cell
 
 CELL = Path("results/ablate/conv1d")
 COMMAND = [sys.executable, "-m", "repro", "ablate"]

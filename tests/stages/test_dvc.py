@@ -132,7 +132,7 @@ def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
             assert not [
                 name
                 for name in files
-                if name.startswith(("repro/measure", "repro/cli", "repro/report", "repro/planning"))
+                if name.startswith(("repro/bench", "repro/cli", "repro/report", "repro/planning"))
             ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.benchmark import loop
+from repro.bench import rows as store_module
 
 COMMAND = ("efficiency", "--res", "32,64", "--families", "vittt,deit_fused", "--sizes", "T")
 
@@ -44,7 +44,7 @@ def test_options_out_of_range_are_refused(checkout, repro_cli, options):
 
 
 def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypatch):
-    monkeypatch.setattr("repro.benchmark.efficiency.device_slug", lambda device: "made_up")
+    monkeypatch.setattr("repro.bench.efficiency.device_slug", lambda device: "made_up")
     file = Path("results/measured/made_up/efficiency.json")
     file.parent.mkdir(parents=True)
     gate = {"family": "vim", "batch": 1, "dtype": "fp32"}
@@ -60,7 +60,7 @@ def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypat
 
 @pytest.mark.slow
 def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
-    measured, real_measure = [], loop.measure
+    measured, real_measure = [], store_module.measure
 
     def measure(spec):
         measured.append(spec.row_id)
@@ -70,7 +70,7 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
         # quiet, whatever the machine does
         return {**row, "latency_ms": side, "latency_ms_ci95": [side, side], "load_average": 0.0}
 
-    monkeypatch.setattr(loop, "measure", measure)
+    monkeypatch.setattr(store_module, "measure", measure)
     code, out, err = repro_cli(*COMMAND, "--device", "cpu")
     assert (
         code == 130

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.benchmark import kernels
+from repro.bench import kernels
 from repro.core.errors import RunError, UserError
 from repro.core.paths import find_root
 from repro.core.record import read_json, replace_block

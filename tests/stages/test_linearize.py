@@ -93,7 +93,7 @@ def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_c
 def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
     from repro.core.errors import UserError
     from repro.core.paths import Paths
-    from repro.training import from_weights
+    from repro.runs import from_weights
 
     kept = []
     monkeypatch.setattr(
@@ -161,8 +161,8 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
     torch.manual_seed(0)
     torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), "vit.pth")
     from repro.papers import describe_recipe
-    from repro.training.from_weights import make_cell
-    from repro.training.job import build_job
+    from repro.runs.from_weights import make_cell
+    from repro.runs.job import build_job
 
     asked = {
         "options": {"inner": "gate", "dwc": "v"},

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from repro.bench.flops import cost
 from repro.core.config import load_section, load_yaml, params_hash
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.core.record import read_json, write_json, write_record
 from repro.core.runtime import cpu_name
 from repro.data.kinds import KINDS
-from repro.measure.flops import cost
 from repro.papers import load_primary
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.planning.planner import Rates, plan_costs

@@ -77,9 +77,9 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
 
     from repro.core.config import load_section
     from repro.core.paths import Paths
+    from repro.runs.job import Cell
     from repro.tasks.classification.spec import SPEC
     from repro.training.checkpoint import Checkpointer
-    from repro.training.job import Cell
 
     params = load_section(SPEC.params, Path("params.yaml"), "pretrain", "nano")
     cell = Cell(

@@ -11,8 +11,8 @@ from repro.core.paths import Paths
 from repro.core.record import make_identity, write_json, write_record
 from repro.data.settings import DigitsSettings
 from repro.graph import find_old_records, find_status
+from repro.runs.job import Cell
 from repro.tasks.classification.spec import SPEC
-from repro.training.job import Cell
 from stages import load_stages
 from stages.status import group_records
 

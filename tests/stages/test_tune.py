@@ -7,8 +7,8 @@ import pytest
 
 from repro.core.config import load_section, load_yaml
 from repro.core.record import read_json
+from repro.runs.tune import STAGES, TuneParams, choose
 from repro.tasks.classification.spec import SPEC
-from repro.training.tune import STAGES, TuneParams, choose
 
 ROOT = Path(__file__).parents[2]
 # the second rate is so high that its training ends

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Heading, Line, Piece, Section, code, join, number, prose, table
+from ...report.document import Block, Heading, Line, Piece, code, join, number, table
 from ...report.gallery import describe_origin
 from ...report.ordering import ALPHA, PairedTest, compare_means
+from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
-from .forms import describe_backbones, find_backbones
+from .forms import find_backbones
 from .variants import VARIANTS
 
 NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
-COMMAND = "repro ablate --paper kv_binding --all --data digits --seeds 5"
 # the step of a variant -> what it changes, in words
 CHANGES = {
     "ascent": "learns up its loss",
@@ -34,100 +34,52 @@ CHANGES = {
 }
 
 
-def changes_section(report: Report) -> list[Section]:
-    """The section of the paper's page; none without records."""
-    return (
-        [Section("What each change does, against the unchanged model", describe_changes(report))]
-        if _find(report)
-        else []
-    )
-
-
-def describe_changes(report: Report) -> list[Block]:
+def list_changes(report: Report) -> list[Block]:
     """For each model and data set a table: every variant, its top-1 and its difference to the unchanged model with 95 %
     interval.
     """
-    groups = _find(report)
-    if not groups:
-        return [prose(f"No variant is trained yet: `{COMMAND}`.")]
-    text = (
-        "Differences are in points of top-1 to the unchanged model of the same seeds, with the 95 % interval of each and p of the paired "
-        "t-test after Holm's correction over the table. *Not separated* does not say that two are equal: the interval says how far apart "
-        "they may be. All are small models on embedded data; nothing here is compared with ImageNet-1K."
-    )
-    blocks: list[Block] = [prose(text)]
-    for group in groups:
+    blocks: list[Block] = []
+    for group in _find(report):
         blocks += [Heading(f"{NAMES[_model(group)]}: {group.title}"), _differences(group), *_count_learners(group)]
         origin = describe_origin(list(group.variants.values()), report.named)
         blocks.append((f"{group.common['held_out_images']} held-out images; {origin}.",))
     return blocks
 
 
-def choice_section(report: Report) -> list[Section]:
-    """The section of the paper's page on the size of Vittt-T, which the paper does not have; none without records."""
-    if not find_backbones(report):
-        return []
-    text = (
-        "Vittt's learner does not reduce to linear attention: its error is taken after a LayerNorm. `plain` has neither LayerNorm nor bias, "
-        "and `dot` the dot product for its loss as well. The paper does not ask this. All trainings are of small models, by the recipe of the "
-        "unchanged model."
-    )
-    return [
-        Section("Does it hold for Vision-TTT?", [prose(text), *describe_backbones(report), *describe_choice(report)])
-    ]
-
-
-def describe_choice(report: Report) -> list[Block]:
-    """Which learner of Vittt a user should take at the largest measured image: accuracy on embedded data against time,
-    in sentences.
-    """
+def weigh_learners(report: Report) -> list[Block]:
+    """The learners of Vittt at the largest measured image: accuracy on embedded data against time."""
     groups = _find(report, ("vittt",))
     times = {key: rows[-1] for key, rows in find_backbones(report).items()}
-    if not groups or not times:
-        return [prose(f"Not decided yet: it needs `{COMMAND}` and `repro forms`.")]
+    if not times:
+        raise Missing("the unchanged learner was not timed", "repro forms")
     own_ms, side = times["own", "auto"]["latency_ms"], times["own", "auto"]["image_size"][0]
-    lines: list[Line] = []
-    is_worse, is_faster = {}, {}
+    data = [group.common["data"] for group in groups]
+    rows: list[list[Piece]] = []
     for step in ("plain", "dot"):
-        found = [(group.common["data"], _compare(group, f"vittt_{step}")) for group in groups]
-        tested = [(data, each) for data, each in found if each is not None]
-        shown = "; ".join(
-            f"{data} {each.mean:+.1f} points [{each.low:+.1f}, {each.high:+.1f}], {_word(each)}"
-            for data, each in tested
+        found = [_test(group).get(f"vittt_{step}") for group in groups]
+        tested = [
+            f"{each.mean:+.1f} [{each.low:+.1f}, {each.high:+.1f}], {_word(each)}" if each else "–" for each in found
+        ]
+        form, ms = min(
+            ((form, row["latency_ms"]) for (name, form), row in times.items() if name == step), key=lambda pair: pair[1]
         )
-        form, row = min(
-            ((form, row) for (name, form), row in times.items() if name == step), key=lambda pair: pair[1]["latency_ms"]
-        )
-        lines.append(
-            (
-                code(step),
-                f": {shown or 'not trained'}. At {side}² its faster form, {form}, takes {row['latency_ms'] / own_ms:.2f} of the time.",
-            )
-        )
-        is_worse[step], is_faster[step] = any(_word(each) == "worse" for _, each in tested), row["latency_ms"] < own_ms
-    for step in ("plain", "dot"):
-        if is_faster[step] and not is_worse[step]:
-            lines.append(
-                (
-                    f"So at {side}² on this device `{step}` is the one to try first: faster, and not separated from the unchanged learner.",
-                )
-            )
-            break
-    else:
-        reasons = {
-            (True, True): "faster but worse",
-            (False, True): "slower and worse",
-            (False, False): "slower and not separated",
-        }
-        words = "; ".join(f"{step} is {reasons[is_faster[step], is_worse[step]]}" for step in is_faster)
-        lines.append((f"So at {side}² on this device the unchanged learner is the one to take: {words}.",))
-    return [Bullets(lines)]
+        is_worse = any(each and _word(each) == "worse" for each in found)
+        verdict = f"{'faster' if ms < own_ms else 'slower'}, {'worse' if is_worse else 'not separated'}"
+        rows.append([code(step), *tested, form, number(f"{ms / own_ms:.2f}"), verdict])
+    header = [
+        "learner",
+        *(f"points on {each}" for each in data),
+        f"faster form at {side}²",
+        "its share of the time",
+        "",
+    ]
+    return [table(header, rows)]
 
 
 def _find(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
     """Groups that have the unchanged model and another variant, in the order of `NAMES`; of two of one model and data
-    the one with more
-    seeds."""
+    the one with more seeds.
+    """
     best: dict[tuple[str, str], Group] = {}
     for group in find_groups(report.results, report.paper.variants):
         model = _model(group)
@@ -135,6 +87,8 @@ def _find(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
             key = (model, group.common["data"])
             if key not in best or group.most_seeds > best[key].most_seeds:
                 best[key] = group
+    if not best:
+        raise Missing("no variant is trained yet", "repro ablate --paper kv_binding --all --data digits --seeds 5")
     return [best[key] for key in sorted(best, key=lambda key: (list(NAMES).index(key[0]), key[1] != "digits"))]
 
 
@@ -157,10 +111,6 @@ def _scores(group: Group) -> dict[str, dict[int, float]]:
     return {
         name: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for name, source in group.variants.items()
     }
-
-
-def _compare(group: Group, name: str) -> PairedTest | None:
-    return _test(group).get(name)
 
 
 def _word(found: PairedTest) -> str:
@@ -190,10 +140,7 @@ def _count_learners(group: Group) -> list[Block]:
     }
     if not any(0 < passed < seeds for passed, seeds in counts.values()):
         return []
-    text = (
-        "Some seeds learn here and others do not, so that a mean and its interval say little. Seeds above half the way from chance to "
-        f"100 %, which is {learnt:.1f} %: "
-    )
+    text = f"Seeds above {learnt:.1f} %: "
     shown = [(code(name), f" {passed} of {seeds}") for name, (passed, seeds) in counts.items()]
     return [(text, *join(shown, ", "), ".")]
 

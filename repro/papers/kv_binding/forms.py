@@ -8,11 +8,11 @@ from typing import Any
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Heading, Picture, Piece, Section, number, prose, table
+from ...report.document import Block, Heading, Picture, Piece, code, number, prose, table
 from ...report.gallery import describe_origin
 from ...report.records import Source
+from ...report.results import Missing
 
-COMMAND = "repro forms"
 PICTURE = "kv_binding_forms.png"
 NAMES = {
     **{
@@ -38,8 +38,8 @@ _STYLES = dict(
         strict=True,
     )
 )
+FORMS = ("recurrent", "parallel")
 MODES = {"infer": "forward", "train": "forward and backward"}
-_LEARNERS_OF_BACKBONE = {"own": "unchanged", "plain": "plain", "dot": "dot"}
 
 
 def find_forms(report: Report) -> list[Source]:
@@ -52,22 +52,10 @@ def find_forms(report: Report) -> list[Source]:
     return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
 
 
-def forms_section(report: Report) -> list[Section]:
-    """The section of the paper's page."""
-    return [Section("Recurrent and parallel", describe_forms(report))]
-
-
-def describe_forms(report: Report) -> list[Block]:
-    """Of each device: ratios over the tokens with crossover and memory, and the paper's own setting beside its numbers."""
-    sources = find_forms(report)
-    if not sources:
-        return [prose(f"Nothing is measured yet: `{COMMAND}`.")]
-    text = (
-        "How many times as fast the parallel form is: the median over turns in which both ran one after the other, with its 95 % interval; "
-        "above 1 it is ahead. In brackets is its peak memory over that of the recurrent form. Noisy rows, which other work disturbed, say so."
-    )
-    blocks: list[Block] = [prose(text)]
-    for source in sources:
+def list_ratios(report: Report) -> list[Block]:
+    """For each device and mode, the ratios over the tokens with crossover and memory."""
+    blocks: list[Block] = []
+    for source in _require_forms(report):
         m, origin = source.metrics, describe_origin([source], report.named)
         for mode, words in MODES.items():
             rows = [row for row in m["ratios"] if (row["setting"], row["mode"]) == ("vision", mode)]
@@ -77,25 +65,29 @@ def describe_forms(report: Report) -> list[Block]:
                 chunks = ", ".join(
                     f"{name} {_chunk(m, prefix)}" for prefix, name in (("lact", "LaCT"), ("vittt", "Vittt"))
                 )
-                blocks += [
-                    Heading(f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"),
-                    _ratios(rows, m),
-                ]
-        blocks += _at_papers_setting(report, source, origin)
-    if (report.results.paths.results / "figures" / PICTURE).is_file() or sources:
-        blocks.append((Picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's"),))
-    if not any(source.device.startswith("cuda") for source in sources):
-        blocks.append(prose(f"No row is of a GPU: none was at hand. `{COMMAND}` measures the same rows there."))
+                title = f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"
+                blocks += [Heading(title), _ratios(rows, m)]
     return blocks
 
 
-def describe_backbones(report: Report) -> list[Block]:
+def find_setting(report: Report, key: str) -> int:
+    """A number of the paper's setting, as the first record has it."""
+    return next(row for row in _require_forms(report)[0].metrics["rows"] if row["setting"] == "paper")[key]
+
+
+def show_picture(report: Report) -> list[Block]:
+    """The picture, and a sentence where no record is of a GPU."""
+    sources = _require_forms(report)
+    blocks: list[Block] = [(Picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's"),)]
+    if not any(source.device.startswith("cuda") for source in sources):
+        blocks.append(prose("No row is of a GPU: none was at hand. `repro forms` measures the same rows there."))
+    return blocks
+
+
+def list_backbones(report: Report) -> list[Block]:
     """Vittt-T with each learner and form: time and memory of an image at each size."""
-    sources = [source for source in find_forms(report) if source.metrics["backbones"]]
-    if not sources:
-        return [prose(f"Nothing is measured yet: `{COMMAND}`.")]
     blocks: list[Block] = []
-    for source in sources:
+    for source in _require_forms(report):
         rows = source.metrics["backbones"]
         sides = sorted({row["image_size"][0] for row in rows})
         by_learner: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
@@ -104,10 +96,17 @@ def describe_backbones(report: Report) -> list[Block]:
         body: list[list[Piece]] = []
         for (step, form), of_side in by_learner.items():
             cells = [cell for side in sides for cell in _time_and_memory(of_side.get(side))]
-            body.append([_LEARNERS_OF_BACKBONE[step], form, *cells])
+            body.append(["unchanged" if step == "own" else step, form, *cells])
         header = ["learner", "form", *(text for side in sides for text in (f"{side}² (ms)", f"{side}² (MiB)"))]
-        blocks += [prose(f"Vittt-T, one image, fp32; {describe_origin([source], report.named)}."), table(header, body)]
+        origin = describe_origin([source], report.named)
+        blocks += [(f"Vittt-T, one image, fp32; {origin}.",), table(header, body)] if rows else []
     return blocks
+
+
+def _require_forms(report: Report) -> list[Source]:
+    if not (sources := find_forms(report)):
+        raise Missing("nothing is measured yet", "repro forms")
+    return sources
 
 
 def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
@@ -162,20 +161,17 @@ def draw_forms(report: Report, path: Path) -> Path:
 
 def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
     """From how many tokens on the parallel form is ahead, in words; `rows` are ratios of one learner."""
-    ordered = sorted(rows, key=lambda row: row["tokens"])
-    ahead = [row["ratio"] > 1 for row in ordered]
-    if not any(ahead):
+    lengths = sorted(row["tokens"] for row in rows)
+    ahead = sorted(row["tokens"] for row in rows if row["ratio"] > 1)
+    if not ahead:
         return "never ahead"
-    if all(ahead):
+    if ahead == lengths:
         return "always ahead"
-    first = next(place for place in range(len(ahead)) if all(ahead[place:]) or not any(ahead[place:]))
-    if all(ahead[first:]) and not any(ahead[:first]):
-        return f"ahead from {ordered[first]['tokens']:,}"
-    if not any(ahead[first:]) and all(ahead[:first]):
-        return f"ahead below {ordered[first]['tokens']:,}"
-    return "ahead at " + ", ".join(
-        f"{row['tokens']:,}" for row, is_ahead in zip(ordered, ahead, strict=True) if is_ahead
-    )
+    if ahead == lengths[-len(ahead) :]:
+        return f"ahead from {ahead[0]:,}"
+    if ahead == lengths[: len(ahead)]:
+        return f"ahead below {lengths[len(ahead)]:,}"
+    return "ahead at " + ", ".join(f"{tokens:,}" for tokens in ahead)
 
 
 def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
@@ -214,35 +210,33 @@ def _ratio(row: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> Piece:
     return number(f"{text} ({memory:.1f}×{noisy})")
 
 
-def _at_papers_setting(report: Report, source: Source, origin: str) -> list[Block]:
-    """The paper's Table 2 beside ours, in its setting, on our device."""
-    rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
-    if not rows:
-        return []
-    ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
-    one, entries, body = next(iter(rows.values())), report.paper.ledger.entries, []
-    for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
-        row = "baseline" if step == "own" else step
-        theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in ("recurrent", "parallel")]
-        printed = [None if entry is None else float(entry.printed) for entry in theirs]
-        ours = [rows.get((f"lact_{step}", form)) for form in ("recurrent", "parallel")]
-        body.append(
-            [
-                NAMES[f"lact_{step}"],
-                *(number("–" if value is None else f"{value:g}") for value in printed),
-                number("–" if None in printed else f"{printed[1] / printed[0]:.2f}"),
-                *(number("–" if each is None else f"{each['tokens_m_per_s']:.3f}") for each in ours),
-                number(f"{ratios[f'lact_{step}']:.2f}" if f"lact_{step}" in ratios else "–"),
-            ]
-        )
-    header = ["", *(f"paper: {name}" for name in ("recurrent (M/s)", "parallel (M/s)", "ratio"))]
-    header += [f"ours: {name}" for name in ("recurrent (M/s)", "parallel (M/s)", "ratio")]
-    about = (
-        f"The setting of the paper's Table 2: {one['tokens']:,} tokens, {one['heads']} heads of {one['head_dim']}, chunks of {one['chunk_size']:,}. "
-        "A token counts once for each head. The paper's numbers are of a GPU that it does not name, in bf16, ours in fp32 of the device that is "
-        "named: only the columns of ratios say something of each other, and on a processor without launches to wait for, little."
-    )
-    return [Heading(f"At the paper's setting; {origin}"), prose(about), table(header, body)]
+def compare_setting(report: Report) -> list[Block]:
+    """The paper's Table 2 beside ours, in its setting, for each device."""
+    entries, blocks = report.paper.ledger.entries, []
+    for source in _require_forms(report):
+        rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
+        ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
+        body = []
+        for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
+            row, learner = "baseline" if step == "own" else step, f"lact_{step}"
+            theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in FORMS]
+            printed = [None if entry is None else float(entry.printed) for entry in theirs]
+            ours = [rows.get((learner, form)) for form in FORMS]
+            body.append(
+                [
+                    NAMES[learner],
+                    *(number("–" if value is None else f"{value:g}") for value in printed),
+                    number("–" if None in printed else f"{printed[1] / printed[0]:.2f}"),
+                    *(number("–" if each is None else f"{each['tokens_m_per_s']:.3f}") for each in ours),
+                    number(f"{ratios[learner]:.2f}" if learner in ratios else "–"),
+                ]
+            )
+        header = [
+            f"{whose}: {name}" for whose in ("paper", "ours") for name in (*(f"{f} (M/s)" for f in FORMS), "ratio")
+        ]
+        origin = code(source.path), f": {describe_origin([source], report.named)}"
+        blocks += [origin, table(["", *header], body)] if rows else []
+    return blocks
 
 
 def _time_and_memory(row: Mapping[str, Any] | None) -> list[Piece]:

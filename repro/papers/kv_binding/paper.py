@@ -4,10 +4,19 @@ from pathlib import Path
 
 from ...report.paper import Drawing, Paper, Question, Variants, VariantTable
 from . import formulas
-from .changes import changes_section, choice_section
-from .forms import PICTURE, draw_forms, find_forms, forms_section
-from .probes import probes_section
-from .residuals import residuals_section
+from .changes import list_changes, weigh_learners
+from .forms import (
+    PICTURE,
+    compare_setting,
+    draw_forms,
+    find_forms,
+    find_setting,
+    list_backbones,
+    list_ratios,
+    show_picture,
+)
+from .probes import count_probed, list_probes
+from .residuals import compare_momenta, list_residuals
 from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -65,7 +74,20 @@ PAPER = Paper(
         Question(label="speeds", entries=("table2_*.*.tokens_m_per_s",)),
     ),
     drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
-    sections=(residuals_section, forms_section, changes_section, choice_section, probes_section),
+    text=Path(__file__).with_name("page.md"),
+    parts={
+        "residuals": list_residuals,
+        "momenta": compare_momenta,
+        "ratios": list_ratios,
+        "forms_setting": find_setting,
+        "paper_setting": compare_setting,
+        "forms_picture": show_picture,
+        "changes": list_changes,
+        "backbones": list_backbones,
+        "choice": weigh_learners,
+        "probes": list_probes,
+        "probed": count_probed,
+    },
     variants=Variants(
         options=VARIANTS,
         models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},

@@ -5,49 +5,34 @@ from typing import Any
 
 from ...core.statistics import share_interval
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Piece, Section, code, number, prose, table
+from ...report.document import Block, Piece, code, number, table
 from ...report.gallery import describe_origin
 from ...report.records import Source
+from ...report.results import Missing
 
-COMMAND = "repro explain --probe steps=4 --weights WEIGHTS"
-
-
-def probes_section(report: Report) -> list[Section]:
-    """The section of the paper's page; none without records."""
-    return (
-        [Section("Models that run with another inner loop than they were trained with", describe_probes(report))]
-        if _find(report)
-        else []
-    )
+HEADER = ("model", "data, images", "probe", "top-1", "with it", "inner loss after the steps", "with it", "measured on")
 
 
-def describe_probes(report: Report) -> list[Block]:
-    """A row for each model and probe: accuracy and inner loss without and with it; then whether the paper's Fig. 1 is
-    seen.
+def list_probes(report: Report) -> list[Block]:
+    """A row for each model and probe: accuracy and inner loss without and with it."""
+    return [table(HEADER, [_row(source, report) for source in _find(report)])]
+
+
+def count_probed(report: Report, what: str) -> int:
+    """Of the rows with more inner steps, those whose inner loss is `lower`, whose score is `worse`, or `both`; or all
+    `rows`.
     """
-    sources = _find(report)
-    if not sources:
-        return [prose(f"Nothing is probed yet: `{COMMAND}`.")]
-    text = (
-        "The weights are as they were trained, of one seed. The inner loss is −⟨F(k), v⟩ after the steps, a mean over tokens, heads and layers; "
-        "of Vittt it is the squared error of a chunk."
-    )
-    header = [
-        "model",
-        "data, images",
-        "probe",
-        "top-1",
-        "with it",
-        "inner loss after the steps",
-        "with it",
-        "measured on",
-    ]
-    rows = [_row(source, report) for source in sources]
-    return [prose(text), table(header, rows), Bullets([_judge(sources)])]
+    rows = [source.metrics for source in _find(report) if source.metrics["probe"].startswith("steps=")]
+    lower = [m["probed"]["inner_loss_after"] < m["unchanged"]["inner_loss_after"] for m in rows]
+    worse = [_is_worse(m) for m in rows]
+    both = [each and other for each, other in zip(lower, worse, strict=True)]
+    return {"rows": len(rows), "lower": sum(lower), "worse": sum(worse), "both": sum(both)}[what]
 
 
 def _find(report: Report) -> list[Source]:
     found = [source for source in report.results.sources if "probe" in source.metrics and "probed" in source.metrics]
+    if not found:
+        raise Missing("nothing is probed yet", "repro explain --probe steps=4 --weights WEIGHTS")
     return sorted(found, key=lambda source: (source.metrics["model"], source.metrics["data"], source.metrics["probe"]))
 
 
@@ -56,29 +41,14 @@ def _row(source: Source, report: Report) -> list[Piece]:
     before, after = m["unchanged"], m["probed"]
     scores = (number(f"{each['top1_percent']:.2f} %") for each in (before, after))
     losses = (number(f"{each['inner_loss_after']:.3g}") for each in (before, after))
+    options = ",".join(f"{key}={value}" for key, value in m["options"].items())
+    name = m["model"] + (f"[{options}]" if options else "")
     images = f"{m['data']}, {before['held_out_images']} of {m['split']}"
-    return [code(_name(m)), images, m["probe"], *scores, *losses, describe_origin([source], report.named)]
-
-
-def _name(metrics: Mapping[str, Any]) -> str:
-    options = ",".join(f"{key}={value}" for key, value in metrics["options"].items())
-    return metrics["model"] + (f"[{options}]" if options else "")
-
-
-def _judge(sources: list[Source]) -> str:
-    more = [source.metrics for source in sources if source.metrics["probe"].startswith("steps=")]
-    lower = [m for m in more if m["probed"]["inner_loss_after"] < m["unchanged"]["inner_loss_after"]]
-    separated = [m for m in more if _is_worse(m)]
-    both = [m for m in lower if m in separated]
-    return (
-        "The paper says that more inner steps at inference lower the inner loss and make the score worse (Section 4.1). Here they lower the "
-        f"inner loss in {len(lower)} of {len(more)} rows. The score is lower by more than chance in {len(separated)}: there, the 95 % intervals "
-        f"of both shares (Wilson), over the images of one seed, do not meet. Both hold in {len(both)}."
-    )
+    return [code(name), images, m["probe"], *scores, *losses, describe_origin([source], report.named)]
 
 
 def _is_worse(metrics: Mapping[str, Any]) -> bool:
-    """Whether the top-1 with a probe lies below that without it, and their intervals over the images do not meet."""
+    """Whether the top-1 with a probe is below that without it, and their intervals over the images do not meet."""
     before, after = (
         share_interval(each["top1_percent"], each["held_out_images"])
         for each in (metrics["unchanged"], metrics["probed"])

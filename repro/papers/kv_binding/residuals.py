@@ -3,7 +3,7 @@ that fail.
 """
 
 from ...report.claims import Report
-from ...report.document import Block, Piece, Section, number, prose, table
+from ...report.document import Block, Piece, number, table
 from ...report.expressions import Call
 from . import formulas
 
@@ -13,26 +13,10 @@ CHUNKS = (16, 32, 64, 256)
 EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))
 
 
-def residuals_section(report: Report) -> list[Section]:
-    """The section of the paper's page."""
-    text = "The momenta of the authors' parallel code, which divides cumulated sums by cumulated products, and ours, in fp32 against the recurrence in fp64:"
-    return [
-        Section(
-            "What is proved, by its residual in fp64", [*describe_residuals(report), prose(text), *describe_division()]
-        )
-    ]
-
-
-def describe_residuals(report: Report) -> list[Block]:
+def list_residuals(report: Report) -> list[Block]:
     """A row for each equation of the ledger: where, what it says, its largest error in fp64, and that of the repaired
     equation.
     """
-    text = (
-        "Both sides of each equation are computed in fp64 on random tokens, by code that shares nothing but PyTorch; the residual is the "
-        "largest difference as a share of the largest value. Where the printed equation fails, the last column has the residual of the one "
-        "that the ledger puts in its place; the list of differences says which. What is to be different, such as the outputs of two orders of "
-        "chunks, is large where it should be."
-    )
     rows: list[list[Piece]] = []
     for verdict in report.all:
         entry = verdict.entry
@@ -45,10 +29,10 @@ def describe_residuals(report: Report) -> list[Block]:
         shown = "; ".join(_format(report, call, named=len(calls) > 1) for call in calls)
         mended = "; ".join(_format(report, call, named=len(repaired) > 1) for call in repaired) or "–"
         rows.append([entry.place, entry.says, number(shown), number(mended), verdict.status])
-    return [prose(text), table(["where", "the paper says", "residual", "repaired", "status"], rows)]
+    return [table(["where", "the paper says", "residual", "repaired", "status"], rows)]
 
 
-def describe_division() -> list[Block]:
+def compare_momenta(_: Report) -> list[Block]:
     """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are
     told in digits.
     """

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ...report.paper import Contest, Paper, Question, Variants, VariantTable
 from . import formulas
-from .attention import attention_section
-from .recovery import recovery_section
+from .attention import find_attention, list_layers
+from .recovery import list_students
 from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -74,7 +74,8 @@ PAPER = Paper(
             "deit": ("deit_tiny_patch16_224", "unfused"),
         },
     ),
-    sections=(recovery_section, attention_section),
+    text=Path(__file__).with_name("page.md"),
+    parts={"students": list_students, "attention": find_attention, "layers": list_layers},
     variants=Variants(
         options=VARIANTS,
         recipes={name: {"freeze": True} for name in FROZEN},

@@ -7,51 +7,38 @@ from typing import Any
 
 from ...core.statistics import describe_sample
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Line, Piece, Section, code, number, prose, table
+from ...report.document import Block, Bullets, Line, Piece, code, number, table
 from ...report.gallery import describe_origin
 from ...report.records import Source, describe_seeds
+from ...report.results import Missing
 
 SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
-COMMAND = "repro linearize --cell t5_nano_digits"
+HEADER = ("student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on")
 
 
-def recovery_section(report: Report) -> list[Section]:
-    """The section of the paper's page; none without records."""
-    return (
-        [Section("What students recover of their softmax models", describe_recovery(report))]
-        if _find_students(report)
-        else []
-    )
-
-
-def describe_recovery(report: Report) -> list[Block]:
-    """Of each softmax model its accuracy, and those of its students, best first; beside them the students trained from
+def list_students(report: Report) -> list[Block]:
+    """For each softmax model its accuracy, and those of its students, best first; then the same models trained from
     random weights.
     """
     groups = _find_students(report)
     if not groups:
-        return [prose(f"No model is linearised yet: `{COMMAND}`.")]
+        raise Missing("no model is linearised yet", "repro linearize --cell t5_nano_digits")
     blocks: list[Block] = []
     for init, students in groups.items():
         teacher = next(
             (source for source in report.results.sources if source.metrics.get("weights_hash") == init), None
         )
         m = students[0].metrics
-        known = f"the softmax model `{m['init']['weights']}`"
+        known: list[Piece] = ["Students of the softmax model ", code(m["init"]["weights"])]
         if teacher is not None:
-            known += f": top-1 {_format(teacher.metrics)} after {teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
-        about = f"Students of {known}. All on {m['data']}, {m['held_out_images']} images of {m['split']}."
-        header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
+            length = f"{teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
+            known.append(f": top-1 {_format(teacher.metrics)} after {length}")
+        known.append(f". All on {m['data']}, {m['held_out_images']} images of {m['split']}.")
         rows = [_row(source, teacher, report) for source in students]
-        blocks += [prose(about), table(header, rows)]
+        blocks += [tuple(known), table(HEADER, rows)]
         if lines := [_describe_scratch(source, report) for source in _find_scratch(report, students)]:
             blocks.append(Bullets(lines))
-    text = (
-        "Before training: the student with what it inherits and with new weights as they are drawn. In brackets are 95 % intervals of the "
-        "mean over seeds; all students of a table have one teacher, whose own seeds would differ as well. The paper linearises DeiT-T on "
-        "ImageNet-1K: nothing here is compared with its numbers."
-    )
-    return [*blocks, (text,)]
+    return blocks
 
 
 def _find_students(report: Report) -> dict[str, list[Source]]:

@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...report.measured import build_provenance
+from ...report.measured import list_records
 from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
-from ...report.passages import build_scenes, count_noisy_rows, describe_statuses
+from ...report.passages import compare_without_learning, count_noisy_rows, describe_statuses
 from . import formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
-from .readings_page import build_results, describe_choices
-from .sections import flops_section, interpretability_section
+from .readings_page import count_fits, describe_choices, describe_trained, list_readings, name_rounded
+from .sections import describe_models, find_counter, list_findings
 from .variants import TABLES_AND_FIGURES, VARIANTS
 
+_ROOM = Path(__file__).parent
 # (better, worse) by the text's words on Fig. 7 (entries text.fig7a.chunk and text.fig7b.initial_states)
 _CHUNKS = tuple((name, "chunk64") for name in TABLES_AND_FIGURES["Fig. 7(a)"] if name != "chunk64")
 _STATES = (("conv2d", "w0_shared"), ("w0_shared", "w0_frozen"), ("conv2d", "w0_frozen"))
@@ -110,16 +111,29 @@ PAPER = Paper(
         },
     ),
     figures=FIGURES,
-    sections=(flops_section, interpretability_section),
+    text=_ROOM / "page.md",
+    parts={
+        "search": find_counter,
+        "origin": describe_models,
+        "findings": list_findings,
+        "fits": count_fits,
+        "rounded": name_rounded,
+        "trained": describe_trained,
+        "readings": list_readings,
+        "scenes": compare_without_learning,
+        "records": list_records,
+    },
     passages={
         "docs/architecture.md": {"statuses": describe_statuses},
         "docs/readings.md": {"choices": describe_choices},
         "results/speed.md": {"noise": count_noisy_rows},
     },
     documents=(
-        Document(file="results/papers/readings.md", build=build_results, records="results/measured/*/readings/*"),
-        Document(file="results/papers/scenes.md", build=build_scenes),
-        Document(file="results/provenance.md", build=build_provenance),
+        Document(
+            file="results/papers/readings.md", text=_ROOM / "readings.md", records="results/measured/*/readings/*"
+        ),
+        Document(file="results/papers/scenes.md", text=_ROOM / "scenes.md"),
+        Document(file="results/provenance.md", text=_ROOM / "provenance.md"),
     ),
     variants=Variants(
         options=VARIANTS,

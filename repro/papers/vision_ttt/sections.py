@@ -3,52 +3,41 @@ numbers.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ...core.csvfile import read_csv
 from ...report.claims import Report
-from ...report.document import Line, PageLink, Piece, Section, strong, table
+from ...report.document import Block, Line, Piece, strong, table
 from ...report.gallery import describe_origin
 from ...report.measured import format_scores
 from ...report.records import Source
-from ...report.verdicts import FITTED
+from ...report.results import Missing
 
-COUNTERS_FILE = "repro/papers/vision_ttt/flop_counters.csv"  # of a search that is no longer in the code
+COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
 # what the paper says, our numbers, whether they agree; None where neither can be said
 Finding = tuple[str, str, bool | None]
 
 
-def flops_section(_: Report) -> list[Section]:
-    """What a search found behind the paper's FLOPs of its own model; a test holds its numbers to the table that it
-    left.
-    """
-    text = (
-        "The paper prints 25 FLOPs of its own model, and does not say what they count. Eq. 13 with MLP, patches and head explains 9 of them. "
-        "A search tried 43,794,432 counters on all of them at once, each a choice of the terms that it includes. The best explains 14 by "
-        "rounding, or 16 where a number may also be cut off. Such a counter is ",
-        FITTED,
-        f" {FITTED.word}: it was chosen by these numbers, so that it is no evidence for them, and never a match. No counter can explain the "
-        "steps of Table 3 to share_qk and to conv2d: the weights that they remove or add meet 196 tokens each. A ",
-        PageLink("table", COUNTERS_FILE),
-        " has the counters, what they leave unexplained, and the commit that has the search.",
-    )
-    return [Section("What the paper's FLOPs count", [text])]
+def find_counter(_: Report, key: str, counter: str | None = None) -> int:
+    """What a search found behind the paper's FLOPs of its own model: a number of a counter, or of the first one."""
+    rows = read_csv(COUNTERS_FILE)
+    return next(row[key] for row in rows if counter in (None, row["counter"]))
 
 
-def interpretability_section(report: Report) -> list[Section]:
-    """The paper's figures of interpretability as numbers of our trained models, for and against; nothing without
-    results/visualize.
-    """
-    source = _find(report, "visualize")
-    if source is None:
-        return []
+def describe_models(report: Report) -> Line:
+    """The models that the figures are of: where they were trained, and how accurate they are."""
+    source = _find(report)
     m = source.metrics
-    trained = [f"{name} {_accuracy(report, entry)}" for name, entry in m["receptive_fields"].items()]
-    about = (
-        f"{m['model']} on {m['data']} ({describe_origin([source], report.named)}), {m['held_out_images']} held-out images. The paper's models "
-        "were trained on ImageNet, and its figures have no numbers; these are what its words come to for ours. The receptive fields are of "
-        f"models with these accuracies: {'; '.join(trained)}."
-    )
+    trained = "; ".join(f"{name} {_accuracy(report, entry)}" for name, entry in m["receptive_fields"].items())
+    about = f"{m['model']} on {m['data']} ({describe_origin([source], report.named)}), {m['held_out_images']} held-out images."
+    return (f"{about} The receptive fields are of models with these accuracies: {trained}.",)
+
+
+def list_findings(report: Report) -> list[Block]:
+    """The paper's figures of interpretability as numbers of our trained models, for and against."""
+    m = _find(report).metrics
     rows: list[list[Piece | Line]] = []
     for place, findings in (("Fig. 3, 9, 10", _of_gradients(m)), ("Fig. 8", _of_fields(m)), ("Fig. 11", _of_losses(m))):
         for says, ours, agrees in findings:
@@ -56,12 +45,7 @@ def interpretability_section(report: Report) -> list[Section]:
             rows.append([place, says, ours, strong(word) if agrees is False else word])
     against = sum(row[3] == strong("against the paper") for row in rows)
     summary = f"{against} of {len(rows)} findings speak against the paper."
-    return [
-        Section(
-            "Its figures of interpretability, in numbers",
-            [(about,), (summary,), table(["", "the paper says", "ours", ""], rows)],
-        )
-    ]
+    return [(summary,), table(["", "the paper says", "ours", ""], rows)]
 
 
 def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
@@ -139,5 +123,8 @@ def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
     return format_scores(source.metrics, {"top1_percent": ""}, 1) if source else "unknown"
 
 
-def _find(report: Report, stage: str) -> Source | None:
-    return next((source for source in report.results.sources if source.stage == stage), None)
+def _find(report: Report) -> Source:
+    source = next((source for source in report.results.sources if source.stage == "visualize"), None)
+    if source is None:
+        raise Missing("nothing is drawn yet", "repro visualize")
+    return source

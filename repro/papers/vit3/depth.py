@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Heading, Piece, Section, number, prose, table
+from ...report.document import Block, Heading, Piece, number, table
 from ...report.ordering import ALPHA, PairedTest, compare_means
+from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from .variants import ROWS
 
@@ -46,33 +47,25 @@ def draw_depth(path: Path, group: Group, printed: Callable[[str | None, str], st
     return save_png(figure, path)
 
 
-def training_loss_section(report: Report) -> list[Section]:
-    """Whether deeper inner models end with a higher training loss, for each group that has two of them; nothing without
-    one.
-    """
-    groups = [
-        (group, losses)
-        for group in find_groups(report.results, report.paper.variants)
-        if len(losses := find_losses(group)) > 1
-    ]
-    if not groups:
-        return []
-    text = (
-        "The paper says that deeper inner models lead to a higher training loss (Insight 5). Ours is the mean over the last epoch that the "
-        "curve records. Differences over the seeds are tested as those of accuracies are: paired t, with Holm's correction over the pairs."
-    )
-    blocks: list[Block] = [prose(text)]
-    for group, losses in groups:
+def compare_losses(report: Report) -> list[Block]:
+    """Whether deeper inner models end with a higher training loss, for each group that has two of them."""
+    blocks: list[Block] = []
+    for group in find_groups(report.results, report.paper.variants):
+        losses = find_losses(group)
+        pairs = [(deep, shallow) for shallow, deep in combinations(LAYERS, 2) if deep in losses and shallow in losses]
+        if not pairs:
+            continue
         means = ", ".join(f"{LAYERS[name]} {statistics.mean(of.values()):.4f}" for name, of in losses.items())
         blocks += [Heading(group.title), (f"Training loss: {means}.",)]
-        pairs = [(deep, shallow) for shallow, deep in combinations(LAYERS, 2) if deep in losses and shallow in losses]
         tests = compare_means(losses, pairs, _LEAST_SPREAD)
         if tests is None:
             blocks.append(("No verdict: the variants have fewer than two seeds in common, which show no spread.",))
         else:
             rows = [_row(pair, found) for pair, found in zip(pairs, tests, strict=True)]
             blocks.append(table(["the paper's order", "ours (loss) [95 %]", "p (Holm)", ""], rows))
-    return [Section("Fig. 3: training loss over the depth of the inner model", blocks)]
+    if not blocks:
+        raise Missing("no two of these models are trained yet", f"{report.paper.variants.command} --all")
+    return blocks
 
 
 def find_losses(group: Group) -> dict[str, dict[int, float]]:

@@ -99,7 +99,7 @@ def vmamba_s2l5(what: str) -> Fraction:
     """`params_m`, or `macs_g` at 224 by its authors' convention, of VMamba-T as first released: stages of 2, 2, 5 and 2
     blocks, ratio 2.
     """
-    from ...measure.flops import cost
+    from ...bench.flops import cost
 
     counted = cost("vmamba_tiny_224", {"depths": (2, 2, 5, 2), "expand": 2}, (224, 224))
     return {

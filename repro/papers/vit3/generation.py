@@ -8,57 +8,44 @@ from typing import Any
 
 from ...core.statistics import Sample, describe_sample
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Line, Picture, Piece, Section, code, number, prose, table
+from ...report.document import Block, Bullets, Line, Picture, Piece, code, number, table
 from ...report.gallery import describe_origin, find_pictures
 from ...report.records import Source, describe_seeds
+from ...report.results import Missing
 
 LOSS, JUDGED, REAL = "held_out_mse", "judged_percent", "real_judged_percent"
-COMMAND = "repro generate --cell dit3_nano_digits --seeds 3"
+HEADER = (
+    "denoiser",
+    "parameters",
+    "seeds",
+    "held-out MSE of the noise",
+    "samples judged as asked",
+    "real images",
+    "measured on",
+)
 # what must agree before two losses are compared; the noise of a held-out image follows from its number alone
 _ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
 
 
-def generation_section(report: Report) -> list[Section]:
-    """The section of the paper's page; none without records."""
-    return [Section("Generation on embedded digits", describe_generation(report))] if _find_groups(report) else []
-
-
-def describe_generation(report: Report) -> list[Block]:
-    """Of each denoiser trained by hand its held-out loss, its judged samples and their picture; and which losses
-    differ.
-    """
+def list_denoisers(report: Report) -> list[Block]:
+    """For each denoiser its held-out loss, its judged samples and their picture; and which losses differ."""
     groups = _find_groups(report)
     if not groups:
-        return [prose(f"No denoiser is trained yet: `{COMMAND}`.")]
+        raise Missing("no denoiser is trained yet", "repro generate --cell dit3_nano_digits --seeds 3")
     blocks: list[Block] = []
     for group in groups:
         m = group[0].metrics
         size, sampling = m["image_size"], m["by_seed"][0]["sampling"]
         about = (
-            f"Trained on {m['data']} at {size}×{size} pixels, {m['steps']:,} steps of {m['batch_size']} images, {describe_seeds(group)}; scored "
-            f"on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}. The samples are of {sampling['steps']} steps of {sampling['sampler'].upper()} "
-            f"with guidance {sampling['guidance']:g}. The paper trains on ImageNet-1K at 256×256 and prints FID: nothing here is compared with it."
+            f"Trained on {m['data']} at {size}×{size} pixels, {m['steps']:,} steps of {m['batch_size']} images, {describe_seeds(group)}; "
+            f"scored on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}; samples by "
+            f"{sampling['steps']} steps of {sampling['sampler'].upper()} with guidance {sampling['guidance']:g}."
         )
-        header = [
-            "denoiser",
-            "parameters",
-            "seeds",
-            "held-out MSE of the noise",
-            "samples judged as asked",
-            "real images",
-            "measured on",
-        ]
-        blocks += [(about,), table(header, [_row(source, report) for source in group])]
+        blocks += [(about,), table(HEADER, [_row(source, report) for source in group])]
         if lines := [_compare(*pair, report) for pair in itertools.combinations(group, 2)]:
             blocks.append(Bullets(lines))
         blocks += _pictures(group, report)
-    text = (
-        "Judged as asked: the share of the samples of a seed that a classifier of this project takes for the class that they were asked to "
-        "be; beside it the same share of the held-out images themselves, at the size of the samples. Guidance makes samples typical of their "
-        "class, so that their share may be above that of real images; it says nothing of their variety. In brackets are 95 % intervals of "
-        "the mean over seeds."
-    )
-    return [*blocks, (text,)]
+    return blocks
 
 
 def _find_groups(report: Report) -> list[list[Source]]:

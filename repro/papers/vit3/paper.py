@@ -4,8 +4,8 @@ from pathlib import Path
 
 from ...report.paper import Contest, Figure, Paper, Question, Variants, VariantTable
 from . import formulas
-from .depth import draw_depth, training_loss_section
-from .generation import generation_section
+from .depth import compare_losses, draw_depth
+from .generation import list_denoisers
 from .variants import ORDERS, ROWS, VARIANTS
 
 _FORMULAS = (
@@ -135,7 +135,8 @@ PAPER = Paper(
             command="repro efficiency --families vit3,deit,deit_fused --sizes T --res 224,1248",
         ),
     ),
-    sections=(training_loss_section, generation_section),
+    text=Path(__file__).with_name("page.md"),
+    parts={"losses": compare_losses, "denoisers": list_denoisers},
     variants=Variants(
         options=VARIANTS,
         tables=tuple(

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from repro.measure.flops import cost
+from repro.bench.flops import cost
 from repro.models.registry import build_model
 from repro.models.ttt_mixer import DESIGNS as BUILT
 from repro.models.ttt_mixer import TTTMixer

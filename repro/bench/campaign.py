@@ -1,0 +1,263 @@
+"""Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
+
+Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
+nothing but itself. What a step has measured lies in its record under results/measured/<device>, written as it comes; a
+step whose record is complete and of the present code does nothing. A GPU that is lent for some minutes at a time is
+therefore measured by calling the same command again.
+"""
+
+import dataclasses
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Literal
+
+from ..core.errors import RunError, UserError
+from ..core.paths import Paths
+from ..core.record import read_json
+
+SHORTEST_S = 20.0  # with less left nothing is begun
+TRAINED = "pretrain/vittt_tiny_digits"  # a stage and a cell, which no params file has
+TRAINING = {
+    "model": "vittt_tiny_patch16_224",
+    "data": "digits",
+    "seeds": [0, 1],
+    "epochs": 1,
+    "steps_per_epoch": 64,
+    "batch_size": 64,
+    "drop_path": 0.0,
+    "precision": "bf16",
+    "optim": {"lr": 0.001, "lr_batch_size": 512, "warmup_epochs": 0},
+    "mix": {"mixup": 0.0, "cutmix": 0.0},
+    "transform": {"image_size": 224, "hflip": 0.0, "crop_pct": 1.0},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CampaignParams:
+    """What the record of the machine depends on: nothing that can be chosen."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One record: its name, what it answers, and (paths, minutes left or None) -> whether it is complete."""
+
+    name: str
+    about: str
+    run: Callable[[Paths, float | None], bool]
+
+
+def record_environment(paths: Paths, minutes: float | None) -> bool:
+    """results/measured/<device>/environment.json: the machine, its versions, and what is in the way of the kernels."""
+    import torch
+
+    from kernels import selected_backend
+    from kernels.dispatch import compiler_obstacle
+
+    from ..core.record import make_identity, write_record
+    from ..core.runtime import describe_machine, device_label, device_slug, gpu_names
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    metrics = {
+        "machine": describe_machine(),
+        "gpus": gpu_names(),
+        "backend": selected_backend("auto", device, dtype=torch.bfloat16),
+    }
+    metrics |= {
+        "compiler_obstacle": compiler_obstacle(),
+        "compiler_obstacle_reason": "null: a C compiler and Python.h are there",
+    }
+    identity = make_identity(
+        paths.root,
+        ["stages.measure"],
+        CampaignParams(),
+        device=device_label(device),
+        dtype="bf16 asked",
+        backend=metrics["backend"],
+    )
+    write_record(paths.measured(device_slug(device)), metrics, identity, 0.0, name="environment")
+    return True
+
+
+def check_kernels(paths: Paths, minutes: float | None) -> bool:
+    """kernels_check.json."""
+    from .kernels import run_check
+
+    return run_check(paths, minutes=minutes, again=False)
+
+
+def bench_compared(paths: Paths, minutes: float | None) -> bool:
+    """The rows of kernels.json that the goals are about."""
+    from .kernels import run_bench
+
+    return run_bench(paths, compared=True, minutes=minutes, again=False)
+
+
+def bench_kernels(paths: Paths, minutes: float | None) -> bool:
+    """All rows of kernels.json."""
+    from .kernels import run_bench
+
+    return run_bench(paths, minutes=minutes, again=False)
+
+
+def time_training(paths: Paths, minutes: float | None) -> bool:
+    """pretrain/vittt_tiny_digits.json: the speed of a training as `record_speed` writes it, with the share of the GPU's
+    peak.
+
+    The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
+    """
+    import torch
+
+    from ..core.config import build
+    from ..core.freshness import find_old
+    from ..core.runtime import device_slug, find_peak, load_runtime, usable_cores
+    from ..runs.cells import run_cells
+    from ..runs.job import Cell
+    from ..tasks.classification.spec import SPEC
+
+    if not torch.cuda.is_available():
+        raise RunError("PyTorch sees no CUDA device")
+    stage, name = TRAINED.split("/")
+    file = paths.measured(device_slug("cuda")) / f"{TRAINED}.json"
+    if file.is_file() and not find_old(paths.root, {TRAINED: read_json(file)}):
+        return True
+    params, given = build(SPEC.params, TRAINING, name), load_runtime(paths)
+    roots = {"digits": "data/digits"} | given.data_roots
+    peak = find_peak(torch.cuda.get_device_name())
+    runtime = dataclasses.replace(
+        given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots
+    )
+    folder = paths.run_state(stage, name, "result")
+    shutil.rmtree(folder, ignore_errors=True)  # a training that is recorded there would not be repeated
+    run_cells(
+        [Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)], None, []
+    )
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Rows of efficiency.json: all families at some sizes, from 224² to 1280², at one batch size."""
+
+    sizes: tuple[str, ...]
+    batch_size: int
+    compile: Literal["graphs", False] = False
+
+    def __call__(self, paths: Paths, minutes: float | None) -> bool:
+        from ..core.runtime import load_runtime
+        from .efficiency import run_sweep
+        from .params import SweepParams
+
+        return run_sweep(
+            SweepParams(sizes=self.sizes, batch_size=self.batch_size, compile=self.compile, minutes=minutes),
+            paths,
+            load_runtime(paths),
+        )
+
+
+STEPS = (
+    Step(name="environment", about="the machine and its versions", run=record_environment),
+    Step(name="check", about="the kernels against the fp64 reference", run=check_kernels),
+    Step(name="compared", about="the kernels' speed at the shapes that the goals are about", run=bench_compared),
+    Step(name="training", about="a short training in bf16", run=time_training),
+    Step(name="batch 1", about="every family of size T at batch 1", run=Sweep(("T",), 1)),
+    Step(name="batch 1, graphs", about="the same through CUDA graphs", run=Sweep(("T",), 1, "graphs")),
+    Step(name="batch 64", about="every family of size T at batch 64", run=Sweep(("T",), 64)),
+    Step(name="bench", about="the kernels' speed at every shape", run=bench_kernels),
+    Step(name="batch 64, all sizes", about="every family of every size at batch 64", run=Sweep(("T", "S", "B"), 64)),
+    Step(name="batch 1, all sizes", about="every family of every size at batch 1", run=Sweep(("T", "S", "B"), 1)),
+)
+
+
+def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, ...] = STEPS) -> bool:
+    """Take the steps in order for at most so many minutes, and say what is left; whether every record is complete.
+
+    Raises:
+        RunError: a step failed; the others were taken.
+    """
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    failed, left = [], []
+    for step in steps:
+        remaining = None if end is None else end - time.monotonic()
+        if remaining is not None and remaining < SHORTEST_S:
+            left.append(step.name)
+            continue
+        print(f"{step.name}: {step.about}", flush=True)
+        try:
+            if not _run_apart(step, paths, None if remaining is None else remaining / 60):
+                left.append(step.name)
+        except (UserError, RunError) as error:
+            failed.append(f"{step.name}: {error}")
+            print(failed[-1], flush=True)
+    if left:
+        print(f"time is up; call again for: {'; '.join(left)}")
+    if failed:
+        raise RunError(f"measure: {len(failed)} of {len(steps)} steps failed: {'; '.join(failed)}")
+    if not left:
+        print("done: every record is complete")
+    return not left
+
+
+def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
+    """(page, marker, text) of results/speed.md: the records of each GPU in a line each, or that there is none."""
+    lines = ["| device | record | what it says | commit |", "|---|---|---|---|"]
+    for name, describe in _DESCRIPTIONS.items():
+        for file in sorted((paths.results / "measured").glob(f"*/{name}.json")):
+            record = read_json(file)
+            identity = record["identity"]
+            if str(identity["device"]).startswith("cuda"):
+                commit = (identity["parent_commit"] or "unknown")[:8]
+                lines.append(f"| {identity['device']} | `{name}.json` | {describe(record['metrics'])} | {commit} |")
+    nothing = "**No GPU is measured**: no record is of one. `make measure-gpu` makes them."
+    return [("results/speed.md", "gpu records", "\n".join(lines) if len(lines) > 2 else nothing)]
+
+
+def _describe_bench(metrics: dict[str, Any]) -> str:
+    found = [
+        f"`{name}` {key.replace('_', ' ')} {value:.2f}"
+        for name, summary in metrics["summary"].items()
+        for key, value in summary.items()
+        if isinstance(value, float)
+    ]
+    return "; ".join(found) or "no row at the shapes of the goals"
+
+
+def _describe_training(metrics: dict[str, Any]) -> str:
+    share, size = metrics.get("mfu_percent"), TRAINING["transform"]["image_size"]
+    mfu = "the GPU's peak is not in our table" if share is None else f"{share:.0f} % of the peak"
+    what = f"{metrics['model']} at {size}², batch {TRAINING['batch_size']}, {TRAINING['precision']}"
+    return f"{what}: {metrics['throughput_img_per_s']:.0f} img/s, waited {metrics['data_wait_percent']:.0f} % for data, {mfu}"
+
+
+# the name of a record -> metrics -> what it says
+_DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "environment": lambda metrics: (
+        f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}"
+    ),
+    "kernels_check": lambda metrics: f"{len(metrics['rows'])} checks, {metrics['failed']} failed",
+    "kernels": _describe_bench,
+    TRAINED: _describe_training,
+    "efficiency": lambda metrics: f"{len(metrics['rows'])} rows, see [docs/speed.md](../docs/speed.md)",
+}
+
+
+def _run_apart(step: Step, paths: Paths, minutes: float | None) -> bool:
+    """Take a step in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        try:
+            return executor.submit(_run, step, paths, minutes).result()
+        except BrokenProcessPool:
+            raise RunError("its process was killed; what it had measured is kept") from None
+
+
+def _run(step: Step, paths: Paths, minutes: float | None) -> Any:
+    """In the process of a step: errors that are not ours become one line."""
+    try:
+        return step.run(paths, minutes)
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        raise RunError(" ".join(f"{type(error).__name__}: {error}".split())[:500]) from None

@@ -1,0 +1,104 @@
+"""The record of parameters and multiply-adds: what `repro complexity` writes."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.csvfile import write_csv
+from ..core.errors import UserError, blame
+from ..core.paths import Paths
+from ..core.record import make_identity, write_record
+from ..core.ui import track
+from ..models.registry import family_module
+from .adapted import adapted_cost
+from .flops import Cost, cost
+from .fvcore import fvcore_terms
+from .params import ADAPTER, ComplexityParams, SizePair
+from .speed import row_id
+
+SAVED_AT = 1280  # the image size at which the paper states what Vittt saves (Fig. 1)
+COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention", "macs_g_fvcore")
+
+
+def run_complexity(params: ComplexityParams, paths: Paths) -> None:
+    """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
+
+    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, some with further
+    counts of the same forward pass: `macs_g_paper_convention`, by which the authors of the family, or of a backbone
+    with its adapter, count (see `repro.bench.flops.Cost`), and where a group asks for it `macs_g_fvcore`, what the
+    tool fvcore counts without handlers of anybody's own (see `repro.bench.fvcore`); `saved_at_1280_percent`, the
+    multiply-adds that Vittt saves against its baseline by size; `dwconv_params_m`, the parameters that the 3x3
+    depth-wise convolution adds by size.
+
+    Raises:
+        UserError: an unknown model or option, or an image size that a model refuses.
+    """
+    started = time.monotonic()
+    wanted = {row_id(*row): row for row in params.rows()}
+    print(f"complexity: counting {len(wanted)} rows")
+    costs = {name: count_row(*row) for name, row in track(list(wanted.items()), "counting", unit="rows")}
+    asked = {row_id(*row): row for group in params.groups if group.fvcore for row in group.rows()}
+    fvcore = {name: fvcore_terms(*row) for name, row in asked.items()}
+    saved, dwconv = _compare_pairs(params.sizes)
+
+    folder = paths.results / "complexity"
+    rows = {name: _make_row(*wanted[name], counted, fvcore.get(name)) for name, counted in costs.items()}
+    table = [{**row, "row": name, "image_size": name.rpartition("@")[2]} for name, row in rows.items()]
+    write_csv(folder / "rows.csv", table, COLUMNS)
+    write_csv(
+        folder / "terms.csv",
+        [term for name, counted in costs.items() for term in _list_terms(name, counted, fvcore.get(name, {}))],
+    )
+    metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
+    counted_only = "none: counted, not run"
+    # families are found by lying in repro.models, where no import names them
+    families = {family_module(options.get("backbone", model)) for model, options, _ in params.rows()}
+    identity = make_identity(
+        paths.root, ["stages.complexity", *families], params, device=counted_only, dtype="fp32", backend=counted_only
+    )
+    write_record(folder, metrics, identity, time.monotonic() - started)
+    savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
+    print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")
+
+
+def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
+    """Count one row of `ComplexityParams.rows`; raises a UserError that names a row that cannot be counted."""
+    with blame(f"complexity: {row_id(model, options, image_size)}", TypeError, ValueError, AssertionError):
+        return adapted_cost(options["backbone"], image_size) if model == ADAPTER else cost(model, options, image_size)
+
+
+def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
+    """By size: percent of multiply-adds saved against the baseline, and millions of parameters of the depth-wise
+    convolution.
+    """
+    saved, dwconv = {}, {}
+    for size, pair in sizes.items():
+        ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
+        if "dwconv" not in ours.param_terms:
+            raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
+        saved[size] = 100 * (1 - ours.macs / baseline.macs)
+        dwconv[size] = ours.param_terms["dwconv"] / 1e6
+    return saved, dwconv
+
+
+def _make_row(
+    model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost, fvcore: Mapping[str, int] | None
+) -> dict[str, Any]:
+    row = {"model": model, "options": dict(options), "image_size": list(image_size), "num_params": counted.num_params}
+    row |= {"params_m": round(counted.num_params / 1e6, 3), "macs_g": counted.macs_g, "method": counted.method}
+    if counted.paper_terms:
+        row["macs_g_paper_convention"] = counted.macs_g_paper_convention
+    if fvcore:
+        row["macs_g_fvcore"] = sum(fvcore.values()) / 1e9
+    return row
+
+
+def _list_terms(name: str, counted: Cost, fvcore: Mapping[str, int]) -> list[dict[str, Any]]:
+    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms, "macs_paper_convention": counted.paper_terms}
+    kinds["macs_fvcore"] = fvcore
+    return [
+        {"row": name, "kind": kind, "term": term, "value": value}
+        for kind, terms in kinds.items()
+        for term, value in terms.items()
+        if value
+    ]

@@ -1,0 +1,94 @@
+"""`macs_g_fvcore`: multiply-adds as fvcore counts them, by which ViT³ prints the FLOPs of its own models.
+
+fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or
+GroupNorm with a learned scale and 4 in one without, as in the keys' instance norm of T5, 2 in a BatchNorm at inference
+(1 without a scale), 4 at the output of a bilinear interpolation and 1 of a nearest one. A gradient inside the forward
+pass is a product or a convolution here; fvcore sees it where it is written as one. Operators of our own, such as the
+selective scan, enter by our formulas. VMamba's authors gave fvcore handlers for theirs: that count is the model's
+`paper_mac_terms`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..models.dit import Denoiser
+from ..models.inner_mixer import KeyNorm
+from . import build
+from .flops import OperatorCounter, cost
+
+_PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # by the mode of an interpolation
+
+
+def fvcore_terms(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
+    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are ours, `norms` and
+    `interpolation`.
+
+    For a denoiser (H, W) is the size of its input: that of the latents, where it draws those.
+
+    Raises:
+        ValueError: as `flops.cost`.
+    """
+    counted = cost(name, options, image_size)
+    return {
+        "multiply_adds": counted.macs,
+        **count_extras(build.create(name, options, image_size, fused=False, device="meta"), image_size),
+    }
+
+
+def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
+    """What fvcore counts beside multiply-adds in a forward pass of one image of (H, W) pixels, on the model's own
+    device.
+    """
+    device = next(model.parameters()).device
+    if isinstance(model, Denoiser):
+        numbers = torch.zeros(1, dtype=torch.long, device=device)
+        inputs = torch.empty(1, model.in_channels, *image_size, device=device), numbers, numbers
+    else:
+        inputs = (torch.empty(1, 3, *image_size, device=device),)
+    counter = _ExtrasCounter()
+
+    def count_keys(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        if module.kind == "instance":  # written out here, and as one operator in the release
+            counter.extras["norms"] += 4 * out.numel()
+
+    hooks = [module.register_forward_hook(count_keys) for module in model.modules() if isinstance(module, KeyNorm)]
+    with torch.no_grad(), counter, _InterpolationCounter(counter.extras):
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    return counter.extras
+
+
+class _ExtrasCounter(OperatorCounter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extras = {"norms": 0, "interpolation": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._opname
+        if name in ("native_layer_norm", "native_group_norm"):
+            scale = args[2 if name == "native_layer_norm" else 1]
+            self.extras["norms"] += args[0].numel() * (4 if scale is None else 5)
+        elif "batch_norm" in name:
+            self.extras["norms"] += args[0].numel() * (1 if args[1] is None else 2)
+        return out
+
+
+class _InterpolationCounter(TorchFunctionMode):
+    """Counts at the call, since PyTorch decomposes an interpolation once its compiler is loaded."""
+
+    def __init__(self, extras: dict[str, int]) -> None:
+        super().__init__()
+        self.extras = extras
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.nn.functional.interpolate:
+            mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
+            self.extras["interpolation"] += out.numel() * _PER_OUTPUT.get(mode, 0)
+        return out

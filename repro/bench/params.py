@@ -1,0 +1,244 @@
+"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow from them. Imports nothing
+heavy.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Self
+
+from ..core.config import bounded
+from ..core.errors import UserError, did_you_mean
+from .speed import RowSpec
+from .sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
+
+# stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
+ADAPTER = "vit_adapter"
+_RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizePair:
+    """A size of Vittt and the softmax-attention baseline with which it is compared."""
+
+    vittt: str
+    baseline: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """Rows to count: every model at every side of a square image in pixels with every combination of the options that
+    `vary`.
+
+    Of a denoiser of latents, the sides are those of the latents, an eighth of the image's: 32 for 256 pixels.
+    With `fvcore`, its rows also have the count of fvcore, see `repro.bench.fvcore`.
+    """
+
+    models: tuple[str, ...]
+    image_sizes: tuple[int, ...] = bounded(ge=1)
+    vary: dict[str, tuple[str | int, ...]] = dataclasses.field(default_factory=dict)
+    fvcore: bool = False
+
+    def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
+        """Yield model, options and (H, W) of every row."""
+        for model, side, *values in itertools.product(self.models, self.image_sizes, *self.vary.values()):
+            yield model, dict(zip(self.vary, values, strict=True)), (side, side)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSize:
+    """The size of an image in pixels; both sides are multiples of 32."""
+
+    height: int = bounded(ge=32)
+    width: int = bounded(ge=32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterRows:
+    """Rows of Table 2: every backbone with its ViT-Adapter, without neck and head, at every image size."""
+
+    backbones: tuple[str, ...] = ()
+    image_sizes: tuple[ImageSize, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComplexityParams:
+    """The `complexity:` section: rows, and letter of a size (T, S, B) -> two models whose multiply-adds are compared at
+    1280 x 1280.
+    """
+
+    sizes: dict[str, SizePair]
+    groups: tuple[RowGroup, ...]
+    adapters: AdapterRows = AdapterRows()
+
+    def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
+        """Yield model, options and (H, W) of every row; a row may come twice."""
+        for group in self.groups:
+            yield from group.rows()
+        for backbone, size in itertools.product(self.adapters.backbones, self.adapters.image_sizes):
+            yield ADAPTER, {"backbone": backbone}, (size.height, size.width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpParams:
+    """What `repro.bench.op_rate.op_rate` takes; 6 turns are the fewest that give an interval."""
+
+    batch_size: int = bounded(1, ge=1)
+    tokens: int = bounded(ge=1)
+    heads: int = bounded(ge=1)
+    head_dim: int = bounded(64, ge=1)
+    chunk_size: int = bounded(16, ge=1)
+    matmul_side: int = bounded(ge=1)
+    repeats: int = bounded(ge=6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EfficiencyParams:
+    """The `efficiency:` section: a fixed grid of rows.
+
+    Args:
+        sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused
+            attention.
+        others: further models, measured beside them.
+        image_sizes: sides of square images in pixels.
+        batch_size, dtype, backend, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
+        op: the row of the operator alone.
+    """
+
+    sizes: dict[str, SizePair]
+    others: tuple[str, ...] = ()
+    image_sizes: tuple[int, ...] = bounded(ge=1)
+    batch_size: int = bounded(1, ge=1)
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    backend: Literal["auto", "torch", "numba", "triton", "reference"] = "auto"
+    steps: int = bounded(10, ge=10)
+    warmup: int = bounded(2, ge=1)
+    budget_s: float = bounded(120.0, gt=0)
+    op: OpParams
+
+    @property
+    def models(self) -> list[tuple[str, str | None]]:
+        """Every model with its attention, fused or unfused."""
+        pairs = [
+            ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()
+        ]
+        return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
+
+    def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
+        """The rows, one image size after the other: rows that are compared run close in time, and drift affects them
+        alike.
+        """
+        return _make_specs(self, self.models, self.image_sizes, device_type, threads)
+
+
+# the options of a sweep that depend on the device
+CPU_DEFAULTS = {"sizes": ("T",), "batch_size": 1, "dtype": "fp32", "minutes": 10.0}
+GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "minutes": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepParams:
+    """The options of a sweep; None stands for the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
+
+    Args:
+        image_sizes: sides of square images in pixels.
+        families: of `repro.bench.sweep.FAMILIES`.
+        sizes: of T, S, B.
+        batch_size, dtype, mode, compile, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
+        minutes: time for all rows; rows that do not fit are left out and listed.
+        runs: how often each row is measured, each time in a process of its own.
+    """
+
+    image_sizes: tuple[int, ...] = IMAGE_SIZES
+    families: tuple[str, ...] = tuple(FAMILIES)
+    sizes: tuple[str, ...] | None = None
+    batch_size: int | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    mode: Literal["infer", "train"] = "infer"
+    compile: bool | Literal["graphs"] = False
+    minutes: float | None = None
+    runs: int = 1
+    steps: int = 10
+    warmup: int = 2
+    budget_s: float = 600.0
+
+    def with_defaults(self, device_type: str) -> Self:
+        """The same with the defaults of a device in place of None."""
+        defaults = CPU_DEFAULTS if device_type == "cpu" else GPU_DEFAULTS
+        return dataclasses.replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
+
+    def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
+        """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
+        models = [
+            (FAMILIES[family][0].format(SIZES[size]), FAMILIES[family][1])
+            for size in self.sizes or ()
+            for family in self.families
+        ]
+        return _make_specs(self, models, order_by_importance(self.image_sizes), device_type, threads)
+
+
+def _make_specs(
+    params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None
+) -> list[RowSpec]:
+    """A row for each image size and (model, attention), with all that the params of the grid or sweep say of a row."""
+    shared = {
+        field.name: getattr(params, field.name) for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)
+    }
+    return [
+        RowSpec(
+            **shared, model=model, attention=attention, image_size=(side, side), device=device_type, threads=threads
+        )
+        for side, (model, attention) in itertools.product(image_sizes, models)
+    ]
+
+
+def parse_image_sizes(text: str) -> tuple[int, ...]:
+    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224`,
+    or several of
+    these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
+    """
+    found: set[int] = set()
+    for part in map(str.strip, text.split(",")):
+        if match := _RANGE.fullmatch(part):
+            first, last, step = int(match[1]), int(match[2]), match[3]
+            if first > last:
+                raise UserError(f"efficiency: --res {part}: begins above its end; write {last}..{first}")
+            if step is not None and int(step) < 1:
+                raise UserError(
+                    f"efficiency: --res {part}: a step of {step} leads nowhere; write one of at least {PATCH_SIZE}"
+                )
+            sides = (
+                range(first, last + 1, int(step)) if step else [side for side in IMAGE_SIZES if first <= side <= last]
+            )
+            if not sides:
+                listed = ", ".join(map(str, IMAGE_SIZES))
+                raise UserError(
+                    f"efficiency: --res {part}: contains none of {listed}; give single numbers, or a step as in 64..192:32"
+                )
+            found |= set(sides)
+        elif part.isdigit():
+            found.add(int(part))
+        else:
+            raise UserError(
+                f"efficiency: --res {part!r}: not an image size; write 224, 224,512, 224..1280 or 224..1280:128"
+            )
+    if bad := sorted(side for side in found if side < PATCH_SIZE or side % PATCH_SIZE):
+        near = max(PATCH_SIZE, round(bad[0] / PATCH_SIZE) * PATCH_SIZE)
+        raise UserError(
+            f"efficiency: --res {bad[0]}: not a positive multiple of the patch, {PATCH_SIZE} pixels; the nearest is {near}"
+        )
+    return tuple(sorted(found))
+
+
+def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Read names separated by commas, and return them in the order of `known`; a UserError names the option of an
+    unknown one.
+    """
+    known, given = tuple(known), [name.strip() for name in text.split(",")]
+    for name in given:
+        if name not in known:
+            raise UserError(f"efficiency: {option} {name}: not known{did_you_mean(name, known)}")
+    return tuple(name for name in known if name in given)

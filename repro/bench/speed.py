@@ -1,0 +1,371 @@
+"""Throughput, latency and peak memory of one model: one row, measured in a fresh process.
+
+`measure(spec)` starts `python -m repro.bench.speed`, which reads the spec as JSON from stdin and prints the row as
+JSON in the last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from
+affecting each other's memory and speed. A row that runs out of memory or time is recorded as such; its batch is never
+made smaller.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
+SLOW_STEPS = 3
+WARM_UP_S = 1.0
+SMALL_SIDE = 64  # pixels of the images for which a CPU loads its libraries
+_ALLOCATION_ERRORS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSpec:
+    """What one row measures; the values are checked where they enter, in params.yaml or on the command line.
+
+    Args:
+        model: a name that timm knows after `import repro.models`.
+        options: further keyword arguments of the model.
+        attention: `fused` or `unfused` for models with softmax attention, None for the others.
+        image_size: (H, W) in pixels.
+        batch_size: images per step.
+        dtype: weights and inputs are cast to it, without autocast; TF32 is off, so that fp32 means fp32.
+        device: `cpu` or `cuda`.
+        backend: the implementation of the family's operator, see `kernels`; models without such an operator ignore it.
+        mode: `infer` runs a forward pass under inference mode; `train` runs forward, backward and a step of AdamW.
+        compile: whether to run `torch.compile` with its defaults; `graphs`: in its mode reduce-overhead, by CUDA
+            graphs, for inference.
+        steps: timed steps, at least 10; cut to three when the median step takes longer than 2 s.
+        warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2
+            s.
+        budget_s: wall-clock limit of the whole row, including the start of the process.
+        threads: CPU threads; None keeps PyTorch's choice.
+    """
+
+    model: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attention: Literal["fused", "unfused"] | None = None
+    image_size: tuple[int, int]
+    batch_size: int = 1
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    backend: str = "auto"
+    mode: Literal["infer", "train"] = "infer"
+    compile: bool | Literal["graphs"] = False
+    steps: int = 10
+    warmup: int = 2
+    budget_s: float = 60.0
+    threads: int | None = None
+
+    @property
+    def row_id(self) -> str:
+        """The row's name in results, e.g. `deit_tiny_patch16_224[attention=unfused]@224`."""
+        shown = self.options if self.attention is None else {**self.options, "attention": self.attention}
+        return row_id(self.model, shown, self.image_size)
+
+
+def row_id(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> str:
+    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image of (H, W) pixels that is not
+    square.
+    """
+    listed = ",".join(f"{name}={value}" for name, value in options.items())
+    height, width = image_size
+    return f"{model}{f'[{listed}]' if listed else ''}@{height if height == width else f'{height}x{width}'}"
+
+
+def measure(spec: RowSpec) -> dict[str, Any]:
+    """Measure one row in a fresh process.
+
+    Returns:
+        {model, options, attention, attention_kernel, image_size, batch_size, dtype, device, backend, mode, compile,
+        num_params, macs_g, throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method,
+        status, steps, samples_ms}, of a row that was measured also {threads, cores, load_average}, the load of the
+        machine over the minute before, where the system tells it. `latency_ms` is the median over the steps,
+        `latency_ms_ci95` its `median_interval`, and the throughput is batch size over latency. `attention_kernel` names
+        the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or `timeout`; for the latter two,
+        everything that was not measured is None and `reason` says why.
+
+    Raises:
+        RuntimeError: the process ended in any other way; one line that names the row.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    command, asked = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(spec))
+    try:
+        done = subprocess.run(
+            command, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s
+        )
+    except subprocess.TimeoutExpired:
+        return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
+    if done.returncode == -signal.SIGKILL:
+        return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
+    row = None
+    with contextlib.suppress(IndexError, json.JSONDecodeError):
+        row = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode or not isinstance(row, dict):
+        end = f"exit code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
+        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()
+        raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
+    return row
+
+
+def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """The distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
+
+    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence; for n = 10 these are the 2nd and the 9th
+    sample. The result is None where no pair of samples reaches the confidence, which for 95 % means fewer than 6
+    samples.
+    """
+    n = len(samples)
+    tail, k = 0.0, 0
+    while k < n // 2 and 2 * (tail + math.comb(n, k) / 2**n) <= 1 - confidence:
+        tail += math.comb(n, k) / 2**n
+        k += 1
+    ordered = sorted(samples)
+    return (ordered[k - 1], ordered[n - k]) if k else None
+
+
+def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], reason: str) -> dict[str, Any]:
+    """A row that could not be measured: its counts, its `status` and the `reason`."""
+    return {**_blank_row(spec), "status": status, "reason": reason}
+
+
+def _blank_row(spec: RowSpec) -> dict[str, Any]:
+    """What is known of a row without its measurement: the spec and the counts."""
+    from . import flops
+
+    copied = ("model", "options", "attention", "batch_size", "dtype", "device", "backend", "mode", "compile")
+    unknown = ("throughput_img_per_s", "latency_ms", "latency_ms_ci95", "peak_memory_mib", "peak_memory_method")
+    row = {name: getattr(spec, name) for name in copied} | dict.fromkeys(unknown)
+    row |= {"image_size": list(spec.image_size), "attention_kernel": "none", "steps": 0, "samples_ms": []}
+    if spec.attention is None:
+        row["attention_reason"] = "no kind of attention was chosen"
+    counted = flops.cost(spec.model, spec.options, spec.image_size)
+    return row | {"num_params": counted.num_params, "macs_g": counted.macs_g}
+
+
+def _main() -> None:
+    """Run the measuring process: read a RowSpec as JSON from stdin, print the row as JSON in the last line of stdout."""
+    # the real stdout is for the row; everything else that prints to stdout, C code too, goes to stderr
+    sys.stdout.flush()
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # when memory runs out, the kernel should kill this process rather than the one that started it
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    asked = json.load(sys.stdin)
+    spec = RowSpec(**{**asked, "image_size": tuple(asked["image_size"])})
+    try:
+        measured = _run(spec)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
+            raise
+        measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
+    # counted last, because building a model to count it would raise the memory from which the peak is measured
+    print(json.dumps({**_blank_row(spec), **measured}), file=stdout, flush=True)
+
+
+def _run(spec: RowSpec) -> dict[str, Any]:
+    import torch
+
+    from ..models.registry import kernel_backend
+    from . import build
+
+    # before the row's own work adds to it
+    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    device, dtype = torch.device(spec.device), getattr(torch, DTYPES[spec.dtype])
+
+    def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = build.create(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(device, dtype)
+        if hasattr(model, "set_backend"):
+            model.set_backend(spec.backend)
+        if hasattr(model, "freeze") and spec.mode == "infer" and device.type == "cuda":
+            model.freeze()
+        return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
+
+    if spec.device == "cpu":
+        small = tuple(min(side, SMALL_SIDE) for side in spec.image_size)
+        _load_libraries(lambda: prepare(1, small), spec.mode)
+    baseline_kib = _status_kib("VmRSS")
+    model, images = prepare(spec.batch_size, spec.image_size)
+    backend = kernel_backend(model, dtype)
+    kernel = _attention_kernel(model, images) if spec.attention == "fused" else "none"
+    modes = {"graphs": "reduce-overhead", True: None}
+    network = torch.compile(model, mode=modes[spec.compile]) if spec.compile else model
+    if spec.mode == "train":
+        samples, peak_mib, method = _sample(_training_step(model, network, images), device, spec, baseline_kib)
+    else:
+        with torch.inference_mode():
+            samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
+    latency, interval = statistics.median(samples), median_interval(samples)
+    row = {
+        "status": "ok",
+        "backend": backend,
+        "attention_kernel": kernel,
+        "peak_memory_mib": peak_mib,
+        "peak_memory_method": method,
+    }
+    row |= {"throughput_img_per_s": spec.batch_size * 1e3 / latency, "latency_ms": latency}
+    row |= {"latency_ms_ci95": interval, "steps": len(samples), "samples_ms": [round(s, 3) for s in samples]}
+    row |= {"threads": torch.get_num_threads(), "cores": os.cpu_count(), **load}
+    if interval is None:
+        row["latency_ms_ci95_reason"] = (
+            f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
+        )
+    if peak_mib is None:
+        row["peak_memory_mib_reason"] = "this system has no /proc/self/status"
+    return row
+
+
+def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
+    """Run two steps of a model, so that what loads at the first call is there before a baseline of memory is read.
+
+    It is the code of the loops and of numba, which compiles them, and of the libraries of matrix products: over 100 MiB
+    that no model of a longer life has to itself. What the steps have taken goes back to the system.
+    """
+    import torch
+
+    def run() -> None:
+        model, images = prepare()
+        step = (
+            _training_step(model, model, images) if mode == "train" else torch.inference_mode()(lambda: model(images))
+        )
+        for _ in range(2):
+            step()
+
+    run()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
+    """A step of training: forward, backward and AdamW, whose moments count as memory and whose rate hardly changes the
+    model.
+    """
+    import torch
+
+    model.train()
+    labels = torch.arange(len(images), device=images.device) % model.num_classes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+
+    def step() -> None:
+        torch.nn.functional.cross_entropy(network(images).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _attention_kernel(model: Any, images: Any) -> str:
+    """The fused kernel to which `scaled_dot_product_attention` dispatches for one of these images, or `none` for the
+    plain product.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    chosen: list[str] = []
+
+    class RecordAttention(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            if name.startswith("_scaled_dot_product"):
+                chosen.append(name)
+            return func(*args, **(kwargs or {}))
+
+    # inference_mode would show the public function instead of the kernel that it chose
+    with torch.no_grad(), RecordAttention():
+        model(images[:1])
+    return next((name for name in chosen if not name.endswith("_math")), "none")
+
+
+def _sample(
+    step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None
+) -> tuple[list[float], float | None, str]:
+    """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read."""
+    import torch
+
+    timer = STEP_TIMERS[device.type]
+    _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or bool(spec.compile))
+    # only the timed steps count towards the peak: in the warm-up, a Triton kernel's autotuning takes memory of its own
+    method = _reset_peak_rss() if device.type == "cpu" else "cuda_allocator"
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    samples = [timer(step) for _ in range(SLOW_STEPS)]
+    if statistics.median(samples) <= SLOW_STEP_S * 1e3:
+        samples += [timer(step) for _ in range(spec.steps - SLOW_STEPS)]
+    if device.type == "cuda":
+        return samples, torch.cuda.max_memory_allocated(device) / 2**20, method
+    # the memory of the model and its activations beyond the interpreter's
+    peak_kib = _status_kib("VmHWM")
+    return samples, None if baseline_kib is None or peak_kib is None else (peak_kib - baseline_kib) / 2**10, method
+
+
+def _warm_up(timed_step: Callable[[], float], steps: int, *, first_step_compiles: bool) -> None:
+    """Run at least `steps` steps, which return their milliseconds, until clocks, caches and allocators have settled.
+
+    They go on until WARM_UP_S have been spent; one slow step is enough, unless it may be slow only because it compiles.
+    """
+    done, spent_ms = 0, 0.0
+    while done < steps or spent_ms < WARM_UP_S * 1e3:
+        elapsed_ms = timed_step()
+        done, spent_ms = done + 1, spent_ms + elapsed_ms
+        if elapsed_ms > SLOW_STEP_S * 1e3 and not (first_step_compiles and done == 1):
+            return
+
+
+def _cpu_step_ms(step: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    step()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _cuda_step_ms(step: Callable[[], Any]) -> float:
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+STEP_TIMERS = {"cpu": _cpu_step_ms, "cuda": _cuda_step_ms}
+
+
+def _status_kib(field: str) -> int | None:
+    """A memory field of /proc/self/status in KiB, e.g. VmRSS or VmHWM; None where there is no such file."""
+    file = Path("/proc/self/status")
+    lines = file.read_text(encoding="ascii").splitlines() if file.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
+
+
+def _reset_peak_rss() -> str:
+    """Reset the peak of resident memory; return how the peak will be read."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return "rss_peak_since_start"  # includes building the model
+    return "rss_peak"
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,243 @@
+"""The figures of interpretability: PNG files at `path`, with `caption` below the panels. Equal numbers give equal
+bytes.
+"""
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..core.record import atomic
+from .erf import FieldShape
+
+WIDTH = 9.0  # inches, of every figure
+DECADES = 4  # in the colours of a receptive field
+MARK = np.array([0.90, 0.35, 0.0])
+# Okabe and Ito's palette, which most people with colour blindness can tell apart
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+
+
+def draw_gradients(
+    path: Path,
+    pictures: Sequence[np.ndarray],
+    maps: Mapping[str, ArrayLike],
+    tops: Mapping[str, Mapping[str, ArrayLike]],
+    caption: str,
+) -> None:
+    """Fig. 3, 9 and 10: a row for each picture and state of the weights, with the maps of the layers, their mean, and
+    marked tokens.
+
+    Args:
+        pictures: (H,W,3) uint8, as the model sees them.
+        maps: state of the weights -> gradient magnitudes (N,L,h,w), in the order of the rows.
+        tops: state of the weights -> `all` and `later` -> masks (N,h,w), see `repro.inference.inner.mark_tokens`.
+    """
+    maps = {state: np.asarray(found) for state, found in maps.items()}
+    layers = next(iter(maps.values())).shape[1]
+    rows, columns = len(pictures) * len(maps), layers + 4
+    side = (WIDTH - 0.9) / columns
+    figure, axes = _figure(rows, columns, rows * side + 1.0)
+    relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
+    relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
+    top = max(2.0, float(np.percentile(np.concatenate([m.ravel() for m in relative.values()]), 99)))
+    for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in maps):
+        picture = pictures[n] / 255
+        axes[row, 0].imshow(picture)
+        axes[row, 0].set_ylabel(state, fontsize=8)
+        for column, values in enumerate(relative[state][n]):
+            shown = axes[row, 1 + column].imshow(values, cmap="viridis", vmin=0, vmax=top)
+        for panel, name in zip(axes[row, -2:], ("all", "later"), strict=True):
+            chosen = np.asarray(tops[state][name][n])
+            cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]
+            panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
+    titles = "picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.set_title(title, fontsize=8)
+    _hide_ticks(axes.flat)
+    bar = figure.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, extend="max")
+    bar.set_label("‖K‖·‖G‖ / mean over the picture's tokens", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    _save(figure, path, caption)
+
+
+def draw_fields(
+    path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str
+) -> None:
+    """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
+
+    `fields` maps a label to contributions (H,W), or to the reason why there are none; `shapes` has the fields that
+    exist in numbers.
+    """
+    columns = min(4, len(fields))
+    rows = -(-len(fields) // columns)
+    figure, axes = _figure(rows, columns, 0.6 + rows * (min(4.0, WIDTH / columns) + 0.4))
+    for panel in axes.flat[len(fields) :]:
+        panel.remove()
+    axes = axes.flat[: len(fields)]
+    shown = None
+    for panel, (label, field) in zip(axes, fields.items(), strict=True):
+        panel.set_title(label, fontsize=10)
+        panel.set_box_aspect(1)
+        if isinstance(field, str):
+            panel.text(
+                0.5, 0.5, textwrap.fill(field, 24), ha="center", va="center", fontsize=8, transform=panel.transAxes
+            )
+            continue
+        values = np.log10(np.maximum(field / field.max(), 10.0**-DECADES))
+        shown = panel.imshow(values, cmap="viridis", vmin=-DECADES, vmax=0)
+        shape = shapes[label]
+        size = f"{field.shape[0]} × {field.shape[1]} px"
+        radii = f"{shape.radius_50_px:.0f} / {shape.radius_90_px:.0f} px"
+        panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
+    _hide_ticks(axes)
+    if shown is not None:
+        bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min", panchor=False)
+        bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
+        bar.set_label("contribution / largest", fontsize=9)
+    _save(figure, path, caption)
+
+
+def draw_radial_profiles(
+    path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str
+) -> None:
+    """The share of each receptive field within a distance of its centre, beside `even`: label and shape of an even
+    field.
+    """
+    figure, axes = _figure(1, 1, 4.6)
+    panel = axes[0, 0]
+    panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
+    for colour, (label, shape) in zip(itertools.cycle(COLOURS), shapes.items(), strict=False):
+        panel.plot(shape.share_within, color=colour, label=label)
+    panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it")
+    panel.set(xlim=(0, None), ylim=(0, 1.02))
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=9, loc="lower right")
+    _save(figure, path, caption)
+
+
+def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
+    """Fig. 11: a panel for each layer, with a line for each state of the weights; `losses` maps the state to (L,T)."""
+    layers = len(next(iter(losses.values())))
+    columns = min(4, layers)
+    rows = -(-layers // columns)
+    figure, axes = _figure(rows, columns, 1.2 + 2.4 * rows, sharex=True, sharey=True)
+    for layer, panel in enumerate(axes.flat):
+        if layer >= layers:
+            panel.remove()
+            continue
+        for colour, (state, values) in zip(itertools.cycle(COLOURS), losses.items(), strict=False):
+            panel.plot(range(1, values.shape[1] + 1), values[layer], color=colour, linewidth=1.2, label=state)
+        panel.set_title(f"layer {layer + 1}", fontsize=9)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=8)
+        if layer % columns == 0:
+            panel.set_ylabel("reconstruction loss", fontsize=9)
+        if layer + columns >= layers:
+            panel.set_xlabel("token, in scan order", fontsize=9)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    _save(figure, path, caption)
+
+
+def draw_attention(
+    path: Path,
+    pictures: Sequence[np.ndarray],
+    shares: Mapping[str, ArrayLike],
+    numbers: Mapping[str, Mapping[str, Sequence[float]]],
+    grid: tuple[int, int],
+    tokens: Sequence[int],
+    caption: str,
+) -> None:
+    """Where the central one of the chosen tokens looks, a row for each picture and state with a map for each layer;
+    below, numbers by layer.
+
+    Args:
+        pictures: (H,W,3) uint8, as the model sees them.
+        shares: state -> (L,B,h,n,N) of at least these images; the maps are means over the heads.
+        numbers: state -> name -> (L,), see `repro.inference.attention.summarise_looks`.
+        grid: (h, w) of the N patches.
+        tokens: the n patches that look, by their numbers.
+    """
+    shares = {state: np.asarray(found).mean(2) for state, found in shares.items()}
+    layers = next(iter(shares.values())).shape[0]
+    token = tokens[len(tokens) // 2]
+    rows, side = len(pictures) * len(shares), (WIDTH - 0.9) / max(layers + 1, 8)
+    labels = {"shift_ratio": "shift ratio of the keys", "reach_patches": "reach (patches)", "peak_percent": "peak (%)"}
+    labels |= (
+        {"overlap_percent": "overlap with the teacher (%)"}
+        if any("overlap_percent" in own for own in numbers.values())
+        else {}
+    )
+    figure, (upper, lower) = _subfigures((rows * side + 0.6, 2.6))
+    axes = upper.subplots(rows, layers + 1, squeeze=False)
+    for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in shares):
+        high, wide = (size / count for size, count in zip(pictures[n].shape[:2], grid, strict=True))
+        axes[row, 0].imshow(pictures[n])
+        axes[row, 0].plot(
+            (token % grid[1] + 0.5) * wide, (token // grid[1] + 0.5) * high, "s", color=MARK, markersize=4
+        )
+        axes[row, 0].set_ylabel(state, fontsize=8)
+        for layer in range(layers):
+            shown = axes[row, 1 + layer].imshow(
+                shares[state][layer, n, len(tokens) // 2].reshape(grid), cmap="viridis", vmin=0
+            )
+    for panel, title in zip(axes[0], ("picture", *(f"layer {i + 1}" for i in range(layers))), strict=True):
+        panel.set_title(title, fontsize=8)
+    _hide_ticks(axes.flat)
+    bar = upper.colorbar(shown, ax=axes, fraction=0.02, pad=0.01, ticks=[0, shown.get_clim()[1]])
+    bar.ax.set_yticklabels(["0", "max"], fontsize=8)
+    for panel, (key, label) in zip(lower.subplots(1, len(labels)), labels.items(), strict=True):
+        for colour, (state, own) in zip(itertools.cycle(COLOURS), numbers.items(), strict=False):
+            if key in own:
+                panel.plot(range(1, layers + 1), own[key], marker=".", color=colour, label=state)
+        panel.set_title(label, fontsize=8)
+        panel.set_xlabel("layer", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    lower.legend(
+        *lower.axes[1].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=len(numbers),
+        frameon=False,
+        fontsize=8,
+    )
+    _save(figure, path, caption)
+
+
+def _subfigures(heights: Sequence[float]) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    return figure, figure.subfigures(len(heights), 1, height_ratios=heights)
+
+
+def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def _hide_ticks(axes: Any) -> None:
+    for panel in axes:
+        panel.set(xticks=[], yticks=[])
+
+
+def _save(figure: Any, path: Path, caption: str) -> None:
+    figure.supxlabel(caption, fontsize=8, color="0.35")
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib as PNG, atomically and without a date."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with atomic(path) as temporary:
+        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

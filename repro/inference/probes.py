@@ -1,0 +1,294 @@
+"""A trained model with a changed inner loop and its weights as they are: the work of `repro explain --probe`, after Liu
+et al., "Test-Time Training with KV Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4).
+
+A probe changes only the inner loop, in every layer and direction. Liu et al. changed the number of steps in this way
+too. For ascent and q = k, however, they trained their models with the change, so that the models could adapt.
+
+Vittt's operator is observed and replaced; a ladder, or LaCT, is built anew with the probe's options.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ttt_linear.reference import Arguments, ttt_linear_dual
+
+from ..core.errors import UserError
+from ..core.paths import Paths
+from ..core.record import make_identity, write_record
+from ..core.runtime import Runtime, choose_device, device_label, device_slug
+from ..data.cells import DataCell
+from ..data.tree import Tree
+from ..models import fast_weights, inner
+from ..models.registry import build_model, family_module
+from .classifier import Classifier, require_same_classes
+from .inner import OverrideTTTLinear, Run
+
+KNOWN = "steps=K, ascent, q_is_k"
+# kind -> what it changes beside the number of steps, and what Liu et al. report
+_KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
+    "steps": (
+        lambda o: o,
+        "more inner steps at inference fit the inner loss better and make the task's score worse (LaCT, Fig. 1)",
+    ),
+    "ascent": (
+        lambda o: o._replace(lr=-o.lr),
+        "top-1 on ImageNet-1K 79.61 % with ascent, 79.34 % with descent (ViT3, Table 1), both trained that way; we do not retrain",
+    ),
+    "q_is_k": (
+        lambda o: o._replace(q=o.k),
+        "top-1 on ImageNet-1K 79.18 % with k for q, 79.34 % without (ViT3, Table 1), both trained that way; we do not retrain",
+    ),
+}
+
+
+def parse_probe(name: str) -> tuple[str, int]:
+    """The kind of a probe, and its inner steps; a ValueError for an unknown name."""
+    kind, _, count = name.partition("=")
+    if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
+        raise ValueError(f"probe {name}: no such probe; known: {KNOWN}")
+    return kind, int(count or 1)
+
+
+def describe_reported(name: str) -> str:
+    """What Liu et al. report of a probe."""
+    return _KINDS[parse_probe(name)[0]][1]
+
+
+class Probe:
+    """A replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it
+    fits.
+
+    Args:
+        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place
+            of q (also in the residual of f(q) = q + LN(qW + β)). `steps=1` is the unchanged model.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    def __init__(self, name: str):
+        kind, self.steps = parse_probe(name)
+        self._change, _ = _KINDS[kind]
+        self._before = self._after = self._count = 0.0
+
+    def __call__(self, arguments: Arguments, run: Run) -> Tensor:
+        out, before, after = inner_loop(self._change(arguments), self.steps)
+        self._before += float(before.sum(dtype=torch.float64))
+        self._after += float(after.sum(dtype=torch.float64))
+        self._count += before.numel()
+        return out
+
+    def inner_losses(self) -> tuple[float, float]:
+        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far; without any, a
+        ValueError.
+        """
+        if not self._count:
+            raise ValueError("the model has no inner learner of Vision-TTT")
+        return self._before / self._count, self._after / self._count
+
+
+def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one reached.
+
+    All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns
+    from the later tokens of its chunk; the last step is the unchanged dual form. A single step is the operator itself.
+
+    Returns:
+        out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state
+        of its chunk.
+    """
+    found = [_one_direction(arguments, r, steps) for r in range(len(arguments.reverse))]
+    return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
+
+
+def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, _, H, D = arguments.q.shape
+    # each image has its own state, so images become heads of one image
+    tokens = *(x[:, :, r] for x in arguments[:3]), arguments.lr
+    q, k, v, lr = (x.flip(1) if arguments.reverse[r] else x for x in tokens)
+    q, k, v, lr = (x.transpose(0, 1).reshape(1, T, B * H, *x.shape[3:]) for x in (q, k, v, lr))
+    c = arguments.token_scale[r]
+    W, b, gamma, mu = (x[r].repeat(B, *[1] * (x.ndim - 2)) for x in arguments[5:9])
+    outs, before, after = [], [], []
+    for start in range(0, T, arguments.chunk_size):
+        Q, K, V, rate = (x[:, start : start + arguments.chunk_size] for x in (q, k, v, lr))
+        n = K.shape[1]
+        learn = functools.partial(
+            ttt_linear_dual, Q, K, V, rate, c[:n], chunk_size=n, eps=arguments.eps, return_inner=True
+        )
+        out, inner = learn(W, b, gamma, mu)
+        before.append(inner.loss)
+        for _ in range(steps):
+            last, change = out, (c[n - 1] * rate.unsqueeze(-1) * inner.gradient)[0]
+            W = W - torch.einsum("nhi,nhj->hij", K[0], change)
+            b = b - change.sum(0)
+            out, inner = learn(W, b, gamma, mu)
+        outs.append(last)
+        after.append(inner.loss)
+    joined = (torch.cat(parts, 1).view(T, B, H, *parts[0].shape[3:]).transpose(0, 1) for parts in (outs, before, after))
+    return tuple(x.flip(1) if arguments.reverse[r] else x for x in joined)
+
+
+_PREFIXES = ("ladder_vit3_", "lact_")  # of registered names
+
+
+def has_ladder(model: str) -> bool:
+    """Whether a model of this registered name is probed here."""
+    return model.startswith(_PREFIXES)
+
+
+def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
+    """The options that build the model with the probe's inner loop.
+
+    Raises:
+        ValueError: an unknown probe, or one that would undo the step that the model was trained with.
+    """
+    kind, steps = parse_probe(probe)
+    if kind == "steps":
+        return {**options, "inner_steps": steps}
+    if (step := options.get("step", "own")) != "own":
+        raise ValueError(f"probe {probe}: the model was trained with step {step}; probe one of step own, or the steps")
+    return {**options, "step": kind}
+
+
+@dataclasses.dataclass
+class InnerLosses:
+    """Means over images, heads, tokens and layers of −⟨F(k), v⟩, before and after the inner steps."""
+
+    before: float = 0.0
+    after: float = 0.0
+    count: int = 0
+
+    @contextlib.contextmanager
+    def observe(self, model: nn.Module) -> Iterator[None]:
+        """Note the losses of all inner loops of a model that run inside the context, but for those of convolutions."""
+        layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
+        for layer in layers:
+            layer.learn = functools.partial(self._learn, layer.learn)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.learn  # that of its class is there again
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Before and after."""
+        return self.before / self.count, self.after / self.count
+
+    def _learn(
+        self, run: Callable[..., Tensor], loop: Any, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> Tensor:
+        if isinstance(loop, fast_weights.FastLoop):
+            at_end = dataclasses.replace(loop, order="end")
+            self._note(fast_weights.read_out(weights, k), run(at_end, weights, k, k, v, *rest), v)
+        elif not inner.MODELS[loop.model].on_grid:
+            self._note(inner.read_out(loop, weights, k, *rest), run(loop, weights, k, k, v, *rest), v)
+        return run(loop, weights, q, k, v, *rest)
+
+    def _note(self, before: Tensor, after: Tensor, v: Tensor) -> None:
+        self.before -= (before * v).sum(dtype=torch.float64).item()
+        self.after -= (after * v).sum(dtype=torch.float64).item()
+        self.count += v[..., 0].numel()
+
+
+BATCH_SIZE = 64
+UNCHANGED = "unchanged"  # in place of the name of a probe
+_CHOICES = ("step", "inner_steps")  # of a ladder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeParams:
+    """What the numbers of a probe depend on besides the data; its hash is in the record's identity."""
+
+    model: str
+    weights_hash: str
+    probe: str
+
+
+def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> dict[str, float]:
+    """`top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` over the reported split with a
+    changed inner loop.
+
+    An unknown probe, or a model without an inner learner, is a UserError.
+    """
+    try:
+        scores, (before, after) = (_run_ladder if has_ladder(classifier.checkpoint.model) else _run_operator)(
+            classifier, tree, name, workers
+        )
+    except ValueError as error:
+        raise UserError(f"explain: {error}") from None
+    kept = {key: scores[key] for key in ("top1_percent", "held_out_images")}
+    return kept | {"inner_loss_before": before, "inner_loss_after": after}
+
+
+def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Paths, runtime: Runtime) -> None:
+    """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe, and record them.
+
+    The record stands under results/measured/<device>/probes. Raises as `run_probe`; data with other classes than the
+    model's are a UserError, too.
+    """
+    started, device = time.monotonic(), choose_device(runtime.device)
+    tree = cell.open_tree()
+    require_same_classes(classifier.checkpoint, tree.classes, cell.name)
+    found = run_probe(classifier, tree, name, runtime.workers)
+    unchanged = run_probe(classifier, tree, UNCHANGED, runtime.workers)
+    before, after = unchanged["top1_percent"], found["top1_percent"]
+    print(
+        f"{classifier.name} on {cell.name}, {found['held_out_images']} {tree.kind.reported_split} images: "
+        f"top-1 {before:.2f} %, with {name} {after:.2f} % ({after - before:+.2f})"
+    )
+    for which, numbers in (("unchanged", unchanged), (f"with {name}", found)):
+        losses = f"{numbers['inner_loss_before']:.3f}, {numbers['inner_loss_after']:.3f}"
+        print(f"inner loss before and after its steps, {which}: {losses}")
+    print(f"Liu et al. report: {describe_reported(name)}")
+
+    checkpoint = classifier.checkpoint
+    params = ProbeParams(model=classifier.name, weights_hash=checkpoint.hash, probe=name)
+    about = {
+        "model": checkpoint.model,
+        "data": cell.name,
+        "split": tree.kind.reported_split,
+        "weights_hash": checkpoint.hash,
+        "probe": name,
+    }
+    about |= {"options": {key: checkpoint.options[key] for key in _CHOICES if key in checkpoint.options}}
+    place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
+    code = [__name__, family_module(checkpoint.model)]
+    identity = make_identity(paths.root, code, params, data_manifest=cell.manifest_path, **place)
+    folder = paths.measured(device_slug(device)) / "probes" / f"{classifier.name}_{cell.name}_{checkpoint.hash[:8]}"
+    record = {**about, "unchanged": unchanged, "probed": found}
+    write_record(folder, record, identity, time.monotonic() - started, name=name.replace("=", ""))
+
+
+def _run_operator(
+    classifier: Classifier, tree: Tree, name: str, workers: int
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Of Vittt, whose operator is observed."""
+    probe = Probe("steps=1" if name == UNCHANGED else name)
+    with OverrideTTTLinear(probe):
+        scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
+    return scores, probe.inner_losses()
+
+
+def _run_ladder(
+    classifier: Classifier, tree: Tree, name: str, workers: int
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Rebuild a ladder with the probe's options and load the same weights."""
+    checkpoint = classifier.checkpoint
+    options = checkpoint.options if name == UNCHANGED else change_options(checkpoint.options, name)
+    model = build_model(checkpoint.model, **options).to(classifier.device).eval().requires_grad_(False)
+    model.load_state_dict(classifier.model.state_dict())
+    losses = InnerLosses()
+    with losses.observe(model):
+        scores = dataclasses.replace(classifier, model=model).measure_accuracy(
+            tree, batch_size=BATCH_SIZE, workers=workers
+        )
+    return scores, losses.means

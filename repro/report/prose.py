@@ -1,0 +1,120 @@
+"""Pages that people write: Markdown in which `{expression}` stands for what the records say.
+
+A page has sections (`## title`), headings (`### title`), bullets and paragraphs, with the markup of `document.prose`.
+An expression is one of a ledger, see `expressions`; an id is our number. `{expression:.1f}` formats a number. An
+expression alone in its paragraph may give blocks, such as a table, or whole sections.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .arithmetic import Number
+from .claims import Report
+from .document import Block, Bullets, Heading, Line, Section, prose
+from .expressions import Expression
+from .results import Missing
+from .verdicts import significant
+
+_PLACEHOLDER = re.compile(r"\{([^{}]+?)(?::([,+]?(?:\.\d+)?[dfg%]))?\}")
+Part = Callable[..., Any]  # (report, constants of the expression) -> a number, text, a line, blocks or sections
+
+
+def read_page(file: Path, report: Report, parts: Mapping[str, Part]) -> list[Section]:
+    """Fill a page.
+
+    Where a number is missing, its paragraph is the reason and the command that would measure it. A section whose
+    expressions all give no blocks is left out.
+
+    Args:
+        file: the page; what precedes its first section is for those who write it.
+        report: the paper, judged.
+        parts: further functions that its expressions may call, with the report before the arguments.
+
+    Raises:
+        ValueError: an expression that is not understood.
+    """
+    filler = _Filler(report, parts)
+    sections: list[Section] = []
+    for text in re.split(r"^##? ", file.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        title, _, body = text.partition("\n")
+        blocks: list[Block] = []
+        paragraphs = re.split(r"\n\s*\n", body.strip())
+        filled = [filler.fill(paragraph) for paragraph in paragraphs]
+        if not any(map(_holds_blocks, paragraphs)) or any(
+            found for paragraph, found in zip(paragraphs, filled, strict=True) if _holds_blocks(paragraph)
+        ):
+            for found in filled:
+                blocks += [block for block in found if block not in blocks[-1:] and not isinstance(block, Section)]
+            heading = "".join(each if isinstance(each, str) else each.text for each in filler.fill_line(title))
+            if blocks:
+                sections.append(Section(heading, blocks))
+            sections += [each for found in filled for each in found if isinstance(each, Section)]
+    return sections
+
+
+def _holds_blocks(paragraph: str) -> bool:
+    return _PLACEHOLDER.fullmatch(paragraph) is not None
+
+
+class _Filler:
+    def __init__(self, report: Report, parts: Mapping[str, Part]):
+        self.report = report
+        self.functions = {
+            **report.results.functions(),
+            **report.paper.formulas,
+            "printed": lambda name: Fraction(report.paper.ledger.entries[name].printed),
+            **{name: partial(part, report) for name, part in parts.items()},
+        }
+
+    def fill(self, paragraph: str) -> list[Any]:
+        """The blocks of a paragraph, or its sections."""
+        try:
+            alone = _PLACEHOLDER.fullmatch(paragraph)
+            if alone and isinstance(found := self._evaluate(alone[1]), list):
+                return found
+            if paragraph.startswith("### "):
+                return [Heading("".join(map(str, self.fill_line(paragraph.removeprefix("### ")))))]
+            if paragraph.startswith("- "):
+                lines = re.split(r"^- ", paragraph, flags=re.M)[1:]
+                return [Bullets([self.fill_line(line.strip()) for line in lines])]
+            line = self.fill_line(paragraph)
+        except Missing as missing:
+            reason, command = missing.args
+            line = (
+                f"{reason[0].upper()}{reason[1:]}",
+                *prose("." if command.startswith("none") else f": `{command}`."),
+            )
+        return [line] if any(line) else []
+
+    def fill_line(self, text: str) -> Line:
+        """A line of text, whose own line breaks are spaces."""
+        text = re.sub(r"\s*\n\s*", " ", text)
+        line: list[Any] = []
+        place = 0
+        for match in _PLACEHOLDER.finditer(text):
+            line += prose(text[place : match.start()])
+            line += self._show(self._evaluate(match[1]), match[2])
+            place = match.end()
+        return tuple(piece for piece in (*line, *prose(text[place:])) if piece != "")
+
+    def _evaluate(self, text: str) -> Any:
+        return Expression.parse(text).evaluate(self._find_ours, self.functions)
+
+    def _find_ours(self, name: str) -> Number:
+        verdict = self.report.verdicts[name]
+        if verdict.ours is None:
+            raise Missing(verdict.reason or verdict.evidence, verdict.command or "none")
+        return verdict.ours
+
+    def _show(self, value: Any, form: str | None) -> Line:
+        if form is not None:
+            return (format(float(value) if form[-1] != "d" else int(value), form),)
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, float | Fraction):
+            return (f"{int(value):,}" if value == int(value) else significant(float(value)),)
+        return (f"{value:,}",) if isinstance(value, int) else (value,)

@@ -1,0 +1,414 @@
+"""Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.config import BY_HAND, find_cell, load_section, params_hash, section_keys
+from ..core.csvfile import read_csv, write_csv
+from ..core.errors import UserError
+from ..core.hashing import hash_code, hash_file
+from ..core.paths import find_root
+from ..core.ranks import Ranks, joined, launch
+from ..core.record import atomic, make_identity, read_record, sweep, write_json, write_record
+from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
+from ..core.statistics import describe_sample
+from ..tasks.spec import TaskSpec, name_statistic
+from .job import Cell, Job, Outcome, Recipe, build_job, require_resumable, run_job, split_batch, verify_init
+
+_FOLDERS = ("snapshots", "examples")  # of the first seed's files
+
+
+def train_cells(
+    stage: str,
+    spec: TaskSpec,
+    cell: str | None,
+    gpus: int | None,
+    *,
+    recipe: Recipe | None = None,
+    random: bool = False,
+    epochs: int | None = None,
+    seeds: int | None = None,
+    by_hand: bool = False,
+) -> list[Cell]:
+    """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
+
+    Args:
+        stage: the section of params.yaml.
+        spec: the task of its cells.
+        cell: the name of one cell, also of one in `by_hand`; None trains all of the section.
+        gpus: processes on this machine; None trains in this one.
+        recipe: see `Cell`.
+        random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many,
+            instead. The results stand under results/measured then.
+        by_hand: whether the stage is none of the graph, so that its results always stand there.
+
+    Returns:
+        The cells that this process trained, on rank 0.
+
+    Raises:
+        UserError: see `build_job`; with `gpus`, before any process is started.
+    """
+    paths = find_root()
+    runtime = load_runtime(paths)
+    device = choose_device(runtime.device)
+    suffix = "".join(
+        ["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""]
+    )
+    cells = []
+    for name in [cell] if cell else section_keys(paths.params, stage):
+        keys = find_cell(paths.params, stage, name)
+        is_by_hand = bool(suffix) or by_hand or keys[0] == BY_HAND
+        results = paths.measured(device_slug(device)) if is_by_hand else paths.results
+        params = load_section(spec.params, paths.params, *keys)
+        if random:
+            params = dataclasses.replace(params, init=None)
+        if epochs:
+            params = params.with_epochs(epochs)
+        if seeds:
+            params = dataclasses.replace(params, seeds=tuple(range(seeds)))
+        shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
+        cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
+    changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
+    changes += ["--seeds", str(seeds)] if seeds else []
+    return run_cells(cells, gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
+
+
+def run_cells(cells: Sequence[Cell], gpus: int | None, arguments: Sequence[str]) -> list[Cell]:
+    """Train cells here or, with `gpus`, in processes of torchrun, each of which runs `repro` with these arguments.
+
+    Returns and raises as `train_cells`.
+    """
+    if gpus is not None and "WORLD_SIZE" not in os.environ:
+        for each in cells:
+            check_before_launch(each, gpus)
+        launch(gpus, list(arguments))
+        return []
+    with joined(choose_device(cells[0].runtime.device).type) as ranks:
+        cells = [dataclasses.replace(each, ranks=ranks) for each in cells]
+        for each in cells:
+            train_cell(each)
+    return cells if ranks.first else []
+
+
+def check_before_launch(cell: Cell, processes: int) -> None:
+    """Raise UserError where this many processes cannot train a cell."""
+    from ..data.manifest import read_manifest
+
+    split_batch(cell.params, cell.runtime, Ranks(world_size=processes), cell.where)
+    images = read_manifest(cell.inputs[0]).splits["train"].images
+    if images < cell.params.batch_size:
+        raise UserError(
+            f"{cell.where}.batch_size: {cell.params.batch_size}, and there are only {images} training images; make it smaller"
+        )
+    verify_init(cell)
+    for seed in cell.params.seeds:
+        require_resumable(cell.state_folder(seed), cell.inputs, processes)
+
+
+def train_cell(cell: Cell) -> None:
+    """Train a cell with each of its seeds, and write its results.
+
+    The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the
+    first seed; curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves
+    stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
+    by the same parameters, data and code, are not trained again.
+
+    Raises:
+        UserError: see `build_job`; or a record of another run lies in the folder.
+    """
+    started, ranks = time.monotonic(), cell.ranks
+    finished = find_finished_seeds(cell)
+    if ranks.first:  # what a call left that was killed at its end
+        sweep(cell.folder, *(cell.folder / part for part in _FOLDERS))
+        remove_states(cell, finished)
+    outcomes: dict[int, Outcome] = {}
+    job: Job | None = None
+    for turn, seed in enumerate(cell.params.seeds, 1):
+        if seed in finished:
+            continue
+        job = build_job(cell, seed)
+        if ranks.first:
+            _announce(cell, job, seed, turn, first=not outcomes)
+        if (outcome := run_job(job)) is not None:
+            outcomes[seed] = outcome
+    if job is None and ranks.first:
+        print(
+            f"{cell.name}: every seed is trained; its record is {cell.folder.relative_to(cell.paths.root)}/metrics.json",
+            flush=True,
+        )
+    if job is None or not ranks.first:
+        return
+    _collect_files(cell, outcomes, finished)
+    metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
+    place = find_place(job)
+    if ranks.world_size > 1:
+        place["device"] += f", {ranks.world_size} processes"
+    identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
+    seconds = time.monotonic() - started
+    write_record(cell.folder, metrics, identity, seconds, scores=cell.spec.scores)
+    if job.task.device.type == "cuda":
+        code = [*_code_of(cell), "repro.bench.speed"]  # it makes the record one of speed
+        identity = make_identity(cell.paths.root, code, cell.params, data_manifest=cell.inputs[0], **place)
+        record_speed(
+            cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds
+        )
+    remove_states(cell, outcomes)
+    scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
+    print(
+        f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}",
+        flush=True,
+    )
+
+
+def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
+    """Remove from .runs what seeds left there whose record stands."""
+    for seed in seeds:
+        # the states first: a run that found one without its snapshots would end without them
+        for state in cell.state_folder(seed).glob("step_*.pt"):
+            state.unlink()
+        shutil.rmtree(cell.state_folder(seed), ignore_errors=True)
+
+
+def record_speed(
+    cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float
+) -> None:
+    """Write the speed of a cell's training, with which `repro plan` counts, to
+    results/measured/<slug>/<stage>/<cell>.json.
+
+    It is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call
+    trained has none. It differs from run to run, so it is not an output of the graph.
+    """
+    speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
+    of = {"model": cell.params.model, "options": cell.params.options, "processes": cell.ranks.world_size}
+    write_record(cell.paths.measured(slug) / cell.stage, of | dict(speed), identity, seconds, name=cell.name)
+
+
+def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
+    """Seed -> its record, for the seeds that an earlier call finished into the cell's folder.
+
+    Raises:
+        UserError: the folder holds a run of other parameters, data or code.
+    """
+    file = cell.folder / "metrics.json"
+    if not file.is_file() or cell.folder == cell.paths.cell(cell.stage, cell.name):
+        return {}  # a cell of the graph is trained again, as DVC does
+    record = read_record(file)
+    finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
+    params = dataclasses.replace(cell.params, seeds=tuple(finished))
+    now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
+    if set(cell.params.seeds) - set(finished):  # one record names one code
+        now["code_hash"] = hash_code(cell.paths.root, _code_of(cell))
+    for what, value in now.items():
+        if record["identity"][what] != value:
+            made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
+            different = what.removesuffix("_hash").replace("_", " ")
+            raise UserError(
+                f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away"
+            )
+    return finished
+
+
+def _announce(cell: Cell, job: Job, seed: int, turn: int, *, first: bool) -> None:
+    """Print what is about to be trained; the recipe and the load report once."""
+    if len(cell.params.seeds) > 1:
+        print(f"{cell.name}: seed {seed}, {turn} of {len(cell.params.seeds)}", flush=True)
+    if not first:
+        return
+    if cell.recipe is not None:
+        print("\n".join(cell.recipe(job.params, _find_facts(job))[1]), flush=True)
+    if job.load_report:
+        print("\n".join(format_load_report(job.load_report)), flush=True)
+
+
+def format_load_report(report: Mapping[str, str]) -> list[str]:
+    """A load report for people: how many keys were used, and which parts are expected to be new or not needed."""
+    parts: dict[str, Counter] = {}
+    for key, fate in report.items():
+        parts.setdefault(fate, Counter())[key.split(".")[0]] += 1
+    return [
+        f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()
+    ]
+
+
+def _find_facts(job: Job) -> dict[str, Any]:
+    """What a recipe says of the run beside its parameters."""
+    world_size = job.cell.ranks.world_size
+    return {
+        "world_size": world_size,
+        "micro_batch": job.params.batch_size // world_size // job.accumulate,
+        "accumulate": job.accumulate,
+        "train_images": len(job.task.train.dataset),
+        **find_place(job),
+    }
+
+
+def find_place(job: Job) -> dict[str, str]:
+    """Where the steps run, and by which implementation of the kernels."""
+    from ..models.registry import kernel_backend
+
+    network = getattr(job.task.model, "backbone", job.task.model)
+    backend = kernel_backend(network, torch_dtype(job.precision))
+    return {"device": device_label(job.task.device), "dtype": job.precision, "backend": backend}
+
+
+def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
+    """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of
+    all seeds.
+    """
+    curve = cell.folder / "curve.csv"
+    rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
+    for seed, outcome in outcomes.items():
+        rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
+    if (first := outcomes.get(cell.params.seeds[0])) is not None:
+        files = {
+            cell.folder / file.relative_to(first.folder): file for file in first.folder.rglob("*") if file.is_file()
+        }
+        with contextlib.ExitStack() as renamed_at_the_end:
+            for target, file in files.items():
+                shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
+            # that of an earlier run must not stand beside the new files
+            (cell.folder / "metrics.json").unlink(missing_ok=True)
+        for old in {
+            file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()
+        } - files.keys():
+            old.unlink()
+        (cell.folder / "snapshots").mkdir(exist_ok=True)  # an output of the graph, also where it is empty
+    write_csv(curve, rows)
+
+
+def _round(value: float) -> float | str:
+    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole, and `nan` is no missing
+    value.
+    """
+    return value if isinstance(value, int) else float(f"{value:.8g}") if math.isfinite(value) else str(value)
+
+
+def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of a cell: what it is, and each score over its seeds."""
+    params, spec = cell.params, cell.spec
+    records = [by_seed[seed] for seed in sorted(by_seed)]
+    first = by_seed[params.seeds[0]]
+    metrics: dict[str, Any] = {
+        "model": params.model,
+        "options": params.options,
+        "init": {"weights": params.init.weights, "weights_hash": hash_file(cell.inputs[1])} if params.init else None,
+        "data": params.data,
+        "kind": job.data.kind,
+        "classes": len(job.described["classes"]),
+        "seeds": list(by_seed),
+        "batch_size": params.batch_size,
+        "recipe_hash": params_hash(dataclasses.replace(params, options={}, seeds=(0,))),
+        **{name: first[name] for name in ("num_params", "epochs", "steps", "split", "held_out_images", "weights_hash")},
+        "skipped_steps": sum(record["skipped_steps"] for record in records),
+        "by_seed": records,
+    }
+    if params.init is None:
+        metrics["init_reason"] = "random weights"
+    if "unreadable_images" in first:
+        metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
+    if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
+        metrics["image_size"] = size
+    if (mesa := getattr(params, "mesa", None)) is not None:  # a record without it is of a training without it
+        metrics["mesa"] = dataclasses.asdict(mesa)
+    if getattr(params, "freeze", False):  # the same
+        metrics["freeze"] = True
+    for name in first:
+        scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
+        if scored and all(isinstance(record.get(name), int | float) for record in records):
+            metrics[name] = describe_sample([record[name] for record in records]).mean
+    for name in (name for name in spec.scores if name in first):
+        sample = describe_sample([record[name] for record in records], is_share=name.endswith("_percent"))
+        std, ci95 = (name_statistic(name, what) for what in ("std", "ci95"))
+        metrics |= {std: sample.std, ci95: sample.ci95 and list(sample.ci95)}
+        if sample.std is None:
+            metrics |= {f"{key}_reason": "one seed has no spread" for key in (std, ci95)}
+    if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
+        metrics["without_learning"] = baseline
+    if cell.recipe is not None:
+        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job))[0])
+    return metrics
+
+
+def _code_of(cell: Cell) -> list[str]:
+    from ..models.registry import family_module
+
+    return [f"stages.{cell.stage}", family_module(cell.params.model)]
+
+
+def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
+    std, (places, unit) = metrics.get(name_statistic(key, "std")), (2, " %") if key.endswith("_percent") else (4, "")
+    return f"{label} {metrics[key]:.{places}f}{'' if std is None else f' ± {std:.{places}f}'}{unit}"
+
+
+def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int | None) -> None:
+    """Run the step of a dump again, in this process alone, and print what each layer gave.
+
+    The dump's folder says which cell and seed it is of.
+
+    Raises:
+        UserError: not a dump, or one of another model or of other data; or it is not known which cell it is of.
+    """
+    from ..training.checkpoint import set_rng_state
+    from ..training.guard import diagnose, load_dump
+
+    if gpus is not None:
+        raise UserError(f"{stage}: --replay-bad-step runs in one process; leave --gpus out")
+    paths = find_root()
+    runs = file.absolute().parent
+    known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
+    cell = cell or (runs.parent.name if known else None)
+    keys = find_cell(paths.params, stage, str(cell))
+    if keys[0] != BY_HAND and cell not in section_keys(paths.params, stage):
+        raise UserError(f"{stage}: {file} does not lie in the folder of a run; name its cell with --cell")
+    params = load_section(spec.params, paths.params, *keys)
+    shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
+    of_cell = Cell(stage=stage, name=cell, params=params, spec=spec, **shared)
+    seed = int(known[1]) if known else params.seeds[0]
+    dump = load_dump(file)
+    for rank, seen in enumerate(dump["ranks"]):
+        job = build_job(dataclasses.replace(of_cell, ranks=Ranks(rank=rank, world_size=dump["world_size"])), seed)
+        task = job.task
+        try:
+            task.model.load_state_dict(dump["model"])
+            if "teacher" in dump:
+                task.teacher = copy.deepcopy(task.model).eval()
+                task.teacher.load_state_dict(dump["teacher"])
+        except RuntimeError:
+            raise UserError(f"{file}: was written by a different model than {of_cell.where}") from None
+        task.model.train()
+        try:
+            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
+                raise UserError(
+                    f"{file}: its batch holds other images than {cell} has there now; the data or the seed changed"
+                )
+            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
+            set_rng_state(seen["rng"])
+            autocast = functools.partial(job.params.autocast, task.device)
+            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
+        finally:
+            job.close()
+        where = (
+            f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
+        )
+        print(f"{where}: loss {found['loss']}")
+        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
+        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
+        for name, output in found["outputs"].items():
+            print(
+                f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}"
+            )
+        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
+        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
+        for name, losses in found["own"].get("inner_losses", {}).items():
+            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")

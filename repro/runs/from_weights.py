@@ -1,0 +1,169 @@
+"""Cells that no section of params.yaml names: those of `repro linearize --from` and `repro generate --from`."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.config import find_cell, load_section, section_keys
+from ..core.errors import UserError
+from ..core.hashing import hash_file
+from ..core.paths import Paths, find_root
+from ..core.runtime import choose_device, device_slug, load_runtime
+from ..data.cells import suggest_data
+from ..tasks.generation.params import GenerateParams
+from ..tasks.generation.spec import SPEC as GENERATE
+from ..tasks.linearization.params import LinearizeParams
+from ..tasks.linearization.spec import SPEC
+from ..training.params import InitParams
+from .job import Cell, Recipe
+
+STAGE = "linearize"
+_VITS = {"timm.models.vision_transformer", "timm.models.deit"}
+
+
+def make_cell(
+    source: str,
+    *,
+    model: str | None,
+    options: Mapping[str, Any],
+    freeze: bool,
+    data: str | None,
+    epochs: int | None,
+    batch_size: int | None,
+    seeds: int | None,
+    recipe: Recipe,
+) -> Cell:
+    """The cell that linearises one ViT, trained as the cell of `linearize:` on the same data, else as the first one.
+
+    Args:
+        source: a file of weights, or a name of weights that timm publishes.
+        model: registered name of the ViT, where its file does not say it.
+        options: of the student, see `repro.models.t5.T5`.
+        freeze: whether only new parameters learn.
+        data: a cell of `prepare_data`; None for that of the recipe.
+        epochs, batch_size, seeds: instead of those of the recipe.
+        recipe: see `Cell`.
+
+    Raises:
+        UserError: weights that cannot be read, another model than a ViT, a student that cannot be built, or unknown
+            data.
+    """
+    from ..models.linearize import choose_student, read_shell
+    from ..models.registry import build_model
+
+    paths = find_root()
+    runtime = load_runtime(paths)
+    file, teacher = find_weights(paths, source, model)
+    opened = open_checkpoint(file, teacher)
+    shell = read_shell(opened.build(), source)
+    params = find_recipe(paths, data)
+    name, of_shell = choose_student(shell)
+    changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
+    changes["init"] = _init_of(paths, file)
+    changes["freeze"] = freeze
+    if params.data != (data or params.data):  # the images of other data, as the ViT saw its own
+        changes |= {"data": data, "transform": dataclasses.replace(params.transform, image_size=opened.image_size)}
+    if batch_size:
+        changes["batch_size"] = batch_size
+    if seeds:
+        changes["seeds"] = tuple(range(seeds))
+    try:
+        if epochs:
+            params = params.with_epochs(epochs)
+        params = dataclasses.replace(params, **changes)
+        build_model(name, img_size=params.transform.image_size, **params.options)
+    except ValueError as error:
+        raise UserError(f"linearize: {error}") from None
+    stem = file.parent.name if file.stem == "weights" else file.stem
+    parts = [stem, *(f"{key}_{value}" for key, value in options.items()), params.data, *(["frozen"] if freeze else [])]
+    parts += [f"{epochs}epochs"] if epochs else []
+    cell = "-".join(parts).replace(".", "_")
+    folder = paths.measured(device_slug(choose_device(runtime.device))) / STAGE / cell
+    return Cell(
+        stage=STAGE, name=cell, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder, recipe=recipe
+    )
+
+
+def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
+    """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
+    if data is not None and data not in (known := section_keys(paths.params, "prepare_data")):
+        raise UserError(
+            f"linearize: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}"
+        )
+    cells = [load_section(LinearizeParams, paths.params, STAGE, cell) for cell in section_keys(paths.params, STAGE)]
+    if not cells:
+        raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")
+    return next((params for params in cells if params.data == data), cells[0])
+
+
+def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, str | None]:
+    """The file of a ViT's weights and, where the file does not say it, its registered name; published weights are
+    fetched once.
+
+    Raises:
+        UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.
+    """
+    from timm.models import is_model_pretrained
+
+    from ..models.checkpoints import open_weights
+    from ..models.registry import family_module
+    from ..models.weights import is_foreign
+
+    file, tagged = Path(source), "." in source and is_model_pretrained(source)
+    if model is not None or file.exists() or (file.suffix and not tagged):
+        if not file.is_file():
+            raise UserError(f"linearize: --from {source}: no such file")
+        return file.resolve(), model if is_foreign(file) else None
+    checkpoint = open_weights(None, model=source)
+    if family_module(checkpoint.model) not in _VITS:  # said before anything is fetched
+        raise UserError(f"linearize: --from {source}: is no ViT or DeiT; expected one of timm's, or a file of weights")
+    fetched = paths.root / ".runs" / "published" / f"{checkpoint.name}.safetensors"
+    if not fetched.is_file():
+        _keep(checkpoint, fetched)
+    return fetched, None
+
+
+def open_checkpoint(file: Path, model: str | None) -> Any:
+    """The checkpoint in a file; raises as `repro.models.checkpoints.open_weights`."""
+    from ..models.checkpoints import open_weights
+
+    return open_weights(file, model=model).require_classifier()
+
+
+def _keep(checkpoint: Any, file: Path) -> None:
+    """Write published weights as a file of this project, so that records can name it by its hash."""
+    from ..models.weights import save_weights
+
+    classes = [str(index) for index in range(checkpoint.num_classes)]
+    shown = {key: checkpoint.preprocessing[key] for key in ("input_size", "interpolation", "crop_pct", "mean", "std")}
+    options = {"num_classes": checkpoint.num_classes}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_weights(file, checkpoint.build(), name=checkpoint.model, options=options, preprocessing=shown, classes=classes)
+
+
+def make_denoiser_cell(cell: str, source: str, seeds: int | None) -> Cell:
+    """The cell of `generate:` that begins with the weights in a file, into a folder of its own.
+
+    Raises:
+        UserError: no such cell, or no such file.
+    """
+    paths = find_root()
+    file = Path(source)
+    if not file.is_file():
+        raise UserError(f"generate: --from {source}: no such file")
+    params = load_section(GenerateParams, paths.params, *find_cell(paths.params, "generate", cell))
+    params = dataclasses.replace(params, init=_init_of(paths, file))
+    if seeds:
+        params = dataclasses.replace(params, seeds=tuple(range(seeds)))
+    runtime = load_runtime(paths)
+    name = f"{cell}_inherited" + (f"_{seeds}seeds" if seeds else "")
+    folder = paths.measured(device_slug(choose_device(runtime.device))) / "generate" / name
+    return Cell(stage="generate", name=name, params=params, spec=GENERATE, paths=paths, runtime=runtime, folder=folder)
+
+
+def _init_of(paths: Paths, file: Path) -> InitParams:
+    """What a training from this file starts from; below the project's root the record names it by its place there."""
+    file = file.resolve()
+    named = file.relative_to(paths.root.resolve()) if file.is_relative_to(paths.root.resolve()) else file
+    return InitParams(weights=str(named), sha256=hash_file(file, digits=64))

@@ -1,0 +1,323 @@
+"""Jobs: one training of a cell with one seed, built from the cell's task, resumed where it was stopped, and run."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.config import params_hash
+from ..core.errors import UserError
+from ..core.hashing import hash_file, hash_files, require_hash
+from ..core.paths import Paths
+from ..core.ranks import Ranks
+from ..core.record import read_json, read_record, require_writable, write_json, write_text
+from ..core.runtime import Runtime, choose_device, seed_everything
+from ..data.cells import DataCell, manifest_path, open_cell
+from ..tasks.spec import TaskSpec, name_statistic
+from ..training.params import TrainParams
+
+# the parameters of a training and facts about the run -> the recipe for recipe.json, and its lines for people
+Recipe = Callable[[TrainParams, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A cell of a training stage.
+
+    Args:
+        stage, name: the stage, and the cell's name; together they name its results.
+        params: the cell's section.
+        spec: its task.
+        paths, runtime: the checkout and its `runtime:` section.
+        ranks: the processes that train together.
+        folder: where its results go.
+        recipe: describes how it is trained, beside what the paper prescribes; None describes nothing.
+        reported: whether the trained model is evaluated on the reported split; not if the best of several cells is
+            still to be chosen.
+    """
+
+    stage: str
+    name: str
+    params: TrainParams
+    spec: TaskSpec
+    paths: Paths
+    runtime: Runtime
+    ranks: Ranks = Ranks()
+    folder: Path
+    recipe: Recipe | None = None
+    reported: bool = True
+
+    @property
+    def where(self) -> str:
+        """The cell's key path, for messages."""
+        return f"{self.stage}.{self.name}"
+
+    @property
+    def init(self) -> Path | None:
+        """The weights file to start from."""
+        return self.paths.root / self.params.init.weights if self.params.init else None
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The files, beside the code, on which a run depends: the data's manifest and the initial weights."""
+        manifest = manifest_path(self.paths, self.params.data)
+        return (manifest, self.init) if self.init else (manifest,)
+
+    def state_folder(self, seed: int) -> Path:
+        """Where the state of a run waits; other parameters have another folder, so that no run continues a different
+        one.
+        """
+        return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training that is ready to run.
+
+    Args:
+        cell, params: what is trained; the parameters have one seed.
+        task: see `repro.training.loop.Task`.
+        accumulate: parts into which a batch of a process is cut.
+        data: the prepared data set.
+        described: what weights files say beside the weights, see `repro.models.weights.save_weights`.
+        load_report: what became of each key of the initial weights.
+    """
+
+    cell: Cell
+    params: TrainParams
+    task: Any
+    accumulate: int
+    data: DataCell
+    described: Mapping[str, Any]
+    load_report: Mapping[str, str]
+
+    @property
+    def precision(self) -> str:
+        """`fp32`, `bf16` or `fp16`."""
+        return self.params.resolve_precision(self.task.device)
+
+    def close(self) -> None:
+        """End the loaders' processes."""
+        for loader in (self.task.train, *self.task.held_out.values()):
+            loader.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a training leaves on rank 0.
+
+    Args:
+        metrics: the record of this seed.
+        curve: a row per epoch.
+        state: the folder from which a next call would continue; to be removed when the record is written.
+        speed: see `repro.training.watch.Watch.summary`.
+    """
+
+    metrics: dict[str, Any]
+    curve: list[dict[str, float]]
+    state: Path
+    speed: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Holds weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt."""
+        return self.state / "result"
+
+
+def build_job(cell: Cell, seed: int) -> Job:
+    """Everything that a training with one seed is made of.
+
+    Raises:
+        UserError: data, model, options, weights or number of processes that do not fit; nothing is written before.
+    """
+    import torch
+
+    from ..data.loader import EvalLoader, TrainLoader
+
+    params, runtime, spec, ranks = cell.params.with_seed(seed), cell.runtime, cell.spec, cell.ranks
+    share, micro_batch = split_batch(params, runtime, ranks, cell.where)
+    device = choose_device(runtime.device)
+    if device.type == "cuda" and ranks.world_size > 1:
+        device = torch.device("cuda", ranks.local_rank)
+    data = open_cell(cell.paths, runtime, params.data)
+    datasets = spec.open_datasets(data, params, data.row.held_out if cell.reported else data.row.held_out[:1])
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    verify_init(cell)
+    seed_everything(seed)
+    model, load_report = spec.build_model(params, datasets.classes, cell.init, cell.where)
+    described = spec.describe(model, params, datasets.classes)
+    model = place_model(model, runtime, ranks, device)
+    if ranks.rank:  # the weights are the same everywhere; the random numbers of training are not
+        seed_everything(seed + ranks.rank)
+
+    here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    order = {"seed": seed, "groups": datasets.groups, "batches_per_epoch": params.steps_per_epoch}
+    train = TrainLoader(datasets.train, batch_size=share, **order, **here)
+    at_once = 1 if datasets.alone else micro_batch
+    held_out = {split: EvalLoader(dataset, batch_size=at_once, **here) for split, dataset in datasets.held_out.items()}
+    parts = {
+        "model": model,
+        "train": train,
+        "held_out": held_out,
+        "batch_size": params.batch_size,
+        "device": device,
+        "ranks": ranks,
+    }
+    task = spec.build_task(datasets, params, **parts)
+    made = {"data": data, "described": described, "load_report": load_report}
+    return Job(cell=cell, params=params, task=task, accumulate=share // micro_batch, **made)
+
+
+def run_job(job: Job) -> Outcome | None:
+    """Train, or continue where an earlier call stopped, and keep the results beside the run's state.
+
+    Returns:
+        The outcome on rank 0, None on the others. Raises as `repro.training.loop.fit`.
+    """
+    from ..models.weights import save_weights
+    from ..training.checkpoint import Checkpointer
+    from ..training.loop import fit
+    from ..training.watch import Watch
+
+    cell, seed, task = job.cell, job.params.seeds[0], job.task
+    runtime, ranks, state = cell.runtime, cell.ranks, cell.state_folder(seed)
+    if ranks.first:
+        require_writable(cell.folder)  # better now than after the last epoch
+        write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
+    # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
+    snapshots, result = state / "snapshots", state / "result"
+    snapshots.mkdir(parents=True, exist_ok=True)
+
+    def snapshot(epoch: int, model: Any) -> None:
+        if epoch in job.params.snapshot_epochs:
+            save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
+
+    logs = cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}"
+    written = {"jsonl": runtime.jsonl, "tensorboard": runtime.tensorboard, "every": runtime.log_every_steps}
+    if runtime.peak_tflops:
+        flop_per_image = cell.spec.count_flop_per_image(task)
+        written |= {"flop_per_image": flop_per_image, "peak_flop_per_s": runtime.peak_tflops * 1e12}
+    watch = Watch(logs, device=task.device, ranks=ranks, **written)
+    cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
+    try:
+        done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
+        summary = cell.spec.summarise(task, done.scores)
+    finally:
+        job.close()
+    if (name := "unreadable_images") in summary:  # each rank counts its own
+        summary[name] = int(ranks.sum([summary[name]])[0])
+    if not ranks.first:
+        return None
+    shutil.rmtree(result, ignore_errors=True)
+    save_weights(result / "weights.safetensors", model, **job.described)
+    shutil.copytree(snapshots, result / "snapshots")
+    if job.load_report:
+        write_text(result / "load_report.txt", "".join(f"{fate:<22} {key}\n" for key, fate in job.load_report.items()))
+    if seed == cell.params.seeds[0]:
+        cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
+    metrics = {"seed": seed, **_count_run(done, model, task, cell.spec), **summary}
+    metrics["weights_hash"] = hash_file(result / "weights.safetensors")
+    return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
+
+
+def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
+    """The images of a step on one process, and how many of them go through the model at once; raises UserError where
+    they do not fit.
+    """
+    share = ranks.share(params.batch_size, f"{where}.batch_size")
+    micro_batch = min(runtime.micro_batch or share, share)
+    if share % micro_batch or (params.needs_even_parts and micro_batch % 2):
+        what = "an even number" if params.needs_even_parts else "a number"
+        raise UserError(
+            f"runtime.micro_batch: {micro_batch} does not fit {share} images of a process; take {what} that divides it"
+        )
+    return share, micro_batch
+
+
+def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
+    """Move a model to its device; compile it or change its memory format where asked; batch norms span all GPUs."""
+    import torch
+
+    if ranks.world_size > 1 and device.type == "cuda":
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(device)
+    if runtime.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if runtime.compile:
+        getattr(model, "backbone", model).compile()  # the shapes in a dense head depend on the data
+    return model
+
+
+def verify_init(cell: Cell) -> None:
+    """Refuse initial weights that are not verified to be the right ones.
+
+    Raises:
+        UserError: no such file, an empty one, or one with another hash than its record or the parameters state.
+    """
+    init, path = cell.params.init, cell.init
+    if init is None:
+        return
+    where = f"{cell.where}.init"
+    if not path.is_file():
+        raise UserError(f"{where}.weights: {path}: no such file; run its stage first")
+    if not path.stat().st_size:
+        raise UserError(f"{where}.weights: {path}: is empty; get it again")
+    found, record = hash_file(path, digits=64), path.parent / "metrics.json"
+    stated = init.sha256 or (read_record(record)["metrics"].get("weights_hash") if record.is_file() else None)
+    if stated is None:
+        raise UserError(
+            f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}"
+        )
+    require_hash(path, stated, named=f"{where}.weights: {path}")
+
+
+def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:
+    """Refuse to continue a run that began on other inputs or with another number of processes; returns what a next call
+    compares.
+    """
+    found = {"inputs": {file.name: hash_files(file.parent, [file.name]) for file in inputs}, "processes": processes}
+    note = state / "run.json"
+    if note.is_file() and any(state.glob("step_*.pt")):
+        before = read_json(note)
+        changed = next(
+            (file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None
+        )
+        if changed is not None:
+            raise UserError(
+                f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start again"
+            )
+        if before["processes"] != processes:
+            raise UserError(
+                f"{state}: the run was stopped with {before['processes']} process(es), and now there are {processes}; take the same "
+                "number, or remove the folder to start again"
+            )
+    return found
+
+
+def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, Any]:
+    """The numbers that every training has; what its curve says has the name of the curve's split, if another one is
+    reported.
+    """
+    last, score = done.curve[-1], next(iter(spec.scores))
+    of_curve = "" if task.curve_split == task.reported_split else f"{task.curve_split}_"
+    found = {
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "epochs": last["epoch"],
+        "steps": last["step"],
+        "skipped_steps": done.bad_steps,
+        "skip_rate_percent": 100 * done.bad_steps / last["step"],
+        "train_loss": last.get("train_loss"),
+        "split": task.reported_split,
+    }
+    if of_curve:
+        found |= {f"{of_curve}{name}": last[name] for name in spec.scores if name in last}
+    if found["train_loss"] is None or not math.isfinite(found["train_loss"]):
+        found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
+    evaluated = [row[score] for row in done.curve if score in row]
+    name = f"{of_curve}{name_statistic(score, 'previous')}"
+    if len(evaluated) > 1 and math.isfinite(evaluated[-2]):
+        return found | {name: evaluated[-2]}
+    return found | {name: None, f"{name}_reason": "not finite" if len(evaluated) > 1 else "evaluated once"}

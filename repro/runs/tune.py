@@ -1,0 +1,292 @@
+"""Choosing learning rate and warm-up: the same small search for every cell, scored on the split `tune`, and never
+evaluated on `test`.
+
+Each trial is a whole training by the recipe of its cell, in a process of its own. Finished trials stay in .runs until
+the search of their cell is done, so that a stopped call loses none.
+"""
+
+import dataclasses
+import itertools
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.config import bounded, load_section, load_yaml, params_hash
+from ..core.errors import Diverged, RunError, UserError, did_you_mean
+from ..core.hashing import hash_code, hash_file
+from ..core.paths import Paths, find_root
+from ..core.record import make_identity, read_json, write_json, write_record
+from ..core.runtime import Runtime, choose_device, device_slug, load_runtime
+from ..core.ui import print_table
+from ..data.kinds import KINDS, PrepareData
+from ..models.registry import family_module
+from ..tasks.spec import TaskSpec
+from ..training.params import TrainParams
+from .cells import find_place
+from .job import Cell, build_job, run_job
+from .pool import Work, run_all
+
+STAGES = ("pretrain", "baselines")
+RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneParams:
+    """The `tune:` section, the same for every cell.
+
+    Args:
+        lr, warmup_epochs: what is tried, each with each; see `OptimParams`.
+        seed: of every trial; no seed whose results are reported.
+    """
+
+    lr: tuple[float, ...] = bounded((5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3), gt=0)
+    warmup_epochs: tuple[int, ...] = bounded((1, 2), ge=0)
+    seed: int = bounded(100, ge=0)
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "warmup_epochs"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name}: {list(values)}, expected one or more, each once")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchParams:
+    """What determines the outcome of a search, for the hash in its record: the cell without what is searched, and the
+    search.
+    """
+
+    cell: TrainParams
+    tune: TuneParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search of one cell.
+
+    Args:
+        stage, name: the cell's.
+        params, tune: the cell's section, and the search.
+        spec, paths, runtime: see `Cell`.
+        folder: of the records.
+    """
+
+    stage: str
+    name: str
+    params: TrainParams
+    tune: TuneParams
+    spec: TaskSpec
+    paths: Paths
+    runtime: Runtime
+    folder: Path
+
+    @property
+    def trials(self) -> list[Cell]:
+        """A cell for each trial, in the order of the grid."""
+        found = []
+        for lr, warmup_epochs in itertools.product(self.tune.lr, self.tune.warmup_epochs):
+            optim = dataclasses.replace(self.params.optim, lr=lr, warmup_epochs=warmup_epochs)
+            params = dataclasses.replace(self.params, optim=optim, seeds=(self.tune.seed,), snapshot_epochs=())
+            name = f"{self.name}_lr{lr:g}_warmup{warmup_epochs}"
+            shared = {"spec": self.spec, "paths": self.paths, "runtime": self.runtime, "folder": self.folder}
+            found.append(Cell(stage="tune", name=name, params=params, reported=False, **shared))
+        return found
+
+    @property
+    def code(self) -> list[str]:
+        """The modules on which the outcome depends."""
+        return [f"stages.{self.stage}", __name__, family_module(self.params.model)]
+
+    @property
+    def search_params(self) -> SearchParams:
+        """What the record's hash of parameters covers."""
+        return SearchParams(cell=self.trials[0].params, tune=self.tune)
+
+    def find_origin(self, trial: Cell | None = None) -> dict[str, str]:
+        """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
+        params = self.search_params if trial is None else trial.params
+        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.trials[0].inputs[0])}
+        return hashes | {"code_hash": hash_code(self.paths.root, self.code)}
+
+    def find_finished(self) -> dict[int, dict[str, Any]]:
+        """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
+        found = {}
+        for number, trial in enumerate(self.trials, 1):
+            file = _trial_file(trial)
+            if file.is_file() and (content := read_json(file))["origin"] == self.find_origin(trial):
+                found[number] = content
+        return found
+
+    def is_recorded(self) -> bool:
+        """Whether the record is there; raises UserError where it is of another search."""
+        file = self.folder / f"{self.name}.json"
+        if not file.is_file():
+            return False
+        identity = read_json(file)["identity"]
+        for what, value in self.find_origin().items():
+            if identity[what] != value:
+                different = what.removesuffix("_hash").replace("_", " ")
+                raise UserError(f"{file}: holds a search with other {different}; move the file away to search again")
+        return True
+
+
+def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
+    """The searches of all cells of `STAGES` on a data set, or of one of them.
+
+    Raises:
+        UserError: no such cell, data without a split `tune`, or a search that does not fit a cell.
+    """
+    paths = find_root()
+    content, runtime = load_yaml(paths.params), load_runtime(paths)
+    tune = load_section(TuneParams, paths.params, "tune") if "tune" in content else TuneParams()
+    kind = load_section(PrepareData, paths.params, "prepare_data", data).kind
+    if len(KINDS[kind].held_out) == 1:
+        raise UserError(
+            f"tune: --data {data}: is of kind {kind}, which has no split tune to choose on; take embedded data"
+        )
+    folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
+    found = {}
+    for stage in STAGES:
+        for name in content.get(stage) or ():
+            params = load_section(spec.params, paths.params, stage, name)
+            if params.data == data:
+                shared = {"spec": spec, "paths": paths, "runtime": runtime, "folder": folder}
+                found[name] = Search(stage=stage, name=name, params=params, tune=tune, **shared)
+    if cell is not None and cell not in found:
+        raise UserError(f"tune: --cell {cell}: no cell of {' or '.join(STAGES)} on {data}{did_you_mean(cell, found)}")
+    chosen = [found[cell]] if cell else list(found.values())
+    for search in chosen:
+        if tune.seed in search.params.seeds:
+            raise UserError(
+                f"tune.seed: {tune.seed} is a seed of {search.stage}.{search.name}, whose results are reported; take another"
+            )
+        if (longest := max(tune.warmup_epochs)) >= search.params.epochs:
+            epochs = search.params.epochs
+            raise UserError(
+                f"tune.warmup_epochs: {longest}, and {search.stage}.{search.name} trains {epochs} epochs; make it shorter"
+            )
+    return chosen
+
+
+def run_searches(searches: list[Search], *, jobs: int) -> None:
+    """Run the trials that are still to be done, `jobs` at once, and write the record of each cell, with every trial and
+    the chosen one.
+
+    Raises:
+        UserError: a record of another search is in the way; before anything is trained.
+        Interrupted: a signal came; what is finished is kept. RunError: trials failed, or all trials of a cell diverged.
+    """
+    open_searches = [search for search in searches if not search.is_recorded()]
+    waiting: dict[str, Work] = {}
+    for search in open_searches:
+        finished = search.find_finished()
+        for number, trial in enumerate(search.trials, 1):
+            if number not in finished:
+                arguments = ("tune", "--data", search.params.data, "--cell", search.name, "--trial", str(number))
+                waiting[trial.name] = Work(arguments=arguments, log=trial.paths.logs("tune", trial.name) / "output.txt")
+    trials = sum(len(search.trials) for search in searches)
+    print(f"{len(searches)} cells, {trials} trials: {len(waiting)} trainings to do", flush=True)
+    if waiting:
+        failed = run_all(waiting, jobs, searches[0].runtime, searches[0].paths.root)
+        if failed:
+            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
+            raise RunError(f"tune: {len(failed)} of {len(waiting)} failed, the others are done: {reasons}")
+    for search in open_searches:
+        record_search(search)
+    for search in searches:
+        _show(search)
+
+
+def run_trial(search: Search, number: int) -> None:
+    """Train one trial in this process, and keep what came of it; `number` counts from 1.
+
+    Raises:
+        UserError: no such trial. Otherwise as `run_job`, but that a trial that diverges is an outcome and no error.
+    """
+    trials = search.trials
+    if not 1 <= number <= len(trials):
+        raise UserError(f"tune: --trial {number}: {search.name} has the trials 1 to {len(trials)}")
+    trial = trials[number - 1]
+    started, origin, optim = time.monotonic(), search.find_origin(trial), trial.params.optim
+    found: dict[str, Any] = {"lr": optim.lr, "warmup_epochs": optim.warmup_epochs}
+    score, label = next(iter(search.spec.scores.items()))
+    job = build_job(trial, search.tune.seed)
+    try:
+        metrics = run_job(job).metrics
+    except Diverged as error:
+        found |= {
+            "diverged": True,
+            score: None,
+            "train_loss": None,
+            "reason": f"step {error.step}: training not finite",
+        }
+        print(f"{trial.name}: diverged", flush=True)
+    else:
+        found |= {"diverged": False, score: metrics[score], "train_loss": metrics["train_loss"]}
+        if metrics["train_loss"] is None:
+            found["train_loss_reason"] = metrics["train_loss_reason"]
+        print(f"{trial.name}: {label} {metrics[score]:.2f} % on {metrics['split']}", flush=True)
+    found["seconds"] = round(time.monotonic() - started, 1)
+    write_json(_trial_file(trial), {"origin": origin, "place": find_place(job), "trial": found})
+    shutil.rmtree(trial.state_folder(search.tune.seed))  # the weights of a trial serve nothing more
+
+
+def record_search(search: Search) -> None:
+    """Write the record of a search whose trials are all finished, and remove what they left in .runs.
+
+    Raises:
+        RunError: every trial diverged.
+    """
+    finished, score = list(search.find_finished().values()), next(iter(search.spec.scores))
+    trials = [content["trial"] for content in finished]
+    seconds = sum(trial.pop("seconds") for trial in trials)
+    chosen = choose(trials, score)
+    if chosen is None:
+        raise RunError(f"tune: every trial of {search.name} diverged; lower tune.lr")
+    metrics = {
+        "cell": f"{search.stage}.{search.name}",
+        "model": search.params.model,
+        "data": search.params.data,
+        "split": "tune",
+        "seed": search.tune.seed,
+        "score": score,
+        "rule": RULE,
+        "trials": trials,
+        "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
+    }
+    manifest = search.trials[0].inputs[0]
+    identity = make_identity(
+        search.paths.root, search.code, search.search_params, data_manifest=manifest, **finished[0]["place"]
+    )
+    write_record(search.folder, metrics, identity, seconds, name=search.name)
+    for trial in search.trials:
+        shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)
+
+
+def choose(trials: list[dict[str, Any]], score: str) -> Mapping[str, Any] | None:
+    """The trial that `RULE` chooses; None where all diverged."""
+    sound = [trial for trial in trials if not trial["diverged"]]
+    return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)
+
+
+def _trial_file(trial: Cell) -> Path:
+    return trial.state_folder(trial.params.seeds[0]).parent / "trial.json"
+
+
+def _show(search: Search) -> None:
+    metrics = read_json(search.folder / f"{search.name}.json")["metrics"]
+    score, chosen = metrics["score"], metrics["chosen"]
+    rows = []
+    for trial in metrics["trials"]:
+        mark = "chosen" if all(trial[name] == value for name, value in chosen.items()) else ""
+        numbers = (
+            ["diverged", "–"] if trial["diverged"] else [f"{trial[score]:.2f} %", _format_loss(trial["train_loss"])]
+        )
+        rows.append([search.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), *numbers, mark])
+    print_table(["cell", "rate", "warm-up epochs", f"{search.spec.scores[score]} on tune", "training loss", ""], rows)
+
+
+def _format_loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"

@@ -1,0 +1,160 @@
+"""`repro measure`: its steps run apart, stop in time, are continued, and outlive one that breaks. The records that a
+CPU can make are made.
+"""
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro.bench import campaign
+from repro.bench.campaign import STEPS, Step, run_campaign
+from repro.core.errors import RunError, UserError
+from repro.core.paths import Paths, find_root
+from repro.core.record import make_identity, read_json, write_json
+from repro.runs import cells
+from repro.runs.job import build_job
+
+
+def note(paths, name):
+    with open(paths.root / "steps.txt", "a") as file:
+        file.write(f"{name}\n")
+
+
+def succeed(paths, minutes):
+    note(paths, "succeed")
+    return True
+
+
+def run_out_of_time(paths, minutes):
+    note(paths, "run out of time")
+    return False
+
+
+def refuse(paths, minutes):
+    raise UserError("there is no such thing")
+
+
+def break_down(paths, minutes):
+    raise ZeroDivisionError("division by zero")
+
+
+def die(paths, minutes):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step(run):
+    return Step(name=run.__name__, about="a test", run=run)
+
+
+def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
+    """A refusal, an error and a killed process; the step after them runs, and the end says which failed."""
+    with pytest.raises(
+        RunError,
+        match=r"3 of 4 steps failed: refuse: there is no such thing; break_down: ZeroDivisionError: .*; die: its",
+    ):
+        run_campaign(Paths(tmp_path), steps=(step(refuse), step(break_down), step(die), step(succeed)))
+    assert (tmp_path / "steps.txt").read_text() == "succeed\n"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_says_what_is_left(tmp_path, capsys, monkeypatch):
+    """A step that runs out of time, and then no time for the next."""
+    monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
+    assert not run_campaign(Paths(tmp_path), 1.0, (step(run_out_of_time), step(succeed)))
+    assert "call again for: run_out_of_time\n" in capsys.readouterr().out
+    monkeypatch.setattr(campaign, "SHORTEST_S", 3600.0)
+    assert not run_campaign(Paths(tmp_path), 1.0, (step(succeed), step(run_out_of_time)))
+    assert "call again for: succeed; run_out_of_time\n" in capsys.readouterr().out
+    assert (tmp_path / "steps.txt").read_text() == "run out of time\nsucceed\n"
+    assert run_campaign(Paths(tmp_path), None, (step(succeed),))
+    assert "done: every record is complete" in capsys.readouterr().out
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with this code, as the working directory."""
+    root = find_root().root
+    for package in ("kernels", "repro", "stages"):
+        (tmp_path / package).symlink_to(root / package)
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    (tmp_path / "params.yaml").write_text("runtime: {data_roots: {}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Paths(tmp_path)
+
+
+def measured(checkout, name):
+    (file,) = (checkout.results / "measured").glob(f"*/{name}.json")
+    return file
+
+
+@pytest.mark.slow
+def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    chosen = tuple(step for step in STEPS if step.name in ("environment", "check", "compared", "training"))
+    with pytest.raises(RunError, match="3 of 4 steps failed") as error:
+        run_campaign(checkout, steps=chosen)
+    assert str(error.value).count("CUDA device") == 3
+    metrics = read_json(measured(checkout, "environment"))["metrics"]
+    assert metrics["backend"] == "numba" and metrics["machine"]
+
+
+def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
+    """What would be trained on an H200 is built here, without it; where a fresh record lies nothing is trained."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: asked.extend(chosen))
+    assert campaign.time_training(checkout, None)
+    (cell,) = asked
+    assert (cell.runtime.peak_tflops, cell.runtime.data_roots, len(cell.params.seeds)) == (
+        989.4,
+        {"digits": "data/digits"},
+        2,
+    )
+    file = checkout.measured("nvidia_h200") / f"{campaign.TRAINED}.json"
+    # of this code, and as if of another
+    for modules, times in ((["repro.bench.speed"], 1), (["repro.bench.forms"], 2)):
+        identity = make_identity(
+            checkout.root, ["repro.bench.speed"], cell.params, device="cuda", dtype="bf16", backend="triton"
+        )
+        write_json(file, {"metrics": {}, "identity": identity | {"code_modules": modules}})
+        assert campaign.time_training(checkout, None) and len(asked) == times
+    shutil.copytree(
+        find_root(Path(__file__).parent).results / "prepare_data/digits", checkout.results / "prepare_data/digits"
+    )
+    job = build_job(dataclasses.replace(cell, runtime=dataclasses.replace(cell.runtime, device="cpu", workers=0)), 0)
+    assert len(job.task.train) == 64 and job.precision == "bf16"
+    job.close()
+
+
+def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
+    """Records of a CPU are not shown; what a GPU's say stands in a line each."""
+    ((page, marker, text),) = campaign.make_passages(checkout)
+    assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
+    identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
+    write_json(
+        checkout.measured("cpu_x") / "environment.json",
+        {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}},
+    )
+    metrics = {"model": "vittt_tiny_patch16_224", "throughput_img_per_s": 2345.6, "data_wait_percent": 3.0}
+    for device, share in (("nvidia_h200", {"mfu_percent": 2.1}), ("nvidia_k80", {})):
+        write_json(
+            checkout.measured(device) / f"{campaign.TRAINED}.json", {"metrics": metrics | share, "identity": identity}
+        )
+    ((_, _, text),) = campaign.make_passages(checkout)
+    first, second = text.splitlines()[2:]
+    assert (
+        f"`{campaign.TRAINED}.json`" in first
+        and "2346 img/s" in first
+        and "2 % of the peak" in first
+        and "01234567" in first
+    )
+    assert "2346 img/s" in second and "not in our table" in second

@@ -1,0 +1,165 @@
+"""Conclusions from rows made by hand: ratios, crossovers and powers known beforehand."""
+
+import math
+
+import pytest
+
+from repro.bench.conclude import compare_at, conclude, crossover, exponent, overlap_percent
+
+VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_patch16_224"
+GATE = {"operator": "selective_scan_bidir", "share_of_copy_percent": 2.0, "at_least_percent": 20, "holds": False}
+GATE |= {"family": "vim", "batch_size": 1, "dtype": "fp32"}
+
+
+def make_row(model, attention, side, latency, memory, *, status="ok", kernel="flash", batch_size=1, run=1):
+    return {
+        "model": model,
+        "attention": attention,
+        "attention_kernel": kernel,
+        "image_size": [side, side],
+        "batch_size": batch_size,
+        "dtype": "fp32",
+        "mode": "infer",
+        "compile": False,
+        "options": {},
+        "status": status,
+        "latency_ms": latency,
+        "latency_ms_ci95": None,
+        "peak_memory_mib": memory,
+        "macs_g": side**2 / 1e4,
+        "run": run,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ({224: 2.0, 512: 2.0}, {224: 3.0, 512: 3.0}, ("always", None)),
+        ({224: 2.0, 512: 2.0}, {224: 1.0, 512: 2.0}, ("never", None)),
+        # log ratios -log 2 and log 2: the geometric middle
+        ({100: 2.0, 400: 8.0}, {100: 1.0, 400: 16.0}, ("from", 200.0)),
+        ({100: 1.0, 400: 16.0}, {100: 2.0, 400: 8.0}, ("until", 200.0)),
+        ({1: 1.0, 2: 1.0, 3: 1.0}, {1: 2.0, 2: 0.5, 3: 2.0}, ("several", None)),
+        ({}, {224: 1.0}, ("never", None)),
+    ],
+)
+def test_crossover_by_hand(ours, theirs, expected):
+    relation, side = crossover(ours, theirs)
+    assert relation == expected[0] and (side == expected[1] or side == pytest.approx(expected[1]))
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_exponent_of_a_power_law(power):
+    assert exponent({side: 3 * (side**2) ** power for side in (128, 300, 1280)}) == pytest.approx(power)
+    assert exponent({128: 1.0}) is None
+
+
+def test_overlapping_intervals_by_hand():
+    def interval(side, *ends):
+        return {**make_row("m", None, side, 1.0, 1.0), "latency_ms_ci95": list(ends) or None}
+
+    first = [interval(1, 1, 2), interval(2, 1, 2), interval(3, 1, 2), interval(4)]
+    second = [interval(1, 1.5, 3), interval(2, 2.1, 3), interval(3, 0, 1), interval(5, 0, 9)]
+    assert overlap_percent(first, second) == pytest.approx(200 / 3)
+    assert overlap_percent(first, []) is None and math.isfinite(overlap_percent(first, first))
+
+
+def test_conclusions_by_hand():
+    """Vittt takes time and memory ~ tokens, DeiT ~ tokens²; at 1280 DeiT ran out of memory, so that 640 is compared."""
+    rows = [make_row(VITTT, None, side, (side / 640) ** 2 * 10, (side / 640) ** 2 * 100) for side in (512, 640, 1280)]
+    rows += [make_row(DEIT, "unfused", side, (side / 640) ** 4 * 40, (side / 640) ** 4 * 400) for side in (512, 640)]
+    rows += [make_row(DEIT, "unfused", 1280, None, None, status="oom")]
+    rows += [make_row(VIM, None, 640, 50.0, 100.0), make_row(VITTT, None, 640, 10.0, 100.0, run=2)]
+    found = conclude(rows, [GATE])
+    unfused, vim = found["compared"]
+    assert (unfused["against"], unfused["size"], unfused["image_size"]) == ("deit", "T", 640)
+    assert unfused["speedup"] == pytest.approx(4) and unfused["memory_saved_percent"] == pytest.approx(75)
+    assert (unfused["crossover"], unfused["crossover_image_size"]) == ("always", None)
+    assert vim["speedup"] is None and vim["reason"].startswith(
+        "selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are"
+    )
+    growth = {each["model"]: each for each in found["growth"]}
+    assert growth[VITTT]["image_sizes"] == [512, 640, 1280] and growth[DEIT]["image_sizes"] == [512, 640]
+    assert growth[VITTT]["latency_exponent"] == pytest.approx(1) and growth[VITTT]["memory_exponent"] == pytest.approx(
+        1
+    )
+    assert growth[DEIT]["latency_exponent"] == pytest.approx(2) and growth[DEIT]["macs_exponent"] == pytest.approx(1)
+    assert growth[VITTT]["latency_1280_over_640"] == pytest.approx(4) and growth[DEIT]["latency_1280_over_640"] is None
+    assert growth[VIM]["latency_exponent"] is None and growth[VIM]["reason"]
+    assert (
+        found["repeated"]["rows"] == 1 and found["repeated"]["overlap_percent"] is None and found["repeated"]["reason"]
+    )
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 2}, {"dtype": "bf16"}, {"family": "vrwkv"}, {"holds": False}, {}])
+def test_a_ratio_needs_a_gate_that_holds_at_the_same_batch_size_and_dtype(other):
+    rows = [make_row(VITTT, None, 224, 1.0, 1.0), make_row(VIM, None, 224, 2.0, 1.0)]
+    (vim,) = conclude(rows, [{**GATE, "holds": True, **other}])["compared"]
+    assert vim["speedup"] == (None if other else 2.0) and bool(vim.get("reason")) == bool(other)
+
+
+def test_other_batches_are_never_mixed_and_an_unfused_fusion_is_refused():
+    rows = [make_row(VITTT, None, 224, 1.0, 1.0), make_row(DEIT, "fused", 224, 2.0, 1.0, batch_size=2)]
+    rows += [make_row(DEIT, "unfused", 224, 3.0, 1.0)]
+    assert [each["against"] for each in conclude(rows, [])["compared"]] == ["deit"]
+    rows = [make_row(VITTT, None, 224, 1.0, 1.0), make_row(DEIT, "fused", 224, 2.0, 1.0, kernel="none")]
+    (refused,) = conclude(rows, [])["compared"]
+    assert refused["speedup"] is None and "no fused attention kernel" in refused["reason"]
+
+
+def test_a_comparison_is_of_one_image_size():
+    rows = [
+        make_row("v", None, 224, 1.0, 1.0),
+        make_row("v", None, 1280, 2.0, 30.0),
+        make_row("d", "fused", 1280, 3.0, None),
+    ]
+    rows.append(make_row("d", "unfused", 1280, None, None, status="oom"))
+    unfused = {"vs_deit_unfused": None, "vs_deit_unfused_reason": "at 1280: v ok, d oom"}
+    assert compare_at(1280, {"T": ("v", "d")}, rows) == {
+        "speedup_at_1280": {"T": {"vs_deit_fused": 1.5, **unfused}},
+        "memory_saved_at_1280_percent": {
+            "T": {"vs_deit_fused": None, "vs_deit_fused_reason": "at 1280: v ok, d without peak_memory_mib", **unfused}
+        },
+    }
+    found = compare_at(224, {"T": ("v", "d")}, rows)["speedup_at_224"]["T"]
+    assert found["vs_deit_fused_reason"] == "at 224: v ok, d not in params"
+
+
+def noisy(row):
+    """The same row with an interval that is half as wide as its median is long."""
+    return {**row, "latency_ms_ci95": [0.75 * row["latency_ms"], 1.25 * row["latency_ms"]]}
+
+
+def test_a_noisy_row_gives_no_time_and_keeps_its_memory():
+    rows = [
+        make_row("v", None, 1280, 2.0, 30.0),
+        noisy(make_row("d", "unfused", 1280, 3.0, 60.0)),
+        make_row("d", "fused", 1280, 3.0, 40.0),
+    ]
+    found = compare_at(1280, {"T": ("v", "d")}, rows)
+    assert found["speedup_at_1280"]["T"] == {
+        "vs_deit_fused": 1.5,
+        "vs_deit_unfused": None,
+        "vs_deit_unfused_reason": "at 1280: v ok, d noisy: spread",
+    }
+    assert found["memory_saved_at_1280_percent"]["T"] == {"vs_deit_unfused": 50.0, "vs_deit_fused": 25.0}
+
+
+def test_conclusions_without_the_noisy_rows():
+    """Vittt takes time ~ tokens and DeiT ~ tokens², equal at 320; what is noisy is off by far, and changes nothing."""
+    ours = {side: make_row(VITTT, None, side, (side / 320) ** 2, 1.0) for side in (160, 512, 640, 1024, 1280)}
+    theirs = {side: make_row(DEIT, "unfused", side, (side / 320) ** 4, 2.0) for side in (160, 512, 640, 1024, 1280)}
+    ours[640] = noisy(make_row(VITTT, None, 640, 3.2, 1.0))
+    theirs[1280] = noisy(make_row(DEIT, "unfused", 1280, 1e4, 2.0))
+    found = conclude([*ours.values(), *theirs.values()], [])
+    (compared,) = found["compared"]
+    assert compared["image_size"] == 1280 and compared["speedup"] is None and compared["memory_saved_percent"] == 50.0
+    assert compared["speedup_reason"] == f"{DEIT} at 1280 is noisy: spread"
+    assert compared["crossover"] == "from" and compared["crossover_image_size"] == pytest.approx(320)
+    growth = {each["model"]: each for each in found["growth"]}
+    assert growth[VITTT]["noisy_image_sizes"] == [640] and growth[VITTT]["latency_exponent"] == pytest.approx(1)
+    assert growth[VITTT]["latency_1280_over_640"] is None and growth[VITTT]["reason"]
+    assert growth[DEIT]["noisy_image_sizes"] == [1280] and growth[DEIT]["latency_exponent"] == pytest.approx(2)
+    assert growth[DEIT]["image_sizes"] == [512, 640, 1024, 1280]
+    (compared,) = conclude([noisy(row) for row in (ours[160], theirs[160])], [])["compared"]
+    assert compared["crossover"] is None and compared["crossover_reason"] == "a row of each image size is noisy"

@@ -1,0 +1,70 @@
+"""The record of the two forms of inner learners on small sizes."""
+
+import json
+
+import pytest
+
+from repro.bench.forms import FormsParams, Setting, run_forms
+from repro.core.paths import Paths
+from repro.core.runtime import Runtime
+from repro.papers.kv_binding.forms import find_crossover
+
+BOTH = {"lact_v2", "lact_v3", "lact_v4", "lact_v5", "lact_v6", "vittt_plain", "vittt_dot"}
+LACT = {f"lact_{step}" for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")}
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory):
+    """Of a device that nobody names, so that the folder is known."""
+    root = tmp_path_factory.mktemp("checkout")
+    small = {"heads": 2, "head_dim": 4, "lact_chunk": 8, "vittt_chunk": 4}
+    vision = Setting(name="vision", tokens=(6, 20), vittt=True, modes=("infer", "train"), **small)
+    run_forms(
+        Paths(root),
+        Runtime(device="cpu", threads=1, data_roots={}),
+        FormsParams(settings=(vision, Setting(name="paper", tokens=(16,), **small)), image_sizes=()),
+    )
+    (file,) = root.glob("results/measured/*/forms.json")
+    return json.loads(file.read_text())["metrics"]
+
+
+def test_learners_that_reduce_have_two_forms_and_a_ratio(metrics):
+    rows = {(row["setting"], row["learner"], row["form"], row["mode"], row["tokens"]) for row in metrics["rows"]}
+    assert len(rows) == len(metrics["rows"])
+    for setting, learners, modes, tokens in (
+        ("vision", LACT | {"vittt_own", "vittt_plain", "vittt_dot"}, ("infer", "train"), (6, 20)),
+        ("paper", LACT, ("infer",), (16,)),
+    ):
+        wanted = {
+            (name, form)
+            for name in learners
+            for form in (("recurrent", "parallel") if name in BOTH else ("recurrent",))
+        }
+        for mode in modes:
+            for count in tokens:
+                assert {row[1:3] for row in rows if (row[0], *row[3:]) == (setting, mode, count)} == wanted
+    assert {row["learner"] for row in metrics["ratios"]} == BOTH
+
+
+def test_a_row_says_what_was_measured(metrics):
+    for row in metrics["rows"]:
+        assert row["latency_ms"] > 0 and row["peak_memory_mib"] > 0 and len(row["samples_ms"]) >= 3
+        # a token counts once for each head
+        assert row["tokens_m_per_s"] == pytest.approx(row["tokens"] * row["heads"] / row["latency_ms"] / 1e3)
+        assert row["chunk_size"] == (4 if row["learner"].startswith("vittt") else 8)
+    assert all(row["ratio"] > 0 for row in metrics["ratios"])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ((0.5, 0.9, 1.2, 3.0), "ahead from 400"),
+        ((0.5, 0.6, 0.7, 0.8), "never ahead"),
+        ((1.5, 1.6, 1.7, 1.8), "always ahead"),
+        ((1.5, 1.2, 0.7, 0.8), "ahead below 400"),
+        ((1.5, 0.2, 1.7, 0.8), "ahead at 100, 400"),
+    ],
+)
+def test_the_crossover_is_said_in_words(ratios, words):
+    rows = [{"tokens": tokens, "ratio": ratio} for tokens, ratio in zip((100, 200, 400, 800), ratios, strict=True)]
+    assert find_crossover(rows[::-1]) == words

@@ -1,0 +1,97 @@
+"""Image sizes and names as the command line takes them, and the rows that follow from params."""
+
+import pytest
+
+from repro.bench.params import ComplexityParams, EfficiencyParams, SweepParams, parse_image_sizes, parse_names
+from repro.bench.sweep import FAMILIES, IMAGE_SIZES, SIZES
+from repro.core.config import build
+from repro.core.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "sides"),
+    [
+        ("224..1280", IMAGE_SIZES),
+        ("384..800", (384, 512, 640, 768)),
+        ("224..1280:128", (224, 352, 480, 608, 736, 864, 992, 1120, 1248)),
+        ("512, 224", (224, 512)),
+        ("32,64..96:16,224", (32, 64, 80, 96, 224)),
+    ],
+)
+def test_image_sizes(text, sides):
+    assert parse_image_sizes(text) == sides
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1280..224", "1280..224: begins above its end; write 224..1280"),
+        ("225", "225: not a positive multiple of the patch, 16 pixels; the nearest is 224"),
+        ("0", "0: not a positive multiple of the patch, 16 pixels; the nearest is 16"),
+        ("230..300", "230..300: contains none of 224, "),
+        ("224..300:0", "a step of 0 leads nowhere"),
+        ("big", "'big': not an image size; write 224, "),
+        ("224,", "'': not an image size"),
+    ],
+)
+def test_refused_image_sizes(text, message):
+    with pytest.raises(UserError, match="^efficiency: --res ") as error:
+        parse_image_sizes(text)
+    assert message in str(error.value)
+
+
+def test_names_come_in_the_order_of_the_table_and_unknown_ones_are_guessed():
+    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim") and parse_names(
+        "--sizes", "B,T", SIZES
+    ) == ("T", "B")
+    with pytest.raises(UserError, match="^efficiency: --families vitt: not known; did you mean 'vittt'"):
+        parse_names("--families", "vitt", FAMILIES)
+    with pytest.raises(UserError, match="^efficiency: --sizes XL: not known; known: T, S, B$"):
+        parse_names("--sizes", "XL", SIZES)
+
+
+def test_rows_to_count_are_every_combination():
+    groups = [
+        {"models": ["a", "b"], "image_sizes": [32, 64]},
+        {"models": ["a"], "image_sizes": [32], "vary": {"x": [1, 2], "y": ["p", "q"]}},
+    ]
+    adapters = {"backbones": ["c"], "image_sizes": [{"height": 32, "width": 64}]}
+    rows = list(build(ComplexityParams, {"sizes": {}, "groups": groups, "adapters": adapters}, "complexity").rows())
+    assert rows[:4] == [(model, {}, (side, side)) for model in "ab" for side in (32, 64)]
+    assert rows[4:8] == [("a", {"x": x, "y": y}, (32, 32)) for x in (1, 2) for y in "pq"]
+    assert rows[8:] == [("vit_adapter", {"backbone": "c"}, (32, 64))]
+
+
+def test_the_grid_measures_what_is_compared_next_to_each_other():
+    op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
+    sizes = {"T": {"vittt": "v", "baseline": "d"}}
+    params = build(
+        EfficiencyParams,
+        {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op},
+        "efficiency",
+    )
+    specs = params.specs("cuda", threads=3)
+    assert [(spec.image_size[0], spec.model, spec.attention) for spec in specs] == [
+        (side, *model) for side in (64, 32) for model in (("v", None), ("d", "unfused"), ("d", "fused"), ("o", None))
+    ]
+    assert {(spec.device, spec.threads, spec.steps, spec.budget_s) for spec in specs} == {("cuda", 3, 12, 120.0)}
+
+
+def test_the_specs_of_a_sweep_cover_families_sizes_and_image_sizes_once():
+    params = SweepParams(
+        families=("vittt", "deit", "deit_fused"), sizes=("T", "S"), image_sizes=(224, 512), batch_size=2
+    )
+    specs = params.with_defaults("cpu").specs("cpu")
+    assert len({(spec.row_id, spec.attention) for spec in specs}) == len(specs) == 12
+    assert {spec.model for spec in specs} == {
+        f"{f}_{s}_patch16_224" for f in ("vittt", "deit") for s in ("tiny", "small")
+    }
+    assert {spec.batch_size for spec in specs} == {2}
+
+
+def test_a_sweep_takes_the_defaults_of_its_device():
+    cpu, gpu = (SweepParams(minutes=3.0).with_defaults(device) for device in ("cpu", "cuda"))
+    assert (cpu.sizes, cpu.batch_size, cpu.dtype, cpu.minutes) == (("T",), 1, "fp32", 3.0)
+    assert (gpu.sizes, gpu.batch_size, gpu.dtype, gpu.minutes) == (("T", "S", "B"), 64, "bf16", 3.0)
+    assert SweepParams(batch_size=2).with_defaults("cuda").batch_size == 2
+    assert len(gpu.specs("cuda")) == 9 * 3 * len(FAMILIES)

@@ -1,0 +1,152 @@
+"""The records of complexity and efficiency on small params: what they hold, and how they refuse."""
+
+import csv
+import json
+import os
+
+import pytest
+
+from repro.bench.complexity import run_complexity
+from repro.bench.efficiency import run_grid
+from repro.bench.params import ComplexityParams, EfficiencyParams
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.core.runtime import Runtime
+
+NANO, DEIT = "vittt_nano_patch16_144", "deit_tiny_patch16_224"
+
+
+def read(folder, table="rows.csv"):
+    metrics = json.loads((folder / "metrics.json").read_text())["metrics"]
+    with open(folder / table, encoding="utf-8") as stream:
+        return metrics, list(csv.DictReader(stream))
+
+
+def count(root, **sections):
+    run_complexity(build(ComplexityParams, {"sizes": {}, "groups": [], **sections}, "complexity"), Paths(root))
+
+
+def test_complexity_counts_every_combination(tmp_path):
+    groups = [
+        {"models": [NANO, DEIT], "image_sizes": [144, 224]},
+        {"models": [NANO], "image_sizes": [144], "vary": {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}},
+    ]
+    adapters = {"backbones": [NANO, DEIT], "image_sizes": [{"height": 64, "width": 96}]}
+    count(tmp_path, sizes={"T": {"vittt": NANO, "baseline": DEIT}}, groups=groups, adapters=adapters)
+    folder = tmp_path / "results" / "complexity"
+    metrics, table = read(folder)
+    assert len(metrics["rows"]) == len(table) == 10
+    assert metrics["rows"][f"{DEIT}@224"]["num_params"] == 5_717_416
+    assert metrics["rows"][f"{NANO}[design=dual,chunk_size=0]@144"]["options"] == {"design": "dual", "chunk_size": 0}
+    assert metrics["dwconv_params_m"]["T"] == 4 * 9 * 64 / 1e6
+    assert 0 < metrics["saved_at_1280_percent"]["T"] < 100
+    _, terms = read(folder, "terms.csv")
+    for kind, total in (("num_params", 5_717_416), ("macs", round(metrics["rows"][f"{DEIT}@224"]["macs_g"] * 1e9))):
+        assert (
+            sum(int(term["value"]) for term in terms if (term["row"], term["kind"]) == (f"{DEIT}@224", kind)) == total
+        )
+    name = f"vit_adapter[backbone={DEIT}]@64x96"
+    adapted = metrics["rows"][name]
+    assert (adapted["num_params"], adapted["image_size"], adapted["options"]) == (
+        7_966_640,
+        [64, 96],
+        {"backbone": DEIT},
+    )
+    in_terms = sum(
+        int(term["value"]) for term in terms if (term["row"], term["kind"]) == (name, "macs_paper_convention")
+    )
+    assert in_terms == round(adapted["macs_g_paper_convention"] * 1e9) > round(adapted["macs_g"] * 1e9)
+    lines = {line["row"]: line for line in table}
+    assert (
+        float(lines[name]["macs_g_paper_convention"]) == adapted["macs_g_paper_convention"]
+        and lines[name]["image_size"] == "64x96"
+    )
+    assert (
+        lines[f"{DEIT}@224"]["macs_g_paper_convention"] == ""
+        and "macs_g_paper_convention" not in metrics["rows"][f"{DEIT}@224"]
+    )
+
+
+def test_complexity_counts_as_fvcore_where_it_is_asked_to(tmp_path):
+    """A LayerNorm counts 5 per value: 25 of them, of 197 tokens of width 192."""
+    groups = [{"models": [DEIT], "image_sizes": [224, 384]}, {"models": [DEIT], "image_sizes": [224], "fvcore": True}]
+    count(tmp_path, groups=groups)
+    metrics, table = read(tmp_path / "results" / "complexity")
+    row, other = (metrics["rows"][f"{DEIT}@{size}"] for size in (224, 384))
+    assert round((row["macs_g_fvcore"] - row["macs_g"]) * 1e9) == 25 * 197 * 192 * 5 and "macs_g_fvcore" not in other
+    assert [line["macs_g_fvcore"] for line in table] == [str(row["macs_g_fvcore"]), ""]
+
+
+def test_complexity_has_the_count_of_a_familys_authors(tmp_path):
+    """Beside ours, in a row and in its terms; there is none for a family whose authors count as we do."""
+    count(tmp_path, groups=[{"models": ["vmamba_nano_144", NANO], "image_sizes": [144]}])
+    metrics, table = read(tmp_path / "results" / "complexity")
+    row, other = (metrics["rows"][f"{name}@144"] for name in ("vmamba_nano_144", NANO))
+    assert row["macs_g_paper_convention"] > row["macs_g"] and "macs_g_paper_convention" not in other
+    assert [line["macs_g_paper_convention"] for line in table] == [str(row["macs_g_paper_convention"]), ""]
+    _, terms = read(tmp_path / "results" / "complexity", "terms.csv")
+    listed = {term["term"]: int(term["value"]) for term in terms if term["kind"] == "macs_paper_convention"}
+    assert {"scan", "layer_norm", "pooling"} < set(listed) and sum(listed.values()) == round(
+        row["macs_g_paper_convention"] * 1e9
+    )
+
+
+@pytest.mark.parametrize("group", [{"models": ["vittt_gigantic"]}, {"models": [NANO], "vary": {"designs": ["dual"]}}])
+def test_complexity_refuses_in_one_line(tmp_path, group):
+    with pytest.raises(UserError, match=r"^complexity: \S+@144: "):
+        count(tmp_path, groups=[{"image_sizes": [144], **group}])
+
+
+def test_a_backbone_without_adapter_is_refused_in_one_line(tmp_path):
+    adapters = {"backbones": ["resnet10t"], "image_sizes": [{"height": 64, "width": 64}]}
+    with pytest.raises(UserError, match=r"^complexity: vit_adapter\[backbone=resnet10t\]@64: "):
+        count(tmp_path, adapters=adapters)
+
+
+def test_savings_are_of_vittt_alone(tmp_path):
+    with pytest.raises(UserError, match=f"^complexity.sizes.T.vittt: {DEIT} is not a Vittt$"):
+        count(tmp_path, sizes={"T": {"vittt": DEIT, "baseline": DEIT}})
+
+
+@pytest.mark.slow
+def test_the_grid_measures_both_kinds_of_attention(tmp_path):
+    op = {"tokens": 40, "heads": 1, "matmul_side": 64, "repeats": 6}
+    sizes = {"T": {"vittt": NANO, "baseline": DEIT}}
+    params = build(EfficiencyParams, {"sizes": sizes, "image_sizes": [32], "budget_s": 600.0, "op": op}, "efficiency")
+    run_grid(params, Paths(tmp_path), Runtime(device="cpu", data_roots={}))
+    metrics, table = read(tmp_path / "results" / "efficiency")
+    assert [(row["model"], row["attention"]) for row in metrics["rows"]] == [
+        (NANO, None),
+        (DEIT, "unfused"),
+        (DEIT, "fused"),
+    ]
+    # every DataFrame column of the table, in order; the rows of a sweep have more
+    assert ",".join(table[0]) == (
+        "row,model,attention,image_size,batch_size,dtype,device,backend,status,noisy,throughput_img_per_s,latency_ms,latency_ms_low,"
+        "latency_ms_high,peak_memory_mib,macs_g"
+    )
+    for row, line in zip(metrics["rows"], table, strict=True):
+        assert (
+            row["status"] == line["status"] == "ok" and row["device"].startswith("cpu: ") and line["image_size"] == "32"
+        )
+        assert not {"run", "code_hash", "torch_version"} & row.keys()
+        # whether it is noisy depends on what else the machine does
+        assert row["attempts"] in (1, 2, 3) and line["noisy"] == " ".join(row["noisy"])
+        assert row["threads"] >= 1 and row["cores"] == os.cpu_count() and row["load_average"] >= 0
+        low, high = row["latency_ms_ci95"] or ("", "")
+        assert (line["latency_ms_low"], line["latency_ms_high"]) == (str(low), str(high))
+    op = metrics["op"]
+    assert op["share_of_matmul_rate"] == pytest.approx(op["op_gflop_per_s"] / op["matmul_gflop_per_s"])
+    # 2 FLOPs per MAC, two directions, 40 tokens in chunks of 16, 16 and 8, head 64
+    flops = 2 * 2 * (3 * 40 * 64**2 + 2 * (16**2 + 16**2 + 8**2) * 64)
+    assert op["op_gflop_per_s"] == pytest.approx(flops / 1e9 / (op["op_ms"] / 1e3))
+    assert op["matmul_gflop_per_s"] == pytest.approx(2 * 64**3 / 1e9 / (op["matmul_ms"] / 1e3))
+    # the operator keeps q, k, v (40 tokens, one head of 64), lr, 16 factors, W0 and three vectors, and one state, in
+    # fp32
+    assert op["kept_kernel_mib"] == pytest.approx(4 * (3 * 40 * 64 + 40 + 16 + 64**2 + 3 * 64 + 64**2 + 64) / 2**20)
+    assert op["kept_reference_mib"] > 4 * 3 * 64**2 / 2**20  # the equations keep a state for each of three chunks
+    assert op["memory_reference_over_kernel"] == pytest.approx(op["kept_reference_mib"] / op["kept_kernel_mib"])
+    # nothing was measured at 1280, and nothing is claimed there
+    for name in ("speedup_at_1280", "memory_saved_at_1280_percent"):
+        assert metrics[name]["T"]["vs_deit_fused"] is None and "1280" in metrics[name]["T"]["vs_deit_fused_reason"]

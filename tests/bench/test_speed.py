@@ -1,0 +1,177 @@
+"""Rows of the speed benchmark in real processes, with real shortages of memory and time; the number of steps by a clock
+of our own.
+"""
+
+import itertools
+import json
+import signal
+import subprocess
+
+import pytest
+import torch
+
+from repro.bench import speed
+from repro.bench.build import create
+from repro.bench.memory import measure_peak_mib
+from repro.bench.speed import RowSpec, measure, median_interval, row_id
+
+NANO = "vittt_nano_patch16_144"
+IN_MEASURING_PROCESS = "if 'repro.bench.speed' in ' '.join(sys.orig_argv): "
+
+
+def make_spec(**changes):
+    """A small row whose limit of time is far beyond what any machine needs."""
+    return RowSpec(**{"model": NANO, "image_size": (144, 144), "budget_s": 600.0, "threads": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    "n, lowest, highest",
+    [
+        (6, 1, 6),  # P(all six on one side) = 2/64 = 3.1 %
+        (9, 2, 8),  # 2·(1 + 9)/512 = 3.9 %, a third would make it 18 %
+        (10, 2, 9),  # 2·(1 + 10)/1024 = 2.1 %
+        (20, 6, 15),  # the usual table of the sign test
+    ],
+)
+def test_median_interval_by_hand(n, lowest, highest):
+    samples = [float((7 * i) % n) if n % 7 else float(i) for i in range(n)]  # 0 ... n-1, shuffled
+    assert sorted(samples) == list(range(n))
+    assert median_interval(samples) == (lowest - 1, highest - 1)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_too_few_samples_have_no_interval(n):
+    assert median_interval([1.0] * n) is None
+
+
+@pytest.fixture
+def startup(tmp_path, monkeypatch):
+    """Write code that every Python process started from here runs first."""
+
+    def write(code):
+        (tmp_path / "sitecustomize.py").write_text(f"import os, sys\n{code}\n", encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return write
+
+
+def test_a_row_in_a_fresh_process_whatever_is_printed(startup):
+    startup("import atexit\nprint('noise at the start')\natexit.register(lambda: os.write(1, b'noise at the end'))")
+    row = measure(
+        make_spec(options={"design": "dual"}, image_size=(64, 96), batch_size=3, dtype="bf16", backend="torch")
+    )
+    samples = sorted(row["samples_ms"])
+    # 10 steps, or 3 on a machine so slow that a step takes over 2 s: the median is the 5th and the 6th, or the 2nd
+    assert row["status"] == "ok" and row["steps"] == len(samples) and len(samples) in (3, 10)
+    middle = samples[4:6] if len(samples) == 10 else samples[1:2]
+    assert row["latency_ms"] == pytest.approx(sum(middle) / len(middle), abs=1e-3)
+    if len(samples) == 10:
+        assert row["latency_ms_ci95"] == pytest.approx([samples[1], samples[8]], abs=1e-3)
+    assert row["throughput_img_per_s"] == pytest.approx(3 * 1000 / row["latency_ms"])
+    assert row["peak_memory_mib"] > 0
+    assert (row["model"], row["options"], row["image_size"]) == (NANO, {"design": "dual"}, [64, 96])
+    assert (row["batch_size"], row["dtype"], row["device"], row["backend"], row["mode"]) == (
+        3,
+        "bf16",
+        "cpu",
+        "torch",
+        "infer",
+    )
+    assert row["num_params"] > 0 and row["macs_g"] > 0 and row["attention"] is None
+    json.dumps(row, allow_nan=False)
+
+
+def test_out_of_memory_is_a_row():
+    # 6e14 bytes of input: more than the address space of a 64-bit process
+    row = measure(
+        make_spec(model="deit_tiny_patch16_224", attention="unfused", image_size=(224, 224), batch_size=10**9)
+    )
+    assert row["status"] == "oom" and "memory" in row["reason"]
+    assert row["batch_size"] == 10**9 and row["latency_ms"] is None and row["peak_memory_mib"] is None
+    assert row["num_params"] == 5_717_416  # counted all the same
+
+
+def test_a_process_that_the_kernel_kills_is_out_of_memory(startup):
+    startup(f"import signal\n{IN_MEASURING_PROCESS}os.kill(os.getpid(), signal.SIGKILL)")
+    row = measure(make_spec())
+    assert row["status"] == "oom" and "killed" in row["reason"]
+    assert row["macs_g"] > 0
+
+
+def test_over_the_budget_is_a_row(startup):
+    startup(f"import time\n{IN_MEASURING_PROCESS}time.sleep(3600)")
+    row = measure(make_spec(budget_s=0.2))
+    assert row["status"] == "timeout" and "0.2 s" in row["reason"]
+    assert row["latency_ms"] is None and row["samples_ms"] == []
+
+
+def test_an_interrupt_ends_the_measuring_process(startup, monkeypatch):
+    startup(f"import time\n{IN_MEASURING_PROCESS}time.sleep(3600)")
+    calls = []
+
+    class InterruptedPopen(subprocess.Popen):
+        def communicate(self, *args, **kwargs):
+            calls.append(self)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return super().communicate(*args, **kwargs)
+
+    monkeypatch.setattr(speed.subprocess, "Popen", InterruptedPopen)
+    with pytest.raises(KeyboardInterrupt):
+        measure(make_spec())
+    assert calls[0].wait() == -signal.SIGKILL
+
+
+def test_any_other_end_is_one_line_that_names_the_row():
+    with pytest.raises(
+        RuntimeError, match=r"^vittt_nano_patch16_144\[chunks=3\]@144: .*unexpected keyword argument 'chunks'$"
+    ):
+        measure(make_spec(options={"chunks": 3}))
+
+
+def test_a_crash_is_one_line_that_names_the_row(startup):
+    startup(f"{IN_MEASURING_PROCESS}os.abort()")
+    with pytest.raises(RuntimeError, match=r"^vittt_nano_patch16_144@64x32: .*signal 6"):
+        measure(make_spec(image_size=(64, 32)))
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "first_ms", "compiles", "warmup", "timed"),
+    [
+        (300.0, 300.0, False, 4, 10),  # a second of warm-up: 4 steps of 300 ms
+        (800.0, 800.0, False, 2, 10),
+        (1.0, 1.0, False, 1000, 10),
+        (2500.0, 2500.0, False, 1, 3),  # one slow step warms up by itself, and three are timed
+        (300.0, 9000.0, True, 2, 10),  # the first step compiles: it is not slow, and takes the whole second
+        (2500.0, 9000.0, True, 2, 3),
+    ],
+)
+def test_how_many_steps_are_run(monkeypatch, step_ms, first_ms, compiles, warmup, timed):
+    """By a timer of our own: `warmup` steps before the peak is reset, `timed` after it."""
+    elapsed, steps, warm_ups = itertools.chain([first_ms], itertools.repeat(step_ms)), [], []
+    monkeypatch.setitem(speed.STEP_TIMERS, "cpu", lambda step: (step(), next(elapsed))[1])
+    monkeypatch.setattr(speed, "_reset_peak_rss", lambda: warm_ups.append(len(steps)) or "rss_peak")
+    samples, _, method = speed._sample(lambda: steps.append(0), torch.device("cpu"), make_spec(compile=compiles), 0)
+    assert (warm_ups, len(steps)) == ([warmup], warmup + timed)
+    assert samples == [step_ms] * timed and method == "rss_peak"
+
+
+def test_row_names():
+    assert row_id("m", {}, (224, 224)) == "m@224"
+    assert row_id("m", {"design": "dual", "chunk_size": 4}, (64, 32)) == "m[design=dual,chunk_size=4]@64x32"
+
+
+def test_what_loads_at_the_first_call_is_no_memory_of_the_model():
+    """Against the storages that building the model and its steps have alive at once; numba's compiler alone takes over
+    100 MiB.
+    """
+    spec = make_spec(backend="numba", image_size=(144, 144))
+
+    def build_and_run():
+        model = create(spec.model, {}, spec.image_size)
+        model.set_backend("numba")
+        with torch.inference_mode():
+            model(torch.randn(1, 3, *spec.image_size))
+
+    expected = measure_peak_mib(build_and_run, "cpu")
+    assert expected - 2 <= measure(spec)["peak_memory_mib"] <= expected + 20

@@ -1,0 +1,90 @@
+"""Receptive fields of models with a known field: computed by hand, or limited by what a design can see."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import repro.models  # noqa: F401
+from repro.inference.erf import compute_receptive_field, describe_field, find_centre, get_last_features
+from tests.slow import first
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_uniform_convolutions_give_repeated_convolution(depth):
+    """n layers of 3x3 ones: the contribution at (i, j) from the centre is the product of two trinomial coefficients."""
+    stack = nn.Sequential(*(nn.Conv2d(3 if i == 0 else 1, 1, 3, padding=1, bias=False) for i in range(depth))).double()
+    for layer in stack:
+        nn.init.ones_(layer.weight)
+    row = [1]
+    for _ in range(depth):
+        row = [sum(row[max(0, i - 2) : i + 1]) for i in range(len(row) + 2)]
+    expected = torch.zeros(15, 15, dtype=torch.float64)
+    one = torch.tensor(row, dtype=torch.float64)
+    expected[7 - depth : 8 + depth, 7 - depth : 8 + depth] = one[:, None] * one
+    field = compute_receptive_field(stack, torch.rand(5, 3, 15, 15, dtype=torch.float64), batch_size=2)
+    torch.testing.assert_close(field, 3 * expected)  # three colours
+    shape = describe_field(field, (7, 7), patch=1)
+    assert shape.share_within[0] == pytest.approx(float(expected[7, 7] / expected.sum()))
+    assert shape.share_within[-1] == pytest.approx(1) and shape.share_ahead == pytest.approx(0.5)
+
+
+def test_the_support_is_that_of_the_layers_and_signs_do_not_cancel():
+    torch.manual_seed(0)
+    stack = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 5, padding=2)).double()
+    field = compute_receptive_field(stack, torch.randn(4, 3, 21, 21, dtype=torch.float64))
+    assert (field >= 0).all()
+    seen = field.nonzero()
+    assert seen.min(0).values.tolist() == [7, 7] and seen.max(0).values.tolist() == [13, 13] and len(seen) == 49
+
+
+def test_radii_and_anisotropy_of_known_fields():
+    ring = torch.zeros(65, 65, dtype=torch.float64)
+    ring[32, 32] = 1.0
+    shape = describe_field(ring, (32, 32))
+    assert (shape.radius_50_px, shape.radius_90_px, shape.share_ahead) == (0, 0, None)
+
+    even = torch.ones(129, 129, dtype=torch.float64)
+    shape = describe_field(even, (64, 64))
+    assert shape.radius_50_px == pytest.approx(129 * math.sqrt(0.5 / math.pi), abs=1)  # the circle of half the area
+    assert shape.share_within[40] == pytest.approx(math.pi * 40**2 / 129**2, rel=0.02)
+    assert shape.anisotropy == pytest.approx(0, abs=1e-12) and shape.share_ahead == pytest.approx(0.5)
+
+    ray = torch.zeros(129, 129, dtype=torch.float64)
+    ray[64, 65:] = 1.0
+    # all of each ring in one of eight sectors
+    assert describe_field(ray, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)
+    assert describe_field(ray, (64, 64)).share_ahead == 1
+    assert describe_field(ray.flip(1), (64, 64)).share_ahead == 0
+    assert describe_field(ray.T, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)
+    with pytest.raises(ValueError, match="has no shape"):
+        describe_field(0 * even, (64, 64))
+
+
+@pytest.mark.parametrize(("design", "ahead"), [("conv1d", False), ("dual", True), ("conv2d", True)])
+def test_one_direction_sees_nothing_ahead(design, ahead):
+    """Causality of the scan: with only a forward scan, no token depends on a later one."""
+    torch.manual_seed(0)
+    model = timm.create_model("vittt_nano_patch16_144", design=design, depth=2, num_classes=0).eval()
+    field = compute_receptive_field(get_last_features(model), torch.randn(2, 3, 80, 80))
+    shape = describe_field(field, find_centre(model, (80, 80)))
+    assert (shape.share_ahead > 0.2) if ahead else (shape.share_ahead == 0)
+    assert find_centre(model, (80, 80)) == (39.5, 39.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    first(
+        [("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("resnet_nano", 160), ("vim_nano_patch16_144", 144)], 2
+    ),
+)
+def test_the_centre_is_where_the_central_unit_looks(name, size):
+    """The centre of gravity of an untrained model's field is there, and not where a neighbouring unit's would be."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=0).eval()
+    field = compute_receptive_field(get_last_features(model), torch.randn(4, 3, size, size))
+    place = torch.arange(size, dtype=field.dtype)
+    found = [float((field.sum(1 - axis) * place).sum() / field.sum()) for axis in (0, 1)]
+    assert found == pytest.approx(find_centre(model, (size, size)), abs=3)

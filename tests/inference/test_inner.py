@@ -1,0 +1,149 @@
+"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried from chunk to
+chunk.
+"""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import repro.models  # noqa: F401
+from kernels.ttt_linear.reference import Arguments
+from repro.inference.inner import (
+    OverrideTTTLinear,
+    compute_gradient_maps,
+    compute_reconstruction_losses,
+    find_first_chunks,
+    mark_tokens,
+    select_top_tokens,
+)
+from tests.slow import first
+
+
+def nano(**options):
+    """A small model whose inner learners are far from their symmetrical start."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vittt_nano_patch16_144", **{"depth": 2, "num_classes": 3, "num_heads": 2, **options}
+    ).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            for parameter in (block.mixer.ln_weight, block.mixer.ln_bias, block.mixer.b0):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            block.mixer.in_proj.weight.mul_(8)
+    return model
+
+
+def calls_of(model, images):
+    found = []
+    with torch.no_grad(), OverrideTTTLinear(lambda arguments, run: found.append(arguments) or run(arguments)):
+        model(images)
+    return found
+
+
+def by_autograd(o: Arguments, image: int, r: int, h: int):
+    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head: loss by definition, gradient by autograd, in
+    fp64.
+    """
+    k, v, lr = (x.double() for x in (o.k[image, :, r, h], o.v[image, :, r, h], o.lr[image, :, h]))
+    W, b, gamma, mu = (x[r, h].double() for x in (o.W0, o.b0, o.ln_weight, o.ln_bias))
+    c, order = o.token_scale[r].double(), list(range(len(k)))
+    if o.reverse[r]:
+        order.reverse()
+    norms, losses = torch.zeros(len(k)), torch.zeros(len(k))
+
+    def loss(W, b, t):
+        return 0.5 * (F.layer_norm(k[t] @ W + b, (k.shape[1],), gamma, mu, o.eps) - (v[t] - k[t])).square().sum()
+
+    for start in range(0, len(order), o.chunk_size):
+        chunk = order[start : start + o.chunk_size]
+        W, b = W.detach().requires_grad_(), b.detach().requires_grad_()
+        step_W, step_b = torch.zeros_like(W), torch.zeros_like(b)
+        for t in chunk:
+            value = loss(W, b, t)
+            dW, db = torch.autograd.grad(value, (W, b))
+            norms[t], losses[t] = dW.norm(), value.detach()
+            step_W, step_b = step_W + lr[t] * dW, step_b + lr[t] * db
+        W, b = W - c[len(chunk) - 1] * step_W, b - c[len(chunk) - 1] * step_b
+    return norms, losses
+
+
+@pytest.mark.parametrize(
+    "options", first([{}, {"design": "conv1d", "chunk_size": 0}, {"pool": "mid", "w0": "shared", "chunk_size": 4}])
+)
+def test_maps_and_losses_are_those_of_autograd(options):
+    model, images = nano(**options), torch.randn(2, 3, 64, 80)
+    calls = calls_of(model, images)
+    directions, heads = calls[0].q.shape[2:4]
+    found = [
+        [[by_autograd(o, image, r, h) for h in range(heads)] for r in range(directions)]
+        for o in calls
+        for image in range(2)
+    ]
+    norms = (
+        torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
+    )
+    forward = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
+    patches = [t for t in range(norms.shape[-1]) if t not in model.prefix_positions(20)]
+    torch.testing.assert_close(
+        compute_gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(compute_reconstruction_losses(model, images), forward.mean(1), rtol=1e-5, atol=1e-5)
+    assert norms.max() > 2 * norms.min()  # otherwise a constant map would pass
+
+
+def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unchanged():
+    names = [argument.name for argument in torch.ops.vision_ttt.ttt_linear.default._schema.arguments]
+    assert tuple(names[: len(Arguments._fields)]) == Arguments._fields
+    model, images = nano(), torch.randn(3, 3, 48, 48)
+    with torch.no_grad():
+        alone = model(images)
+        with OverrideTTTLinear(lambda arguments, run: run(arguments)):
+            assert torch.equal(model(images), alone)
+        with OverrideTTTLinear(lambda arguments, run: torch.zeros_like(arguments.q)):
+            assert not torch.allclose(model(images), alone)
+        assert torch.equal(model(images), alone)
+
+
+def test_batches_do_not_change_a_map():
+    model, images = nano(), torch.randn(5, 3, 32, 32)
+    whole = compute_gradient_maps(model, images)
+    torch.testing.assert_close(whole, torch.cat([compute_gradient_maps(model, image[None]) for image in images]))
+
+
+def test_a_model_without_inner_learner_is_refused():
+    with pytest.raises(ValueError, match="VisionTransformer has no inner learner"):
+        compute_gradient_maps(timm.create_model("deit_nano_patch16_144").eval(), torch.zeros(1, 3, 144, 144))
+
+
+def test_the_marked_tokens():
+    maps = torch.tensor([[5.0, 1, 2, 3, 9], [4, 8, 7, 6, 0]])
+    everywhere = torch.ones(2, 5, dtype=torch.bool)
+    assert select_top_tokens(maps, everywhere).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]
+    within = everywhere.clone()
+    within[1, 1:] = False
+    assert select_top_tokens(maps, within).nonzero().tolist() == [[0, 0], [0, 4]]
+    assert not select_top_tokens(maps, ~everywhere).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"chunk_size": 4}, [[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]]),
+        ({"chunk_size": 4, "design": "gating"}, [[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]),
+        ({"chunk_size": 4, "pool": "double"}, [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]),
+        ({"chunk_size": 0}, [[1] * 5] * 3),
+    ],
+)
+def test_first_chunks_are_counted_from_both_ends_with_class_tokens(options, expected):
+    model = nano(**options)
+    first = find_first_chunks(model, (3, 5))
+    assert first.int().tolist() == expected
+    later = mark_tokens(model, torch.rand(1, 2, 3, 5))["later"]
+    assert not (later & first).any() and int(later.sum()) == round(0.3 * int((~first).sum()))
+
+
+def test_directions_that_run_by_themselves_are_refused():
+    model = nano(reading="learning_rate=per_direction")
+    with pytest.raises(ValueError, match="learning_rate=per_direction"):
+        compute_gradient_maps(model, torch.randn(1, 3, 48, 48))

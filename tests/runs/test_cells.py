@@ -1,0 +1,115 @@
+"""What is recorded of a cell's training."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from repro.core.paths import Paths
+from repro.core.ranks import Ranks
+from repro.runs import cells
+from repro.runs.cells import _collect_files, record_speed, train_cell
+
+UNTIMED = {"throughput_img_per_s": None, "throughput_img_per_s_reason": "no step was timed"}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "recorded"),
+    [
+        ([{"throughput_img_per_s": 100.0}, {"throughput_img_per_s": 50.0}, {"throughput_img_per_s": 70.0}], 70.0),
+        ([{"throughput_img_per_s": 50.0}, UNTIMED], 50.0),
+        ([UNTIMED, UNTIMED], None),
+    ],
+)
+def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded):
+    """Or of the one before, where an earlier call trained the last seed to its last step."""
+    params = SimpleNamespace(model="m", options={"depth": 1})
+    cell = SimpleNamespace(
+        params=params, ranks=Ranks(world_size=2), paths=Paths(tmp_path), stage="pretrain", name="nano"
+    )
+    record_speed(cell, speeds, "gpu", {"device": "cuda: GPU"}, 1.0)
+    folder = tmp_path / "results/measured/gpu/pretrain"
+    assert {file.name for file in folder.iterdir()} == {"nano.json", "nano.run.json"}
+    record = json.loads((folder / "nano.json").read_text())
+    assert record["metrics"]["throughput_img_per_s"] == recorded and record["identity"] == {"device": "cuda: GPU"}
+    assert (record["metrics"]["model"], record["metrics"]["options"], record["metrics"]["processes"]) == (
+        "m",
+        {"depth": 1},
+        2,
+    )
+
+
+def list_files(folder):
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """A cell whose folder has an earlier run's files, and the outcome of a new run."""
+    cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)))
+    outcome = SimpleNamespace(
+        folder=tmp_path / "result", curve=[{"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}]
+    )
+    old = ("weights.safetensors", "metrics.json", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
+    new = ("weights.safetensors", "load_report.txt", "snapshots/epoch_002.safetensors")
+    for folder, names, text in ((cell.folder, old, "old"), (outcome.folder, new, "new")):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    return cell, outcome
+
+
+def test_new_files_stand_beside_none_of_an_earlier_run(two_runs):
+    cell, outcome = two_runs
+    _collect_files(cell, {0: outcome}, {})
+    found = list_files(cell.folder)
+    assert found.pop("curve.csv").splitlines() == ["seed,epoch,held_out_loss,top1_percent", "0,1,nan,50.0"]
+    assert found == list_files(outcome.folder)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_full_disk_leaves_the_earlier_run_whole(two_runs, monkeypatch, fails):
+    (cell, outcome), left, copy = two_runs, [fails], shutil.copyfile
+
+    def copy_until_full(source, target):
+        copy(source, target)
+        if not left[0]:
+            Path(target).write_text("n")
+            raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+        left[0] -= 1
+
+    before = list_files(cell.folder)
+    monkeypatch.setattr(shutil, "copyfile", copy_until_full)
+    with pytest.raises(OSError, match="No space"):
+        _collect_files(cell, {0: outcome}, {})
+    assert list_files(cell.folder) == before
+
+
+def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatch):
+    """It stays where a call is killed between its record and the removal."""
+    params, folder = SimpleNamespace(seeds=(0,)), tmp_path / "cell"
+    cell = SimpleNamespace(params=params, ranks=Ranks(), paths=Paths(tmp_path), name="nano", folder=folder)
+    cell.state_folder = lambda seed: tmp_path / f".runs/seed_{seed}"
+    for file in (
+        cell.state_folder(0) / "step_1.pt",
+        cell.state_folder(1) / "step_1.pt",
+        folder / "snapshots/.epoch_001.safetensors.abcdefgh.tmp",
+    ):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(cells, "find_finished_seeds", lambda cell: {0: {}})
+    train_cell(cell)
+    assert set(list_files(tmp_path)) == {".runs/seed_1/step_1.pt"}
+
+
+def test_no_state_is_left_without_its_snapshots(tmp_path, monkeypatch):
+    """A call may be killed while it removes a folder, whose files go in any order."""
+    cell = SimpleNamespace(state_folder=lambda seed: tmp_path)
+    for name in ("step_000000001.0.pt", "step_000000002.0.pt", "epoch_001.safetensors"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)
+    cells.remove_states(cell, [0])
+    assert set(list_files(tmp_path)) == {"epoch_001.safetensors"}
