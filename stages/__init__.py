@@ -56,9 +56,6 @@ class Stage:
             without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: of a stage that trains, its task.
-        cost: what `repro plan` charges: `module:function` of a function (planner, params or {cell: params}) -> rows;
-            None where it costs nothing. It is a name, because an import would make the results of the stage depend on
-            the sources of the plan.
         models: params (of a cell) -> the names of the models on whose sources its results depend.
         modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement
             names.
@@ -70,7 +67,6 @@ class Stage:
     params: type | None = None
     cells: bool = False
     task: Any = None
-    cost: str | None = None
     models: Callable[[Any], Iterable[str]] = lambda params: ()
     modules: Callable[[Any], Iterable[str]] = lambda params: ()
     files: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ from . import Stage
 STAGE = Stage(
     params=ComplexityParams,
     models=lambda params: [options.get("backbone", model) for model, options, _ in params.rows()],
-    cost="repro.planning.costs:charge_complexity",
 )
 
 

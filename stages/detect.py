@@ -8,13 +8,7 @@ from repro.tasks.detection.spec import SPEC
 
 from . import CellOption, GpusOption, SeedsOption, Stage
 
-STAGE = Stage(
-    params=SPEC.params,
-    cells=True,
-    task=SPEC,
-    models=lambda params: [params.model],
-    cost="repro.planning.costs:charge_detection",
-)
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
 RandomOption = Annotated[
     bool, typer.Option("--random", help="Start from random weights; the results go to results/measured.")
 ]

@@ -13,12 +13,7 @@ from repro.core.runtime import load_runtime
 
 from . import Stage
 
-STAGE = Stage(
-    params=EfficiencyParams,
-    models=lambda params: [model for model, _ in params.models],
-    cost="repro.planning.costs:charge_efficiency",
-    alone=True,
-)
+STAGE = Stage(params=EfficiencyParams, models=lambda params: [model for model, _ in params.models], alone=True)
 
 
 def command(

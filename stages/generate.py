@@ -20,7 +20,6 @@ STAGE = Stage(
     task=SPEC,
     models=lambda params: [params.model],
     modules=lambda params: ["repro.models.dit"],
-    cost="repro.planning.costs:charge_generation",
 )
 
 

@@ -13,12 +13,7 @@ from repro.data.kinds import KINDS, PrepareData
 
 from . import Stage
 
-STAGE = Stage(
-    params=PrepareData,
-    cells=True,
-    modules=lambda params: KINDS[params.kind].modules,
-    cost="repro.planning.costs:charge_data",
-)
+STAGE = Stage(params=PrepareData, cells=True, modules=lambda params: KINDS[params.kind].modules)
 
 
 def command(

@@ -10,13 +10,7 @@ from repro.tasks.classification.spec import SPEC
 
 from . import CellOption, GpusOption, SeedsOption, Stage
 
-STAGE = Stage(
-    params=SPEC.params,
-    cells=True,
-    task=SPEC,
-    models=lambda params: [params.model],
-    cost="repro.planning.costs:charge_classification",
-)
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
 ReplayOption = Annotated[
     Path | None, typer.Option(help="Run the step of this dump again, and show what each layer gave.")
 ]

@@ -8,12 +8,7 @@ from repro.inference.params import ResolutionParams
 from . import Stage, list_families
 
 # the weights files name their models
-STAGE = Stage(
-    params=ResolutionParams,
-    modules=lambda params: list_families(),
-    cost="repro.planning.planner:charge_unknown",
-    alone=True,
-)
+STAGE = Stage(params=ResolutionParams, modules=lambda params: list_families(), alone=True)
 
 
 def command() -> None:

@@ -5,13 +5,7 @@ from repro.tasks.segmentation.spec import SPEC
 from . import CellOption, GpusOption, SeedsOption, Stage
 from .detect import EpochsOption, RandomOption
 
-STAGE = Stage(
-    params=SPEC.params,
-    cells=True,
-    task=SPEC,
-    models=lambda params: [params.model],
-    cost="repro.planning.costs:charge_segmentation",
-)
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
 
 
 def command(

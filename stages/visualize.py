@@ -10,9 +10,7 @@ from repro.inference.params import VisualizeParams
 from . import Stage, list_families
 
 # the weights files name their models
-STAGE = Stage(
-    params=VisualizeParams, modules=lambda params: list_families(), cost="repro.planning.planner:charge_unknown"
-)
+STAGE = Stage(params=VisualizeParams, modules=lambda params: list_families())
 
 
 def command() -> None:

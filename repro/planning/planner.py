@@ -1,27 +1,38 @@
-"""The plan of a params file: what its stages cost, and which numbers of the paper they would give."""
+"""The plan of a params file: what its stages cost, and which numbers of the paper they would give. Nothing is started.
+
+Hours of a training are its images over the throughput of one GPU. They leave out its evaluations (under 1 % of
+ImageNet's 300 epochs) and a teacher's forward pass.
+"""
 
 import dataclasses
 import math
-import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from ..bench.adapted import pyramid_cost
+from ..bench.flops import cost
+from ..bench.params import ADAPTER
+from ..bench.speed import row_id
 from ..core.config import BY_HAND, build, load_yaml, params_hash
 from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
 from ..core.record import read_json
 from ..core.runtime import cpu_name
 from ..data.cells import manifest_path, suggest_data
-from ..data.manifest import Manifest, read_manifest
+from ..data.kinds import KINDS
+from ..data.manifest import read_manifest
 from ..papers import load_papers, load_primary
 from ..report.answer import PIPELINE_FILE
 from ..report.demands import Measurement, demands
 from ..report.results import Results
 
 CLASSIFIERS = ("pretrain", "baselines", "linearize", "ablate")  # the stages that train classifiers, all of them alike
+FREE = ("runtime", "report", "tune", BY_HAND)  # sections that no work of the plan is in
 PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
 FLOPS_PER_MAC = 2
+BYTES_PER_VALUE = 4  # fp32
+STRIDE = 32  # to multiples of which images of dense tasks are padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,24 +54,6 @@ class PlanRow:
     basis: str
     note: str = ""
     gives: frozenset[Measurement] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """What a training reads: the kind of the data set, its classes and its training images."""
-
-    kind: str
-    classes: int
-    images: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingSpeed:
-    """Training images per second on one GPU; `note` says where they come from, and is empty where the user gave them."""
-
-    img_per_s: float
-    source: Literal["given", "measured", "estimated"]
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,151 +80,6 @@ class Rates:
             raise UserError(f"plan: --tflops {self.tflops}: expected a number above 0")
         if not 0 < self.utilisation <= 1:
             raise UserError(f"plan: --utilisation {self.utilisation}: expected a share above 0 and at most 1")
-
-    def find_given(self, model: str, key: str) -> TrainingSpeed | None:
-        """The speed that the user gave for a model, named with or without its options; None without one."""
-        rate = self.given.get(key, self.given.get(model))
-        return None if rate is None else TrainingSpeed(img_per_s=rate, source="given")
-
-    def estimate(self, macs: int) -> TrainingSpeed:
-        """The speed that follows from the multiply-adds of the forward pass of one image."""
-        rate = self.tflops * 1e12 * self.utilisation / (PASSES * FLOPS_PER_MAC * macs)
-        peak = f"{self.gpu}, {self.tflops:g} TFLOP/s and {100 * self.utilisation:g} % utilisation"
-        note = f"estimated from multiply-adds, not measured: {peak}, a training step as {PASSES} forward passes"
-        return TrainingSpeed(img_per_s=rate, source="estimated", note=note)
-
-
-def find_measured(results: Results, key: str, stages: Collection[str], gpu: str) -> TrainingSpeed | None:
-    """The speed of a model (see `Results.model_key`) in the records of training of some stages on a GPU; the slowest of
-    several, or None.
-
-    They lie at results/measured/<device>/<stage>/<cell>.json.
-    """
-    found = []
-    for record in results.sources:
-        rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
-        # only records of training state their processes
-        if not rate or not processes or not is_of_gpu(record.device, gpu) or record.path.split("/")[-2] not in stages:
-            continue
-        if results.model_key(record.metrics, record.path) == key:
-            each = rate / processes
-            note = f"measured: {key}, {each:,.0f} img/s in training on {record.device} ({record.path})"
-            found.append(TrainingSpeed(img_per_s=each, source="measured", note=note))
-    return min(found, key=lambda speed: speed.img_per_s, default=None)
-
-
-def is_of_gpu(device: str, gpu: str) -> bool:
-    """Whether a record's device is the GPU that a part of its name says."""
-    return device.startswith("cuda") and gpu.lower() in device.lower()
-
-
-def find_seconds(results: Results, stage: str, cell: str | None, params: Any) -> tuple[float, str] | None:
-    """How long a stage or cell with these params takes on a CPU by its record, and how that is known; None without a
-    record that fits.
-
-    The seconds of the record are in run.json beside it, or for the last run of all stages in results/pipeline.json. A
-    training over another number of epochs or seeds takes the same time for each.
-    """
-    pipeline = results.paths.results / PIPELINE_FILE
-    noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
-    for source in results.sources:
-        by_hand = source.stage is None and source.path.endswith(f"/{stage}/{cell}/metrics.json")
-        if (not by_hand and (source.stage, source.cell) != (stage, cell)) or source.device.startswith("cuda"):
-            continue
-        run, like, times = results.paths.root / source.run_file, params, 1.0
-        if source.is_trained:
-            seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
-            times = params.epochs * len(params.seeds) / (epochs * len(seeds))
-            like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)
-        seconds = read_json(run)["seconds"] if run.is_file() else noted.get(source.unit)
-        if seconds is None or params_hash(like) != source.identity["params_hash"]:
-            continue
-        cpu = (source.identity.get("machine") or {}).get("cpu")
-        basis = (
-            "measured on this CPU"
-            if cpu == cpu_name()
-            else f"an estimate: the seconds of another machine, {cpu or source.device}"
-        )
-        return seconds * times, basis if times == 1 else f"{basis}, times {times:.3g} for other epochs or seeds"
-    return None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Planner:
-    """Answers the questions of the cost function of `stage`.
-
-    Args:
-        data: cell of prepare_data -> its params.
-        trained: collects the names of the classifiers whose speed was asked for.
-    """
-
-    stage: str
-    paths: Paths
-    rates: Rates
-    results: Results
-    data: Mapping[str, Any]
-    trained: set[str] = dataclasses.field(default_factory=set)
-
-    def command(self, cell: str | None = None) -> str:
-        """The command that runs the stage, or one of its cells."""
-        return f"dvc repro {self.stage}@{cell}" if cell else f"dvc repro {self.stage}"
-
-    def model_key(self, model: str, options: Mapping[str, Any]) -> str:
-        """The name of a model in the ledger: `model[option=value,...]`, where default options are left out."""
-        return self.results.model_key({"model": model, "options": options}, model)
-
-    def find_manifest(self, cell: str) -> Manifest | None:
-        """The manifest of a cell of prepare_data; None before it is written."""
-        file = manifest_path(self.paths, cell)
-        return read_manifest(file) if file.is_file() else None
-
-    def find_data(self, cell: str, name: str) -> TrainingData:
-        """The data set that a cell trains on: counts from its manifest or, before that is written, the expected ones;
-        or a UserError.
-        """
-        if name not in self.data:
-            raise UserError(
-                f"{self.stage}.{cell}.data: {name}: prepare_data has no such cell{suggest_data(self.paths, name, self.data)}"
-            )
-        manifest, expected = self.find_manifest(name), self.data[name].expected
-        if manifest is None:
-            return TrainingData(kind=self.data[name].kind, classes=expected.classes, images=expected.train)
-        return TrainingData(
-            kind=self.data[name].kind, classes=len(manifest.classes), images=manifest.splits["train"].images
-        )
-
-    def find_speed(self, params: Any, macs: int) -> TrainingSpeed:
-        """The speed of a training: of a classifier as given, else as measured, else estimated from the `macs` of one
-        image.
-        """
-        key = self.model_key(params.model, params.options)
-        if self.stage not in CLASSIFIERS:
-            return self._find_measured(key, (self.stage,)) or self.rates.estimate(macs)
-        self.trained.update((params.model, key))
-        given = self.rates.find_given(params.model, key)
-        return given or self._find_measured(key, CLASSIFIERS) or self.rates.estimate(macs)
-
-    def _find_measured(self, key: str, stages: Collection[str]) -> TrainingSpeed | None:
-        return find_measured(self.results, key, stages, self.rates.gpu) if self.rates.gpu else None
-
-    def on_cpu(self, row: PlanRow, cell: str | None, params: Any) -> PlanRow:
-        """A row with the time on a CPU, from what ran there before and from nothing else."""
-        model = getattr(params, "model", None)
-        if (
-            model is not None
-            and self.rates.find_given(model, self.model_key(model, params.options))
-            and self.stage in CLASSIFIERS
-        ):
-            return row
-        found = find_seconds(self.results, self.stage, cell, params)
-        if found is None:
-            return dataclasses.replace(row, hours=None, basis="not measured; this command measures it", note="")
-        return dataclasses.replace(row, hours=found[0] / 3600, basis=found[1], note="")
-
-    def count(self, cell: str, counter: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that counts a model's cost; what it refuses is a UserError that names the cell."""
-        with blame(f"{self.stage}.{cell}", TypeError, ValueError, AssertionError):
-            return counter(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,11 +116,6 @@ class CostPlan:
         }
 
 
-def charge_unknown(planner: Planner, params: Any = None) -> list[PlanRow]:
-    """List a stage whose cost is not modelled, and which the totals leave out."""
-    return [PlanRow(command=planner.command(), hours=None, disk_gb=None, basis="no cost model for this stage")]
-
-
 def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
     """Charge every stage of the table that params.yaml, or a profile, has a section for; records and manifests count
     where they exist.
@@ -281,40 +124,190 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
         UserError: wrong parameters, or a given rate of a model that no cell trains.
     """
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
-    results = Results(paths, load_papers().values(), scores)
-    sections = {name: content for name, content in load_yaml(params_file).items() if name not in ("runtime", BY_HAND)}
+    sections = {name: content for name, content in load_yaml(params_file).items() if name not in FREE}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
-    trained: set[str] = set()
-    rows: list[PlanRow] = []
+    planner = Planner(paths, rates, Results(paths, load_papers().values(), scores), params.get("prepare_data", {}))
+    rows = []
     for name in sections:
-        planner = Planner(
-            stage=name, paths=paths, rates=rates, results=results, data=params.get("prepare_data", {}), trained=trained
-        )
-        if name not in stages:
-            rows += charge_unknown(planner)
-        elif stages[name].cost is not None:
-            own = pkgutil.resolve_name(stages[name].cost)(planner, params[name])
-            if rates.gpu is None:
-                units = params[name].items() if stages[name].cells else [(None, params[name])]
-                own = [planner.on_cpu(row, cell, of_cell) for row, (cell, of_cell) in zip(own, units, strict=True)]
-            rows += own
-    if unknown := sorted(rates.given.keys() - trained):
+        units = params.get(name, {None: None})
+        command = f"repro {name} --cell {{}}" if name in stages and stages[name].purpose != "graph" else None
+        rows += [planner.charge(name, cell, own, command) for cell, own in units.items()]
+    if unknown := sorted(rates.given.keys() - planner.trained):
         raise UserError(
-            f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(trained))}"
+            f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(planner.trained))}"
         )
     return CostPlan(rows, demands(load_primary().ledger))
 
 
-def _build_params(stage: Any, name: str, content: Any) -> Any:
-    """The params of a stage, or {cell: params}; None for a stage that is free, whose section is not read."""
-    if stage.cost is None:
-        return None
-    if not stage.cells:
-        return build(stage.params, content, name)
-    cells = content or {}
-    if not isinstance(cells, Mapping):
-        raise UserError(f"{name}: expected a mapping of cells")
-    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in cells.items()}
+class Planner:
+    """Charges one stage or cell after the other.
+
+    Args:
+        paths: of the checkout.
+        rates: the device, and what it achieves.
+        results: the records.
+        data: cell of prepare_data -> its params.
+    """
+
+    def __init__(self, paths: Paths, rates: Rates, results: Results, data: Mapping[str, Any]):
+        self.paths, self.rates, self.results, self.data = paths, rates, results, data
+        self.trained: set[str] = set()  # the names of the classifiers whose speed was asked for
+
+    def charge(self, stage: str, cell: str | None, params: Any, command: str | None = None) -> PlanRow:
+        """The row of a stage or of one of its cells; `command` runs it where `dvc repro` does not."""
+        found: dict[str, Any]
+        if hasattr(params, "seeds"):
+            with blame(f"{stage}.{cell}", TypeError, ValueError, AssertionError):
+                found = self._charge_training(stage, cell, params)
+        elif stage == "prepare_data":
+            found = self._charge_data(cell, params)
+        elif stage == "complexity":
+            found = {
+                "hours": 0.0,
+                "disk_gb": 0.0,
+                "basis": "CPU only, under a minute",
+                "gives": self._list_counts(params),
+            }
+        elif stage == "efficiency":  # the time after which every row would be stopped
+            rows = len(params.models) * len(params.image_sizes)
+            gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
+            found = {"hours": rows * params.budget_s / 3600, "disk_gb": 0.0, "gives": gives}
+            found["basis"] = f"at most: {rows} rows of {params.budget_s:g} s"
+        else:
+            found = {"hours": None, "disk_gb": None, "basis": "no cost model for this stage"}
+        if self.rates.gpu is None and params is not None and not found.get("basis", "").endswith(", given"):
+            found |= self._find_seconds(stage, cell, params)
+        unit = f"{stage}@{cell}" if cell else stage
+        return PlanRow(command=command.format(cell) if command else f"dvc repro {unit}", **found)
+
+    def find_data(self, stage: str, cell: str, name: str) -> tuple[str, int, int]:
+        """The data set that a cell trains on: its kind, its classes and its training images, from its manifest or,
+        before that is written, as expected; or a UserError.
+        """
+        if name not in self.data:
+            where = f"{stage}.{cell}.data: {name}"
+            raise UserError(f"{where}: prepare_data has no such cell{suggest_data(self.paths, name, self.data)}")
+        file, about = manifest_path(self.paths, name), self.data[name]
+        if not file.is_file():
+            return about.kind, about.expected.classes, about.expected.train
+        manifest = read_manifest(file)
+        return about.kind, len(manifest.classes), manifest.splits["train"].images
+
+    def find_measured(self, key: str, stages: Sequence[str]) -> tuple[float, str] | None:
+        """Images per second of a model in the records of training of some stages on one GPU, and from where; the slowest
+        of several.
+
+        They are at results/measured/<device>/<stage>/<cell>.json.
+        """
+        found = []
+        for record in self.results.sources:
+            rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
+            is_of_gpu = record.device.startswith("cuda") and self.rates.gpu.lower() in record.device.lower()
+            # only records of training state their processes
+            if rate and processes and is_of_gpu and record.path.split("/")[-2] in stages:
+                if self.results.model_key(record.metrics, record.path) == key:
+                    shown = f"{key}, {rate / processes:,.0f} img/s in training on {record.device} ({record.path})"
+                    found.append((rate / processes, f"measured: {shown}"))
+        return min(found, default=None)
+
+    def _charge_training(self, stage: str, cell: str, params: Any) -> dict[str, Any]:
+        """One training for each seed.
+
+        The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is
+        one, the moving average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in
+        addition there are one state that is being written, and the first seed's snapshots and weights in the results.
+        Of dense tasks, whose heads are not counted, the disk space is unknown, and estimated hours are a lower bound.
+        """
+        kind, classes, images = self.find_data(stage, cell, params.data)
+        dense_size = _find_dense_size(params.transform)
+        if dense_size:
+            counted = pyramid_cost(params.model, dense_size, params.options)
+        else:
+            options = {**getattr(params, "model_options", params.options), "num_classes": classes}
+            counted = cost(params.model, options, _find_size(params.transform))
+        key = self.results.model_key({"model": params.model, "options": params.options}, params.model)
+        speed, source, note = self._find_speed(stage, params.model, key, counted.macs)
+        seen = params.steps_per_epoch * params.batch_size if params.steps_per_epoch else images
+        epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
+        repeated = f"{len(params.seeds)} seeds of " if len(params.seeds) > 1 else ""
+        bound = "at least, without the heads: " if dense_size and source == "estimated" else ""
+        state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
+        copies = len(params.seeds) * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
+        return {
+            "hours": len(params.seeds) * params.epochs * seen / speed / 3600,
+            "disk_gb": None if dense_size else copies * counted.num_params * BYTES_PER_VALUE / 1e9,
+            "basis": f"{bound}{repeated}{epochs} of {seen:,} images at {speed:,.0f} img/s, {source}",
+            "note": note,
+            "gives": frozenset({("accuracy", kind, key)}),
+        }
+
+    def _find_speed(self, stage: str, model: str, key: str, macs: int) -> tuple[float, str, str]:
+        """Training images per second, whether they are given, measured or estimated, and from where: a classifier's as
+        given, else as measured, else from the multiply-adds of the forward pass of one image.
+        """
+        rates = self.rates
+        if stage in CLASSIFIERS:
+            self.trained.update((model, key))
+            if (given := rates.given.get(key, rates.given.get(model))) is not None:
+                return given, "given", ""
+        alike = CLASSIFIERS if stage in CLASSIFIERS else (stage,)
+        if rates.gpu and (measured := self.find_measured(key, alike)):
+            return measured[0], "measured", measured[1]
+        peak = f"{rates.gpu}, {rates.tflops:g} TFLOP/s and {100 * rates.utilisation:g} % utilisation"
+        note = f"estimated from multiply-adds, not measured: {peak}, a training step as {PASSES} forward passes"
+        return rates.tflops * 1e12 * rates.utilisation / (PASSES * FLOPS_PER_MAC * macs), "estimated", note
+
+    def _charge_data(self, cell: str, params: Any) -> dict[str, Any]:
+        """No GPU time, and the size of a data set from its manifest or as published."""
+        size_gb, source, file = KINDS[params.kind].size_gb, "as published", manifest_path(self.paths, cell)
+        if file.is_file():
+            size_gb = sum(split.bytes for split in read_manifest(file).splits.values()) / 1e9
+            source = "from its manifest"
+        elif not size_gb:
+            source = "unknown until it is written"
+        return {"hours": 0.0, "disk_gb": size_gb, "basis": f"CPU only; size {source}"}
+
+    def _list_counts(self, params: Any) -> frozenset[Measurement]:
+        """What counting gives."""
+
+        def name(model: str, options: Mapping[str, Any], image_size: Any) -> str:
+            return row_id(self.results.model_key({"model": model, "options": options}, model), {}, image_size)
+
+        gives = set()
+        for row in params.rows():
+            macs = "macs_g_paper_convention" if row[0] == ADAPTER else "macs_g"
+            gives |= {("params_m", name(*row), ""), (macs, name(*row), "")}
+        fvcore = (row for group in params.groups if group.fvcore for row in group.rows())
+        return frozenset(gives | {("macs_g_fvcore", name(*row), "") for row in fvcore})
+
+    def _find_seconds(self, stage: str, cell: str | None, params: Any) -> dict[str, Any]:
+        """The hours on a CPU, from what ran there before with these params and from nothing else, and how they are known.
+
+        The seconds of a record are in run.json beside it, or for the last run of all stages in results/pipeline.json. A
+        training over another number of epochs or seeds takes the same time for each.
+        """
+        results = self.results
+        pipeline = results.paths.results / PIPELINE_FILE
+        noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
+        for source in results.sources:
+            outside = source.stage is None and source.path.endswith(f"/{stage}/{cell}/metrics.json")
+            if (not outside and (source.stage, source.cell) != (stage, cell)) or source.device.startswith("cuda"):
+                continue
+            run, like, times = results.paths.root / source.run_file, params, 1.0
+            if source.is_trained:
+                seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
+                times = params.epochs * len(params.seeds) / (epochs * len(seeds))
+                like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)
+            seconds = read_json(run)["seconds"] if run.is_file() else noted.get(source.unit)
+            if seconds is None or params_hash(like) != source.identity["params_hash"]:
+                continue
+            cpu = (source.identity.get("machine") or {}).get("cpu")
+            basis = "measured on this CPU"
+            if cpu != cpu_name():
+                basis = f"an estimate: the seconds of another machine, {cpu or source.device}"
+            basis += "" if times == 1 else f", times {times:.3g} for other epochs or seeds"
+            return {"hours": seconds * times / 3600, "basis": basis, "note": ""}
+        return {"hours": None, "basis": "not measured; this command measures it", "note": ""}
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
@@ -329,3 +322,29 @@ def parse_rates(texts: Sequence[str]) -> dict[str, float]:
         if not model or not 0 < rates[model] < math.inf:
             raise UserError(f"plan: --img-per-s {text}: expected MODEL=NUMBER with a number above 0")
     return rates
+
+
+def _build_params(stage: Any, name: str, content: Any) -> dict[str | None, Any]:
+    """Cell -> its params; None -> those of a stage without cells."""
+    if not stage.cells:
+        return {None: build(stage.params, content, name)}
+    cells = content or {}
+    if not isinstance(cells, Mapping):
+        raise UserError(f"{name}: expected a mapping of cells")
+    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in cells.items()}
+
+
+def _find_dense_size(transform: Any) -> tuple[int, int] | None:
+    """Height and width of the largest image that a detector or a segmenter trains on, padded; None for other tasks."""
+    if hasattr(transform, "max_size"):
+        sides = transform.min_size[-1], transform.max_size
+    elif hasattr(transform, "crop_size"):
+        sides = transform.crop_size, transform.crop_size
+    else:
+        return None
+    return -(-sides[0] // STRIDE) * STRIDE, -(-sides[1] // STRIDE) * STRIDE
+
+
+def _find_size(transform: Any) -> tuple[int, int]:
+    """Height and width of an image that a classifier or a denoiser trains on."""
+    return transform.shape[1:] if hasattr(transform, "shape") else (transform.image_size, transform.image_size)

@@ -1,7 +1,6 @@
 """What each stage is charged, against numbers worked out by hand."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +13,14 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.models.registry import build_model
 from repro.papers import load_papers
-from repro.planning import costs
-from repro.planning.planner import CostPlan, Planner, PlanRow, Rates, plan_costs
+from repro.planning.planner import CostPlan, Planner, PlanRow, Rates, parse_rates, plan_costs
 from repro.report.results import Results
 
 NANO = "vittt_nano_patch16_144"
 GIVEN = Rates(given={NANO: 7.19})
 
 
-def make_planner(root, stage, rates=GIVEN):
+def make_planner(root, rates=GIVEN):
     def prepared(kind, classes, train):
         return SimpleNamespace(kind=kind, expected=SimpleNamespace(classes=classes, train=train))
 
@@ -31,12 +29,11 @@ def make_planner(root, stage, rates=GIVEN):
         "photos": prepared("imagenet", 1000, 1_281_167),
         "coco": prepared("coco", 80, 118_287),
     }
-    results = Results(Paths(root), load_papers().values(), {})
-    return Planner(stage=stage, paths=Paths(root), rates=rates, results=results, data=data)
+    return Planner(Paths(root), rates, Results(Paths(root), load_papers().values(), {}), data)
 
 
 def make_params(transform, **changes):
-    """A cell of a training stage, of which a cost function reads attributes alone."""
+    """A cell of a training stage, of which the planner reads attributes alone."""
     shared = {"model": NANO, "options": {"depth": 1}, "data": "digits", "seeds": (0,), "epochs": 2, "batch_size": 16}
     shared |= {"steps_per_epoch": None, "ema_decay": None, "snapshot_epochs": ()}
     return SimpleNamespace(**shared | changes, transform=SimpleNamespace(**transform))
@@ -57,8 +54,8 @@ def make_params(transform, **changes):
     ],
 )
 def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
-    planner = make_planner(tmp_path, "pretrain")
-    (row,) = costs.charge_classification(planner, {"nano": make_params({"image_size": 32}, **changes)})
+    planner = make_planner(tmp_path)
+    row = planner.charge("pretrain", "nano", make_params({"image_size": 32}, **changes))
     assert row.command == "dvc repro pretrain@nano" and row.hours == pytest.approx(seconds / 3600)
     model = build_model(NANO, img_size=32, depth=1, num_classes=10)
     num_params = sum(parameter.numel() for parameter in model.parameters())
@@ -68,21 +65,20 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
 
 
 def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data(tmp_path):
-    planner = make_planner(tmp_path, "ablate", Rates(tflops=1e-3, utilisation=0.5))
-    (row,) = costs.charge_classification(
-        planner, {"nano": make_params({"image_size": 64}, data="photos", options={"design": "conv2d"})}
-    )
+    planner = make_planner(tmp_path, Rates(tflops=1e-3, utilisation=0.5))
+    params = make_params({"image_size": 64}, data="photos", options={"design": "conv2d"})
+    row = planner.charge("ablate", "nano", params)
     macs = cost(NANO, {"num_classes": 1000}, (64, 64)).macs
     assert row.hours * 3600 == pytest.approx(2 * 1_281_167 * 3 * 2 * macs / 0.5e9)
     assert row.basis.endswith(", estimated") and row.note and row.gives == {("accuracy", "imagenet", NANO)}
 
 
 @pytest.mark.parametrize(
-    ("charge", "transform", "changes", "images", "image_size"),
+    ("stage", "transform", "changes", "images", "image_size"),
     [
         # 12 passes over COCO at the largest scale, whose sides 800 and 1333 are padded to multiples of 32
         (
-            costs.charge_detection,
+            "detect",
             {"min_size": (480, 800), "max_size": 1333},
             {"epochs": 12, "data": "coco"},
             12 * 118_287,
@@ -90,7 +86,7 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
         ),
         # 10 times 16,000 steps of 16 crops, for two seeds
         (
-            costs.charge_segmentation,
+            "segment",
             {"crop_size": 512},
             {"epochs": 10, "steps_per_epoch": 16_000, "seeds": (0, 1)},
             5_120_000,
@@ -98,9 +94,9 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
         ),
     ],
 )
-def test_dense_tasks_by_hand(tmp_path, charge, transform, changes, images, image_size):
-    planner = make_planner(tmp_path, "detect")
-    (row,) = charge(planner, {"nano": make_params(transform, **changes, options={"design": "dual"})})
+def test_dense_tasks_by_hand(tmp_path, stage, transform, changes, images, image_size):
+    planner = make_planner(tmp_path)
+    row = planner.charge(stage, "nano", make_params(transform, **changes, options={"design": "dual"}))
     macs = adapted_cost(NANO, image_size, {"design": "dual"}).macs
     # the speed that is given is a classifier's, and does not apply
     assert row.hours == pytest.approx(images * 6 * macs / (0.3 * 312e12) / 3600) and "without the heads" in row.basis
@@ -113,16 +109,13 @@ def test_a_detector_takes_a_measured_speed_of_its_own_stage_alone(tmp_path):
         file.parent.mkdir(parents=True)
         metrics = {"model": NANO, "options": {}, "processes": 2, "throughput_img_per_s": rate}
         file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
-    cells = {"nano": make_params({"min_size": (32,), "max_size": 32}, options={})}
-    (row,) = costs.charge_detection(make_planner(tmp_path, "detect", Rates(gpu="L40S")), cells)
-    assert row.hours == pytest.approx(2 * 1438 / 4 / 3600) and row.basis == "2,876 images at 4 img/s, measured"
-    (row,) = costs.charge_segmentation(
-        make_planner(tmp_path, "segment"), {"nano": make_params({"crop_size": 32}, options={})}
-    )
+    detector = make_params({"min_size": (32,), "max_size": 32}, options={})
+    row = make_planner(tmp_path, Rates(gpu="L40S")).charge("detect", "nano", detector)
+    assert row.hours == pytest.approx(2 * 1438 / 4 / 3600) and row.basis.endswith("1,438 images at 4 img/s, measured")
+    row = make_planner(tmp_path).charge("segment", "nano", make_params({"crop_size": 32}, options={}))
     assert row.basis.endswith("estimated")
-    (row,) = costs.charge_classification(
-        make_planner(tmp_path, "ablate", Rates(gpu="L40S")), {"nano": make_params({"image_size": 32}, options={})}
-    )
+    classifier = make_params({"image_size": 32}, options={})
+    row = make_planner(tmp_path, Rates(gpu="L40S")).charge("ablate", "nano", classifier)
     assert row.basis == "2 epochs of 1,438 images at 1 img/s, measured"
 
 
@@ -132,15 +125,15 @@ def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):
     split = {"images": 100, "bytes": 7_000, "folders": {}}
     content = {"kind": "digits", "classes": {"a": 0, "b": 1, "c": 2}, "splits": {"train": split, "val": split}}
     (folder / "manifest.json").write_text(json.dumps({**content, "departures": [], "generated": None, "hash": "x"}))
-    planner = make_planner(tmp_path, "prepare_data")
-    found = planner.find_data("nano", "digits")
-    assert (found.kind, found.classes, found.images) == ("digits", 3, 100)
+    planner = make_planner(tmp_path)
+    assert planner.find_data("pretrain", "nano", "digits") == ("digits", 3, 100)
     cells = {
         "digits": planner.data["digits"],
         "photos": planner.data["photos"],
         "other": SimpleNamespace(kind="digits"),
     }
-    sizes = [(row.disk_gb, row.basis) for row in costs.charge_data(planner, cells)]
+    rows = [planner.charge("prepare_data", cell, params) for cell, params in cells.items()]
+    sizes = [(row.disk_gb, row.basis) for row in rows]
     assert sizes == [
         (14_000 / 1e9, "CPU only; size from its manifest"),
         (150, "CPU only; size as published"),
@@ -152,7 +145,7 @@ def test_counting_is_free_and_gives_both_conventions(tmp_path):
     groups = [{"models": [NANO], "image_sizes": [144], "vary": {"design": ["dual", "conv2d"]}}]
     adapters = {"backbones": [NANO], "image_sizes": [{"height": 64, "width": 96}]}
     params = build(ComplexityParams, {"sizes": {}, "groups": groups, "adapters": adapters}, "complexity")
-    (row,) = costs.charge_complexity(make_planner(tmp_path, "complexity"), params)
+    row = make_planner(tmp_path).charge("complexity", None, params)
     assert (row.hours, row.disk_gb) == (0, 0)
     names = {f"{NANO}[design=dual]@144": "macs_g", f"{NANO}@144": "macs_g"}  # conv2d is the default
     names[f"vit_adapter[backbone={NANO}]@64x96"] = "macs_g_paper_convention"
@@ -167,7 +160,7 @@ def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
         {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0, "op": op},
         "efficiency",
     )
-    (row,) = costs.charge_efficiency(make_planner(tmp_path, "efficiency"), params)
+    row = make_planner(tmp_path).charge("efficiency", None, params)
     # Vittt, DeiT with two kinds of attention, for two sizes, and one more model, at three image sizes
     assert row.hours == (2 * 3 + 1) * 3 * 600 / 3600 and row.basis == "at most: 21 rows of 600 s"
     assert row.gives == {
@@ -185,47 +178,28 @@ def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
 )
 def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
     with pytest.raises(UserError) as error:
-        costs.charge_classification(
-            make_planner(tmp_path, "pretrain"), {"nano": make_params({"image_size": 32}, **changes)}
-        )
+        make_planner(tmp_path).charge("pretrain", "nano", make_params({"image_size": 32}, **changes))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-def make_stage(cost, params=None, cells=False):
-    return SimpleNamespace(cost=cost, params=params, cells=cells, purpose="check")
-
-
-def test_every_section_is_charged_in_the_order_of_the_file(tmp_path, monkeypatch):
-    """By a table of made-up stages: what has no row is listed as unknown, what is free is not listed, and its params
-    are not read.
-    """
-    params = build(ComplexityParams, {"sizes": {}, "groups": []}, "complexity")
-    seen = []
-
-    def charge(planner, given):
-        seen.append((planner.stage, given))
-        return [PlanRow(command=planner.command(), hours=1.0, disk_gb=2.0, basis="")]
-
-    monkeypatch.setitem(sys.modules, "made_up_costs", SimpleNamespace(charge=charge))
-    name = "made_up_costs:charge"
+def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
+    """By a table of made-up stages: what has no row is of unknown cost, and what is free is neither listed nor read."""
     stages = {
-        "single": make_stage(name, ComplexityParams),
-        "many": make_stage(name, ComplexityParams, cells=True),
-        "none": make_stage(name, ComplexityParams, cells=True),
-        "free": make_stage(None, ComplexityParams),
+        "complexity": SimpleNamespace(params=ComplexityParams, cells=False, purpose="graph"),
+        "many": SimpleNamespace(params=ComplexityParams, cells=True, purpose="graph"),
+        "none": SimpleNamespace(params=ComplexityParams, cells=True, purpose="graph"),
+        "use": SimpleNamespace(params=ComplexityParams, cells=True, purpose="use"),
+        "report": SimpleNamespace(params=ComplexityParams, cells=False, purpose="graph"),
     }
+    stages = {name: SimpleNamespace(**vars(stage), scores={}) for name, stage in stages.items()}
     empty = "{sizes: {}, groups: []}"
     file = tmp_path / "params.yaml"
-    file.write_text(f"runtime: {{}}\nother: {{}}\nmany: {{a: {empty}}}\nfree: {{odd: 1}}\nnone:\nsingle: {empty}\n")
+    file.write_text(
+        f"runtime: {{}}\nother: {{}}\nmany: {{a: {empty}}}\nuse: {{b: {empty}}}\nreport: {{odd: 1}}\nnone:\ncomplexity: {empty}\n"
+    )
     plan = plan_costs(stages, file, Paths(tmp_path), Rates())
-    assert [row.command for row in plan.rows] == [
-        "dvc repro other",
-        "dvc repro many",
-        "dvc repro none",
-        "dvc repro single",
-    ]
-    assert seen == [("many", {"a": params}), ("none", {}), ("single", params)]
-    assert (plan.total("hours"), plan.total("disk_gb"), plan.unknown) == (3.0, 6.0, ["dvc repro other"])
+    unknown = ["dvc repro other", "dvc repro many@a", "repro use --cell b"]
+    assert [row.command for row in plan.rows] == [*unknown, "dvc repro complexity"] and plan.unknown == unknown
     with pytest.raises(UserError, match="^plan: --img-per-s m: no cell trains this model$"):
         plan_costs(stages, file, Paths(tmp_path), Rates(given={"m": 1.0}))
     for wrong, message in (
@@ -246,3 +220,60 @@ def test_which_numbers_the_rows_cover():
     plan = CostPlan(rows, {"Table 1": [{a}, {a, b}, {b, c}, set()], "Table 2": [{c}]})
     assert plan.count_covered() == {"Table 1": (2, 4), "Table 2": (0, 1)}
     assert plan.find_places(rows[0]) == {"Table 1": 2} and plan.find_places(rows[1]) == {"Table 1": 2}
+
+
+def test_a_measured_speed_is_the_slowest_of_one_gpu(tmp_path):
+    l40s, h200, cpu = "cuda: NVIDIA L40S", "cuda: NVIDIA H200", "cpu: AMD EPYC"
+    records = [  # name, stage, device, images per second, processes
+        ("m", "pretrain", cpu, 1.0, 1),
+        ("other", "pretrain", l40s, 1.0, 1),
+        ("m", "pretrain", l40s, 1.0, None),
+        ("m", "detect", l40s, 1.0, 1),
+        ("m", "pretrain", l40s, 2000.0, 2),
+        ("m", "ablate", l40s, 3000.0, 1),
+        ("m", "ablate", h200, 1.0, 1),
+    ]
+    sources = [
+        SimpleNamespace(
+            metrics={"model": name, "throughput_img_per_s": rate, **({"processes": processes} if processes else {})},
+            device=device,
+            path=f"results/measured/device/{stage}/cell.json",
+        )
+        for name, stage, device, rate, processes in records
+    ]
+    planner = make_planner(tmp_path, Rates(gpu="l40s"))
+    planner.results = SimpleNamespace(sources=sources[:4], model_key=lambda record, where: record["model"])
+    assert planner.find_measured("m", ("pretrain", "ablate")) is None
+    assert planner.find_measured("m", ("detect",))[0] == 1.0
+    planner.results.sources = sources
+    speed, note = planner.find_measured("m", ("pretrain", "ablate"))
+    assert speed == 1000.0 and l40s in note and "results/measured/device/pretrain/cell.json" in note
+
+
+def test_a_given_speed_is_of_a_model_with_or_without_its_options(tmp_path):
+    """The more exact name counts, and one with other options does not."""
+    for given, speed in (
+        ({NANO: 7.0}, "7 img/s, given"),
+        ({NANO: 7.0, f"{NANO}[depth=1]": 8.0}, "8 img/s, given"),
+        ({f"{NANO}[depth=2]": 8.0}, "estimated"),
+    ):
+        row = make_planner(tmp_path, Rates(given=given)).charge("pretrain", "nano", make_params({"image_size": 32}))
+        assert row.basis.endswith(speed)
+
+
+def test_rates_are_read_from_text():
+    assert parse_rates(["m=5", "m[design=dual]=1e3"]) == {"m": 5.0, "m[design=dual]": 1000.0}
+
+
+@pytest.mark.parametrize("text", ["m=fast", "m=0", "m=-1", "m=nan", "m=inf", "5", "=5", "m"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(UserError, match="expected MODEL=NUMBER with a number above 0$"):
+        parse_rates([text])
+
+
+@pytest.mark.parametrize(
+    "change", [{"tflops": 0.0}, {"tflops": float("nan")}, {"utilisation": 30.0}, {"utilisation": 0.0}]
+)
+def test_assumptions_out_of_range_are_refused(change):
+    with pytest.raises(UserError, match=f"^plan: --{next(iter(change))} "):
+        Rates(**change)
