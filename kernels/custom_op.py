@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .dispatch import LoadTriton, check_backend, compute_dtype, no_autocast
+from .dispatch import Load, check_backend, compute_dtype, no_autocast
 
 NAMESPACE = "vision_ttt"
 
@@ -43,7 +43,8 @@ class CustomOp:
 
     A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), of one object x with
     all arguments: out in the leading argument's dtype, or in `x.out_dtype` where the arguments have one; each gradient
-    in its argument's shape and dtype.
+    in its argument's shape and dtype. The torch path of an operator that keeps nothing may leave out `backward`: then
+    `forward` runs again, under autograd.
 
     Args:
         name: of the operator.
@@ -53,7 +54,7 @@ class CustomOp:
         reference: x -> the output, by plain operations under autograd.
         torch_path: the module of the backend `torch`.
         load_triton: imports the modules of the backend `triton`.
-        load_loops: imports the module of the backend `numba`, where there is one.
+        load_loops: imports the modules of the backend `numba`, where there is one.
         result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (that of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.
         kept: the results of `forward` that `backward` takes, of `out` and `states`.
@@ -68,8 +69,8 @@ class CustomOp:
         select: Callable[[str, Any], str],
         reference: Callable[[Any], Tensor],
         torch_path: ModuleType,
-        load_triton: LoadTriton,
-        load_loops: Callable[[], ModuleType] | None = None,
+        load_triton: Load,
+        load_loops: Load | None = None,
         result_shapes: Callable[..., Sequence[Sequence[int]]],
         forward_flops: Callable[[Any], int],
         backward_flops: Callable[[Any], int],
@@ -124,8 +125,9 @@ class CustomOp:
             raise ValueError(f"{self.name}: {error}") from None
         if chosen == "triton":
             return self._load_triton()
-        module = self._load_loops() if chosen == "numba" and self._load_loops else self._torch_path
-        return module, module
+        if chosen == "numba":
+            return self._load_loops()
+        return self._torch_path, self._torch_path
 
     def _split_forward(self, values: Sequence[Any]) -> tuple[Any, str, Sequence[bool]]:
         """The arguments, the backend, and keep_states where the operator has it."""
@@ -161,7 +163,7 @@ class CustomOp:
         results, x, backend = self._split_backward(values)
         _, module = self._modules(backend, x)
         with no_autocast(results[0].device.type):
-            gradients = module.backward(*results, x)
+            gradients = module.backward(*results, x) if hasattr(module, "backward") else _repeat(module, *results, x)
         return _unpack_one(tuple(results[0].new_empty(0) if gradient is None else gradient for gradient in gradients))
 
     def _fake_backward(self, *values: Any) -> Any:
@@ -194,6 +196,19 @@ class CustomOp:
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
+
+
+def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
+    """The gradients of x's tensors by autograd, which inside a custom op has to be let in again."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded - torch._C.DispatchKeySet(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        leaves = {
+            name: value.detach().requires_grad_() for name, value in x._asdict().items() if isinstance(value, Tensor)
+        }
+        found = torch.autograd.grad(module.forward(x._replace(**leaves)), list(leaves.values()), dout)
+    return [gradient.detach().contiguous() for gradient in found]
 
 
 def _unpack_one(gradients: tuple[Tensor, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
@@ -18,8 +19,13 @@ from torch import Tensor
 BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# imports an operator's Triton files: the modules with `forward` and with `backward`
-LoadTriton = Callable[[], tuple[ModuleType, ModuleType]]
+# imports the modules of a backend: the one with `forward` and the one with `backward`
+Load = Callable[[], tuple[ModuleType, ModuleType]]
+
+
+def loader(package: str, forward: str, backward: str) -> Load:
+    """What imports two modules of an operator's package, when it is called."""
+    return lambda: (importlib.import_module(f"{package}.{forward}"), importlib.import_module(f"{package}.{backward}"))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,12 +40,7 @@ def check_backend(backend: str) -> None:
 
 
 def choose_backend(
-    backend: str,
-    device: torch.device | str,
-    leading: str,
-    load_triton: LoadTriton,
-    *sizes: Any,
-    has_loops: bool = False,
+    backend: str, device: torch.device | str, leading: str, load_triton: Load, *sizes: Any, has_loops: bool = False
 ) -> str:
     """The backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
 
@@ -115,7 +116,7 @@ def compiler_obstacle() -> str | None:
 
 
 @functools.cache
-def triton_obstacle(device: torch.device, leading: str, load_triton: LoadTriton, sizes: tuple) -> str | None:
+def triton_obstacle(device: torch.device, leading: str, load_triton: Load, sizes: tuple) -> str | None:
     """What keeps an operator's Triton kernels from running on a device at these sizes, or None; see `choose_backend`."""
     triton_fwd, _ = load_triton()
     if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):

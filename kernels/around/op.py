@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import dispatch
 from ..custom_op import CustomOp
-from . import torch_path
 from .reference import (
     ONES,
     ConvNorm,
@@ -27,6 +26,8 @@ from .reference import (
     gated_norm_formula,
     scan_convs_formula,
 )
+
+_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
 
 
 def conv_norm(
@@ -139,12 +140,6 @@ def selected_backend(
     return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading)
 
 
-def _load_triton():
-    from . import triton_bwd, triton_fwd
-
-    return triton_fwd, triton_bwd
-
-
 def _load(name: str) -> tuple[Any, Any]:
     """The modules that `CustomOp` takes, with the forward and the backward pass of one operator."""
     forward, backward = (getattr(module, name) for module in _load_triton())
@@ -176,7 +171,6 @@ def _register(
     shape: Callable[[Any], tuple],
     macs: Callable[[Any], int],
 ) -> CustomOp:
-    path = SimpleNamespace(forward=getattr(torch_path, name), backward=getattr(torch_path, f"{name}_backward"))
     return CustomOp(
         name,
         arguments,
@@ -185,7 +179,7 @@ def _register(
             backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype, leading=leading
         ),
         reference=formula,
-        torch_path=path,
+        torch_path=SimpleNamespace(forward=formula),
         load_triton=partial(_load, name),
         result_shapes=lambda module, x: (shape(x),),
         forward_flops=lambda x: 2 * macs(x),

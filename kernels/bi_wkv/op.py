@@ -10,6 +10,8 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, bi_wkv_formula
 
+_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
+
 
 def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> Tensor:
     """The bidirectional token mixing of Vision-RWKV: a softmax over all tokens, channel by channel, in linear time.
@@ -59,18 +61,6 @@ def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.d
     return dispatch.choose_backend(backend, device, "k", _load_triton, dtype, has_loops=True)
 
 
-def _load_triton():
-    from . import triton_bwd, triton_fwd
-
-    return triton_fwd, triton_bwd
-
-
-def _load_loops():
-    from . import numba_path
-
-    return numba_path
-
-
 def forward_flops(shape: Sequence[int]) -> int:
     """For k of shape (B,T,C): 2 for each of the 6 multiply-adds of a token and channel.
 
@@ -98,7 +88,7 @@ CUSTOM_OP = CustomOp(
     reference=lambda x: bi_wkv_formula(*x),
     torch_path=torch_path,
     load_triton=_load_triton,
-    load_loops=_load_loops,
+    load_loops=dispatch.loader(__package__, "numba_path", "numba_path"),
     result_shapes=lambda module, x, keep_states: (x.k.shape, module.states_shape(x.k.shape, keep_states)),
     forward_flops=lambda x: forward_flops(x.k),
     backward_flops=lambda x: backward_flops(x.k),

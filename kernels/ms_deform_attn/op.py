@@ -13,6 +13,8 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, ms_deform_attn_formula
 
+_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
+
 
 def ms_deform_attn(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor, *, backend: str = "auto"
@@ -65,12 +67,6 @@ def selected_backend(
     `head_dim`, `levels` and `dtype` are C, L and value's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "value", _load_triton, dtype, int(head_dim), levels)
-
-
-def _load_triton():
-    from . import triton_bwd, triton_fwd
-
-    return triton_fwd, triton_bwd
 
 
 def _check(value, shapes, locations, weights):

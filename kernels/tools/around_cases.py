@@ -174,10 +174,7 @@ def make(
         COMPARED=Sizes(tokens=6400, height=80, channels=192, kind=name),
         GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 60, " %")},
         AT="B 64, T 6400, 192 channels, bf16",
-        KERNELS={
-            f"{name}_{part}": (SimpleNamespace(configs=configs), kernel, {})
-            for part, (configs, kernel) in kernels.items()
-        },
+        KERNELS={f"{name}_{part}": (configs, kernel, {}) for part, (configs, kernel) in kernels.items()},
         OPERANDS=(*activations, *operands, "out", "dout"),
         TYPES={"eps": "fp32", "size": "i64"},
     )

@@ -5,7 +5,6 @@ There is no peer: Vision-RWKV's own kernel computes something else, see `referen
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,24 +104,20 @@ CASES = BiWKVCases(
     GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 30, " %")},
     AT="B 64, T 6400, 192 channels, bf16",
     KERNELS={
-        "bi_wkv_forward": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False, "SEGMENT": 0}),
+        "bi_wkv_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False, "SEGMENT": 0}),
         "bi_wkv_forward_segments": (
-            triton_fwd,
+            triton_fwd.configs,
             triton_fwd.forward_kernel,
             {"KEEP": False, "SEGMENT": triton_fwd.SEGMENT},
         ),
         "bi_wkv_forward_keeping_states": (
-            triton_fwd,
+            triton_fwd.configs,
             triton_fwd.forward_kernel,
             {"KEEP": True, "SEGMENT": triton_fwd.SEGMENT},
         ),
-        "bi_wkv_forward_sums": (triton_fwd, triton_fwd.sums_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
-        "bi_wkv_forward_ends": (
-            SimpleNamespace(configs=triton_fwd.ends_configs),
-            triton_fwd.ends_kernel,
-            {"SEGMENT": triton_fwd.SEGMENT},
-        ),
-        "bi_wkv_backward": (triton_fwd, triton_bwd.backward_kernel, {}),
+        "bi_wkv_forward_sums": (triton_fwd.configs, triton_fwd.sums_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
+        "bi_wkv_forward_ends": (triton_fwd.ends_configs, triton_fwd.ends_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
+        "bi_wkv_backward": (triton_fwd.configs, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("k", "v", "out", "dout", "dk", "dv"),
 )

@@ -82,7 +82,7 @@ class Cases(abc.ABC):
     PEER: str | None = None  # what `bench.summarise` calls other people's kernels
     # key in the record -> package that has them
     DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # name -> what has its `configs`, the kernel, constants of its own
+    # name -> what gives its configs, the kernel, constants of its own
     KERNELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]]
     OPERANDS: tuple[str, ...]  # this and TYPES: see `resources.Compilation`
     TYPES: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -148,13 +148,13 @@ class Cases(abc.ABC):
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
         """The candidates of the forward and of the backward kernel at TYPICAL."""
-        first, *_, last = [module.configs(*self.compile_time(dtype)[2]) for module, _, _ in self.KERNELS.values()]
+        first, *_, last = [configs(*self.compile_time(dtype)[2]) for configs, _, _ in self.KERNELS.values()]
         return first, last
 
     def tuners(self) -> list[tuple[Any, Any]]:
         """Each kernel that is tuned, with its tuner in bf16."""
         sizes = self.compile_time(torch.bfloat16)[2]
-        found = dict.fromkeys((kernel, module.configs) for module, kernel, _ in self.KERNELS.values())
+        found = dict.fromkeys((kernel, configs) for configs, kernel, _ in self.KERNELS.values())
         return [
             (kernel, tuned(kernel, candidates, *sizes)) for kernel, candidates in found if len(candidates(*sizes)) > 1
         ]
@@ -182,17 +182,17 @@ class Cases(abc.ABC):
 
     def compilations(self) -> Iterator[Compilation]:
         """What `resources` compiles: every kernel, dtype and config."""
-        for name, (module, _, _) in self.KERNELS.items():
+        for name, (configs, _, _) in self.KERNELS.items():
             for options in self.COMPILED:
                 for dtype in DTYPES:
-                    candidates = module.configs(*self.compile_time(DTYPES[dtype], **options)[2])
+                    candidates = configs(*self.compile_time(DTYPES[dtype], **options)[2])
                     yield from (self.compilation(name, dtype, number, **options) for number in range(len(candidates)))
 
     def compilation(self, name: str, dtype: str, number: int = 0, **options: Any) -> Compilation:
         """One of KERNELS in one of its configs, number 0 being the default one; the options are those of
         `compile_time`.
         """
-        module, kernel, own = self.KERNELS[name]
+        configs, kernel, own = self.KERNELS[name]
         sizes, constants, candidates = self.compile_time(DTYPES[dtype], **options)
         return Compilation(
             name=name,
@@ -200,7 +200,7 @@ class Cases(abc.ABC):
             operands=self.OPERANDS,
             types=self.TYPES,
             constants={key: value for key, value in constants.items() if key in kernel.arg_names} | own,
-            config=module.configs(*candidates)[number],
+            config=configs(*candidates)[number],
             dtype=dtype,
             sizes=sizes,
             default=number == 0,

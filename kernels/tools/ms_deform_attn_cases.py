@@ -163,9 +163,9 @@ CASES = MSDeformAttnCases(
     GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 15, " %")},
     AT="B 16, T 4200, 12 heads of 32, one level, bf16",
     KERNELS={
-        "ms_deform_attn_forward": (triton_fwd, triton_fwd.forward_kernel, {}),
-        "ms_deform_attn_backward_points": (triton_fwd, triton_bwd.points_kernel, {}),
-        "ms_deform_attn_backward_value": (triton_bwd, triton_bwd.value_kernel, {}),
+        "ms_deform_attn_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {}),
+        "ms_deform_attn_backward_points": (triton_fwd.configs, triton_bwd.points_kernel, {}),
+        "ms_deform_attn_backward_value": (triton_bwd.configs, triton_bwd.value_kernel, {}),
     },
     OPERANDS=("value", "out", "dout", "dvalue"),
     TYPES={"cells_ptr": "*i32", "order_ptr": "*i64", "starts_ptr": "*i64"},

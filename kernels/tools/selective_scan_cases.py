@@ -240,9 +240,9 @@ CASES = SelectiveScanCases(
     PEER="mamba_ssm",
     DISTRIBUTIONS={"mamba_ssm": "mamba-ssm"},
     KERNELS={
-        "selective_scan_forward": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False}),
-        "selective_scan_forward_keeping_states": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": True}),
-        "selective_scan_backward": (triton_fwd, triton_bwd.backward_kernel, {}),
+        "selective_scan_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False}),
+        "selective_scan_forward_keeping_states": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": True}),
+        "selective_scan_backward": (triton_fwd.configs, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("u", "delta", "B", "C", "z", "out", "dout", "du", "ddelta"),
     COMPILED=({}, {"state_dim": 8, "gate": False}, {"state_dim": 1, "gate": False, "sequences": 2}),

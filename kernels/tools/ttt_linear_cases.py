@@ -8,7 +8,6 @@ again for each shape (see `peers`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -201,34 +200,34 @@ CASES = TTTLinearCases(
     PEER="fla",
     DISTRIBUTIONS={"fla_core": "fla-core"},  # the package that holds its kernels
     KERNELS={
-        "ttt_linear_forward": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": False}),
-        "ttt_linear_forward_keeping_states": (triton_fwd, triton_fwd.forward_kernel, {"KEEP": True}),
+        "ttt_linear_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False}),
+        "ttt_linear_forward_keeping_states": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": True}),
         "ttt_linear_forward_state": (
-            SimpleNamespace(configs=triton_phases.state_configs),
+            triton_phases.state_configs,
             triton_phases.state_kernel,
             {"ROWS": triton_phases.ROWS, "KEEP": False},
         ),
         "ttt_linear_forward_state_keeping_states": (
-            SimpleNamespace(configs=triton_phases.state_configs),
+            triton_phases.state_configs,
             triton_phases.state_kernel,
             {"ROWS": triton_phases.ROWS, "KEEP": True},
         ),
         "ttt_linear_forward_output": (
-            SimpleNamespace(configs=triton_phases.output_configs),
+            triton_phases.output_configs,
             triton_phases.output_kernel,
             {"ROWS": triton_phases.ROWS},
         ),
         "ttt_linear_backward_replay": (
-            SimpleNamespace(configs=triton_bwd.replay_configs),
+            triton_bwd.replay_configs,
             triton_bwd.backward_kernel,
             {"PASS": triton_bwd.REPLAY.value},
         ),
         "ttt_linear_backward_back": (
-            SimpleNamespace(configs=triton_bwd.back_configs),
+            triton_bwd.back_configs,
             triton_bwd.backward_kernel,
             {"PASS": triton_bwd.BACK.value},
         ),
-        "ttt_linear_backward": (triton_bwd, triton_bwd.backward_kernel, {"PASS": triton_bwd.BOTH.value}),
+        "ttt_linear_backward": (triton_bwd.configs, triton_bwd.backward_kernel, {"PASS": triton_bwd.BOTH.value}),
     },
     OPERANDS=("q", "k", "v", "out", "dout", "dq", "dk", "dv", "G", "S", "tiles", "squares"),
     TYPES={"eps": "fp32"},

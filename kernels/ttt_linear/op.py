@@ -14,6 +14,8 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, ttt_linear_dual
 
+_load_triton = dispatch.loader(__package__, "triton_phases", "triton_bwd")
+
 
 def ttt_linear(
     q: Tensor,
@@ -136,18 +138,6 @@ def selected_backend(
     )
 
 
-def _load_triton():
-    from . import triton_bwd, triton_phases
-
-    return triton_phases, triton_bwd
-
-
-def _load_loops():
-    from . import numba_path
-
-    return numba_path
-
-
 def _reference(x: Arguments) -> Tensor:
     options = {"chunk_size": x.chunk_size, "eps": x.eps}
     return torch.stack(
@@ -208,7 +198,7 @@ CUSTOM_OP = CustomOp(
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,
-    load_loops=_load_loops,
+    load_loops=dispatch.loader(__package__, "numba_path", "numba_path"),
     result_shapes=lambda module, x, keep_states: (x.q.shape, module.states_shape(x.q.shape, x.chunk_size, keep_states)),
     forward_flops=lambda x: forward_flops(x.q, x.chunk_size),
     backward_flops=lambda x: backward_flops(x.q, x.chunk_size),

@@ -18,12 +18,7 @@ from kernels.dispatch import compute_dtype
 from kernels.tools import check
 from kernels.tools.cases import BOTH_PASSES, FORWARD, ROUNDING
 from kernels.tools.operators import INTERPRETED, OPERATORS
-
-# the highest precision that the backend has, for gradients that are compared
-EXACT = torch.float32 if INTERPRETED else torch.float64
-# what lies around the backends is the same for all of them, and the interpreter is slow
-once = pytest.mark.skipif(INTERPRETED, reason="tested on the torch backend, and the same for every backend")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="a limit of Triton's interpreter: TRITON_INTERPRET=1")
+from tests.kernels.helpers import EXACT, interpreted, once
 
 
 @pytest.fixture(params=OPERATORS)
