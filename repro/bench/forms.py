@@ -24,7 +24,8 @@ from ..core.noise import find_noise
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
-from ..models.fast_weights import LADDER, FastLoop, learn
+from ..models.fast_weights import LADDER, find_obstacle, learn
+from ..models.inner import InnerLoop
 from ..models.registry import family_module
 from .memory import measure_peak_mib
 from .speed import SLOW_STEP_S, SLOW_STEPS, STEP_TIMERS, RowSpec, measure, median_interval
@@ -141,13 +142,13 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         x.requires_grad_()
     found: dict[str, dict[Form, Callable[[], Tensor]]] = {}
     for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
-        loop = FastLoop(**{**LADDER[step], "order": "before", "chunk_size": setting.lact_chunk})
-        weights = [(draw(h, *shape) / shape[-1] ** 0.5).requires_grad_() for shape in loop.shapes(d, d)]
-        given = (rates if loop.rates else None, momentum if loop.momentum else None)
-        forms: tuple[Form, ...] = ("recurrent",) if loop.obstacle else ("recurrent", "parallel")
+        loop = InnerLoop(**LADDER[step], order="before", chunk_size=setting.lact_chunk)
+        weights = [(draw(h, *shape) / shape[0] ** 0.5).requires_grad_() for shape in loop.shapes(d)]
+        given = (None if loop.rate == "fixed" else rates[..., : len(loop.learned)], momentum if loop.momentum else None)
+        forms: tuple[Form, ...] = ("recurrent",) if find_obstacle(loop) else ("recurrent", "parallel")
 
-        def run(form: Form, loop: FastLoop = loop, weights: list = weights, given: tuple = given) -> Tensor:
-            return learn(loop, weights, q, k, v, *given, form)
+        def run(form: Form, loop: InnerLoop = loop, weights: list = weights, given: tuple = given) -> Tensor:
+            return learn(loop, weights, q, k, v, (1, tokens), *given, form)
 
         found[f"lact_{step}"] = {form: (lambda form=form, run=run: run(form)) for form in forms}
     if setting.vittt:

@@ -25,7 +25,7 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..data.cells import DataCell
 from ..data.tree import Tree
-from ..models import fast_weights, inner
+from ..models import inner
 from ..models.registry import build_model, family_module
 from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
@@ -184,14 +184,20 @@ class InnerLosses:
         return self.before / self.count, self.after / self.count
 
     def _learn(
-        self, run: Callable[..., Tensor], loop: Any, weights: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+        self,
+        run: Callable[..., Tensor],
+        loop: inner.InnerLoop,
+        weights: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Any,
+        *rest: Any,
     ) -> Tensor:
-        if isinstance(loop, fast_weights.FastLoop):
+        if not inner.MODELS[loop.model].on_grid:
             at_end = dataclasses.replace(loop, order="end")
-            self._note(fast_weights.read_out(weights, k), run(at_end, weights, k, k, v, *rest), v)
-        elif not inner.MODELS[loop.model].on_grid:
-            self._note(inner.read_out(loop, weights, k, *rest), run(loop, weights, k, k, v, *rest), v)
-        return run(loop, weights, q, k, v, *rest)
+            self._note(inner.read_out(loop, weights, k, grid), run(at_end, weights, k, k, v, grid, *rest), v)
+        return run(loop, weights, q, k, v, grid, *rest)
 
     def _note(self, before: Tensor, after: Tensor, v: Tensor) -> None:
         self.before -= (before * v).sum(dtype=torch.float64).item()

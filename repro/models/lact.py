@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backbone import Grid, register_sizes
-from .fast_weights import LADDER, FastLoop, choose_form, learn
+from .fast_weights import LADDER, choose_form, learn
+from .inner import InnerLoop
 from .shell import ClassFreeViT, require_choice
 
 EPS = 1e-5  # of the norms of q, k and the output
@@ -31,13 +32,12 @@ class FastWeights(nn.Module):
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.
-        loop: see `FastLoop`.
-        ratio: hidden units e of the fast model, as a multiple of d.
+        loop: a step of `repro.models.fast_weights.LADDER`, perhaps with another schedule.
     """
 
     learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
 
-    def __init__(self, dim: int, num_heads: int, loop: FastLoop, ratio: float = 1.0):
+    def __init__(self, dim: int, num_heads: int, loop: InnerLoop):
         super().__init__()
         self.num_heads, self.loop, self.backend = num_heads, loop, "auto"
         d = dim // num_heads
@@ -46,18 +46,19 @@ class FastWeights(nn.Module):
                 f"muon {loop.muon}: orthogonalises matrices, and a head of width {d} has vectors; use step v6 or fewer heads"
             )
         self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.rates = nn.Linear(dim, num_heads * len(loop.learned), bias=False) if loop.rates else None
+        self.rates = nn.Linear(dim, num_heads * len(loop.learned), bias=False) if loop.rate != "fixed" else None
         self.momentum = nn.Linear(dim, num_heads) if loop.momentum else None
         self.norm = nn.RMSNorm(d, eps=EPS)
-        self.widths = d, int(ratio * d)  # of a head and of the fast model's hidden units
-        shapes = loop.shapes(*self.widths)
-        self.weight_names = ("s",) if loop.linear else ("w0", "w1", "w2")
-        for name, shape in zip(self.weight_names, shapes, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *shape)))
+        self.head_dim = d
+        # as LaCT stores them: (outputs, inputs), W1 and W2 of the hidden units as `w0` and `w2`, W3 as `w1`
+        self.weight_names = ("s",) if loop.model == "fc" else ("w0", "w2", "w1")
+        shapes = dict(zip(self.weight_names, loop.shapes(d), strict=True))
+        for name in sorted(shapes):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *reversed(shapes[name]))))
 
     def init_weights(self) -> None:
         """Draw the start of the fast weights: normal, with a variance of 1 over the inputs."""
-        for name in self.weight_names:
+        for name in sorted(self.weight_names):
             weight = getattr(self, name)
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
@@ -75,32 +76,34 @@ class FastWeights(nn.Module):
         if self.rates is not None:
             shift = BASE_RATE + math.log(-math.expm1(-BASE_RATE))  # softplus⁻¹
             given = F.softplus(self.rates(x_BNC).float() + shift).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            # the fast weights expect one for each of three matrices, of which W1 is the second
-            rates = given if given.shape[-1] == 3 else given.expand(*given.shape[:-1], 3)
+            rates = given if given.shape[-1] == 1 else given[..., [0, 2, 1]]  # in the order of the weights
         if self.momentum is not None:
             momentum = self.momentum(x_BNC).sigmoid().mT
-        weights = [getattr(self, name) for name in self.weight_names]
-        out = self.learn(self.loop, weights, q, k, v, rates, momentum, self.selected_backend(q.dtype))
+        weights = [getattr(self, name).mT for name in self.weight_names]
+        out = self.learn(self.loop, weights, q, k, v, grid, rates, momentum, self.selected_backend(q.dtype))
         return self.proj(self.norm(out).transpose(1, 2).flatten(2))
 
     def param_terms(self) -> dict[str, int]:
         """Named counts of parameters."""
-        C, h, loop = self.proj.in_features, self.num_heads, self.loop
+        C, h = self.proj.in_features, self.num_heads
         return {
             "projections": 4 * C * C,
-            "rates_and_momentum": h * (C * len(loop.learned) * loop.rates + (C + 1) * loop.momentum),
-            "inner_start": h * sum(rows * columns for rows, columns in loop.shapes(*self.widths)),
-            "inner_norms": self.widths[0],
+            "rates_and_momentum": h * (C * self._count_rates() + (C + 1) * self.loop.momentum),
+            "inner_start": h * sum(rows * columns for rows, columns in self.loop.shapes(self.head_dim)),
+            "inner_norms": self.head_dim,
         }
 
     def mac_terms(self, grid: Grid) -> dict[str, int]:
         """Named counts of multiply-adds on an (h, w) grid, of the recurrent form."""
-        N, C, h, loop = grid[0] * grid[1], self.proj.in_features, self.num_heads, self.loop
+        N, C, h = grid[0] * grid[1], self.proj.in_features, self.num_heads
         return {
             "projections": N * 4 * C * C,
-            "rates_and_momentum": N * h * C * (len(loop.learned) * loop.rates + loop.momentum),
-            "inner_learner": h * loop.count_macs(N, *self.widths),
+            "rates_and_momentum": N * h * C * (self._count_rates() + self.loop.momentum),
+            "inner_learner": h * self.loop.count_macs(N, self.head_dim),
         }
+
+    def _count_rates(self) -> int:
+        return 0 if self.rates is None else len(self.loop.learned)
 
 
 class LaCT(ClassFreeViT):
@@ -109,7 +112,7 @@ class LaCT(ClassFreeViT):
     Args:
         num_heads: heads h.
         step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LADDER`.
-        muon, norm, order, chunk_size, inner_steps: of `FastLoop`; None for what `step` says.
+        muon, norm, order, chunk_size, inner_steps: of `InnerLoop`; None for what `step` says.
         inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
         kwargs: see `ClassFreeViT`.
 
@@ -130,12 +133,10 @@ class LaCT(ClassFreeViT):
         **kwargs: Any,
     ):
         require_choice("step", step, tuple(LADDER))
-        chosen = {name: value for name, value in {"muon": muon, "norm": norm}.items() if value is not None}
-        schedule = {"order": order, "chunk_size": chunk_size, "steps": inner_steps}
-        loop = FastLoop(**LADDER[step] | chosen | schedule)
-        super().__init__(
-            lambda dim: (FastWeights(dim, num_heads, loop, inner_ratio), None), num_heads=num_heads, **kwargs
-        )
+        chosen = {"muon": muon, "norm": norm, "width": inner_ratio if LADDER[step]["model"] == "swiglu" else None}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        loop = InnerLoop(**LADDER[step] | chosen, order=order, chunk_size=chunk_size, steps=inner_steps)
+        super().__init__(lambda dim: (FastWeights(dim, num_heads, loop), None), num_heads=num_heads, **kwargs)
 
 
 register_sizes(

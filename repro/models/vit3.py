@@ -28,7 +28,7 @@ _SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
 STEPS: dict[str, InnerLoop] = {
     "own": InnerLoop(model="glu", **_SHARED),
     "ascent": InnerLoop(model="glu", direction="ascent", **_SHARED),
-    "q_is_k": InnerLoop(model="glu", **_SHARED),
+    "q_is_k": InnerLoop(model="glu", q_is_k=True, **_SHARED),
     "v1": InnerLoop(model="fc", **_SHARED),
     "v3": InnerLoop(model="fc", **_SHARED),
     "v3_as_run": InnerLoop(model="fc", **_SHARED),
@@ -70,7 +70,7 @@ class InnerTraining(nn.Module):
             raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim, self.step = num_heads, dim // num_heads, step
         self.loop = dataclasses.replace(loop or STEPS[step], epochs=inner_steps)
-        self.conv_loop = InnerLoop(model="dwconv", epochs=inner_steps, **_SHARED)
+        self.conv_loop = InnerLoop(model="dwconv", epochs=inner_steps, q_is_k=self.loop.q_is_k, **_SHARED)
         d = self.head_dim
         self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then those of the convolution
         self.qkv = nn.Linear(dim, sum(self.split_sizes))
@@ -126,9 +126,8 @@ class InnerTraining(nn.Module):
         return self.learn(self.conv_loop, [self.w3[None]], q, k, v, grid)[:, 0]
 
     def _split(self, qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-        """(B, N, 3·heads·d) -> q, or k in its place, k and v, each (B, heads, N, d)."""
-        q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-        return k if self.step == "q_is_k" else q, k, v
+        """(B, N, 3·heads·d) -> q, k and v, each (B, heads, N, d)."""
+        return qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def param_terms(self) -> dict[str, int]:
         """Named counts of parameters."""

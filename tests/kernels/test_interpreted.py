@@ -15,10 +15,11 @@ import pytest
 from tests.slow import slow
 
 FOLDER = Path(__file__).parent
+KERNELS = ["interpreted", "test_ms_deform_attn.py"]
 
 
 @pytest.mark.parametrize(
-    ("tests", "chosen"), [("interpreted", "not slow"), slow("interpreted", "slow"), slow("test_every_op.py", "")]
+    ("tests", "chosen"), [(KERNELS, "not slow"), slow(KERNELS, "slow"), slow(["test_every_op.py"], "")]
 )
 def test_under_the_interpreter(tests, chosen):
     command = [
@@ -31,7 +32,7 @@ def test_under_the_interpreter(tests, chosen):
         "no:cacheprovider",
         "-m",
         chosen,
-        str(FOLDER / tests),
+        *(str(FOLDER / name) for name in tests),
     ]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=FOLDER.parents[1], capture_output=True, text=True

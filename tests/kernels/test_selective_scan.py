@@ -100,23 +100,6 @@ def test_full_precision_leaves_out_the_last_rounding(dtype, backend):
     assert one.dtype == full.dtype and relative_error(one, full[:, :, 0]) < 1e-6
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_opcheck_of_routes(keep):
-    """Shared sequences, no gate, a full-precision output of fp16 inputs: the fake kernels say shapes and dtypes of what
-    comes.
-    """
-    sizes = Sizes(batch=2, tokens=7, channels=4, **VMAMBA)
-    *inputs, dout = check.cast(cases, draw(0, sizes), torch.float16)
-    arguments = cases.arguments([x if x is None else x.requires_grad_() for x in inputs], sizes)
-    torch.library.opcheck(CUSTOM_OP.forward, (*arguments, "torch", keep))
-    out, states = CUSTOM_OP.forward(
-        *cases.arguments([x if x is None else x.detach() for x in inputs], sizes), "torch", True
-    )
-    assert out.dtype == torch.float32 and out.shape == dout.shape
-    detached = cases.arguments([x if x is None else x.detach() for x in inputs], sizes)
-    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *detached, "torch"))
-
-
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("state_dim", [1, 5, 16])
@@ -135,15 +118,19 @@ def test_one_direction_and_no_gate(state_dim, reverse, gate):
     assert max(map(relative_error, *results)) < 1e-10
 
 
-def test_opcheck_without_a_gate():
-    """The gradient of a gate that is not there is an empty tensor."""
-    *inputs, _ = draw(0, Sizes(batch=1, tokens=11, channels=4, state_dim=3))
-    inputs[INPUTS.index("z")] = None
-    leaves = [x if x is None else x.clone().requires_grad_() for x in inputs]
-    torch.library.opcheck(CUSTOM_OP.forward, (*leaves, [False, True], False, "torch", True))
-    out, states = CUSTOM_OP.forward(*inputs, [False, True], False, "torch", True)
-    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *inputs, [False, True], False, "torch"))
-    assert CUSTOM_OP.backward(out, states, *inputs, [False, True], False, "torch")[INPUTS.index("z")].numel() == 0
+@pytest.mark.parametrize(("options", "dtype"), [(VMAMBA, torch.float16), ({"gate": False}, torch.float64)])
+def test_opcheck_of_routes_and_without_a_gate(options, dtype):
+    """Shared sequences, a full-precision output of fp16 inputs; the gradient of a gate that is not there is empty."""
+    sizes = Sizes(batch=2, tokens=7, channels=4, **options)
+    *inputs, dout = check.cast(cases, draw(0, sizes), dtype)
+    plain = cases.arguments(inputs, sizes)
+    leaves = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in plain]
+    for keep in (True, False):
+        torch.library.opcheck(CUSTOM_OP.forward, (*leaves, "torch", keep))
+    out, states = CUSTOM_OP.forward(*plain, "torch", True)
+    assert out.dtype == dispatch.compute_dtype(dtype) and out.shape == dout.shape
+    torch.library.opcheck(CUSTOM_OP.backward, (out, states, *plain, "torch"))
+    assert CUSTOM_OP.backward(out, states, *plain, "torch")[INPUTS.index("z")].numel() == 0
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 100), (5, 23), (3, 16)], ids=["tiles", "blocks", "one even tile"])
@@ -217,41 +204,25 @@ def test_nan_goes_forward_only(name, backend):
 
 
 def test_wrong_arguments():
-    inputs = [x.float() for x in draw(0, Sizes(batch=1, tokens=6, channels=4, state_dim=3))[:-1]]
-    one = dict(zip(INPUTS, one_direction(inputs), strict=True))
-    with pytest.raises(TypeError, match="selective_scan: reverse is 1, expected True or False"):
-        selective_scan(*one.values(), reverse=1)
-    with pytest.raises(ValueError, match=r"u has shape \(6, 4\), expected \(B,T,E\)"):
-        selective_scan(**one | {"u": one["u"][0]})
-    with pytest.raises(ValueError, match=r"A has shape \(4,\), expected \(E,N\) with N at least 1"):
-        selective_scan(**one | {"A": one["A"][:, 0]})
-    with pytest.raises(ValueError, match=r"C has shape \(1, 6, 4\), expected \(1, 6, 3\) beside u \(1, 6, 4\) and N 3"):
-        selective_scan(**one | {"C": one["u"]})
-    with pytest.raises(ValueError, match=r"u has shape \(1, 6, 1, 4\), expected \(B,T,2,E\)"):
-        selective_scan_bidir(inputs[0][:, :, :1], *inputs[1:])
-    with pytest.raises(ValueError, match=r"A has shape \(4, 3\), expected \(2,E,N\) with N at least 1"):
-        selective_scan_bidir(*inputs[:2], inputs[2][0], *inputs[3:])
-    with pytest.raises(TypeError, match="selective_scan_bidir: full_precision is 1, expected True or False"):
-        selective_scan_bidir(*inputs, full_precision=1)
-
-
-def test_wrong_arguments_of_routes():
-    sizes = Sizes(batch=1, tokens=6, channels=4, **VMAMBA)
-    inputs = dict(zip(INPUTS, draw(0, sizes)[:-1], strict=True))
-    for reverse in (True, None, [], [0, 1, 0, 1], "ffbb"):
-        with pytest.raises(
-            TypeError, match="selective_scan_routes: reverse is .*, expected a flag, True or False, for each route"
-        ):
-            selective_scan_routes(*inputs.values(), reverse=reverse)
-    with pytest.raises(
-        ValueError, match=r"u has 2 sequences, shape \(1, 6, 2, 4\), expected a divisor of the 3 routes of reverse"
-    ):
-        selective_scan_routes(*inputs.values(), reverse=[False, True, True])
-    with pytest.raises(ValueError, match=r"A has shape \(4, 4\), expected \(4,E,N\) with N at least 1"):
-        selective_scan_routes(*(inputs | {"A": inputs["A"][..., 0]}).values(), reverse=sizes.reverse)
-    with pytest.raises(
-        ValueError, match=r"delta has shape \(1, 6, 2, 4\), expected \(1, 6, 4, 4\) beside u \(1, 6, 2, 4\) and N 1"
-    ):
-        selective_scan_routes(*(inputs | {"delta": inputs["u"]}).values(), reverse=sizes.reverse)
-    with pytest.raises(ValueError, match=r"u has shape \(1, 6, 4\), expected \(B,T,K,E\)"):
-        selective_scan_routes(*(inputs | {"u": inputs["u"][:, :, 0]}).values(), reverse=sizes.reverse)
+    """The message names the operator, the argument and what is expected of it."""
+    one = dict(zip(INPUTS, one_direction(draw(0, Sizes(batch=1, tokens=6, channels=4, state_dim=3))[:-1]), strict=True))
+    two = dict(zip(INPUTS, draw(0, Sizes(batch=1, tokens=6, channels=4, state_dim=3))[:-1], strict=True))
+    four = dict(zip(INPUTS, draw(0, Sizes(batch=1, tokens=6, channels=4, **VMAMBA))[:-1], strict=True))
+    routes = {"reverse": VMAMBA["reverse"]}
+    wrong = [
+        (selective_scan, one | {"reverse": 1}, TypeError, "reverse is 1"),
+        (selective_scan, one | {"u": one["u"][0]}, ValueError, r"u .*\(B,T,E\)"),
+        (selective_scan, one | {"A": one["A"][:, 0]}, ValueError, r"A .*\(E,N\)"),
+        (selective_scan, one | {"C": one["u"]}, ValueError, r"C .*\(1, 6, 3\)"),
+        (selective_scan_bidir, two | {"u": two["u"][:, :, :1]}, ValueError, r"u .*\(B,T,2,E\)"),
+        (selective_scan_bidir, two | {"A": two["A"][0]}, ValueError, r"A .*\(2,E,N\)"),
+        (selective_scan_bidir, two | {"full_precision": 1}, TypeError, "full_precision is 1"),
+        *((selective_scan_routes, four | {"reverse": x}, TypeError, "reverse") for x in (True, None, [], [0, 1], "fb")),
+        (selective_scan_routes, four | {"reverse": [False, True, True]}, ValueError, "u .* divisor of the 3 routes"),
+        (selective_scan_routes, four | routes | {"A": four["A"][..., 0]}, ValueError, r"A .*\(4,E,N\)"),
+        (selective_scan_routes, four | routes | {"delta": four["u"]}, ValueError, r"delta .*\(1, 6, 4, 4\)"),
+        (selective_scan_routes, four | routes | {"u": four["u"][:, :, 0]}, ValueError, r"u .*\(B,T,K,E\)"),
+    ]
+    for function, arguments, error, message in wrong:
+        with pytest.raises(error, match=f"{function.__name__}: {message}"):
+            function(**arguments)

@@ -148,32 +148,21 @@ def test_flops_equal_those_of_the_reference(tokens, chunk_size, backward):
     assert counts[0] == counts[1]
 
 
-WRONG = {
-    "rank of q": ({"q": torch.zeros(1, 6, 8)}, ValueError, r"q has shape \(1, 6, 8\), expected \(B,T,H,D\)"),
-    "token_scale": (
-        {"chunk_size": 5},
-        ValueError,
-        r"token_scale has shape \(4,\), expected \(5,\) beside .* and chunk_size 5",
-    ),
-    "chunk_size 0": ({"chunk_size": 0}, ValueError, "chunk_size is 0, expected at least 1"),
-    "chunk_size of another type": ({"chunk_size": 4.0}, TypeError, "chunk_size is 4.0, expected an integer"),
-    "eps": ({"eps": 0.0}, ValueError, "eps is 0.0, expected a number above 0"),
-    "reverse": ({"reverse": 1}, TypeError, "reverse is 1, expected True or False"),
-    "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    changed, error, message = WRONG[case]
-    arguments = dict(zip(INPUTS, (x.float() for x in draw_one(6, 4)), strict=True)) | {"chunk_size": 4} | changed
-    with pytest.raises(error, match=message):
-        ttt_linear(**arguments)
-
-
-def test_bidir_wants_two_directions():
-    inputs = draw(0, Sizes(batch=1, tokens=6, heads=2, head_dim=4, chunk_size=4))[:-1]
-    with pytest.raises(ValueError, match=r"q has shape \(1, 6, 1, 2, 4\), expected \(B,T,2,H,D\)"):
-        ttt_linear_bidir(inputs[0][:, :, :1], *inputs[1:], chunk_size=4)
-    with pytest.raises(ValueError, match=r"token_scale has shape \(4,\), expected \(2, 4\)"):
-        ttt_linear_bidir(*inputs[:4], inputs[4][0], *inputs[5:], chunk_size=4)
+def test_wrong_arguments():
+    """The message names the operator, the argument and what is expected of it."""
+    one = dict(zip(INPUTS, (x.float() for x in draw_one(6, 4)), strict=True)) | {"chunk_size": 4}
+    two = draw(0, Sizes(batch=1, tokens=6, heads=2, head_dim=4, chunk_size=4))[:-1]
+    two = dict(zip(INPUTS, two, strict=True)) | {"chunk_size": 4}
+    wrong = [
+        (ttt_linear, one | {"q": torch.zeros(1, 6, 8)}, ValueError, r"q .*\(B,T,H,D\)"),
+        (ttt_linear, one | {"chunk_size": 5}, ValueError, r"token_scale .*\(5,\) beside .* chunk_size 5"),
+        (ttt_linear, one | {"chunk_size": 0}, ValueError, "chunk_size is 0"),
+        (ttt_linear, one | {"chunk_size": 4.0}, TypeError, "chunk_size is 4.0"),
+        (ttt_linear, one | {"eps": 0.0}, ValueError, "eps is 0.0"),
+        (ttt_linear, one | {"reverse": 1}, TypeError, "reverse is 1"),
+        (ttt_linear_bidir, two | {"q": two["q"][:, :, :1]}, ValueError, r"q .*\(B,T,2,H,D\)"),
+        (ttt_linear_bidir, two | {"token_scale": two["token_scale"][0]}, ValueError, r"token_scale .*\(2, 4\)"),
+    ]
+    for function, arguments, error, message in wrong:
+        with pytest.raises(error, match=f"{function.__name__}: {message}"):
+            function(**arguments)

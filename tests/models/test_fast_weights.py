@@ -10,25 +10,22 @@ import torch.nn.functional as F
 from timm import create_model
 
 from repro.bench.flops import counted_macs
-from repro.models.fast_weights import (
-    COEFFICIENTS,
-    LADDER,
-    FastLoop,
-    choose_form,
-    decay_matrix,
-    gate,
-    learn,
-    learn_in_parallel,
-    learn_recurrently,
-    newton_schulz,
-    read_out,
-)
+from repro.models.fast_weights import LADDER, choose_form, decay_matrix, find_obstacle, learn, learn_in_parallel
+from repro.models.inner import MODELS, InnerLoop, read_out
+from repro.models.inner import learn as learn_recurrently
 from repro.models.lact import FastWeights
+from repro.models.muon import COEFFICIENTS, newton_schulz
 from tests.models.helpers import relative
 
 NAMES = {"to_qkv": "qkv", "o_proj": "proj", "c_proj": "proj", "lr_proj": "rates", "lr_fc": "rates", "o_norm": "norm"}
-REDUCIBLE = [name for name, changes in LADDER.items() if FastLoop(**changes).obstacle is None]
+REDUCIBLE = [name for name, options in LADDER.items() if find_obstacle(InnerLoop(**options)) is None]
 CAUSAL = {"order": "before", "chunk_size": 8}
+GRID = (1, 0)  # which no learner here reads
+RELEASED = (0, 2, 1)  # places of our weights among those of the releases, W0, W1 and W2, which are (outputs, inputs)
+
+
+def lact(step: str = "own", **changes) -> InnerLoop:
+    return InnerLoop(**{**LADDER[step], **changes})
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +36,19 @@ def reference() -> dict[str, torch.Tensor]:
 
 def causal(reference: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
     """Weights; q, k, v; rates; momentum, as `learn` takes them: the heads of one image."""
-    weights = [reference[f"causal/w{place}"] for place in range(3)]
+    weights = [reference[f"causal/w{place}"].mT for place in RELEASED]
     tokens = [reference[f"causal/{name}"][None] for name in "qkv"]
-    rates = torch.cat([reference[f"causal/lr{place}"] for place in range(3)], -1)[None]
+    rates = torch.cat([reference[f"causal/lr{place}"] for place in RELEASED], -1)[None]
     return weights, tokens, rates, reference["causal/momentum"][None, ..., 0]
 
 
-def drawn(loop: FastLoop, tokens: int, d: int = 6, e: int = 10, seed: int = 0) -> tuple:
+def drawn(loop: InnerLoop, tokens: int, d: int = 6) -> tuple:
     """Arguments of `learn`, fp64, that have gradients."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     options = {"dtype": torch.float64, "requires_grad": True}
-    weights = [torch.randn(3, *shape, **options) for shape in loop.shapes(d, e)]
+    weights = [torch.randn(3, *shape, **options) for shape in loop.shapes(d)]
     q, k, v = (torch.randn(2, 3, tokens, d, **options) for _ in range(3))
-    rates = torch.rand(2, 3, tokens, 3, **options) if loop.rates else None
+    rates = torch.rand(2, 3, tokens, len(loop.learned), **options) if loop.rate != "fixed" else None
     momentum = torch.rand(2, 3, tokens, **options) if loop.momentum else None
     return weights, q, k, v, rates, momentum
 
@@ -88,8 +85,8 @@ def test_newton_schulz_is_odd_and_keeps_the_singular_vectors():
 @pytest.mark.parametrize(("norm", "name"), [("state", "postnorm"), ("copy", "prenorm")])
 def test_the_causal_learner_is_the_releases(reference, norm, name, muon, momentum):
     weights, tokens, rates, factors = causal(reference)
-    loop = FastLoop(norm=norm, muon=muon, momentum=momentum, **CAUSAL)
-    found = learn(loop, weights, *tokens, rates, factors if momentum else None, "recurrent")[0]
+    loop = lact(norm=norm, muon=muon, momentum=momentum, **CAUSAL)
+    found = learn_recurrently(loop, weights, *tokens, GRID, rates, factors if momentum else None)[0]
     key = f"causal/{name}_{'muon' if muon == 'lact' else 'sgd'}{'_momentum' * momentum}"
     assert relative(found, reference[key]) < 1e-5
 
@@ -97,30 +94,32 @@ def test_the_causal_learner_is_the_releases(reference, norm, name, muon, momentu
 def test_its_gradients_are_the_releases(reference):
     weights, tokens, rates, factors = causal(reference)
     leaves = [x.clone().requires_grad_() for x in (*weights, *tokens, *rates.unbind(-1))]
-    loop = FastLoop(muon="none", **CAUSAL)
-    out = learn(loop, leaves[:3], *leaves[3:6], torch.stack(leaves[6:], -1), factors, "recurrent")[0]
+    loop = lact(muon="none", **CAUSAL)
+    out = learn_recurrently(loop, leaves[:3], *leaves[3:6], GRID, torch.stack(leaves[6:], -1), factors)[0]
     (out * reference["causal/cot"]).sum().backward()
-    for name, leaf in zip(("w0", "w1", "w2", "q", "k", "v", "lr0", "lr1", "lr2"), leaves, strict=True):
+    for name, leaf in zip(("w0", "w2", "w1", "q", "k", "v", "lr0", "lr2", "lr1"), leaves, strict=True):
         expected = reference[f"causal/grads_of_postnorm_sgd_momentum/{name}"]
-        assert relative(leaf.grad.reshape(expected.shape), expected) < 1e-4, name
+        found = leaf.grad.mT if name.startswith("w") else leaf.grad
+        assert relative(found.reshape(expected.shape), expected) < 1e-4, name
 
 
 @pytest.mark.parametrize("name", [name for name in LADDER if name != "own"])
 def test_each_step_of_the_ladder_is_that_of_the_papers_code(reference, name):
     weights, tokens, rates, factors = causal(reference)
-    loop = FastLoop(**LADDER[name], **CAUSAL)
-    given = [reference["causal/ladder/s0"]] if loop.linear else weights
-    rest = (rates if loop.rates else None, factors if loop.momentum else None)
+    loop = lact(name, **CAUSAL)
+    given = [reference["causal/ladder/s0"].mT] if loop.model == "fc" else weights
+    rates = rates if len(loop.learned) == 3 else rates[..., 2:]
+    rest = (rates if loop.rate != "fixed" else None, factors if loop.momentum else None)
     expected = reference[f"causal/ladder/{'gradient_ascent' if name == 'ascent' else name.replace('v', 'V')}"]
     for form in ("recurrent", *(["parallel"] if name in REDUCIBLE else [])):
-        assert relative(learn(loop, given, *tokens, *rest, form)[0], expected) < 1e-5, form
+        assert relative(learn(loop, given, *tokens, GRID, *rest, form)[0], expected) < 1e-5, form
 
 
 @pytest.mark.parametrize(("name", "muon"), [("bidirectional", "none"), ("bidirectional_muon", "lact")])
 def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
     """As meant: the release assigns the orthogonal step to the weight, so that its layer with Muon forgets it."""
     part = {key.removeprefix(f"{name}/"): value for key, value in reference.items() if key.startswith(f"{name}/")}
-    layer = FastWeights(24, 3, FastLoop(momentum=False, muon=muon), ratio=2)
+    layer = FastWeights(24, 3, lact(momentum=False, muon=muon, width=2))
     keys = {
         key: [NAMES.get(word, word) for word in key.removeprefix("state_dict/").split(".")]
         for key in part
@@ -154,30 +153,29 @@ def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
     rates = (
         F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift).unflatten(2, (3, 3)).permute(0, 3, 1, 2)
     )
-    weights = [state[name].mT for name in ("w0", "w1", "w2")]
-    loop = FastLoop(momentum=False, muon=muon)
-    out = learn(loop, weights, q, *(each[:, :, :count] for each in (k, v, rates)), None, "recurrent")
+    weights = [state[f"w{place}"] for place in RELEASED]
+    loop = lact(momentum=False, muon=muon)
+    k, v, rates = (each[:, :, :count] for each in (k, v, rates[..., RELEASED]))
+    out = learn_recurrently(loop, weights, q, k, v, GRID, rates)
     out = F.rms_norm(out, (8,), state["o_norm.weight"], 1e-5).transpose(1, 2).flatten(2) @ state["c_proj.weight"].mT
     assert relative(out, part["out"]) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, {"only_last": True}, {"linear": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"only": (2,)}, {"model": "fc"}], ids=str)
 def test_a_step_is_the_gradient_of_the_inner_loss(changes):
     """By autograd, with one weighted loss for each matrix, since each has rates of its own."""
-    loop = FastLoop(muon="none", norm="none", momentum=False, **changes)
+    loop = lact(muon="none", norm="none", momentum=False, **changes)
     weights, q, k, v, rates, _ = drawn(loop, 7)
-    places = (1,) if loop.linear else (0, 1, 2)
     expected = list(weights)
-    for index, place in zip(loop.learned, places if not loop.only_last else (1,), strict=True):
-        losses = (read_out(weights, k) * v).sum(-1)  # (B, h, T)
-        for image in range(2):
-            (slope,) = torch.autograd.grad(
-                (losses[image] * rates[image, ..., place]).sum(), weights[index], retain_graph=True
-            )
-            moved = weights[index] + slope
-            expected[index] = moved[None] if image == 0 else torch.cat((expected[index], moved[None]))
-    found = learn_recurrently(loop, weights, q, k, v, rates, None)
-    torch.testing.assert_close(found, read_out(expected, q), rtol=1e-10, atol=1e-10)
+    losses = (read_out(loop, weights, k, GRID) * v).sum(-1)  # (B, h, T)
+    for index, place in enumerate(loop.learned):
+        slopes = [
+            torch.autograd.grad((loss * rate[..., index]).sum(), weights[place], retain_graph=True)[0]
+            for loss, rate in zip(losses, rates, strict=True)
+        ]
+        expected[place] = weights[place] + torch.stack(slopes)
+    found = learn_recurrently(loop, weights, q, k, v, GRID, rates)
+    torch.testing.assert_close(found, read_out(loop, expected, q, GRID), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -187,10 +185,10 @@ def test_a_step_is_the_gradient_of_the_inner_loss(changes):
 def test_parallel_is_recurrent(name, order, tokens, steps):
     """Outputs and gradients, also where the last chunk is short or the only one."""
     for chunk_size in (8, 0):
-        loop = FastLoop(**LADDER[name], order=order, chunk_size=chunk_size, steps=steps)
-        weights, *rest = drawn(loop, tokens)
-        leaves = [*weights, *(x for x in rest if x is not None)]
-        one, other = (run(loop, weights, *rest) for run in (learn_recurrently, learn_in_parallel))
+        loop = lact(name, order=order, chunk_size=chunk_size, steps=steps)
+        weights, q, k, v, *rest = drawn(loop, tokens)
+        leaves = [*weights, q, k, v, *(x for x in rest if x is not None)]
+        one, other = (learn(loop, weights, q, k, v, GRID, *rest, form) for form in ("recurrent", "parallel"))
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
         torch.manual_seed(1)
         cot = torch.randn_like(one)
@@ -204,10 +202,10 @@ def test_parallel_is_recurrent(name, order, tokens, steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("own", "W0 and W2 learn"), ("ascent", "W0 and W2 learn"), ("v1", "norm state")]
+    ("name", "part"), [("own", "W1 and W2 learn"), ("ascent", "W1 and W2 learn"), ("v1", "norm state")]
 )
 def test_what_does_not_reduce_says_which_part_is_in_the_way(name, part):
-    loop = FastLoop(**LADDER[name], chunk_size=8)
+    loop = lact(name, chunk_size=8)
     with pytest.raises(ValueError, match=f"backend parallel: {part}.*use recurrent"):
         learn_in_parallel(loop, *drawn(loop, 16))
     with pytest.raises(ValueError, match=part):
@@ -222,11 +220,11 @@ def test_what_does_not_reduce_depends_on_the_order_of_the_chunks():
     """A sum over chunks does not: swapping two chunks of keys and values moves the state with a norm, and not without."""
     moved = {}
     for name in ("v1", "v2"):
-        loop = FastLoop(**{**LADDER[name], "momentum": False}, chunk_size=8)
+        loop = lact(name, momentum=False, chunk_size=8)
         weights, q, k, v, rates, _ = drawn(loop, 32)
         swapped = [torch.cat((x[:, :, 8:16], x[:, :, :8], x[:, :, 16:]), 2) for x in (k, v, rates)]
-        one = learn_recurrently(loop, weights, q, k, v, rates, None)
-        other = learn_recurrently(loop, weights, q, *swapped, None)
+        one = learn_recurrently(loop, weights, q, k, v, GRID, rates)
+        other = learn_recurrently(loop, weights, q, *swapped[:2], GRID, swapped[2])
         moved[name] = relative(one, other)
     assert moved["v2"] < 1e-12 and moved["v1"] > 1e-4
 
@@ -251,20 +249,20 @@ def test_decays_at_the_ends_of_their_range():
 
 def test_ascent_with_mirrored_values_is_descent_bit_for_bit():
     torch.manual_seed(0)
-    weights = [torch.randn(2, *shape) for shape in FastLoop().shapes(6, 10)]
+    weights = [torch.randn(2, *shape) for shape in lact().shapes(6)]
     q, k, v = (torch.randn(2, 2, 24, 6) for _ in range(3))
     rates, momentum = torch.rand(2, 2, 24, 3), torch.rand(2, 2, 24)
-    down = learn(FastLoop(chunk_size=8), weights, q, k, v, rates, momentum, "recurrent")
-    up = learn(FastLoop(chunk_size=8, direction="ascent"), weights, q, k, -v, rates, momentum, "recurrent")
+    down = learn_recurrently(lact(chunk_size=8), weights, q, k, v, GRID, rates, momentum)
+    up = learn_recurrently(lact("ascent", chunk_size=8), weights, q, k, -v, GRID, rates, momentum)
     assert torch.equal(down, up)
 
 
 def test_a_learned_kernel_is_static_in_v1():
     """The features of queries are those of the start."""
-    loop = FastLoop(**LADDER["v2"], chunk_size=8)
+    loop = lact("v2", chunk_size=8)
     weights, q, k, v, rates, momentum = drawn(loop, 16)
-    out = learn_recurrently(loop, weights, q, k, v, rates, momentum)
-    features = gate(weights, q)[0]
+    out = learn_recurrently(loop, weights, q, k, v, GRID, rates, momentum)
+    features = MODELS[loop.model].prepare(weights, q, GRID)[-1]
     residual = out - features @ torch.linalg.lstsq(features, out).solution
     assert features.shape[-1] < 16 and residual.abs().max() < 1e-9
 
@@ -301,7 +299,7 @@ def test_the_model_runs_both_forms(backend):
         (lambda: create_model("lact_nano_patch4_32", num_heads=48), "a head of width 1 has vectors"),
         (lambda: newton_schulz(torch.randn(5), "lact"), "is a vector; use muon none"),
         (lambda: newton_schulz(torch.randn(2, 1, 5), "lact"), "is a vector; use muon none"),
-        (lambda: choose_form(FastLoop(), "paralel", torch.device("cpu")), "did you mean 'parallel'"),
+        (lambda: choose_form(lact(), "paralel", torch.device("cpu")), "did you mean 'parallel'"),
     ],
 )
 def test_wrong_choices_are_refused(make, message):

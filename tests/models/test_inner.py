@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from repro.models.inner import LOSSES, MODELS, InnerLoop, adapt, error_signal, learn, read_out
+from repro.models.inner import LOSSES, MODELS, InnerLoop, error_signal, follow, learn, read_out
 from tests.models.helpers import relative
 from tests.slow import first
 
@@ -117,6 +117,12 @@ def draw(loop: InnerLoop, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor, 
     for each in (*weights, q, k, v, rates):
         each.requires_grad_()
     return weights, q, k, v, rates
+
+
+def adapt(*arguments) -> list[Tensor]:
+    """The weights after all learning."""
+    *_, learned = follow(*arguments)
+    return learned
 
 
 def build(model: str, width: int, depth: int, **options) -> InnerLoop:

@@ -13,7 +13,7 @@ import torch
 from repro.core.config import build, load_section
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
-from repro.models import fast_weights
+from repro.models import fast_weights, inner
 from repro.models.registry import build_model
 from repro.papers import describe_recipe, load_papers
 from repro.papers.grid import load_grid, vary_recipe
@@ -173,10 +173,8 @@ def test_a_broken_learner_shows_in_the_residuals(monkeypatch):
     """The recurrence of LaCT with a step that is a thousandth too long."""
     for function in (formulas.parallel_error, formulas.identity_error):
         function.cache_clear()
-    find_steps = fast_weights._find_steps
-    monkeypatch.setattr(
-        fast_weights, "_find_steps", lambda *arguments: [1.001 * step for step in find_steps(*arguments)]
-    )
+    find = inner._find_gradients
+    monkeypatch.setattr(inner, "_find_gradients", lambda *arguments: [1.001 * step for step in find(*arguments)])
     try:
         assert formulas.parallel_error("v6") > 1e-4 and formulas.identity_error("v6_of_lact") > 1e-4
     finally:
@@ -460,8 +458,8 @@ def test_the_table_of_learners_says_yes_where_the_code_has_a_parallel_form():
     rows = re.findall(r"^\| LaCT(?:, (V\d))? \|.*\| (yes|no)[:;][^|]*\|[^|]*\|$", page, re.M)
     said = {step.lower() or "own": word for step, word in rows}
     assert said.keys() == {"own", *(f"v{number}" for number in range(1, 7))}
-    loops = {step: fast_weights.FastLoop(**fast_weights.LADDER[step]) for step in said}
-    assert said == {step: "no" if loop.obstacle else "yes" for step, loop in loops.items()}
+    loops = {step: inner.InnerLoop(**fast_weights.LADDER[step]) for step in said}
+    assert said == {step: "no" if fast_weights.find_obstacle(loop) else "yes" for step, loop in loops.items()}
 
 
 def test_probes_are_set_against_the_papers_first_figure(checkout):

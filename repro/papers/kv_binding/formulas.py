@@ -6,7 +6,7 @@ Every error is a share of the largest value of what is stated.
 import functools
 from typing import Any
 
-from .sides import CHUNK, IDENTITIES, OF_LACT, SEED, TOKENS, WIDTH, draw_lact, unroll_mlp
+from .sides import CHUNK, GRID, IDENTITIES, OF_LACT, SEED, TOKENS, WIDTH, draw_lact, unroll_mlp
 
 
 @functools.cache
@@ -115,12 +115,12 @@ def reads_static_kernel(step: str) -> bool:
     """
     import torch
 
-    from ...models.fast_weights import gate, learn
+    from ...models.inner import MODELS, learn
 
     loop, weights, (_, k, v), rates, momentum = draw_lact(step)
     q = torch.randn(1, 1, 2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out = learn(loop, weights, q, k, v, rates, momentum, "recurrent")
-    features = q if loop.linear else gate(weights, q)[0]
+    out = learn(loop, weights, q, k, v, GRID, rates, momentum)
+    features = MODELS[loop.model].prepare(weights, q, GRID)[-1]
     state = torch.linalg.lstsq(features[0, 0], out[0, 0]).solution
     return _compare(features @ state, out) < 1e-10
 
@@ -138,7 +138,7 @@ def parallel_error(step: str) -> float:
     for form in ("parallel", "recurrent"):
         loop, weights, tokens, rates, momentum = draw_lact(step, order="before")
         given = [tensor.requires_grad_() for tensor in (*weights, *tokens, rates, momentum) if tensor is not None]
-        out = learn(loop, weights, *tokens, rates, momentum, form)
+        out = learn(loop, weights, *tokens, GRID, rates, momentum, form)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         gradients = torch.autograd.grad((out * cotangent).sum(), given, allow_unused=True)
         found[form] = [out.detach(), *(each for each in gradients if each is not None)]
@@ -151,16 +151,16 @@ def order_error(step: str, norm: str | None = None) -> float:
     output.
 
     A state that is a sum over chunks does not change. Without momentum, whose weights depend on the place of a chunk;
-    `norm` is that of `FastLoop`, None for what the step has.
+    `norm` is that of `InnerLoop`, None for what the step has.
     """
-    from ...models.fast_weights import learn
+    from ...models.inner import learn
 
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
     loop, weights, (q, k, v), rates, _ = draw_lact(step, **changes)
     swapped = [*range(CHUNK, 2 * CHUNK), *range(CHUNK), *range(2 * CHUNK, TOKENS)]
-    first = learn(loop, weights, q, k, v, rates, None, "recurrent")
+    first = learn(loop, weights, q, k, v, GRID, rates)
     moved = None if rates is None else rates[:, :, swapped]
-    return _compare(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], moved, None, "recurrent"), first)
+    return _compare(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], GRID, moved), first)
 
 
 @functools.cache

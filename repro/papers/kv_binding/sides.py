@@ -1,8 +1,7 @@
 """Both sides of the equations of the paper in fp64: what is computed, and what is stated. See `formulas` for what each
 of them is.
 
-Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, outputs); `repro.models.fast_weights`
-has LaCT's (outputs, inputs).
+Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, outputs).
 """
 
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 SEED, TOKENS, WIDTH = 0, 12, 8
 CHUNK = 3  # tokens of a chunk, where there are chunks
+GRID = (1, TOKENS)
 
 
 def draw() -> tuple:
@@ -26,33 +26,39 @@ def draw_lact(step: str, **changes: Any) -> tuple:
     """A loop of the ladder, its start, (q, k, v), rates and momentum: one image, one head, chunks of `CHUNK` tokens."""
     import torch
 
-    from ...models.fast_weights import LADDER, FastLoop
+    from ...models.fast_weights import LADDER
+    from ...models.inner import InnerLoop
 
-    loop = FastLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
-    q, k, v, *weights = draw()
+    loop = InnerLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
+    q, k, v, first, last, second = draw()
     generator = torch.Generator().manual_seed(1)
-    rates = torch.rand(1, 1, TOKENS, 3, generator=generator, dtype=torch.float64) if loop.rates else None
-    momentum = torch.rand(1, 1, TOKENS, generator=generator, dtype=torch.float64) if loop.momentum else None
-    start = [weight[None].clone() for weight in (weights[:1] if loop.linear else weights)]
+    rates = momentum = None
+    if loop.rate == "per_weight":
+        drawn = torch.rand(1, 1, TOKENS, 3, generator=generator, dtype=torch.float64)
+        rates = drawn[..., [0, 2, 1] if len(loop.learned) == 3 else [1]]
+    if loop.momentum:
+        momentum = torch.rand(1, 1, TOKENS, generator=generator, dtype=torch.float64)
+    weights = [first] if loop.model == "fc" else [first, second, last]
+    start = [weight.mT[None].clone() for weight in weights]
     return loop, start, tuple(x[None, None].clone() for x in (q, k, v)), rates, momentum
 
 
 def _negated_loss() -> tuple:
-    from ...models.fast_weights import learn
+    from ...models.inner import learn
 
     outs = []
     for step, sign in (("ascent", 1), ("own", -1)):
         loop, weights, (q, k, v), rates, momentum = draw_lact(step)
-        outs.append(learn(loop, weights, q, k, sign * v, rates, momentum, "recurrent"))
+        outs.append(learn(loop, weights, q, k, sign * v, GRID, rates, momentum))
     return tuple(outs)
 
 
 def _zero_start() -> tuple:
-    from ...models.fast_weights import learn
+    from ...models.inner import learn
 
     loop, weights, tokens, _, _ = draw_lact("v6", chunk_size=1, order="after")
     q, k, v, *_ = draw()
-    return learn(loop, [0 * weights[0]], *tokens, None, None, "recurrent")[0, 0], (q @ k.mT).tril() @ v
+    return learn(loop, [0 * weights[0]], *tokens, GRID)[0, 0], (q @ k.mT).tril() @ v
 
 
 def _delta_rule() -> tuple:
@@ -134,28 +140,28 @@ def _convolution() -> tuple:
 
 
 def _norm_of_static() -> tuple:
-    from ...models.fast_weights import EPS
+    from ...models.inner import NORM_EPS
 
     *_, W = draw()
     norms = W.norm(dim=-1, keepdim=True)
-    return W / (norms + EPS) * norms, W
+    return W / (norms + NORM_EPS) * norms, W
 
 
 def _rate_in_value() -> tuple:
-    from ...models.fast_weights import learn
+    from ...models.inner import learn
 
     loop, weights, (q, k, v), rates, momentum = draw_lact("v3")
     without, *_ = draw_lact("v4")
-    outs = learn(loop, weights, q, k, v, rates, momentum, "recurrent")
-    return learn(without, weights, q, k, v * rates[..., 1:2], None, momentum, "recurrent"), outs
+    outs = learn(loop, weights, q, k, v, GRID, rates, momentum)
+    return learn(without, weights, q, k, v * rates, GRID, None, momentum), outs
 
 
 def _v6_of_lact() -> tuple:
-    from ...models.fast_weights import learn
+    from ...models.inner import learn
 
     loop, weights, tokens, _, _ = draw_lact("v6")
     q, k, v, W, *_ = draw()
-    return learn(loop, weights, *tokens, None, None, "recurrent")[0, 0], q @ (W.mT + k.mT @ v)
+    return learn(loop, weights, *tokens, GRID)[0, 0], q @ (W.mT + k.mT @ v)
 
 
 def _v6_of_vit3(step: str, factor: float, values: Callable[[Any, Any, Any], Any]) -> Callable[[], tuple]:
@@ -215,7 +221,7 @@ def _recur_lact(muon: bool, rates: bool = True) -> tuple:
     """
     import torch
 
-    from ...models.fast_weights import newton_schulz
+    from ...models.muon import newton_schulz
 
     q, k, v, start, _, _ = draw()
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""What is the selective scan's own among the tests of its kernels: groups of tokens, no gate, small steps, strides that
+"""What is the selective scan's own among the tests of its kernels: groups of tokens, small steps, strides that
 are not copied.
 """
 
@@ -7,11 +7,11 @@ import functools
 import pytest
 import torch
 
-from kernels.selective_scan import selective_scan, selective_scan_bidir, triton_fwd
+from kernels.selective_scan import selective_scan_bidir, triton_fwd
 from kernels.selective_scan.reference import Arguments
 from kernels.tools import check
 from kernels.tools.selective_scan_cases import CASES as cases
-from kernels.tools.selective_scan_cases import VMAMBA, Sizes, one_direction
+from kernels.tools.selective_scan_cases import VMAMBA, Sizes
 from tests.slow import slow
 
 INPUTS, draw = cases.INPUTS, cases.draw
@@ -29,20 +29,6 @@ def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dt
     assert triton_fwd.states_shape(shape, sizes.state_dim, True)[2] == (2 if tokens == 19 else 0)
     row = check.compare(cases, "", sizes, dtype, seeds=[0])
     assert row["passed"], row
-
-
-@pytest.mark.parametrize("gate", [True, False])
-def test_one_direction_and_no_gate(gate):
-    *inputs, dout = (x.float() for x in draw(0, Sizes(batch=1, tokens=5, channels=8, state_dim=8)))
-    inputs, dout = one_direction(inputs), dout[:, :, 0]
-    if not gate:
-        inputs[INPUTS.index("z")] = None
-    leaves = [x.requires_grad_() for x in inputs if x is not None]
-    results = []
-    for backend in ("triton", "reference"):
-        out = selective_scan(*inputs, reverse=True, backend=backend)
-        results.append([out, *torch.autograd.grad(out, leaves, dout)])
-    assert max(map(check.relative_error, *results)) < 1e-5
 
 
 def test_small_steps_keep_their_accuracy():

@@ -128,17 +128,6 @@ def test_two_launches_where_programs_are_few(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("r", [0, 1])
-def test_one_direction_of_the_public_operator(r):
-    *inputs, dout = (x.float() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16)))
-    leaves = [x.requires_grad_() for x in one_direction(inputs, r)]
-    results = []
-    for backend in ("triton", "reference"):
-        out = ttt_linear(*leaves, reverse=r == 1, backend=backend)
-        results.append([out, *torch.autograd.grad(out, leaves, dout[:, :, r])])
-    assert max(map(check.relative_error, *results)) < 1e-5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministic):

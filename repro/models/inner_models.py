@@ -1,0 +1,202 @@
+"""The twelve inner models in closed form: what they read out, and the gradients of their weights.
+
+`repro.models.inner` learns them.
+
+Shape suffixes: B images, h heads, N tokens, d head dimension.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from .backbone import Grid
+
+Weights = Sequence[Tensor]
+Pair = tuple[Any, Tensor]
+
+
+class Size(Protocol):
+    """What an `InnerLoop` says of the size of its model."""
+
+    width: float
+    depth: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InnerModel:
+    """A model F(x; W) as functions of its weights W, each (h, *shape) or (B, h, *shape), and tokens x (B, h, N, d).
+
+    Args:
+        shapes: (size, d) -> the shape of each weight of one head.
+        prepare: (W, x, grid) -> what `read` and `pull` share: the activations before the last linear layer.
+        read: (W, prepared) -> F(x), shape of x.
+        pull: (W, prepared, e) -> for each weight, the last one first, a pair (x_p, e_p): the tokens that it meets, and
+            e, which is like F(x), brought back to its product with them.
+        join: (x_p, e_p) -> the gradient of Σ ⟨e, F(x)⟩ with respect to the weight, Σ_n x_pᵀ e_p.
+        norm_axes: the axes over which norms of weights and gradients are taken; one remains for each output unit.
+        on_grid: whether F mixes tokens that are neighbours on the (h, w) grid.
+        ends_linear: whether the last weight is a linear layer, whose product only `read` needs.
+        first_back: the first of the weights through which `pull` passes e back; None where there are none.
+        has_width, has_depth: whether `InnerLoop.width` and `depth` have a meaning.
+    """
+
+    shapes: Callable[[Size, int], list[tuple[int, ...]]]
+    prepare: Callable[[Weights, Tensor, Grid], tuple]
+    read: Callable[[Weights, tuple], Tensor]
+    pull: Callable[[Weights, tuple, Tensor], Iterable[Pair]]
+    join: Callable[[Any, Tensor], Tensor] = lambda x, e: x.mT @ e
+    norm_axes: tuple[int, ...] = (-2,)
+    on_grid: bool = False
+    ends_linear: bool = True
+    first_back: int | None = None
+    has_width: bool = False
+    has_depth: bool = False
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    """SiLU'(z) = σ(z)·(1 + z·(1 − σ(z)))."""
+    sigmoid = z.sigmoid()
+    return sigmoid * (1 + z * (1 - sigmoid))
+
+
+def _square(count: int) -> Callable[[Size, int], list[tuple[int, ...]]]:
+    """So many d x d matrices."""
+    return lambda size, d: [(d, d)] * count
+
+
+def _mlp_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
+    sides = [d, *[int(size.width * d)] * (size.depth - 1), d]
+    return list(itertools.pairwise(sides))
+
+
+def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
+    """SiLU between the layers and none at the end -> (inputs of every layer, pre-activations of all but the last)."""
+    inputs, pre = [x], []
+    for weight in W[:-1]:
+        pre.append(inputs[-1] @ weight)
+        inputs.append(F.silu(pre[-1]))
+    return inputs, pre
+
+
+def _mlp_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[Pair]:
+    inputs, pre = prepared
+    yield inputs[-1], e
+    for weight, x, z in zip(reversed(W[1:]), reversed(inputs[:-1]), reversed(pre), strict=True):
+        e = (e @ weight.mT) * _silu_slope(z)
+        yield x, e
+
+
+def _add_identity(W: Weights) -> list[Tensor]:
+    """The weights with W_P + I in place of the last one."""
+    return [*W[:-1], W[-1] + torch.eye(W[-1].shape[-1], dtype=W[-1].dtype, device=W[-1].device)]
+
+
+def _swiglu_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
+    z1, z2 = x @ W[0], x @ W[1]
+    gate = F.silu(z1)
+    return x, z1, z2, gate, gate * z2
+
+
+def _swiglu_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
+    hidden = int(size.width * d)
+    return [(d, hidden), (d, hidden), (hidden, d)]
+
+
+def _swiglu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[Pair]:
+    x, z1, z2, gate, a = prepared
+    yield a, e
+    back = e @ W[2].mT
+    yield x, back * gate
+    yield x, back * z2 * _silu_slope(z1)
+
+
+def _glu_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
+    z2 = x @ W[1]
+    return x, x @ W[0], z2, F.silu(z2)
+
+
+def _glu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[Pair]:
+    x, z1, z2, gate = prepared
+    yield x, e * z1 * _silu_slope(z2)
+    yield x, e * gate
+
+
+def _conv_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
+    """One image (1, B·h·d, h, w), in which every image and head has groups of its own."""
+    B, heads, _, d = x.shape
+    return x.mT.reshape(1, B * heads * d, *grid), x.shape
+
+
+def _conv_read(W: Weights, prepared: tuple) -> Tensor:
+    image, (B, heads, N, d) = prepared
+    kernel = W[0].expand(B, *W[0].shape[-5:]).reshape(B * heads * d, -1, 3, 3)
+    out = F.conv2d(image, kernel, padding=1, groups=image.shape[1] // kernel.shape[1])
+    return out.reshape(B, heads, d, N).mT
+
+
+def _conv_join(x: tuple, e: Tensor) -> Tensor:
+    """G[o, i, δ] = Σ_p e[p, o]·x[p + δ, i] over the positions p of a grid with zeros outside."""
+    (image, (B, heads, _, d)), per_group = x
+    gradient = conv2d_weight(
+        image, (B * heads * d, per_group, 3, 3), e.mT.reshape(image.shape), padding=1, groups=B * heads * d // per_group
+    )
+    return gradient.reshape(B, heads, d, per_group, 3, 3)
+
+
+_MLP: dict[str, Any] = {"shapes": _mlp_shapes, "prepare": _mlp_prepare, "first_back": 1, "has_depth": True}
+_CONV: dict[str, Any] = {
+    "prepare": _conv_prepare,
+    "read": _conv_read,
+    "pull": lambda W, prepared, e: [((prepared, W[0].shape[-3]), e)],
+    "join": _conv_join,
+    "norm_axes": (-3, -2, -1),
+    "on_grid": True,
+}
+MODELS: dict[str, InnerModel] = {
+    "fc": InnerModel(  # x W
+        shapes=_square(1),
+        prepare=lambda W, x, grid: (x,),
+        read=lambda W, prepared: prepared[0] @ W[0],
+        pull=lambda W, prepared, e: [(prepared[0], e)],
+    ),
+    "silu_fc": InnerModel(  # SiLU(x W)
+        shapes=_square(1),
+        prepare=lambda W, x, grid: (x, x @ W[0]),
+        read=lambda W, prepared: F.silu(prepared[1]),
+        pull=lambda W, prepared, e: [(prepared[0], e * _silu_slope(prepared[1]))],
+        ends_linear=False,
+    ),
+    "glu": InnerModel(  # (x W1) ⊙ SiLU(x W2)
+        shapes=_square(2),
+        prepare=_glu_prepare,
+        read=lambda W, prepared: prepared[1] * prepared[3],
+        pull=_glu_pull,
+        ends_linear=False,
+    ),
+    "mlp": InnerModel(read=lambda W, prepared: prepared[0][-1] @ W[-1], pull=_mlp_pull, has_width=True, **_MLP),
+    "mlp_residual": InnerModel(  # an MLP plus x
+        read=lambda W, prepared: prepared[0][-1] @ W[-1] + prepared[0][0], pull=_mlp_pull, has_width=True, **_MLP
+    ),
+    "mlp_identity": InnerModel(  # an MLP whose last layer is W + I
+        read=lambda W, prepared: prepared[0][-1] @ _add_identity(W)[-1],
+        pull=lambda W, prepared, e: _mlp_pull(_add_identity(W), prepared, e),
+        **_MLP,
+    ),
+    "swiglu": InnerModel(  # (SiLU(x W1) ⊙ (x W2)) W3
+        shapes=_swiglu_shapes,
+        prepare=_swiglu_prepare,
+        read=lambda W, prepared: prepared[4] @ W[2],
+        pull=_swiglu_pull,
+        first_back=2,
+        has_width=True,
+    ),
+    # 3x3 convolutions on the grid with zeros outside, all channels of a head to all, and each to itself
+    "conv": InnerModel(shapes=lambda size, d: [(d, d, 3, 3)], **_CONV),
+    "dwconv": InnerModel(shapes=lambda size, d: [(d, 1, 3, 3)], **_CONV),
+}
