@@ -4,7 +4,8 @@ FLOP formulas.
 To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque
 operation. Which of the backends `torch`, `triton` and `numba` runs is decided inside it, from device, dtype and sizes.
 The files of Triton and numba, and these packages with them, are imported nowhere else. The backend `reference` is plain
-operations under autograd.
+operations under autograd. It also runs under forward-mode AD and the transforms of torch.func (jvp, grad, vmap, ...),
+for which a custom op has no rules: an output without its tangent would be a wrong derivative without a word.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .dispatch import Load, check_backend, compute_dtype, no_autocast
@@ -109,7 +111,7 @@ class CustomOp:
     def __call__(self, x: Any, backend: str) -> Tensor:
         """The output for these arguments on the requested backend."""
         check_backend(backend)
-        if backend == "reference":
+        if backend == "reference" or _is_transformed(x):
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
         if not self._has_states:
@@ -196,6 +198,18 @@ class CustomOp:
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
+
+
+def _is_transformed(x: Any) -> bool:
+    """Whether a tensor has a tangent, or is inside a transform of torch.func."""
+    if torch.compiler.is_compiling():  # which traces transforms by itself
+        return False
+    tensors = [value for value in x if isinstance(value, Tensor)]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(value).tangent is not None for value in tensors
+    )
 
 
 def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:

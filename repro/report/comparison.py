@@ -1,6 +1,4 @@
-"""The sections that set a paper beside ours: how to read the page, counts, tables, claims, contradictions, and what is
-missing.
-"""
+"""What sets a paper next to ours: counts, tables, claims, contradictions, and what is missing."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,62 +26,53 @@ CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
 
 
-def how_to_read(report: Report) -> Section:
-    """What the marks mean and what is compared."""
+def find_claims_files(report: Report) -> Line:
+    """The files that hold all entries."""
+    return prose("`claims.csv` and `claims.json`" if report.paper.primary else f"`{report.paper.id}.claims.json`")
+
+
+def list_marks(_: Report) -> list[Block]:
+    """What the marks mean."""
+    return [table(["mark", "what it means"], LEGEND.items())]
+
+
+def describe_speed_rule(report: Report) -> str:
+    """Under which conditions a speed is compared; empty where the paper names no device."""
     conditions = report.paper.ledger.paper
-    files = "`claims.csv` and `claims.json`" if report.paper.primary else f"`{report.paper.id}.claims.json`"
-    sources = (
-        f"`repro report` writes this page from the records under `results/` and from the paper's ledger; code sets every status. params.yaml "
-        f"holds {report.named}. All entries, with reasons, commands and records, are in {files}."
-    )
-    batch = (
-        f" at batch {conditions.speed_batch}"
-        if conditions.speed_batch
-        else " at the paper's batch, which it does not name"
-    )
-    speed = f", speed and memory only when taken on one {conditions.speed_device}{batch}"
-    units = (
-        "Parameters are in millions; the paper's FLOPs are multiply-adds, and so are ours. Accuracy is compared only when it was "
-        f"taken on the whole validation split of the paper's data set{speed if conditions.speed_device else ''}."
-    )
-    legend = table(["mark", "what it means"], LEGEND.items())
-    return Section("How to read this page", [prose(sources), legend, (units,)])
+    if not conditions.speed_device:
+        return ""
+    batch = conditions.speed_batch
+    at_batch = f"at batch {batch}" if batch else "at the paper's batch, which it does not name"
+    return f"Speed and memory are compared only when taken on one {conditions.speed_device} {at_batch}."
 
 
-def summary(report: Report) -> Section:
-    """How many entries of each kind have each status, and how many of the paper's relations hold."""
+def count_kinds(report: Report) -> list[Block]:
+    """How many entries of each kind have each status."""
     rows = []
     for kind, label in KINDS.items():
         counts = count_statuses(verdict for verdict in report.all if verdict.entry.kind == kind)
         rows.append([label, *(number(counts[word]) for word in STATUSES), number(counts.total())])
     counts = count_statuses(report.all)
     rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(counts.total())])
+    return [table(["entries of the ledger", *STATUSES, "all"], rows)]
+
+
+def count_relations(report: Report, what: str) -> int:
+    """How many of the relations among the paper's numbers were `checked`, `hold` or are `broken`; how many entries are
+    `unmeasured`, and how many of these are in such relations and `consistent`.
+    """
     checks = sum(verdict.checks for verdict in report.all)
     violations = sum(verdict.violations for verdict in report.all)
-    text = (
-        f"{checks} relations that the paper's numbers must satisfy among themselves were recomputed (differences quoted in the text, the "
-        f"same model in two tables, formulas): {checks - violations} hold, {violations} do not."
-    )
     own = [verdict for verdict in report.all if verdict.status == NOT_MEASURED.word]
     consistent = sum(bool(verdict.checks) and not verdict.violations for verdict in own)
-    text += f" Of the {len(own)} entries that are not measured, {consistent} are in such relations, and consistent with the paper's tables."
-    return Section("Summary", [table(["entries of the ledger", *STATUSES, "all"], rows), (text,)])
+    found = {"checked": checks, "hold": checks - violations, "broken": violations}
+    return (found | {"unmeasured": len(own), "consistent": consistent})[what]
 
 
-def headlines(report: Report) -> Section:
+def list_headlines(report: Report) -> list[Block]:
     """The claims that the paper leads with."""
     chosen = [claim for claim in report.paper.ledger.claims if _is_headline(claim, report)]
-    blocks: list[Block] = [_claim_table(chosen, report, with_reasons=True)]
-    if report.paper.ledger.paper.speed_device:
-        name = report.paper.baseline
-        text = (
-            f"A speed or a memory that is measured elsewhere than on the paper's device says what holds on that device. The paper's {name} "
-            "has unfused attention; people run the fused one today, so both are given. In brackets is the range of the "
-            "processes that measured a row, from five on their 95 % interval; of a single process, that of its steps, which is narrower "
-            "than what another process may give."
-        )
-        blocks.append((text,))
-    return Section("Headline claims", blocks)
+    return [_claim_table(chosen, report, with_reasons=True)] if report.paper.headlines else []
 
 
 def table_section(about: Table, report: Report) -> Section:
@@ -139,14 +128,12 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
     ]
 
 
-def other_claims(report: Report) -> Section:
+def list_claims(report: Report) -> list[Block]:
     """The claims of the text that are no headlines."""
-    others = [claim for claim in report.paper.ledger.claims if not _is_headline(claim, report)]
-    title = "The text's other claims" if report.paper.headlines else "The text's claims"
-    return Section(title, [_claim_table(others, report)])
+    return [_claim_table([claim for claim in report.paper.ledger.claims if not _is_headline(claim, report)], report)]
 
 
-def contradictions(report: Report) -> Section:
+def list_contradictions(report: Report) -> list[Block]:
     """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
     groups: dict[tuple, list[Entry]] = {}
     for verdict in report.all:
@@ -157,11 +144,10 @@ def contradictions(report: Report) -> Section:
         ["; ".join(dict.fromkeys(entry.place for entry in entries)), _prints(entries[-1]), evidence]
         for (_, _, evidence), entries in groups.items()
     ]
-    text = "Numbers are recomputed by code from the paper's own; formulas and sentences were compared by hand."
-    return Section(CONTRADICTIONS, [(text,), table(["where", "it prints", "but"], rows)])
+    return [table(["where", "it prints", "but"], rows)]
 
 
-def differences(report: Report) -> Section:
+def list_differences(report: Report) -> list[Block]:
     """Every number of ours that differs, with the reason; entries of one reason share a row."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in report.all:
@@ -171,8 +157,7 @@ def differences(report: Report) -> Section:
     for why, own in sorted(groups.items(), key=lambda item: not item[0]):
         shown = [(f"{each.entry.printed or each.entry.says} → ", format_ours(each)) for each in own]
         rows.append([", ".join(each.entry.id for each in own), join(shown, "; "), why or strong("unexplained")])
-    text = "An explanation has its evidence: a computation that the report repeats, or a source. What has neither is unexplained."
-    return Section(DIFFERENCES, [(text,), table(["entries", "paper → ours", "why"], rows)])
+    return [table(["entries", "paper → ours", "why"], rows)]
 
 
 def not_measurable(report: Report) -> list[Section]:
@@ -194,7 +179,7 @@ def not_measurable(report: Report) -> list[Section]:
     return [Section("Not measurable as described", [table(["where", "it prints", "but"], rows)])]
 
 
-def not_measured(report: Report) -> Section:
+def list_unmeasured(report: Report) -> list[Block]:
     """The reasons for which there is no number of ours, the most frequent first."""
     groups: dict[tuple[str, bool], list[str]] = {}  # what nothing would measure stands apart
     for verdict in report.all:
@@ -202,7 +187,7 @@ def not_measured(report: Report) -> Section:
             groups.setdefault((verdict.reason, _is_remark(verdict.command)), []).append(verdict.command)
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     rows = [[number(len(commands)), reason, _first_command(commands, report)] for (reason, _), commands in ranked]
-    return Section("Not measured, and why", [table(["entries", "reason", "what would measure it"], rows)])
+    return [table(["entries", "reason", "what would measure it"], rows)]
 
 
 def _compare(verdict: Verdict) -> Piece | Line:

@@ -6,7 +6,7 @@ from pathlib import Path
 from .claims import Report
 from .contest import find_speeds
 from .dense import find_dense_drawn
-from .document import Block, Heading, Line, Picture, Section, code, prose, table
+from .document import Block, Heading, Line, Picture, code, prose, table
 from .paper import Figure
 from .records import Source, describe_age
 from .results import Results
@@ -16,19 +16,16 @@ from .verdicts import format_counts
 OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 
 
-def figures_section(report: Report) -> Section:
+def list_figures(report: Report) -> list[Block]:
     """The paper's figures and ours, and what the ledger says of each."""
-    text = "The paper's figures and ours, without the diagrams and others that show nothing measurable here."
-    return Section(
-        "Figures", [(text,), *(block for figure in report.paper.figures for block in _figure(figure, report))]
-    )
+    return [block for figure in report.paper.figures for block in _figure(figure, report)]
 
 
-def examples(report: Report) -> list[Section]:
+def list_examples(report: Report) -> list[Block]:
     """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what
     they confuse.
 
-    A page shows the models that stand on it; no section without any.
+    A page shows the models that stand on it.
     """
     results = report.results
     blocks: list[Block] = []
@@ -47,8 +44,7 @@ def examples(report: Report) -> list[Section]:
             (Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),),
             _origin_line(f"figures/{name}", sources, report),
         ]
-    text = "Held-out images with what trained models see in them. The paper prints none."
-    return [Section("Example pictures", [(text,), *blocks])] if blocks else []
+    return blocks
 
 
 def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:

@@ -6,7 +6,6 @@ from typing import Any
 from ..core.noise import find_interval
 from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
-from .paper import Paper
 from .records import Source, describe_age, find_missing_records, find_score_interval
 from .results import Missing, Results, SpeedGroup
 from .verdicts import significant
@@ -27,18 +26,14 @@ def missing_records(results: Results) -> list[Section]:
     return [Section("Missing cells", [prose(text), table(["record", "what makes it"], rows)])]
 
 
-def speed_and_memory(results: Results) -> Section:
+def list_speeds(report: Report) -> list[Block]:
     """The rows of every device, and what sweeps conclude from theirs."""
-    title = "Speed and memory measured here"
+    results = report.results
+    if not report.paper.primary:
+        return []
     if not results.speed_rows:
-        return Section(title, [prose("Nothing is measured yet: `repro efficiency`.")])
-    text = (
-        "Each row is the median step of a fresh process, or the median over several, with its range: the 95 % interval where there are "
-        "five processes or six steps, else from the least to the largest. A model with softmax attention runs "
-        "twice: `unfused` attention is what the paper's quadratic memory implies, `fused` is what a user runs today. These rows stand for "
-        "their own device only. A row is noisy where other work on the machine disturbed it (`docs/speed.md`): it gives no ratio."
-    )
-    blocks: list[Block] = [prose(text)]
+        raise Missing("nothing is measured yet", "repro efficiency")
+    blocks: list[Block] = []
     header = [
         "model",
         "attention",
@@ -58,16 +53,16 @@ def speed_and_memory(results: Results) -> Section:
             blocks += [table(header, listed), *_ratios(rows)]
         if swept:
             blocks += _sweep(group, swept)
-    return Section(title, blocks)
+    return blocks
 
 
-def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> list[Section]:
-    """The runs that no paper's number is set beside and that stand on this paper's page, but for the paths that are
+def list_runs(report: Report, shown_elsewhere: set[str]) -> list[Block]:
+    """The runs that no paper's number is next to and that belong on this paper's page, but for the paths that are
     `shown_elsewhere`.
 
     A page that has none says so where it is the primary paper's.
     """
-    title = "Runs on other data: no comparison with the paper"
+    results, paper = report.results, report.paper
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     others = (
         source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere
@@ -76,7 +71,9 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
     # a task with other scores has a place of its own
     runs = [source for source in own if labels.keys() & source.metrics.keys()]
     if not runs:
-        return [Section(title, [prose("There are none yet: `repro pretrain`.")])] if paper.primary else []
+        if paper.primary:
+            raise Missing("there are none yet", "repro pretrain")
+        return []
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in sorted(runs, key=lambda each: -len(each.metrics.get("by_seed", ()))):
@@ -94,9 +91,8 @@ def other_runs(results: Results, paper: Paper, shown_elsewhere: set[str]) -> lis
             rows.append(
                 [run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"]
             )
-    text = "These show that the code trains and evaluates. They say nothing about the paper's accuracies, and no status uses them."
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
-    return [Section(title, [(text,), table(header, rows)])]
+    return [table(header, rows)]
 
 
 def over_resolution(results: Results) -> list[Section]:
@@ -125,12 +121,13 @@ def over_resolution(results: Results) -> list[Section]:
     return sections
 
 
-def searches(results: Results) -> list[Section]:
-    """How learning rates and warm-ups were chosen, a row for each cell; no section without `repro tune`."""
+def list_searches(report: Report) -> list[Block]:
+    """How learning rates and warm-ups were chosen, a row for each cell; nothing without `repro tune`."""
+    results = report.results
     found = [
         source for source in results.sources if source.metrics.get("split") == "tune" and "trials" in source.metrics
     ]
-    if not found:
+    if not found or not report.paper.primary:
         return []
     rows: list[list[Piece | Line]] = []
     for source in found:
@@ -144,13 +141,9 @@ def searches(results: Results) -> list[Section]:
         rate = f"{chosen['lr']:g}" + (", at the edge" if at_edge else "")
         rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.origin])
     m = found[0].metrics
-    text = (
-        f"Every cell was searched alike: the same trials, each a whole training with seed {m['seed']}, scored on the images of `tune`, which "
-        f"no other number here is of. The rule: {m['rule']}. Where the best rate is at the edge of the grid, a still better one may lie "
-        "beyond it. What is reported elsewhere is of `test`, evaluated once."
-    )
+    rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
-    return [Section("How the learning rates were chosen", [prose(text), table(header, rows)])]
+    return [(rule,), table(header, rows)]
 
 
 def list_records(report: Report) -> list[Block]:

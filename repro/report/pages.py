@@ -15,16 +15,17 @@ from .claims import Report
 from .contest import draw_contest
 from .dense import draw_dense
 from .document import Line, PageLink, Section, join
-from .gallery import examples, figures_section
+from .gallery import list_examples, list_figures
 from .html import render_html
 from .markdown import render_blocks, render_markdown
 from .paper import Paper
 from .prose import read_page
 from .records import Source
 from .results import Results
-from .variants import draw_variants, find_shown, variants_section
+from .variants import draw_variants, find_shown, find_words, list_ablations
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
+PAGE = Path(__file__).with_name("page.md")
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 Pages = list[tuple[Report, list[Section]]]
@@ -151,32 +152,36 @@ def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Secti
         reports: those on all papers, to which the page links.
     """
     paper, results = report.paper, report.results
-    links = link_pages([each.paper for each in reports or (report,)])
-    page = [
-        Section(f"{paper.name}: the paper's numbers and ours", (links, *lead_blocks(report))),
-        comparison.how_to_read(report),
-    ]
-    if paper.primary:
-        page += measured.missing_records(results)
-    if paper.headlines:
-        page.append(comparison.headlines(report))
-    page += [comparison.table_section(table, report) for table in paper.ledger.tables]
-    if paper.figures:
-        page.append(figures_section(report))
-    if paper.variants:
-        page.append(variants_section(report))
-    if paper.primary:
-        page.append(measured.speed_and_memory(results))
-    page += measured.other_runs(results, paper, find_shown(report))
-    if paper.primary:
-        page += [*measured.searches(results), *measured.over_resolution(results)]
-    page += examples(report)
-    page += read_page(paper.text, report, paper.parts) if paper.text else []
-    page += [comparison.other_claims(report), comparison.summary(report)]
-    page += [comparison.contradictions(report), comparison.differences(report)]
-    if paper.primary:
-        page += comparison.shared_counts(reports)
-    return [*page, *comparison.not_measurable(report), comparison.not_measured(report)]
+    parts: dict[str, Callable] = {
+        "name": lambda report: paper.name,
+        "links": lambda report: link_pages([each.paper for each in reports or (report,)]),
+        "lead": lambda report: list(lead_blocks(report)),
+        "settings": lambda report: report.named,
+        "claims_files": comparison.find_claims_files,
+        "legend": comparison.list_marks,
+        "speed_rule": comparison.describe_speed_rule,
+        "missing_cells": lambda report: measured.missing_records(results) if paper.primary else [],
+        "headlines": comparison.list_headlines,
+        "tables": lambda report: [comparison.table_section(table, report) for table in paper.ledger.tables],
+        "figures": list_figures,
+        "variants": find_words,
+        "ablations": list_ablations,
+        "speeds": measured.list_speeds,
+        "runs": lambda report: measured.list_runs(report, find_shown(report)),
+        "searches": measured.list_searches,
+        "resolutions": lambda report: measured.over_resolution(results) if paper.primary else [],
+        "examples": list_examples,
+        "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
+        "claims": comparison.list_claims,
+        "counts": comparison.count_kinds,
+        "relations": comparison.count_relations,
+        "contradictions": comparison.list_contradictions,
+        "differences": comparison.list_differences,
+        "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
+        "not_measurable": comparison.not_measurable,
+        "not_measured": comparison.list_unmeasured,
+    }
+    return read_page(PAGE, report, parts)
 
 
 def link_pages(papers: Iterable[Paper]) -> Line:

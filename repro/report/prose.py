@@ -14,7 +14,7 @@ from typing import Any
 
 from .arithmetic import Number
 from .claims import Report
-from .document import Block, Bullets, Heading, Line, Section, prose
+from .document import Block, Bullets, Heading, Line, Section, plain, prose
 from .expressions import Expression
 from .results import Missing
 from .verdicts import significant
@@ -26,8 +26,8 @@ Part = Callable[..., Any]  # (report, constants of the expression) -> a number, 
 def read_page(file: Path, report: Report, parts: Mapping[str, Part]) -> list[Section]:
     """Fill a page.
 
-    Where a number is missing, its paragraph is the reason and the command that would measure it. A section whose
-    expressions all give no blocks is left out.
+    Where a number is missing, its paragraph is the reason and the command that would measure it. A section is left out
+    where it has expressions alone in their paragraphs and none of them gives a block.
 
     Args:
         file: the page; what precedes its first section is for those who write it.
@@ -39,25 +39,20 @@ def read_page(file: Path, report: Report, parts: Mapping[str, Part]) -> list[Sec
     """
     filler = _Filler(report, parts)
     sections: list[Section] = []
-    for text in re.split(r"^##? ", file.read_text(encoding="utf-8"), flags=re.M)[1:]:
-        title, _, body = text.partition("\n")
-        blocks: list[Block] = []
+    for part in re.split(r"^##? ", file.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        title, _, body = part.partition("\n")
         paragraphs = re.split(r"\n\s*\n", body.strip())
-        filled = [filler.fill(paragraph) for paragraph in paragraphs]
-        if not any(map(_holds_blocks, paragraphs)) or any(
-            found for paragraph, found in zip(paragraphs, filled, strict=True) if _holds_blocks(paragraph)
-        ):
-            for found in filled:
-                blocks += [block for block in found if block not in blocks[-1:] and not isinstance(block, Section)]
-            heading = "".join(each if isinstance(each, str) else each.text for each in filler.fill_line(title))
-            if blocks:
-                sections.append(Section(heading, blocks))
-            sections += [each for found in filled for each in found if isinstance(each, Section)]
+        filled = {text: filler.fill(text) for text in paragraphs if _PLACEHOLDER.fullmatch(text)}
+        shown = [block for found in filled.values() for block in found if not isinstance(block, Section)]
+        if shown or not filled:
+            blocks: list[Block] = []
+            for text in paragraphs:
+                for block in filled[text] if text in filled else filler.fill(text):
+                    if not isinstance(block, Section) and block not in blocks[-1:]:
+                        blocks.append(block)
+            sections.append(Section(plain(*filler.fill_line(title)), blocks))
+        sections += [each for found in filled.values() for each in found if isinstance(each, Section)]
     return sections
-
-
-def _holds_blocks(paragraph: str) -> bool:
-    return _PLACEHOLDER.fullmatch(paragraph) is not None
 
 
 class _Filler:
@@ -77,7 +72,7 @@ class _Filler:
             if alone and isinstance(found := self._evaluate(alone[1]), list):
                 return found
             if paragraph.startswith("### "):
-                return [Heading("".join(map(str, self.fill_line(paragraph.removeprefix("### ")))))]
+                return [Heading(plain(*self.fill_line(paragraph.removeprefix("### "))))]
             if paragraph.startswith("- "):
                 lines = re.split(r"^- ", paragraph, flags=re.M)[1:]
                 return [Bullets([self.fill_line(line.strip()) for line in lines])]

@@ -11,12 +11,12 @@ from typing import Any
 from ..core.csvfile import read_csv
 from ..core.record import read_json
 from .claims import Report
-from .document import Block, Heading, Picture, Piece, Section, Table, code, number, prose, strong, table
+from .document import Block, Heading, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Variants, VariantTable
 from .records import Source, describe_age, describe_seeds
-from .results import Results
+from .results import Missing, Results
 
 TOP1 = "top1_percent"
 
@@ -153,15 +153,19 @@ def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
 
 
-def variants_section(report: Report) -> Section:
-    """The verdicts on orderings, then every table and figure of each group."""
+def find_words(report: Report, what: str) -> str:
+    """The `places` where the paper ablates, or what its numbers are `about`, in words."""
+    return getattr(report.paper.variants, what)
+
+
+def list_ablations(report: Report) -> list[Block]:
+    """The verdicts on orderings, then every table and figure of each group; nothing where the paper ablates nothing."""
     variants, ledger = report.paper.variants, report.paper.ledger
-    title = f"The ablations: {variants.places}"
+    if not variants:
+        return []
     judged = judge_variants(report)
     if not judged:
-        some = "" if variants.flags else f"`{variants.command}`, or "  # the cells of params.yaml are of one paper
-        text = f"No variant is trained yet: {some}`{variants.command} --all` for all {len(variants.options)} variants."
-        return Section(title, [prose(text)])
+        raise Missing("no variant is trained yet", f"{variants.command} --all")
     rows = [
         [
             where.place,
@@ -172,13 +176,7 @@ def variants_section(report: Report) -> Section:
         ]
         for group, where, found in judged
     ]
-    text = (
-        "Variants that were trained alike. Do they show the paper's ordering by Top-1? Each pair that the paper orders is judged by its "
-        "differences over seeds (paired t, with Holm's correction over the pairs of a table); τ is Kendall's, over the same pairs. "
-        f"`docs/training.md` explains how. The paper's numbers are of {variants.about}: only orderings are compared, never numbers. Our "
-        "Top-1 is the mean over seeds ± their standard deviation; our images/s are of inference on the device that is named."
-    )
-    blocks: list[Block] = [prose(text), table(["", "trained", "verdict", "because", "τ"], rows)]
+    blocks: list[Block] = [table(["", "trained", "verdict", "because", "τ"], rows)]
     drawn = _to_draw(report)
     for group, where, found in judged:
         blocks.append(Heading(f"{where.place}: {group.title}"))
@@ -191,7 +189,7 @@ def variants_section(report: Report) -> Section:
             blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
         if found.pairs:
             blocks.append(_pairs_table(where, found, ledger))
-    return Section(title, blocks)
+    return blocks
 
 
 def draw_variants(report: Report, folder: Path) -> None:
@@ -206,7 +204,7 @@ def find_drawn(report: Report) -> dict[str, list[Source]]:
 
 
 def find_shown(report: Report) -> set[str]:
-    """The paths of the records that `variants_section` or another document alone shows; those of other stages stand
+    """The paths of the records that `list_ablations` or another document alone shows; those of other stages stand
     elsewhere too.
     """
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]

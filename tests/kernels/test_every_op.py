@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -445,3 +446,31 @@ def test_dtypes_that_the_interpreted_kernels_do_not_take(cases, dtype, backend):
     inputs, leading = draw(cases, dtype)[0], cases.op.CUSTOM_OP.leading
     with pytest.raises(ValueError, match=f"{cases.NAME}: .*{leading} is {dtype}.*; use auto, torch or reference"):
         operator(cases, backend)(*inputs)
+
+
+@once
+def test_transforms_of_derivatives(cases):
+    """Forward mode agrees with a central difference, and vmap of a gradient with one gradient after the other."""
+    inputs, _ = draw(cases)
+    inputs = [x.detach() for x in inputs]
+    function = operator(cases, "auto")
+    generator = torch.Generator().manual_seed(1)
+    tangents = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in inputs]
+
+    def moved(step):
+        return function(*(x + step * dx for x, dx in zip(inputs, tangents, strict=True)))
+
+    difference = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    _, slope = torch.func.jvp(function, tuple(inputs), tuple(tangents))
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, dx) for x, dx in zip(inputs, tangents, strict=True)]
+        dual_slope = forward_ad.unpack_dual(function(*duals)).tangent
+    scale = difference.abs().max()
+    for found in (slope, dual_slope):
+        assert (found - difference).abs().max() <= 1e-6 * scale
+
+    pairs = [torch.stack([x, 1.01 * x]) for x in inputs]
+    loss = torch.func.grad(lambda *inputs: function(*inputs).square().sum())
+    together = torch.func.vmap(loss)(*pairs)
+    alone = torch.stack([loss(*(x[i] for x in pairs)) for i in range(2)])
+    torch.testing.assert_close(together, alone)

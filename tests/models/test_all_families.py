@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from repro.models.backbone import PlainBackbone, remove_tokens
 from repro.models.hierarchy import Hierarchy
@@ -298,3 +299,25 @@ def test_compiled_equals_eager(family, options):
 )
 def test_compiled_by_inductor_equals_eager():
     assert_compiled_equals_eager("vittt", {}, "inductor")
+
+
+@each_variant
+def test_forward_mode_agrees_with_reverse_mode(family, options):
+    torch.manual_seed(0)
+    model = frozen_statistics(shaken(nano(family, **options))).double()
+    values = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    values |= {"image": torch.randn(1, 3, 48, 64, dtype=torch.float64).requires_grad_()}
+    changes = {name: torch.randn_like(x) for name, x in values.items()}
+
+    def run(values):
+        return torch.func.functional_call(
+            model, {name: x for name, x in values.items() if name != "image"}, values["image"]
+        )
+
+    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other attentions have no forward mode, and say so
+        _, slopes = torch.func.jvp(run, ({name: x.detach() for name, x in values.items()},), (changes,))
+    logits = run(values)[0]
+    for i in range(3):
+        gradients = torch.autograd.grad(logits[i], list(values.values()), retain_graph=True)
+        slope = sum((g * dx).sum() for g, dx in zip(gradients, changes.values(), strict=True))
+        torch.testing.assert_close(slopes[0, i], slope, rtol=1e-6, atol=1e-6 * float(slopes.abs().max()))

@@ -6,7 +6,7 @@ from PIL import Image
 
 from repro.core.csvfile import write_csv
 from repro.report.dense import draw_dense, find_dense_drawn
-from repro.report.gallery import examples
+from repro.report.gallery import list_examples
 from repro.report.markdown import render_blocks
 
 REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0}
@@ -82,8 +82,7 @@ def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypa
 
 def test_they_stand_below_the_examples_with_their_records(checkout):
     detector(checkout)
-    (section,) = examples(checkout.report())
-    text = render_blocks(section.blocks)
+    text = render_blocks(list_examples(checkout.report()))
     assert (
         "](figures/learning_detect_nano_scenes.png)" in text
         and f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text

@@ -109,7 +109,7 @@ def test_it_has_its_own_page_and_its_own_claims(reported):
 
 def test_its_own_sections_stand_on_its_page_and_its_documents_in_docs(reported):
     page = (reported.paths.results / "papers" / "second.md").read_text(encoding="utf-8")
-    assert "\n## Its own\n\nits own words\n\n## The text's claims\n" in page
+    assert "\n## Its own\n\nits own words\n\n## The text's other claims\n" in page
     assert (reported.paths.root / "docs" / "second.md").read_text(encoding="utf-8") == "# A page of its own\n\n1.0 G\n"
     assert "its own words" not in (reported.paths.results / "tables.md").read_text(encoding="utf-8")
 

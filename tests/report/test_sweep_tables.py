@@ -2,7 +2,7 @@
 
 from repro.core.record import write_record
 from repro.report.markdown import render_blocks
-from repro.report.measured import speed_and_memory
+from repro.report.measured import list_speeds
 
 CPU = "cpu: Made-up, 2 threads"
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
@@ -54,7 +54,7 @@ def section(checkout, rows, **concluded):
     identity = {"device": CPU, "dtype": "fp32", "backend": "torch"}
     metrics = {"rows": rows, "left_out": [], "gates": [], "compared": [], "growth": [], **concluded}
     write_record(checkout.paths.results / "measured" / "cpu_made_up", metrics, identity, 1.0, name="efficiency")
-    return render_blocks(speed_and_memory(checkout.results()).blocks)
+    return render_blocks(list_speeds(checkout.report()))
 
 
 def test_matrices_comparisons_and_growth(checkout):

@@ -8,6 +8,7 @@ from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
 from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
+from repro.report.results import Missing
 from repro.report.variants import (
     draw_variants,
     find_drawn,
@@ -15,7 +16,7 @@ from repro.report.variants import (
     find_groups,
     find_orders,
     find_shown,
-    variants_section,
+    list_ablations,
 )
 
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
@@ -66,7 +67,7 @@ def grid(checkout, step=2.0, **more):
 def parts(checkout) -> list[str]:
     """The head of the section, then the text below each heading, with the heading first."""
     found = [""]
-    for block in variants_section(checkout.report()).blocks:
+    for block in list_ablations(checkout.report()):
         found += [""] if isinstance(block, Heading) else []
         found[-1] += render_blocks([block]) + "\n\n"
     return found
@@ -194,7 +195,8 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
 
 
 def test_nothing_trained_says_how(checkout):
-    assert "No variant is trained yet: `repro ablate`" in parts(checkout)[0]
+    with pytest.raises(Missing, match="repro ablate --all"):
+        parts(checkout)
     draw_variants(checkout.report(), checkout.paths.results / "figures")
     assert not (checkout.paths.results / "figures").exists()
 
