@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.ttt_linear.reference import Arguments
-
 from .backbone import Grid, insert_tokens
 from .reading import Reading
-from .ttt_mixer import REDUCIBLE, Design, TTTMixer, W0Mode, design_has
+from .ttt_mixer import REDUCIBLE, Arguments, Design, TTTMixer, W0Mode, design_has
 from .vittt_block import VitttBlock, class_positions
 
 # switches that change neither a block's operations nor its weights' shapes
