@@ -47,7 +47,7 @@ def command(
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
     from repro.papers import describe_recipe
     from repro.papers.grid import load_grid, run_variants
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
 
     if not grid and variant is None:
         if paper != PAPER:
@@ -56,7 +56,7 @@ def command(
             )
         if teacher is not None:
             raise UserError("ablate: --teacher goes with --paper linearize and --all or --variant")
-        train_cells("ablate", SPEC, cell, gpus, recipe=describe_recipe)
+        train_cells(read_cells("ablate", SPEC, cell, recipe=describe_recipe), gpus)
         return
     if cell is not None or gpus is not None:
         raise UserError(

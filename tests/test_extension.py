@@ -149,9 +149,9 @@ STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [
 
 def command(cell: CellOption = None, gpus: GpusOption = None) -> None:
     """Train a classifier of halves."""
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
 
-    train_cells("halve", SPEC, cell, gpus)
+    train_cells(read_cells("halve", SPEC, cell), gpus)
 '''
 CELL = {
     "model": "toy_nano_patch16_32",

@@ -20,7 +20,7 @@ from ..core.ui import print_table
 from ..data.cells import manifest_path, suggest_data
 from ..data.kinds import PrepareData
 from ..data.manifest import read_manifest
-from ..runs.cells import find_finished_seeds, remove_states, train_cell
+from ..runs.cells import find_finished_seeds, remove_states, train_cells
 from ..runs.job import Cell
 from ..runs.pool import Work, run_all
 from ..tasks.classification.params import ClassifierParams
@@ -233,9 +233,9 @@ def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> No
 
 
 def train_one(name: str, variant: Variant, *, speed: bool) -> None:
-    """Train one variant in this process. Raises as `train_cell`."""
+    """Train one variant in this process. Raises as `train_cells`."""
     if variant.missing:
-        train_cell(variant.cell)
+        train_cells([variant.cell])
     if speed:
         _measure(name, variant)
 

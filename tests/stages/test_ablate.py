@@ -26,7 +26,7 @@ from repro.core.runtime import load_runtime
 from repro.papers.grid import build_variant, load_grid, vary_recipe
 from repro.papers.vision_ttt.grid import GRID
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
-from repro.runs.cells import train_cell
+from repro.runs.cells import train_cells
 from repro.runs.job import Cell
 from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
@@ -99,17 +99,10 @@ def test_parameters_of_the_variants_by_hand(name, thousands):
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
     paths, whole = Paths(ready), Path("whole")
     params = load_section(SPEC.params, paths.params, "ablate", "conv1d")
-    train_cell(
-        Cell(
-            stage="ablate",
-            name="whole",
-            params=params,
-            spec=SPEC,
-            paths=paths,
-            runtime=load_runtime(paths),
-            folder=whole,
-        )
+    cell = Cell(
+        stage="ablate", name="whole", params=params, spec=SPEC, paths=paths, runtime=load_runtime(paths), folder=whole
     )
+    train_cells([cell])
     for seed in (0, 1):
         process = subprocess.Popen([*COMMAND, "--cell", "conv1d"], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 1800
@@ -261,16 +254,15 @@ def test_the_record_of_a_training_with_mesa_says_so(ready):
     params = dataclasses.replace(params, seeds=(0,))
     taught = dataclasses.replace(params, ema_decay=0.9, mesa=MesaParams(weight=1.5, start_fraction=0.0))
     for folder, each in ((Path("plain"), params), (Path("taught"), taught)):
-        train_cell(
-            Cell(
-                stage="ablate",
-                name=folder.name,
-                params=each,
-                spec=SPEC,
-                paths=paths,
-                runtime=load_runtime(paths),
-                folder=folder,
-            )
+        cell = Cell(
+            stage="ablate",
+            name=folder.name,
+            params=each,
+            spec=SPEC,
+            paths=paths,
+            runtime=load_runtime(paths),
+            folder=folder,
         )
+        train_cells([cell])
     assert "mesa" not in record(Path("plain"))["metrics"]
     assert record(Path("taught"))["metrics"]["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}
