@@ -214,6 +214,11 @@ class Vittt(Backbone):
             tokens = tokens + 0 * self.cls_pos_embed
         return tokens, grid
 
+    def _resize(self, grid: Grid) -> None:
+        if not self.chunk_size:
+            raise ValueError("chunk_size 0: the learned scale of the tokens is of the image size that was built for")
+        super()._resize(grid)
+
     def class_feature(self, tokens: Tensor) -> Tensor:
         """Normalised tokens (B, T, D) -> class feature (B, D) by the class strategy."""
         if self.pool == "mean":
