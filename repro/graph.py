@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .core.config import load_section, load_yaml
+from .core.config import load_section, load_sections, load_yaml
 from .core.errors import RunError, UserError
 from .core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_old
 from .core.hashing import hash_sources, import_closure
@@ -79,7 +79,7 @@ def list_units(paths: Paths, table: Mapping[str, Any]) -> Iterator[tuple[str, st
     """(stage, cell or None) for each unit of dvc.yaml that depends on code hashes, in its order; sections may be
     absent.
     """
-    sections = load_yaml(paths.params)
+    sections = load_sections(paths.params)
     for name, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
         if definition.get("always_changed"):
             continue

@@ -83,7 +83,7 @@ MADE_UP = {"classify": classify, "linearize": classify, "detect": detect, "segme
 @pytest.fixture(scope="module")
 def softmax_weights(tmp_path_factory):
     """Random weights of the softmax model from which the cells of `linearize:` start."""
-    cell = load_section(TRAINING["baselines"].task.params, PROFILE, "baselines", "t5_softmax_tiny_imagenet")
+    cell = load_section(TRAINING["pretrain"].task.params, PROFILE, "pretrain", "t5_softmax_tiny_imagenet")
     options = {**cell.options, "img_size": SIDE, "num_classes": 1000}
     file = tmp_path_factory.mktemp("softmax") / "weights.safetensors"
     shown = {

@@ -115,6 +115,8 @@ def bounded(
 
 # the section of cells that are trained by hand alone: stage -> name -> cell
 BY_HAND = "by_hand"
+# sections of older files -> the section that their cells are in now
+_MOVED = {"baselines": "pretrain"}
 
 
 def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool = False) -> Any:
@@ -180,9 +182,24 @@ def build(cls: type, data: Any, where: str) -> Any:
         return cls(**values)
 
 
+def load_sections(params_path: Path) -> dict[str, Any]:
+    """The sections of a params file.
+
+    Raises:
+        UserError: as `load_yaml`; or a section that another one has taken over.
+    """
+    data = load_yaml(params_path)
+    for old, new in _MOVED.items():
+        for where, content in ((old, data), (f"{BY_HAND}.{old}", data.get(BY_HAND))):
+            if isinstance(content, Mapping) and old in content:
+                what = f"move its cells to `{where.replace(old, new)}`, and write results/{new}/ for results/{old}/"
+                raise UserError(f"{params_path}: {where}: is no section any more; {what}")
+    return data
+
+
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
     """The section `keys` of a params file as an instance of `cls`; see `build`."""
-    data = load_yaml(params_path)
+    data = load_sections(params_path)
     for depth, key in enumerate(keys, 1):
         present = data if isinstance(data, Mapping) else {}
         if key not in present:
@@ -195,7 +212,7 @@ def find_cell(params_path: Path, stage: str, name: str) -> tuple[str, ...]:
     """The keys of a cell in a params file: (stage, name), or those of a cell that no stage of the graph trains, in
     `BY_HAND`.
     """
-    data = load_yaml(params_path)
+    data = load_sections(params_path)
     for keys in ((stage,), (BY_HAND, stage)):
         found: Any = data
         for key in keys:
@@ -207,8 +224,7 @@ def find_cell(params_path: Path, stage: str, name: str) -> tuple[str, ...]:
 
 def section_keys(params_path: Path, section: str) -> list[str]:
     """The cell names of a section that maps names to cells, in the file's order."""
-    data = load_yaml(params_path)
-    cells = data.get(section) if isinstance(data, Mapping) else None
+    cells = load_sections(params_path).get(section)
     if not isinstance(cells, Mapping) or not cells:
         raise UserError(f"{params_path}: {section}: expected a mapping of cells")
     return [str(name) for name in cells]

@@ -21,6 +21,10 @@ from .backbone import Backbone, Grid, fit_table, init_linear, resample_positions
 
 Positions = Literal["table", "block_table", "none"]
 EPS = 1e-6
+# for the embedded data sets: as many tokens, of a pixel each, as a scanned digit has pixels
+NANO_PATCH4_32 = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2, "position_std": 0.3}
+# for tests and the embedded data sets: 9x9 tokens
+NANO_PATCH16_144 = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2}
 
 
 class SoftmaxMixer(Attention):

@@ -14,7 +14,7 @@ from ..bench.adapted import pyramid_cost
 from ..bench.flops import cost
 from ..bench.params import ADAPTER
 from ..bench.speed import row_id
-from ..core.config import BY_HAND, build, load_yaml, params_hash
+from ..core.config import BY_HAND, build, load_sections, params_hash
 from ..core.errors import UserError, blame, did_you_mean
 from ..core.paths import Paths
 from ..core.record import read_json
@@ -27,7 +27,7 @@ from ..report.answer import PIPELINE_FILE
 from ..report.demands import Measurement, demands
 from ..report.results import Results
 
-CLASSIFIERS = ("pretrain", "baselines", "linearize", "ablate")  # the stages that train classifiers, all of them alike
+CLASSIFIERS = ("pretrain", "linearize", "ablate")  # the stages that train classifiers, all of them alike
 FREE = ("runtime", "report", "tune", BY_HAND)  # sections that no work of the plan is in
 PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
 FLOPS_PER_MAC = 2
@@ -124,7 +124,7 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates
         UserError: wrong parameters, or a given rate of a model that no cell trains.
     """
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
-    sections = {name: content for name, content in load_yaml(params_file).items() if name not in FREE}
+    sections = {name: content for name, content in load_sections(params_file).items() if name not in FREE}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
     planner = Planner(paths, rates, Results(paths, load_papers().values(), scores), params.get("prepare_data", {}))
     rows = []

@@ -28,7 +28,7 @@ from .cells import find_place
 from .job import Cell, build_job, run_job
 from .pool import Work, run_all
 
-STAGES = ("pretrain", "baselines")
+STAGE = "pretrain"
 RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
 
 
@@ -67,13 +67,12 @@ class Search:
     """The search of one cell.
 
     Args:
-        stage, name: the cell's.
+        name: the cell's.
         params, tune: the cell's section, and the search.
         spec, paths, runtime: see `Cell`.
         folder: of the records.
     """
 
-    stage: str
     name: str
     params: TrainParams
     tune: TuneParams
@@ -97,7 +96,7 @@ class Search:
     @property
     def code(self) -> list[str]:
         """The modules on which the outcome depends."""
-        return [f"stages.{self.stage}", __name__, family_module(self.params.model)]
+        return [f"stages.{STAGE}", __name__, family_module(self.params.model)]
 
     @property
     def search_params(self) -> SearchParams:
@@ -133,7 +132,7 @@ class Search:
 
 
 def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
-    """The searches of all cells of `STAGES` on a data set, or of one of them.
+    """The searches of all cells of `STAGE` on a data set, or of one of them.
 
     Raises:
         UserError: no such cell, data without a split `tune`, or a search that does not fit a cell.
@@ -148,24 +147,23 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
         )
     folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
     found = {}
-    for stage in STAGES:
-        for name in content.get(stage) or ():
-            params = load_section(spec.params, paths.params, stage, name)
-            if params.data == data:
-                shared = {"spec": spec, "paths": paths, "runtime": runtime, "folder": folder}
-                found[name] = Search(stage=stage, name=name, params=params, tune=tune, **shared)
+    for name in content.get(STAGE) or ():
+        params = load_section(spec.params, paths.params, STAGE, name)
+        if params.data == data:
+            shared = {"spec": spec, "paths": paths, "runtime": runtime, "folder": folder}
+            found[name] = Search(name=name, params=params, tune=tune, **shared)
     if cell is not None and cell not in found:
-        raise UserError(f"tune: --cell {cell}: no cell of {' or '.join(STAGES)} on {data}{did_you_mean(cell, found)}")
+        raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, found)}")
     chosen = [found[cell]] if cell else list(found.values())
     for search in chosen:
         if tune.seed in search.params.seeds:
             raise UserError(
-                f"tune.seed: {tune.seed} is a seed of {search.stage}.{search.name}, whose results are reported; take another"
+                f"tune.seed: {tune.seed} is a seed of {STAGE}.{search.name}, whose results are reported; take another"
             )
         if (longest := max(tune.warmup_epochs)) >= search.params.epochs:
             epochs = search.params.epochs
             raise UserError(
-                f"tune.warmup_epochs: {longest}, and {search.stage}.{search.name} trains {epochs} epochs; make it shorter"
+                f"tune.warmup_epochs: {longest}, and {STAGE}.{search.name} trains {epochs} epochs; make it shorter"
             )
     return chosen
 
@@ -246,7 +244,7 @@ def record_search(search: Search) -> None:
     if chosen is None:
         raise RunError(f"tune: every trial of {search.name} diverged; lower tune.lr")
     metrics = {
-        "cell": f"{search.stage}.{search.name}",
+        "cell": f"{STAGE}.{search.name}",
         "model": search.params.model,
         "data": search.params.data,
         "split": "tune",

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import random
 from typing import Literal
 
@@ -196,6 +197,16 @@ def test_sections(tmp_path):
     for section in ("empty", "scalar", "absent"):
         with pytest.raises(UserError, match=f"{section}: expected a mapping of cells"):
             section_keys(path, section)
+
+
+@pytest.mark.parametrize("where", ["baselines", "by_hand.baselines"])
+def test_a_section_of_an_older_file_is_refused_with_its_successor(tmp_path, where):
+    path = tmp_path / "params.yaml"
+    content = {"baselines": {"cell": {}}}
+    path.write_text(json.dumps({"pretrain": {}, **(content if where == "baselines" else {"by_hand": content})}))
+    for read in (lambda: section_keys(path, "pretrain"), lambda: find_cell(path, "pretrain", "cell")):
+        with pytest.raises(UserError, match=f"{where}: .*{where.replace('baselines', 'pretrain')}`"):
+            read()
 
 
 def test_a_cell_is_looked_for_in_its_stage_and_then_by_hand(tmp_path):

@@ -10,7 +10,7 @@ from repro.core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_kind,
 ROOT = Path(__file__).parents[2]
 MODULES = {
     "count": ("repro.models.vim", "stages.complexity"),
-    "score": ("repro.models.vim", "stages.baselines"),
+    "score": ("repro.models.vim", "stages.pretrain"),
     "speed": ("repro.bench.speed", "repro.models.vim", "stages.ablate"),
 }
 

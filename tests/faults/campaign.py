@@ -85,10 +85,10 @@ CELLS: dict[str, Any] = {
         "killed": NANO,
         "diverging": NANO
         | {"max_bad_steps": 2, "optim": {"lr": 1e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}},
+        "teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"},
     },
-    "baselines": {"teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"}},
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
-    "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/baselines/teacher/weights.safetensors"}}},
+    "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/pretrain/teacher/weights.safetensors"}}},
     "detect": {
         "killed": _DENSE
         | {"mask_rcnn": _RCNN | {"roi_samples": 8}, "transform": {"min_size": [64], "max_size": 64, "hflip": 0.0}}
@@ -131,7 +131,7 @@ SCENES = {
         "split_seed": 0,
     },
 }
-KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS if stage != "baselines"} | {"report": ("report",)}
+KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS} | {"report": ("report",)}
 
 # a kind of file -> where one is, and what opens it
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -177,7 +177,7 @@ class Campaign:
         )
         params |= {"prepare_data": PARAMS["prepare_data"] | {"scenes": SCENES}, "report": {}}
         (self.base / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
-        for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("baselines", "--cell", "teacher")):
+        for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("pretrain", "--cell", "teacher")):
             self.require(self.base, command)
         self.files = self.make_files()
 

@@ -260,7 +260,7 @@ def test_variants_of_equal_options_are_told_apart_by_their_model(checkout):
 
 @pytest.mark.parametrize("step", ["own", "ascent", "q_is_k", "v1", "v3", "v3_as_run", "v6", "v6_as_run"])
 def test_the_paper_profile_trains_each_step_as_appendix_a_says(step):
-    params = load_section(ClassifierParams, ROOT / "profiles/paper.yaml", "baselines", f"ladder_vit3_{step}_imagenet")
+    params = load_section(ClassifierParams, ROOT / "profiles/paper.yaml", "pretrain", f"ladder_vit3_{step}_imagenet")
     assert (params.model, params.epochs, params.batch_size) == (BASE, 60, 2 * 256) and params.options == (
         {} if step == "own" else {"step": step}
     )

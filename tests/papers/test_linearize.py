@@ -31,7 +31,7 @@ from tests.report.conftest import JUDGE, SCORES
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["linearize"]
 TINY = "t5_tiny_patch16_224"
-INIT = {"weights": "results/baselines/teacher/weights.safetensors", "weights_hash": "ab"}
+INIT = {"weights": "results/pretrain/teacher/weights.safetensors", "weights_hash": "ab"}
 # rows of the tables -> parameters by hand: 5,717,032 of a class-free DeiT-T; 147,456 for each matrix of d x d in its 12
 # blocks of three heads; 23,040 for each depth-wise convolution of 3x3 with a bias
 PARAMS = {
@@ -257,10 +257,10 @@ def test_the_orders_are_those_of_the_tables():
 def test_frozen_and_fine_tuned_trainings_are_told_apart(checkout):
     """On ImageNet-1K by the ledger, and on other data by the tables of variants."""
     full = {"classes": 1000, "data": "imagenet", "init": INIT, "held_out_images": 50_000, "options": VARIANTS["gate"]}
-    checkout.train("baselines/tuned", TINY, "imagenet", top1=67.6, **full)
-    checkout.train("baselines/frozen", TINY, "imagenet", top1=62.0, freeze=True, **full)
+    checkout.train("pretrain/tuned", TINY, "imagenet", top1=67.6, **full)
+    checkout.train("pretrain/frozen", TINY, "imagenet", top1=62.0, freeze=True, **full)
     checkout.train(
-        "baselines/scratch", TINY, "imagenet", top1=70.0, **full | {"init": None, "options": VARIANTS["2layer"]}
+        "pretrain/scratch", TINY, "imagenet", top1=70.0, **full | {"init": None, "options": VARIANTS["2layer"]}
     )
     results = Results(checkout.paths, [PAPER], SCORES)
     found = JUDGE(PAPER, results).verdicts

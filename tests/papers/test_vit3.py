@@ -197,11 +197,11 @@ def test_the_rows_of_vmamba_are_its_authors_counts_or_those_of_its_first_release
 
 def test_what_is_not_measured_names_a_cell_that_would_measure_it(judged):
     asked = {
-        "table1.mse.top1_percent": "baselines --cell study_mse_imagenet",
-        "table4.dwconv.top1_percent": "baselines --cell study_dwconv_imagenet",
-        "table5.h_vit3_t.top1_percent": "baselines --cell hvit3_tiny_imagenet",
-        "table5_mesa.h_vit3_t.top1_percent": "baselines --cell hvit3_tiny_mesa_imagenet",
-        "table7.vit3_b.top1_percent": "baselines --cell vit3_base_imagenet",
+        "table1.mse.top1_percent": "pretrain --cell study_mse_imagenet",
+        "table4.dwconv.top1_percent": "pretrain --cell study_dwconv_imagenet",
+        "table5.h_vit3_t.top1_percent": "pretrain --cell hvit3_tiny_imagenet",
+        "table5_mesa.h_vit3_t.top1_percent": "pretrain --cell hvit3_tiny_mesa_imagenet",
+        "table7.vit3_b.top1_percent": "pretrain --cell vit3_base_imagenet",
         "table8_1x.h_vit3_s.ap_box_percent": "detect --cell hvit3_small_coco",
         "table8_3x.h_vit3_s.ap75_mask_percent": "detect --cell hvit3_small_coco_3x",
     }
@@ -209,7 +209,7 @@ def test_what_is_not_measured_names_a_cell_that_would_measure_it(judged):
         name: f"repro profile use paper && repro {command}" for name, command in asked.items()
     }
     profile = load_yaml(ROOT / "profiles" / "paper.yaml")
-    cells = {f"{stage} --cell {cell}" for stage in ("baselines", "detect", "segment") for cell in profile[stage]}
+    cells = {f"{stage} --cell {cell}" for stage in ("pretrain", "detect", "segment") for cell in profile[stage]}
     commands = {verdict.command for verdict in judged.all if "paper && " in (verdict.command or "")}
     named = {re.search(r"repro (\w+ --cell \w+)", command.partition(" && ")[2])[1] for command in commands}
     assert len(named) > 50 and named <= cells
@@ -222,15 +222,13 @@ def test_what_is_not_measured_names_a_cell_that_would_measure_it(judged):
 
 
 def test_trainings_with_and_without_mesa_and_of_12_and_36_epochs_are_told_apart(checkout):
-    init = {"weights": "results/baselines/b/weights.safetensors", "weights_hash": "ab"}
+    init = {"weights": "results/pretrain/b/weights.safetensors", "weights_hash": "ab"}
     full = {"classes": 1000, "data": "imagenet"}
     mesa = {"weight": 1.0, "temperature": 1.0, "start_fraction": 0.25}
-    checkout.train("baselines/plain", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=83.41, **full)
+    checkout.train("pretrain/plain", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=83.41, **full)
+    checkout.train("pretrain/with", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=84.02, mesa=mesa, **full)
     checkout.train(
-        "baselines/with", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=84.02, mesa=mesa, **full
-    )
-    checkout.train(
-        "baselines/small", "hvit3_small_224", "imagenet", held_out_images=50_000, top1=84.9, mesa=mesa, **full
+        "pretrain/small", "hvit3_small_224", "imagenet", held_out_images=50_000, top1=84.9, mesa=mesa, **full
     )
     for epochs, score in ((36, 48.9), (12, 47.3)):
         scores = {"ap_box_percent": score, "init": init, "epochs": epochs, "image_size": 800}
@@ -278,7 +276,7 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
         about = {"held_out_images": 9, "options": options, "top1": 50.0}
         checkout.train(f"measured/cpu/ablate/vit3/digits/{name}", "study_nano_patch4_32", "digits", **about)
     for model in ("hvit3_nano_144", "vit3_nano_patch16_144", "resnet_nano", "vittt_nano_patch16_144"):
-        checkout.train(f"measured/cpu/baselines/{model}", model, "digits", held_out_images=9, top1=50.0)
+        checkout.train(f"measured/cpu/pretrain/{model}", model, "digits", held_out_images=9, top1=50.0)
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
 
     def listed(paper) -> list[str]:
@@ -286,7 +284,7 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
         section = text.partition("\n## Runs on other data")[2].partition("\n## ")[0]
         return sorted(re.findall(r"(?m)^\| `(.*?)` ", section))
 
-    shared = "measured/cpu/baselines/"
+    shared = "measured/cpu/pretrain/"
     assert listed(checkout.paper) == [
         shared + name for name in ("resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144")
     ]

@@ -28,7 +28,6 @@ SCORES: dict[str, dict[str, str]] = {
     "resolution": {},
     "theory": {},
     "pretrain": TOP,
-    "baselines": TOP,
     "detect": {"ap_box_percent": "box AP", "ap50_box_percent": "AP50", "ap_mask_percent": "mask AP"},
     "segment": {"miou_percent": "mIoU", "aacc_percent": "pixels"},
     "ablate": TOP,

@@ -7,7 +7,7 @@ from repro.report import results
 from repro.report.trainings import Training
 
 MESA = {"weight": 1.0}
-INIT = {"weights": "results/baselines/teacher/weights.safetensors"}
+INIT = {"weights": "results/pretrain/teacher/weights.safetensors"}
 
 
 @pytest.mark.parametrize(

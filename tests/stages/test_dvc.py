@@ -120,15 +120,15 @@ def test_an_edit_in_a_family_restarts_what_uses_it(sources):
     """And so no Vittt: neither its pretraining nor what begins from its weights."""
     users = {unit for unit, files in sources.items() if "repro/models/vim.py" in files}
     # which says whose code has changed
-    assert users == {"baselines/vim_nano_digits", "complexity", "resolution", "visualize", "report"}
-    assert {unit for unit in sources if unit.startswith(("pretrain/", "detect/", "segment/", "ablate/"))} <= {
+    assert users == {"pretrain/vim_nano_digits", "complexity", "resolution", "visualize", "report"}
+    assert {unit for unit in sources if unit.startswith(("pretrain/vittt", "detect/", "segment/", "ablate/"))} <= {
         unit for unit, files in sources.items() if "repro/models/vittt.py" in files
     }
 
 
 def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
     for unit, files in sources.items():
-        if unit.startswith(("pretrain/", "baselines/", "detect/", "segment/")):
+        if unit.startswith(("pretrain/", "detect/", "segment/")):
             assert not [
                 name
                 for name in files
@@ -158,7 +158,7 @@ def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
         assert len(before) == len(after) == len(list(list_units(paths, TABLE)))
         return {name for name in before if before[name] != after[name]}
 
-    users = {"baselines/vim_nano_digits.json", "complexity.json", "resolution.json", "visualize.json", "report.json"}
+    users = {"pretrain/vim_nano_digits.json", "complexity.json", "resolution.json", "visualize.json", "report.json"}
     assert changed_by("repro/models/vim.py", "import math\n", "import math\nedited = 1\n") == users
     assert changed_by("repro/models/vim.py", "edited = 1\n", "edited = 1  # a comment\n") == set()
     # the report shows the help of the verbs, which is their docstring

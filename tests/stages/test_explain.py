@@ -14,7 +14,7 @@ from repro.models.registry import build_model
 from repro.models.weights import save_weights
 
 WEIGHTS = Path("results/pretrain/nano/weights.safetensors")
-DEIT = Path("results/baselines/deit/weights.safetensors")
+DEIT = Path("results/pretrain/deit/weights.safetensors")
 VISUALIZE = """
 visualize:
   cell: nano
@@ -22,7 +22,7 @@ visualize:
   images: 12
   shown: 2
   receptive_fields:
-    DeiT: {weights: results/baselines/deit/weights.safetensors}
+    DeiT: {weights: results/pretrain/deit/weights.safetensors}
     conv1d: {weights: results/ablate/conv1d/weights.safetensors}
   field_images: 3
   probes: [steps=2, ascent]
@@ -87,7 +87,7 @@ def test_another_family_has_a_receptive_field_only(weights, picture, repro_cli, 
 @pytest.fixture
 def students(checkout) -> tuple[Path, Path]:
     """A softmax model and a student of it, as a training would leave them."""
-    softmax, student = (Path(f"results/baselines/{name}/weights.safetensors") for name in ("softmax", "student"))
+    softmax, student = (Path(f"results/pretrain/{name}/weights.safetensors") for name in ("softmax", "student"))
     write(softmax, "t5_softmax_nano_patch4_32", 0, img_size=32)
     write(student, "t5_nano_patch4_32", 1, img_size=32, neighbours=3)
     return softmax, student

@@ -23,7 +23,7 @@ from stages import load_stages
 ROOT = Path(__file__).parents[2]
 NANO = "vittt_nano_patch16_144"
 PAPER = load_yaml(ROOT / "profiles" / "paper.yaml")
-TRAINING = ("pretrain", "baselines", "linearize", "ablate")
+TRAINING = ("pretrain", "linearize", "ablate")
 SECONDS = 300 * 1_281_167 / 1000  # 300 epochs of ImageNet at 1000 images per second
 
 

@@ -70,9 +70,9 @@ def test_rows_figure_and_lines(models, repro_cli):
         ("vittt: results", "swin: results", "resolution: models: swin has no style in figures"),
         ("repeats: 3", "repeats: 0", "resolution.repeats: 0 is out of range, must be >= 1"),
         (
-            "results/baselines/deit/weights",
-            "results/baselines/gone/weights",
-            "results/baselines/gone/weights.safetensors: no such weights file",
+            "results/pretrain/deit/weights",
+            "results/pretrain/gone/weights",
+            "results/pretrain/gone/weights.safetensors: no such weights file",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from repro.core.config import load_section, load_yaml
 from repro.core.record import read_json
-from repro.runs.tune import STAGES, TuneParams, choose
+from repro.runs.tune import STAGE, TuneParams, choose
 from repro.tasks.classification.spec import SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def _accept_data():
         (
             SEARCH,
             ["--data", "digits", "--cell", "nanno"],
-            "--cell nanno: no cell of pretrain or baselines on digits; did you mean 'nano'?",
+            "--cell nanno: no cell of pretrain on digits; did you mean 'nano'?",
         ),
         (SEARCH, ["--data", "digits", "--trial", "1"], "name the cell with --cell"),
         (SEARCH, ["--data", "digits", "--cell", "nano", "--trial", "3"], "--trial 3: nano has the trials 1 to 2"),
@@ -118,6 +118,6 @@ def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
     content = load_yaml(ROOT / profile)
     for name, found in chosen.items():
         stage, cell = name.split(".")
-        assert stage in STAGES and cell in content[stage]
+        assert stage == STAGE and cell in content[stage]
         optim = load_section(SPEC.params, ROOT / profile, stage, cell).optim
         assert {key: getattr(optim, key) for key in found} == found, name

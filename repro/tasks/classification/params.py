@@ -47,7 +47,7 @@ class MesaParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassifierParams(TrainParams):
-    """A cell of `pretrain:`, `baselines:` or `ablate:`.
+    """A cell of `pretrain:` or `ablate:`.
 
     Args:
         max_unreadable: training images that may be unreadable before the run stops.

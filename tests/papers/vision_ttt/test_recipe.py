@@ -309,11 +309,11 @@ def test_printed_departures():
 @pytest.mark.parametrize(
     ("section", "name", "recipe"),
     [
-        ("baselines", "study_mse_imagenet", vit3),
-        ("baselines", "vit3_tiny_imagenet", vit3),  # which the primary paper compares too
-        ("baselines", "hvit3_tiny_imagenet", vit3),
+        ("pretrain", "study_mse_imagenet", vit3),
+        ("pretrain", "vit3_tiny_imagenet", vit3),  # which the primary paper compares too
+        ("pretrain", "hvit3_tiny_imagenet", vit3),
         ("pretrain", "vittt_tiny_imagenet", vision_ttt),
-        ("baselines", "ladder_vit3_own_imagenet", kv),
+        ("pretrain", "ladder_vit3_own_imagenet", kv),
     ],
 )
 def test_a_cell_is_compared_with_the_recipe_of_its_own_paper(section, name, recipe):
