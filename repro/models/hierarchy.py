@@ -15,7 +15,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from .backbone import Grid, ImageModel, check_rates
+from .image_model import Grid, ImageModel, check_rates
 
 STRIDES = (4, 8, 16, 32)  # of the stages
 

@@ -17,7 +17,8 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from ..core.errors import did_you_mean
-from .backbone import Backbone, Grid, fit_table, init_linear, resample_positions
+from .backbone import Backbone, fit_table, resample_positions
+from .image_model import Grid, init_linear
 
 Positions = Literal["table", "block_table", "none"]
 EPS = 1e-6

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import fused_block
-from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, resample_positions
+from .backbone import Backbone, insert_tokens, register_sizes, resample_positions
+from .image_model import Grid, init_linear
 from .read_block import change_mac_terms, change_param_terms, choose_block, count_class_rows
 from .reading import Reading
 from .shell import require_choice

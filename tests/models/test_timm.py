@@ -25,6 +25,7 @@ OURS = [name for name in MODELS if name not in TIMM_CLASSES]
 each = pytest.mark.parametrize("name", MODELS)
 each_own = pytest.mark.parametrize("name", OURS)
 
+
 def build(name, **options):
     torch.manual_seed(0)
     return timm.create_model(name, **options).eval()
