@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backbone import Grid, register_sizes
+from .backbone import register_sizes
 from .fast_weights import LADDER, choose_form, learn
+from .image_model import Grid
 from .inner import InnerLoop
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, require_choice
 

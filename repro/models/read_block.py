@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backbone import Grid, insert_tokens
+from .backbone import insert_tokens
+from .image_model import Grid
 from .reading import Reading
 from .ttt_mixer import REDUCIBLE, Arguments, Design, TTTMixer, W0Mode, design_has
 from .vittt_block import VitttBlock, class_positions

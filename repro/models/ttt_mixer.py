@@ -17,7 +17,8 @@ from kernels.ttt_linear.op import one_direction
 from kernels.ttt_linear.plain import ttt_linear_plain
 from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
 
-from .backbone import convolve_scans, init_linear, pad_for_scans
+from .backbone import convolve_scans, pad_for_scans
+from .image_model import init_linear
 
 # Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backbone import Grid, register_sizes, rename_prefixes
+from .backbone import register_sizes, rename_prefixes
+from .image_model import Grid
 from .inner import InnerLoop, full_precision, learn
 from .shell import NANO_PATCH16_144, ClassFreeViT, build_cpe, require_choice
 

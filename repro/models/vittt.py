@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import fused_block
-from .backbone import Backbone, Grid, init_linear, insert_tokens, register_sizes, resample_positions
+from .backbone import Backbone, insert_tokens, register_sizes, resample_positions
+from .image_model import Grid, init_linear
 from .read_block import change_mac_terms, change_param_terms, choose_block, count_class_rows
 from .reading import Reading
 from .shell import require_choice
@@ -130,6 +131,11 @@ class Vittt(Backbone):
         elif self.cls_pos_embed is not None:
             tokens = tokens + 0 * self.cls_pos_embed
         return tokens, grid
+
+    def _resize(self, grid: Grid) -> None:
+        if not self.chunk_size:
+            raise ValueError("chunk_size 0: the learned scale of the tokens is of the image size that was built for")
+        super()._resize(grid)
 
     def class_feature(self, tokens: Tensor) -> Tensor:
         """Normalised tokens (B, T, D) -> class feature (B, D) by the class strategy."""

@@ -7,7 +7,8 @@ from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
 
 from . import fused_block
-from .backbone import Grid, insert_tokens, remove_tokens
+from .backbone import insert_tokens, remove_tokens
+from .image_model import Grid
 from .ttt_mixer import Design, TTTMixer, design_has
 
 Pool = Literal["mean", "max", "head", "mid", "double"]  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
