@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.papers.grid import load_grid, run_variants
+    from repro.papers.grid import choose_variants, run_variants
     from repro.runs.cells import read_cells, train_cells
 
     if not grid and variant is None:
@@ -62,4 +62,6 @@ def command(
         raise UserError(
             "ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant"
         )
-    run_variants(load_grid(paper, teacher), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+    run_variants(
+        choose_variants(paper, teacher), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed
+    )

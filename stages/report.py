@@ -24,7 +24,7 @@ class ReportParams:
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
 
-_FILES = ("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")  # it lists the verbs and their scores
+_FILES = ("repro/papers/*/*.yaml", "repro/report/*.html", "stages/*.py")  # it lists the verbs and their scores
 
 
 def _list_modules(params: ReportParams) -> list[str]:

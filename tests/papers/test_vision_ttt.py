@@ -7,8 +7,10 @@ from pathlib import Path
 
 from repro.core.hashing import import_closure
 from repro.papers import find_rooms, load_papers, load_primary
+from repro.papers.variants import load_variants
 from repro.papers.vision_ttt.formulas import vim_blocks_g, vit_g, vittt_g, vittt_trivial_g
-from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+
+VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 
 
 def test_formulas_by_hand():
@@ -50,7 +52,5 @@ def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
 def test_the_variants_depend_on_no_report():
     """A stage that trains them must not become stale when a page changes."""
     assert not [
-        file
-        for file in import_closure(Path(__file__).parents[2], ["repro.papers.vision_ttt.variants"])
-        if "report" in file
+        file for file in import_closure(Path(__file__).parents[2], ["repro.papers.variants"]) if "report" in file
     ]

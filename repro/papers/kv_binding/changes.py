@@ -11,8 +11,8 @@ from ...report.gallery import describe_origin
 from ...report.ordering import ALPHA, PairedTest, compare_means
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
+from ..variants import load_variants
 from .forms import find_backbones
-from .variants import VARIANTS
 
 NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
 # the step of a variant -> what it changes, in words
@@ -101,7 +101,7 @@ def _test(group: Group) -> dict[str, PairedTest | None]:
     """Variant -> its difference to the unchanged model; None where they have fewer than two seeds in common."""
     base, images = f"{_model(group)}_own", group.common["held_out_images"]
     top1 = _scores(group)
-    others = [name for name in VARIANTS if name in top1 and name != base]
+    others = [name for name in load_variants("kv_binding").variants if name in top1 and name != base]
     # accuracies come in whole images
     tests = compare_means(top1, [(name, base) for name in others], 100 / images * math.sqrt(2 / 12))
     return dict(zip(others, tests or [None] * len(others), strict=True))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...report.paper import Drawing, Paper, Question, Variants, VariantTable
+from ..variants import load_variants
 from . import formulas
 from .changes import list_changes, weigh_learners
 from .forms import (
@@ -17,8 +18,8 @@ from .forms import (
 )
 from .probes import count_probed, list_probes
 from .residuals import compare_momenta, list_residuals
-from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
 
+_VARIANTS = load_variants("kv_binding")
 _FORMULAS = (
     formulas.identity_error,
     formulas.theorem_error,
@@ -89,13 +90,17 @@ PAPER = Paper(
         "probed": count_probed,
     },
     variants=Variants(
-        options=VARIANTS,
-        models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},
+        options=_VARIANTS.options,
+        models={name: each.changes["model"].partition("_nano")[0] for name, each in _VARIANTS.variants.items()},
         tables=tuple(
             VariantTable(
-                place=place, rows=rows, columns=("top1_percent",), orders=ORDERS.get(place), note=_NOTES.get(place, "")
+                place=place,
+                rows=rows,
+                columns=("top1_percent",),
+                orders=_VARIANTS.orders.get(place),
+                note=_NOTES.get(place, ""),
             )
-            for place, rows in ROWS.items()
+            for place, rows in _VARIANTS.rows.items()
         ),
         places="Tables 1 and 2",
         stage="ablate",

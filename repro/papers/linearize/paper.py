@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from ...report.paper import Contest, Paper, Question, Variants, VariantTable
+from ..variants import load_variants
 from . import formulas
 from .attention import find_attention, list_layers
 from .recovery import list_students
-from .variants import FROZEN, ORDERS, ROWS, VARIANTS
 
+_VARIANTS = load_variants("linearize")
 _FORMULAS = (
     formulas.recipe_setting,
     formulas.neighbours_macs_g,
@@ -77,11 +78,11 @@ PAPER = Paper(
     text=Path(__file__).with_name("page.md"),
     parts={"students": list_students, "attention": find_attention, "layers": list_layers},
     variants=Variants(
-        options=VARIANTS,
-        recipes={name: {"freeze": True} for name in FROZEN},
+        options=_VARIANTS.options,
+        recipes={name: each.changes for name, each in _VARIANTS.variants.items() if each.changes},
         tables=tuple(
-            VariantTable(place=place, rows=rows, orders=ORDERS.get(place), note=_NOTES.get(place, ""))
-            for place, rows in ROWS.items()
+            VariantTable(place=place, rows=rows, orders=_VARIANTS.orders.get(place), note=_NOTES.get(place, ""))
+            for place, rows in _VARIANTS.rows.items()
         ),
         places="Tables 1, 2 and 3",
         stage="ablate",

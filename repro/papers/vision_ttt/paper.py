@@ -6,16 +6,14 @@ from pathlib import Path
 from ...report.measured import list_records
 from ...report.paper import Contest, Document, Paper, Question, Variants, VariantTable
 from ...report.passages import compare_without_learning, count_noisy_rows, describe_statuses
+from ..variants import load_variants
 from . import formulas
 from .figures import FIGURES, draw_fig7a, draw_fig7b
 from .readings_page import count_fits, describe_choices, describe_trained, list_readings, name_rounded
 from .sections import describe_models, find_counter, list_findings
-from .variants import TABLES_AND_FIGURES, VARIANTS
 
+_VARIANTS = load_variants("vision_ttt")
 _ROOM = Path(__file__).parent
-# (better, worse) by the text's words on Fig. 7 (entries text.fig7a.chunk and text.fig7b.initial_states)
-_CHUNKS = tuple((name, "chunk64") for name in TABLES_AND_FIGURES["Fig. 7(a)"] if name != "chunk64")
-_STATES = (("conv2d", "w0_shared"), ("w0_shared", "w0_frozen"), ("conv2d", "w0_frozen"))
 _FORMULAS = (
     formulas.vit_g,
     formulas.vim_blocks_g,
@@ -32,15 +30,12 @@ _OWN_ROWS = ("table1.vittt_*", "table2_*.vittt_*", "table3.*", "table4.*")
 _TOP1 = ("text.abstract.top1_*", "text.1.top1_*", "text.5_1.top1_*")
 
 
-def _panel(name: str, says: str, draw: Callable[..., Path], orders: tuple[tuple[str, str], ...]) -> VariantTable:
+def _panel(name: str, says: str, draw: Callable[..., Path]) -> VariantTable:
     """A panel of Fig. 7, which prints no number but Vittt's own."""
     place = f"Fig. 7({name})"
     note = f"For this figure the paper prints only Vittt's own number; its text says that {says}."
-    rows = {variant: "table3.conv2d" if variant == "conv2d" else None for variant in TABLES_AND_FIGURES[place]}
-    columns = ("fps", "top1_percent")
-    return VariantTable(
-        place=place, rows=rows, columns=columns, orders=orders, note=note, figure=f"fig7{name}", draw=draw
-    )
+    of_place = {"rows": _VARIANTS.rows[place], "orders": _VARIANTS.orders[place], "columns": ("fps", "top1_percent")}
+    return VariantTable(place=place, note=note, figure=f"fig7{name}", draw=draw, **of_place)
 
 
 PAPER = Paper(
@@ -136,15 +131,11 @@ PAPER = Paper(
         Document(file="results/provenance.md", text=_ROOM / "provenance.md"),
     ),
     variants=Variants(
-        options=VARIANTS,
+        options=_VARIANTS.options,
         tables=(
-            VariantTable(place="Table 3", rows={name: f"table3.{name}" for name in TABLES_AND_FIGURES["Table 3"]}),
-            VariantTable(
-                place="Table 4",
-                rows={name: f"table4.{'mean' if name == 'conv2d' else name}" for name in TABLES_AND_FIGURES["Table 4"]},
-            ),
-            _panel("a", "b = 64 is the worst", draw_fig7a, _CHUNKS),
-            _panel("b", "more learnable states are better", draw_fig7b, _STATES),
+            *(VariantTable(place=place, rows=_VARIANTS.rows[place]) for place in ("Table 3", "Table 4")),
+            _panel("a", "b = 64 is the worst", draw_fig7a),
+            _panel("b", "more learnable states are better", draw_fig7b),
         ),
         places="Tables 3 and 4, Fig. 7",
         stage="ablate",

@@ -11,9 +11,9 @@ from ...report.document import Block, Heading, Piece, number, table
 from ...report.ordering import ALPHA, PairedTest, compare_means
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
-from .variants import ROWS
+from ..variants import load_variants
 
-LAYERS = dict(zip(ROWS["Fig. 3"], ("one layer", "two layers", "three layers"), strict=True))
+LAYERS = dict(zip(load_variants("vit3").rows["Fig. 3"], ("one layer", "two layers", "three layers"), strict=True))
 LOSS = "train_loss"
 # a loss is recorded to eight digits
 _LEAST_SPREAD = 1e-8

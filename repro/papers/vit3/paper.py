@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from ...report.paper import Contest, Figure, Paper, Question, Variants, VariantTable
+from ..variants import load_variants
 from . import formulas
 from .depth import compare_losses, draw_depth
 from .generation import list_denoisers
-from .variants import ORDERS, ROWS, VARIANTS
 
+_VARIANTS = load_variants("vit3")
 _FORMULAS = (
     formulas.recipe_setting,
     formulas.upernet_params_m,
@@ -138,17 +139,17 @@ PAPER = Paper(
     text=Path(__file__).with_name("page.md"),
     parts={"losses": compare_losses, "denoisers": list_denoisers},
     variants=Variants(
-        options=VARIANTS,
+        options=_VARIANTS.options,
         tables=tuple(
             VariantTable(
                 place=place,
                 rows=rows,
-                orders=ORDERS.get(place),
+                orders=_VARIANTS.orders.get(place),
                 note=_NOTES.get(place, ""),
                 figure="vit3_fig3" if place == "Fig. 3" else None,
                 draw=draw_depth if place == "Fig. 3" else None,
             )
-            for place, rows in ROWS.items()
+            for place, rows in _VARIANTS.rows.items()
         ),
         places="Tables 1 to 4 and 6, Fig. 3",
         stage="ablate",
