@@ -218,7 +218,7 @@ class Paper(About):
 
 
 def load_paper(room: Path, formulas: Iterable[Callable] = (), **more: Any) -> Paper:
-    """The paper of a room, a folder with paper.yaml, ledger.yaml and page.md.
+    """The paper of a room, a folder with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
     Args:
         formulas: functions that its ledger's expressions may call, by their names.
@@ -227,11 +227,12 @@ def load_paper(room: Path, formulas: Iterable[Callable] = (), **more: Any) -> Pa
     Raises:
         UserError: paper.yaml has an unknown key, or lacks one.
     """
+    text = room / "page.md"
     about = build(About, load_yaml(room / "paper.yaml"), f"{room.name}/paper.yaml")
     return Paper(
         **vars(about),
         ledger_file=room / "ledger.yaml",
-        text=room / "page.md",
+        text=text if text.is_file() else None,
         formulas={function.__name__: function for function in formulas},
         **more,
     )
