@@ -22,7 +22,7 @@ from repro.papers import load_papers
 from repro.papers.grid import choose_variants, vary_recipe
 from repro.papers.variants import load_variants
 from repro.papers.vit3 import formulas
-from repro.papers.vit3.depth import compare_losses, find_losses
+from repro.papers.vit3.sections import compare_losses, find_losses
 from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
