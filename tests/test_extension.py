@@ -72,7 +72,8 @@ from typing import Any
 from timm.models import register_model
 from torch import Tensor, nn
 
-from .backbone import Backbone, Grid, create, default_cfg
+from .backbone import Backbone, create, default_cfg
+from .image_model import Grid
 
 default_cfgs = {"toy_nano_patch16_32": default_cfg(32)}
 

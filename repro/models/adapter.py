@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from kernels.ms_deform_attn import ms_deform_attn, selected_backend
 
-from .backbone import Grid, OperatorModel, PlainBackbone, insert_tokens, remove_tokens, resample_positions, run_block
+from .backbone import PlainBackbone, insert_tokens, remove_tokens, resample_positions, run_block
+from .image_model import Grid, OperatorModel
 
 EPS = 1e-6
 INTERACTIONS = 4

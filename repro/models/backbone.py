@@ -5,6 +5,10 @@ cutting an image into a grid of patches, returning features from between the blo
 blocks in the backward pass.
 """
 
+import inspect
+import logging
+import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -16,9 +20,11 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..core.errors import UserError
+from ..core.errors import UserError, did_you_mean
+from .image_model import Grid, ImageModel, check_rates
 
-Grid = tuple[int, int]
+_PRETRAINED_CONFIGS = "pretrained_cfg", "pretrained_cfg_overlay"
+_logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -41,31 +47,7 @@ class PlainBackbone(Protocol):
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]: ...
 
 
-class OperatorModel(nn.Module):
-    """A model in which layers may run operators of this project; such a layer has `backend` and
-    `selected_backend(dtype)`.
-    """
-
-    def set_backend(self, backend: str) -> None:
-        """Choose the implementation of the operators for every layer; see `kernels`."""
-        for layer in self._operator_layers():
-            layer.backend = backend
-
-    def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation that runs on this model's device, at the image size it is built for, for activations of
-        `dtype`.
-
-        Several are joined by `+`; `torch` for a model without such layers.
-        """
-        return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()})) or "torch"
-
-    def _operator_layers(self) -> list[nn.Module]:
-        return [
-            module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")
-        ]
-
-
-class Backbone(OperatorModel):
+class Backbone(ImageModel):
     """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
 
     A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens
@@ -80,8 +62,8 @@ class Backbone(OperatorModel):
         in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the
             head.
         num_classes: outputs of the head; 0 builds no head.
-        pool: the strategy of the class feature, which timm calls `global_pool`; the default `class_feature` is the mean
-            whatever it says.
+        pool: the strategy of the class feature; the default `class_feature` is the mean whatever it says. timm's
+            `global_pool` calls `mean` avg, and a strategy with class tokens token.
         drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly
             from 0 to it.
     """
@@ -103,11 +85,12 @@ class Backbone(OperatorModel):
         drop_path_rate: float = 0.0,
     ):
         super().__init__()
+        check_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         self.img_size, self.patch_size, self.num_classes = to_2tuple(img_size), patch_size, num_classes
         self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
         self.depth, self.pool = depth, pool
+        self.global_pool = self.pooled_by = {"mean": "avg", "max": "max"}.get(pool, "token")
         self.drop_path_rates = calculate_drop_path_rates(drop_path_rate, depth)
-        self.grad_checkpointing = False
         self.grid_size = self.grid_of(*self.img_size)
         self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
         self.head_drop = nn.Dropout(drop_rate)
@@ -115,6 +98,7 @@ class Backbone(OperatorModel):
         self.feature_info = [
             {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)
         ]
+        self.register_load_state_dict_pre_hook(_fit_positions)
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Rows and columns of patches in an image, whose height and width in pixels must be multiples of the patch size
@@ -131,6 +115,7 @@ class Backbone(OperatorModel):
         """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the error of
         `grid_of`.
         """
+        self.check_image_size(*x.shape[-2:])
         grid = self.grid_of(*x.shape[-2:])
         return self.patch_embed(x).flatten(2).transpose(1, 2), grid
 
@@ -155,14 +140,41 @@ class Backbone(OperatorModel):
             tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
         return self.norm(tokens)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Normalised tokens (B, T, D) -> logits (B, num_classes); with `pre_logits`, the class feature (B, D) instead."""
-        feature = self.head_drop(self.class_feature(x))
-        return feature if pre_logits else self.head(feature)
+    def pool_features(self, x: Tensor) -> Tensor:
+        """Normalised tokens (B, T, D) -> the class feature, or the mean of the patches (B, D), by `global_pool`."""
+        if self.global_pool == self.pooled_by:
+            return self.class_feature(x)
+        num_prefixes = len(self.prefix_positions(1))
+        return remove_tokens(x, self.prefix_positions(x.shape[1] - num_prefixes)).mean(dim=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> logits (B, num_classes), or the class feature (B, D) of a model without a head."""
-        return self.forward_head(self.forward_features(x))
+    def set_input_size(self, img_size: int | Grid | None = None, patch_size: int | Grid | None = None) -> None:
+        """Build the model for images of another size in pixels: its tables of positions are resampled for it, which
+        otherwise happens in each forward pass.
+
+        Raises:
+            ValueError: another patch size, a size off the patch grid, or an option that ties the model to its size.
+        """
+        if patch_size is not None and to_2tuple(patch_size) != to_2tuple(self.patch_size):
+            raise ValueError(f"patch_size {patch_size}: the patches of this model are {self.patch_size} pixels wide")
+        size = to_2tuple(self.img_size if img_size is None else img_size)
+        grid = self.grid_of(*size)
+        if grid != self.grid_size:
+            self._resize(grid)
+        self.img_size, self.grid_size = size, grid
+
+    def _resize(self, grid: Grid) -> None:
+        """Resample what depends on the grid of the patches (h, w)."""
+        if (table := getattr(self, "pos_embed", None)) is not None:
+            with torch.no_grad():
+                self.pos_embed = nn.Parameter(self.resample_table(table, self.grid_size, grid), table.requires_grad)
+
+    def resample_table(self, table: Tensor, before: Grid, after: Grid) -> Tensor:
+        """`pos_embed` (1, T, D) of a model for a grid of patches -> that for another grid; class tokens keep their
+        rows, where they have some in it.
+        """
+        shared = table.shape[1] > before[0] * before[1]
+        rows, new_rows = (self.prefix_positions(h * w) if shared else () for h, w in (before, after))
+        return resample_positions(table, before, after, rows, new_rows)
 
     def forward_intermediates(
         self,
@@ -172,8 +184,10 @@ class Backbone(OperatorModel):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Patch tokens after selected blocks, as timm's feature interface defines it; class tokens are left out.
+        return_prefix_tokens: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]]:
+        """Patch tokens after selected blocks, as timm's feature interface defines it; class tokens are left out, or
+        follow in a pair (patches, class tokens (B, n, D)) with `return_prefix_tokens`.
 
         `indices` are the last n blocks (an int), all (None) or those of a list; `norm` applies the final norm to them
         too; `stop_early` skips the blocks after the last selected one; `output_fmt` is `NCHW` for (B, D, h, w) or `NLC`
@@ -192,10 +206,11 @@ class Backbone(OperatorModel):
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
             if i in take:
-                patches = remove_tokens(self.norm(tokens) if norm else tokens, positions)
-                intermediates.append(
-                    patches.transpose(1, 2).unflatten(2, grid).contiguous() if output_fmt == "NCHW" else patches
-                )
+                found = self.norm(tokens) if norm else tokens
+                patches = remove_tokens(found, positions)
+                if output_fmt == "NCHW":
+                    patches = patches.transpose(1, 2).unflatten(2, grid).contiguous()
+                intermediates.append((patches, found[:, list(positions)]) if return_prefix_tokens else patches)
         return intermediates if intermediates_only else (self.norm(tokens), intermediates)
 
     def prune_intermediate_layers(
@@ -212,28 +227,6 @@ class Backbone(OperatorModel):
             self.reset_classifier(0)
         return take
 
-    def get_classifier(self) -> nn.Module:
-        """The head."""
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes`. The pooling is part of the architecture: `global_pool` may
-        only repeat it.
-        """
-        if global_pool not in (None, self.pool):
-            raise ValueError(
-                f"global_pool {global_pool!r}: this model was built with pool={self.pool!r}, which cannot be changed"
-            )
-        self.num_classes = num_classes
-        device, dtype = self.patch_embed.weight.device, self.patch_embed.weight.dtype
-        self.head = nn.Linear(self.embed_dim, num_classes, device=device, dtype=dtype) if num_classes else nn.Identity()
-        if num_classes:
-            init_linear(self.head)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
         return {
@@ -241,23 +234,16 @@ class Backbone(OperatorModel):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
-        return set()
-
 
 def run_block(block: Callable[[Tensor, Grid], Tensor], tokens: Tensor, grid: Grid, *, recompute: bool) -> Tensor:
-    """The block's tokens; with `recompute`, its activations are not kept for the backward pass."""
+    """The block's tokens; with `recompute`, its activations are not kept for the backward pass. Without images, those
+    that came in.
+    """
+    if tokens.shape[0] == 0:
+        return tokens
     if recompute and torch.is_grad_enabled():
         return checkpoint(block, tokens, grid)
     return block(tokens, grid)
-
-
-def init_linear(linear: nn.Linear) -> None:
-    """Weights trunc_normal with deviation 0.02, biases 0."""
-    nn.init.trunc_normal_(linear.weight, std=0.02)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
 
 
 def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
@@ -290,6 +276,30 @@ def resample_positions(
     patches = remove_tokens(embedding, rows)
     patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
     return insert_tokens(patches, embedding[:, list(rows)], new_rows) if rows else patches
+
+
+def _fit_positions(model: Backbone, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A hook before loading: timm's `create_model(..., checkpoint_path=FILE)` and `pretrained=True` load by it."""
+    if (own := getattr(model, "pos_embed", None)) is not None:
+        fit_table(state, f"{prefix}pos_embed", own, model.grid_size, model.resample_table)
+
+
+def fit_table(state: dict[str, Tensor], key: str, own: Tensor, grid: Grid, resample: Callable[..., Tensor]) -> None:
+    """Resample a table of positions (1, T, D) in a state dict, which is that of a square image of another size.
+
+    Args:
+        state, key: the state dict, which changes, and the table's place in it.
+        own, grid: the model's table, and the grid of patches that it is for.
+        resample: (table, grid before, grid after) -> the table for another grid.
+    """
+    table = state.get(key)
+    if table is None or table.ndim != 3 or table.shape[::2] != own.shape[::2] or table.shape == own.shape:
+        return
+    num_patches = table.shape[1] - (own.shape[1] - grid[0] * grid[1])
+    side = math.isqrt(max(0, num_patches))
+    if side > 0 and side * side == num_patches:
+        _logger.info("%s: positions of %dx%d patches resampled to %dx%d", key, side, side, *grid)
+        state[key] = resample(table, (side, side), grid)
 
 
 def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
@@ -345,9 +355,41 @@ def rename_keys(state_dict: Mapping[str, Tensor], rename: Callable[[str], str]) 
 
 
 def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:
-    """Build a registered `variant` as timm's entrypoints do, including `features_only`."""
-    feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
-    return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
+    """Build a registered `variant` as timm's entrypoints do, including `features_only`.
+
+    Raises:
+        TypeError: an option that the model does not have.
+        RuntimeError: `pretrained` without a file of weights.
+    """
+    last = min(3, kwargs.get("depth", 3))
+    feature_cfg = {"out_indices": kwargs.pop("out_indices", last), "feature_cls": "getter"}
+    if pretrained and all(isinstance(kwargs.get(name), str | None) for name in _PRETRAINED_CONFIGS):
+        raise RuntimeError(
+            f"{variant}: this project publishes no pretrained weights; `repro pretrain` trains them, and "
+            "checkpoint_path or pretrained_cfg_overlay=dict(file=...) loads a file"
+        )
+    if not issubclass(model_class, ImageModel):
+        return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
+    options = inspect.signature(model_class).parameters
+    dynamic, pooling = kwargs.pop("dynamic_img_size", True), kwargs.pop("global_pool", None)
+    if pooling and "pool" in options:  # the pooling is a choice of the architecture
+        kwargs["pool"], pooling = {"avg": "mean", "token": "mid"}.get(pooling, pooling), None
+    try:
+        built = build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None:
+            raise
+        parameters = [
+            each for base in model_class.__mro__ for each in inspect.signature(base.__init__).parameters.values()
+        ]
+        known = {each.name for each in parameters if each.name != "self" and each.kind != each.VAR_KEYWORD}
+        raise TypeError(f"{variant}: has no option {found[1]}{did_you_mean(found[1], known)}") from None
+    model = built if isinstance(built, model_class) else built.model
+    model.dynamic_img_size = dynamic
+    if pooling is not None:
+        model.set_pooling(pooling, model.num_classes)
+    return built
 
 
 def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]], **names: str) -> None:

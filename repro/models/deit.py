@@ -3,7 +3,7 @@
 from typing import Any
 
 from timm.models import generate_default_cfgs, register_model
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from .backbone import create, default_cfg
 
@@ -18,4 +18,10 @@ official_state_dict = dict  # weights published for timm's class already have it
 def deit_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """The size of the other nanos: D 64, 4 blocks, one head of 64; with a class token."""
     sizes = {"img_size": 144, "patch_size": 16, "embed_dim": 64, "depth": 4, "num_heads": 1}
-    return create(VisionTransformer, "deit_nano_patch16_144", pretrained, **sizes | kwargs)
+    return create(
+        VisionTransformer,
+        "deit_nano_patch16_144",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        **sizes | kwargs,
+    )

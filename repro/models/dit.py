@@ -21,7 +21,8 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from .backbone import Grid, OperatorModel, rename_keys
+from .backbone import rename_keys
+from .image_model import Grid, OperatorModel
 from .inner import InnerLoop
 from .inner_mixer import InnerMixer
 from .registry import register_denoisers

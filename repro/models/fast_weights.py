@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.errors import did_you_mean
 from . import inner
-from .backbone import Grid
+from .image_model import Grid
 from .inner import MODELS, InnerLoop, Weights, full_precision
 from .muon import newton_schulz
 

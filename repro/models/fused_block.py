@@ -20,8 +20,6 @@ from kernels import around, ttt_linear_bidir
 from kernels.around.op import selected_backend
 from kernels.around.reference import ONES
 
-from .reading import Reading
-
 Grid = tuple[int, int]
 
 
@@ -43,19 +41,10 @@ class Constants(NamedTuple):
     state: tuple[Tensor, ...]
 
 
-def is_plain(reading: Reading) -> bool:
-    """Whether the launches compute this reading of the paper: the default one, whatever its positions and starts."""
-    return reading == Reading(
-        **{name: getattr(reading, name) for name in ("positions", "w0_std", "token_scale_start", "eta_base")}
-    )
-
-
 def can_fuse(block: Any, tokens: Tensor) -> bool:
     """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here."""
     mixer, dtype = block.mixer, product_dtype(tokens)
-    is_vittts = (
-        block.pool in ("mean", "max") and block.dwconv is not None and is_plain(block.reading) and mixer.step == "own"
-    )
+    is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and block.is_fusible and mixer.step == "own"
     if not is_vittts or mixer.backend not in ("auto", "triton"):
         return False
     try:
@@ -153,7 +142,7 @@ def make_constants(block: Any, tokens: int) -> Constants:
     missing = -H % d
     in_weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
     in_bias = F.pad(mixer.lr_proj.bias, (5 * D, missing))
-    scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.reading.eta_base / d)
+    scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / d)
     up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
     down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))

@@ -15,7 +15,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from .backbone import Grid, OperatorModel, init_linear
+from .image_model import Grid, ImageModel, check_rates
 
 STRIDES = (4, 8, 16, 32)  # of the stages
 
@@ -42,13 +42,15 @@ class Stage(nn.Module):
         return self.run_blocks(x, recompute=recompute)
 
     def run_blocks(self, x: Tensor, *shared: Any, recompute: bool) -> Tensor:
-        """Call every block in turn as `block(x, *shared)`."""
+        """Call every block in turn as `block(x, *shared)`; without images, none."""
+        if x.shape[0] == 0:
+            return x
         for block in self.blocks:
             x = checkpoint(block, x, *shared) if recompute and torch.is_grad_enabled() else block(x, *shared)
         return x
 
 
-class Hierarchy(OperatorModel):
+class Hierarchy(ImageModel):
     """Four stages whose grids are those of strides 4, 8, 16 and 32, for images of any size of at least 32 x 32 pixels.
 
     Where a side is not a multiple of the stride, the grid is rounded up: each stage has ⌈H/s⌉ x ⌈W/s⌉ positions. A
@@ -81,13 +83,14 @@ class Hierarchy(OperatorModel):
         drop_path_rate: float = 0.0,
     ):
         super().__init__()
+        check_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         if not len(widths) == len(depths) == len(STRIDES):
             raise ValueError(f"{len(widths)} widths and {len(depths)} depths, expected {len(STRIDES)} of each")
         self.img_size, self.in_chans, self.num_classes = to_2tuple(img_size), in_chans, num_classes
         self.widths, self.depths = tuple(widths), tuple(depths)
         self.num_features = self.head_hidden_size = self.widths[-1]
         self.drop_path_rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        self.grad_checkpointing = False
+        self.global_pool = self.pooled_by = "avg"
         self.grids_of(*self.img_size)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
@@ -108,6 +111,7 @@ class Hierarchy(OperatorModel):
         """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises the error of
         `grids_of`.
         """
+        self.check_image_size(*x.shape[-2:])
         self.grids_of(*x.shape[-2:])
         return self.patch_embed(x)
 
@@ -115,14 +119,22 @@ class Hierarchy(OperatorModel):
         """Images (B, in_chans, H, W) -> the last map after the final norm, (B, widths[-1], ⌈H/32⌉, ⌈W/32⌉)."""
         return self.norm(self._run(x, len(self.stages))[-1])
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """A normalised map (B, C, h, w) -> logits (B, num_classes); with `pre_logits`, its mean (B, C) instead."""
-        feature = self.head_drop(x.mean(dim=(2, 3)))
-        return feature if pre_logits else self.head(feature)
+    def pool_features(self, x: Tensor) -> Tensor:
+        """A normalised map (B, C, h, w) -> its mean (B, C)."""
+        return x.mean(dim=(2, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> logits (B, num_classes), or the mean (B, widths[-1]) of a model without a head."""
-        return self.forward_head(self.forward_features(x))
+    def set_pooling(self, name: str, num_classes: int) -> None:
+        """Pool by `avg`, or by "" not at all, which goes without a head."""
+        if not name and num_classes:
+            raise ValueError("global_pool '': a map has no logits; take num_classes 0 with it")
+        super().set_pooling(name, num_classes)
+
+    def set_input_size(self, img_size: int | Grid | None = None, patch_size: int | Grid | None = None) -> None:
+        """Say for which image size in pixels the model is built; nothing in it depends on that."""
+        if patch_size is not None:
+            raise ValueError(f"patch_size {patch_size}: the stem of this model has no patches of another size")
+        self.img_size = to_2tuple(self.img_size if img_size is None else img_size)
+        self.grids_of(*self.img_size)
 
     def forward_intermediates(
         self,
@@ -132,22 +144,28 @@ class Hierarchy(OperatorModel):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        return_prefix_tokens: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]]:
         """The maps of selected stages before their downsampling, as timm's feature interface defines it.
 
         `indices` are the last n stages (an int), all (None) or those of a list; `norm` applies the final norm to the
-        last stage's map; `stop_early` skips the stages after the last selected one; `output_fmt` can only be `NCHW`.
+        last stage's map; `stop_early` skips the stages after the last selected one; `output_fmt` is `NCHW` for maps
+        (B, widths[i], h, w) or `NLC` for (B, h·w, widths[i]). `return_prefix_tokens` is for models with class tokens.
 
         Returns:
             The maps (B, widths[i], h, w) if `intermediates_only`, else (the result of `forward_features`, maps).
         """
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt {output_fmt!r}: a hierarchical model has maps, in the format NCHW alone")
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
+        if return_prefix_tokens:
+            raise ValueError("return_prefix_tokens: a hierarchical model has no class tokens")
         take, last = feature_take_indices(len(self.stages), indices)
         maps = self._run(x, last + 1 if stop_early else len(self.stages))
         whole = len(maps) == len(self.stages)
         final = self.norm(maps[-1]) if whole and (norm or not intermediates_only) else maps[-1]
         chosen = [final if norm and i == len(self.stages) - 1 else maps[i] for i in take]
+        if output_fmt == "NLC":
+            chosen = [each.flatten(2).transpose(1, 2) for each in chosen]
         return chosen if intermediates_only else (final, chosen)
 
     def prune_intermediate_layers(
@@ -165,32 +183,6 @@ class Hierarchy(OperatorModel):
             self.reset_classifier(0)
         return take
 
-    def get_classifier(self) -> nn.Module:
-        """The head."""
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes`. It stands on the mean, which timm calls `avg`: `global_pool`
-        may only say so.
-        """
-        if global_pool not in (None, "avg"):
-            raise ValueError(
-                f"global_pool {global_pool!r}: the head of this model stands on the mean of the last map, `avg`"
-            )
-        self.num_classes = num_classes
-        like = next(self.parameters())
-        self.head = (
-            nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            if num_classes
-            else nn.Identity()
-        )
-        if num_classes:
-            init_linear(self.head)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that assign parameters to layers, for layer-wise learning-rate decay; a downsampling belongs to the
         block before it.
@@ -203,10 +195,6 @@ class Hierarchy(OperatorModel):
             (r"^norm", (99999,)),
         )
         return {"stem": r"^patch_embed", "blocks": list(blocks)}
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
-        return set()
 
     def _run(self, x: Tensor, count: int) -> list[Tensor]:
         """The maps of the first `count` stages."""

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from .backbone import Grid, init_linear, register_sizes, rename_prefixes
+from .backbone import register_sizes, rename_prefixes
 from .hierarchy import Hierarchy, Stage
+from .image_model import Grid, init_linear
 from .shell import build_cpe
 from .vit3 import InnerTraining, Rotation
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import did_you_mean
-from .backbone import Grid
+from .image_model import Grid
 from .inner_models import MODELS, Weights
 from .muon import Muon, newton_schulz, newton_schulz_macs
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backbone import Grid
+from .image_model import Grid
 from .inner import InnerLoop, full_precision, learn
 from .neighbours import attend_to_neighbours
 from .shell import EPS, add_convolved, build_cpe

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from .backbone import Grid
+from .image_model import Grid
 
 Weights = Sequence[Tensor]
 Pair = tuple[Any, Tensor]

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backbone import Grid, register_sizes
+from .backbone import register_sizes
 from .fast_weights import LADDER, choose_form, learn
+from .image_model import Grid
 from .inner import InnerLoop
-from .shell import ClassFreeViT, require_choice
+from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, require_choice
 
 EPS = 1e-5  # of the norms of q, k and the output
 BASE_RATE = 0.01  # of each token before training, as in LaCT's models of images
@@ -146,15 +147,7 @@ register_sizes(
         "lact_small_patch16_224": {"embed_dim": 384, "num_heads": 2},
         "lact_base_patch16_224": {"embed_dim": 768, "num_heads": 4},
         # for tests and the embedded data sets: as many tokens as a scanned digit has pixels, four chunks of them
-        "lact_nano_patch4_32": {
-            "img_size": 32,
-            "patch_size": 4,
-            "embed_dim": 48,
-            "depth": 2,
-            "num_heads": 2,
-            "chunk_size": 16,
-            "position_std": 0.3,
-        },
-        "lact_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2, "chunk_size": 16},
+        "lact_nano_patch4_32": {**NANO_PATCH4_32, "chunk_size": 16},
+        "lact_nano_patch16_144": {**NANO_PATCH16_144, "chunk_size": 16},
     },
 )

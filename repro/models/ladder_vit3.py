@@ -8,6 +8,7 @@ ViT3 does not have. `import repro.models` registers the models with timm.
 from typing import Any
 
 from .backbone import register_sizes
+from .shell import NANO_PATCH16_144
 from .vit3 import InnerTraining, ViT3
 
 
@@ -30,7 +31,7 @@ register_sizes(
         "ladder_vit3_small_patch16_224": {"embed_dim": 384, "num_heads": 6},
         "ladder_vit3_base_patch16_224": {"embed_dim": 768, "num_heads": 12},
         # for tests and the embedded data sets; with patches of 4 pixels, a patch is a pixel of a scanned digit
-        "ladder_vit3_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2},
+        "ladder_vit3_nano_patch16_144": NANO_PATCH16_144,
         "ladder_vit3_nano_patch4_32": {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2},
     },
 )

@@ -8,8 +8,10 @@ parallel form (`kernels.ttt_linear.plain`). `import repro.models` registers the 
 from typing import Any
 
 from .backbone import register_sizes
-from .ttt_mixer import Step, TTTMixer
-from .vittt import EPS, Vittt
+from .reading import Reading
+from .ttt_mixer import Step
+from .vittt import Vittt
+from .vittt_block import EPS
 
 
 class VitttLadder(Vittt):
@@ -17,19 +19,15 @@ class VitttLadder(Vittt):
 
     def __init__(self, *, step: Step = "own", **kwargs: Any):
         super().__init__(step=step, **kwargs)
-        options = {
-            "design": self.design,
-            "chunk_size": self.chunk_size,
-            "w0": self.w0,
-            "eps": EPS,
-            "reading": self.reading,
-        }
+        options = {"design": self.design, "chunk_size": self.chunk_size, "w0": self.w0, "eps": EPS, "step": step}
+        if self.reading != Reading():
+            options["reading"] = self.reading
         tokens = self.grid_size[0] * self.grid_size[1]
         tokens += len(self.prefix_positions(tokens))
         # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were
         # trained from
         for block in self.blocks:
-            block.mixer = TTTMixer(self.embed_dim, self.num_heads, tokens, step=step, **options)
+            block.mixer = block.mixer_class(self.embed_dim, self.num_heads, tokens, **options)
 
 
 register_sizes(

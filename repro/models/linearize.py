@@ -16,7 +16,8 @@ from timm.models.vision_transformer import Block as TimmBlock
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from .backbone import Grid, rename_prefixes, resample_positions
+from .backbone import rename_prefixes, resample_positions
+from .image_model import Grid
 from .t5 import SHELLS, T5
 from .weights import load_state
 

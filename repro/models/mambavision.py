@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan
 
-from .backbone import Grid, init_linear, register_sizes, rename_keys
+from .backbone import register_sizes, rename_keys
 from .hierarchy import Hierarchy, Stage
+from .image_model import Grid, init_linear
 from .vim import at_least_fp32
 
 STATE_DIM = 8

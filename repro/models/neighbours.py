@@ -5,7 +5,7 @@ the tokens.
 import torch
 from torch import Tensor
 
-from .backbone import Grid
+from .image_model import Grid
 
 
 def attend_to_neighbours(q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: int) -> Tensor:

@@ -17,10 +17,15 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from ..core.errors import did_you_mean
-from .backbone import Backbone, Grid, init_linear, resample_positions
+from .backbone import Backbone, fit_table, resample_positions
+from .image_model import Grid, init_linear
 
 Positions = Literal["table", "block_table", "none"]
 EPS = 1e-6
+# for the embedded data sets: as many tokens, of a pixel each, as a scanned digit has pixels
+NANO_PATCH4_32 = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2, "position_std": 0.3}
+# for tests and the embedded data sets: 9x9 tokens
+NANO_PATCH16_144 = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2}
 
 
 class SoftmaxMixer(Attention):
@@ -56,6 +61,13 @@ class BlockTable(nn.Module):
         self.grid, self.std = grid, std
         self.table = nn.Parameter(torch.empty(1, grid[0] * grid[1], dim))
         self.shift = nn.Parameter(torch.zeros(dim))
+        self.register_load_state_dict_pre_hook(_fit_table)
+
+    def resize(self, grid: Grid) -> None:
+        """Resample the table for another grid of patches."""
+        with torch.no_grad():
+            table = resample_positions(self.table, self.grid, grid)
+        self.table, self.grid = nn.Parameter(table, self.table.requires_grad), grid
 
     def init_weights(self) -> None:
         """Draw the table: trunc_normal."""
@@ -66,6 +78,10 @@ class BlockTable(nn.Module):
         table.
         """
         return tokens + resample_positions(self.table, self.grid, grid) + self.shift
+
+
+def _fit_table(module: BlockTable, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    fit_table(state, f"{prefix}table", module.table, module.grid, resample_positions)
 
 
 class Block(nn.Module):
@@ -174,6 +190,12 @@ class ClassFreeViT(Backbone):
         return tokens + resample_positions(
             self.pos_embed, self.grid_size, grid
         ) if self.positions == "table" else tokens, grid
+
+    def _resize(self, grid: Grid) -> None:
+        super()._resize(grid)
+        for module in self.modules():
+            if isinstance(module, BlockTable):
+                module.resize(grid)
 
     def no_weight_decay(self) -> set[str]:
         """The positions, as in DeiT."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .backbone import register_sizes, rename_keys, rename_prefixes
 from .inner_mixer import KEY_NORMS, InnerMixer, KeyNormKind
-from .shell import ClassFreeViT, SoftmaxMixer, build_cpe, require_choice
+from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, SoftmaxMixer, build_cpe, require_choice
 
 Inner = Literal["softmax", "linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
 Convolution = Literal["none", "cpe", "v", "qk"]
@@ -90,15 +90,7 @@ SHELLS: dict[str, dict[str, Any]] = {
     "base_patch16_224": {"embed_dim": 512, "depth": 24, "num_heads": 8},  # the release's; ViT-B is the next
     "vit_base_patch16_224": {"embed_dim": 768, "num_heads": 12},
     "vit_large_patch16_224": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
-    # for the embedded data sets: as many tokens, of a pixel each, as a scanned digit has pixels
-    "nano_patch4_32": {
-        "img_size": 32,
-        "patch_size": 4,
-        "embed_dim": 48,
-        "depth": 2,
-        "num_heads": 2,
-        "position_std": 0.3,
-    },
+    "nano_patch4_32": NANO_PATCH4_32,
     # long keys and many blocks, in which errors of a mixer add up
     "deep_patch4_32": {
         "img_size": 32,
@@ -108,8 +100,7 @@ SHELLS: dict[str, dict[str, Any]] = {
         "num_heads": 1,
         "position_std": 0.3,
     },
-    # the shell of the other families' nanos
-    "nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2},
+    "nano_patch16_144": NANO_PATCH16_144,
 }
 _SOFTMAX = {"inner": "softmax", "key_norm": "none", "dwc": "none"}
 

@@ -1,5 +1,7 @@
 """The TTT mixer, which follows the convolution and the first LayerNorm of a Vittt block (Algorithm 1, Eq. 11 and 12).
 
+This is the default reading of the paper; `repro.models.read_block` has the others.
+
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d), R directions (1 or 2), C chunk length.
 """
 
@@ -15,8 +17,8 @@ from kernels.ttt_linear.op import one_direction
 from kernels.ttt_linear.plain import ttt_linear_plain
 from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
 
-from .backbone import convolve_scans, init_linear, pad_for_scans
-from .reading import Reading
+from .backbone import convolve_scans, pad_for_scans
+from .image_model import init_linear
 
 # Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
@@ -38,15 +40,11 @@ def design_has(design: Design, part: Design) -> bool:
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 
-def conv1d_names(design: Design, reading: Reading) -> tuple[str, ...]:
+def conv1d_names(design: Design) -> tuple[str, ...]:
     """Which Conv1d a design has: `conv_k`, `conv_q`, both or none."""
-    if not (design_has(design, "conv1d") or (design_has(design, "gating") and reading.conv1d_arrival != "together")):
-        return ()
-    if reading.conv1d_count == 1:
-        return ("conv_k",)
     if design_has(design, "conv1d"):
         return "conv_k", "conv_q"
-    return ("conv_k" if reading.conv1d_arrival == "key_with_gate" else "conv_q",)
+    return ("conv_k",) if design_has(design, "gating") else ()
 
 
 def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, step: Step = "own") -> int:
@@ -83,9 +81,6 @@ class TTTMixer(nn.Module):
     """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate
     -> Linear.
 
-    Every reading runs on every backend: a target v is the operator's v − k for v + k, and an output without q is the
-    operator's minus q.
-
     Args:
         dim: width D.
         num_heads: heads H; D must be a multiple of it.
@@ -95,9 +90,10 @@ class TTTMixer(nn.Module):
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
         eps: of the inner and the outer LayerNorms.
-        reading: how the paper is read where it leaves a choice.
         step: the inner learner, of `STEPS`.
     """
+
+    eta_base = 1.0  # the largest inner learning rate, times d
 
     def __init__(
         self,
@@ -109,54 +105,19 @@ class TTTMixer(nn.Module):
         chunk_size: int = 16,
         w0: W0Mode = "per_direction",
         eps: float = 1e-6,
-        reading: Reading = Reading(),
         step: Step = "own",
     ):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
-        self.chunk_size, self.eps, self.backend, self.reading, self.step = chunk_size, eps, "auto", reading, step
+        self.chunk_size, self.eps, self.backend, self.step = chunk_size, eps, "auto", step
         self.built_chunk = chunk_size or num_tokens
+        self.design = design
         self.directions = 2 if design_has(design, "dual") else 1
         self.separate_q = not design_has(design, "share_qk")
         self.has_gate = design_has(design, "gating")
-        # Eq. 11 and 12 gate what Conv1d gives, Algorithm 1 what the norm gives
-        self.gate_on_conv1d = reading.gate_input == "conv1d" and bool(conv1d_names(design, reading))
-
-        R, H, d = self.directions, num_heads, self.head_dim
-        own_gate = self.has_gate and (self.gate_on_conv1d or reading.gate_bias)
-        # one matrix for all bias-free projections of x, in the order in which `forward` splits them: gate, q, k (or
-        # kq), v, each for all directions
-        self.split_sizes = [dim] * (self.has_gate and not own_gate) + [R * dim] * (2 + self.separate_q)
-        self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
-        self.gate_proj = nn.Linear(dim, dim, bias=reading.gate_bias) if own_gate else None
-        self.lr_proj = nn.Linear(dim, num_heads * (R if reading.learning_rate == "per_direction" else 1))
-        for name in conv1d_names(design, reading):
-            # nn.Conv1d holds and initialises the weights; they are in scan order, first those of the forward scan
-            self.add_module(
-                name, nn.Conv1d(R * dim, R * dim, reading.conv1d_kernel, groups=R * dim, bias=reading.conv1d_bias)
-            )
-        state = torch.empty(1 if w0 == "shared" else R, H, d, d)
-        if w0 == "frozen":
-            self.register_buffer("W0", state)
-        else:
-            self.W0 = nn.Parameter(state)
-        norms = 1 if reading.inner_norm == "shared" else R
-        self.b0 = nn.Parameter(torch.empty(norms, H, d))
-        self.ln_weight = nn.Parameter(torch.empty(norms, H, d))
-        self.ln_bias = nn.Parameter(torch.empty(norms, H, d))
-        # delta of c[j] = max(0, 1/(j+1) + delta_j)
-        scales = 1 if reading.token_scale == "shared" else R
-        self.token_scale = (
-            None if reading.token_scale == "fixed" else nn.Parameter(torch.empty(scales, self.built_chunk))
-        )
-        self.post_norm = {
-            "merged": lambda: nn.LayerNorm(dim, eps=eps),
-            "per_direction": lambda: nn.ModuleList(nn.LayerNorm(dim, eps=eps) for _ in range(R)),
-            "none": lambda: None,
-        }[reading.post_norm]()
-        self.out_proj = nn.Linear(dim, dim, bias=reading.out_bias)
+        self.build(w0)
         self.reset_parameters()
         # what nothing reads is neither learned nor saved
         if step == "q_is_k" and hasattr(self, "conv_q"):
@@ -167,43 +128,64 @@ class TTTMixer(nn.Module):
                 delattr(self, name)
                 self.register_buffer(name, unused, persistent=False)
 
-    def reset_parameters(self) -> None:
-        """Initialise this module's own parameters; convolutions keep PyTorch's default."""
-        init_linear(self.in_proj)
-        init_linear(self.out_proj)
-        if self.gate_proj is not None:
-            init_linear(self.gate_proj)
+    def build(self, w0: W0Mode) -> None:
+        """Make the layers, in the order in which a seed draws them."""
+        dim, R = self.dim, self.directions
+        # one matrix for all projections of x, in the order in which `_project` splits them: gate, q, k (or kq), v, each
+        # but the gate for all directions
+        self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
+        self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
+        self.lr_proj = nn.Linear(dim, self.num_heads)
+        for name in conv1d_names(self.design):
+            # nn.Conv1d holds and initialises the weights; they are in scan order, first those of the forward scan
+            self.add_module(name, nn.Conv1d(R * dim, R * dim, 4, groups=R * dim))
+        self.build_start(w0, norms=R)
+        # delta of c[j] = max(0, 1/(j+1) + delta_j)
+        self.token_scale = nn.Parameter(torch.zeros(R, self.built_chunk))
+        self.post_norm = nn.LayerNorm(dim, eps=self.eps)
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+
+    def build_start(self, w0: W0Mode, norms: int) -> None:
+        """Make the start of the inner learners: W0, and b0 and the LayerNorm for each direction, or `norms` of them."""
+        R, H, d = self.directions, self.num_heads, self.head_dim
+        state = torch.empty(1 if w0 == "shared" else R, H, d, d)
+        if w0 == "frozen":
+            self.register_buffer("W0", state)
+        else:
+            self.W0 = nn.Parameter(state)
+        self.b0 = nn.Parameter(torch.zeros(norms, H, d))
+        self.ln_weight = nn.Parameter(torch.ones(norms, H, d))
+        self.ln_bias = nn.Parameter(torch.zeros(norms, H, d))
+
+    def reset_parameters(self, w0_std: float = 0.02) -> None:
+        """Draw this module's own parameters; convolutions keep PyTorch's default."""
+        for name in ("in_proj", "out_proj", "gate_proj"):
+            if (linear := getattr(self, name, None)) is not None:
+                init_linear(linear)
         nn.init.normal_(self.lr_proj.weight, std=0.02)
         nn.init.zeros_(self.lr_proj.bias)
-        nn.init.normal_(self.W0, std=self.reading.w0_std)
-        nn.init.zeros_(self.b0)
-        nn.init.ones_(self.ln_weight)
-        nn.init.zeros_(self.ln_bias)
-        if self.token_scale is not None:
-            nn.init.zeros_(self.token_scale)
+        nn.init.normal_(self.W0, std=w0_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
         gate, arguments = self._project(x_BTD)
-        z = self._learn_plainly(arguments) if self.step in REDUCIBLE else self._learn(arguments)
-        return self.out_proj(self._merge(z.flatten(3), gate))
+        return self.out_proj(self._merge(self._read(arguments).flatten(3), gate))
+
+    def _read(self, arguments: Arguments) -> Tensor:
+        """The outputs of the inner learners plus the queries, (B, T, R, H, d)."""
+        if self.step in REDUCIBLE:
+            return self._learn_plainly(arguments) + arguments.q
+        return self._learn(arguments)
 
     def _learn(self, arguments: Arguments) -> Tensor:
-        """The outputs of the inner learners, (B, T, R, H, d)."""
+        """What TTT-Linear returns, to which it adds the queries, (B, T, R, H, d)."""
         self._refuse_parallel()
         options = {"chunk_size": arguments.chunk_size, "eps": self.eps, "backend": self.backend}
-        if self.directions == 2 and self.reading.learning_rate == "shared":
-            z = ttt_linear_bidir(*arguments[:9], **options)
-        else:
-            scans = [one_direction(arguments._replace(lr=rate_of(arguments, r))[:9], r) for r in range(self.directions)]
-            z = torch.stack(
-                [
-                    ttt_linear(*scan, reverse=flag, **options)
-                    for scan, flag in zip(scans, arguments.reverse, strict=True)
-                ],
-                2,
-            )
-        return z if self.reading.inner_residual else z - arguments.q
+        if self.directions == 2 and arguments.lr.ndim == 3:
+            return ttt_linear_bidir(*arguments[:9], **options)
+        scans = [one_direction(arguments._replace(lr=rate_of(arguments, r))[:9], r) for r in range(self.directions)]
+        outs = [ttt_linear(*scan, reverse=flag, **options) for scan, flag in zip(scans, arguments.reverse, strict=True)]
+        return torch.stack(outs, 2)
 
     def _learn_plainly(self, arguments: Arguments) -> Tensor:
         """The outputs of inner learners without LayerNorm and bias, (B, T, R, H, d)."""
@@ -226,52 +208,48 @@ class TTTMixer(nn.Module):
                 )
                 for r, flag in enumerate(o.reverse)
             ]
-        z = torch.stack(scans, 2)
-        return z + o.q if self.reading.inner_residual else z
+        return torch.stack(scans, 2)
 
     def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
-        """The sum of the directions (B, T, D), with norm and gate where the reading puts them."""
-        gate_first = gate is not None and self.reading.post_norm_place == "after_gate"
-        if gate_first:
-            z_BTRD = z_BTRD * gate.unsqueeze(2)
-        if self.reading.post_norm == "per_direction":
-            z_BTRD = torch.stack([norm(z) for norm, z in zip(self.post_norm, z_BTRD.unbind(2), strict=True)], 2)
-        z = z_BTRD.sum(2)
-        if self.reading.post_norm == "merged":
-            z = self.post_norm(z)
-        return z if gate is None or gate_first else gate * z
+        """The sum of the directions (B, T, D), normed and then gated."""
+        z = self.post_norm(z_BTRD.sum(2))
+        return z if gate is None else gate * z
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Arguments]:
-        """The gate (B, T, D) or None, and what the inner learners are given; the rates are (B, T, R, H) where each
-        direction has its own.
-        """
-        (B, T, _), (R, H, d) = x_BTD.shape, (self.directions, self.num_heads, self.head_dim)
+        """The gate (B, T, D) or None, and what the inner learners are given."""
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
-        gate = parts.pop(0) if self.has_gate and self.gate_proj is None else None
         v, k = parts.pop(), parts.pop()
         q = parts.pop() if self.separate_q else k
-        convolved = {name: getattr(self, name) for name in ("conv_k", "conv_q") if hasattr(self, name)}
-        if convolved:
-            padded = pad_for_scans(k.chunk(R, dim=-1), self.reading.conv1d_kernel - 1)
-            found = {name: convolve_scans(padded, conv.weight.chunk(R), conv.bias) for name, conv in convolved.items()}
-            k = found.get("conv_k", k)
-            q = found.get("conv_q", k if self.reading.conv1d_count == 1 else q)
-        if self.gate_proj is not None:
-            of_conv1d = k if "conv_k" in convolved else q
-            gate = self.gate_proj(of_conv1d[..., : self.dim] if self.gate_on_conv1d else x_BTD)
-        if gate is not None:
-            gate = F.gelu(gate, approximate="tanh") if self.reading.gate_activation == "gelu" else torch.sigmoid(gate)
-        chunk_size, reverse = self.chunk_size or T, (False, True)[:R]
+        q, k = self._convolve(q, k)
+        return self._find_gate(parts, x_BTD, q, k), self._arrange(x_BTD, q, k, v)
+
+    def _convolve(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, T, R·D) after their causal Conv1d; one of them alone where there is one Conv1d."""
+        convolutions = {name: getattr(self, name) for name in ("conv_k", "conv_q") if hasattr(self, name)}
+        if not convolutions:
+            return q, k
+        size = next(iter(convolutions.values())).kernel_size[0]
+        padded = pad_for_scans(k.chunk(self.directions, dim=-1), size - 1)
+        found = {
+            name: convolve_scans(padded, conv.weight.chunk(self.directions), conv.bias)
+            for name, conv in convolutions.items()
+        }
+        return found.get("conv_q", q), found.get("conv_k", k)
+
+    def _find_gate(self, parts: list[Tensor], x_BTD: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
+        """The gate (B, T, D) from what is left of the projections of x."""
+        return F.gelu(parts[0], approximate="tanh") if parts else None
+
+    def _arrange(self, x_BTD: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        """What the inner learners are given, of q, k and v in all directions, (B, T, R·D) or (B, T, R, H, d)."""
+        (B, T, _), (R, H, d) = x_BTD.shape, (self.directions, self.num_heads, self.head_dim)
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
-        if self.reading.rotary == "chunk":
-            q, k = (rotate_in_chunks(t, chunk_size) for t in (q, k))
-        if self.reading.inner_target == "v":
-            v = v + k
-        inner = (x.expand(R, H, d) for x in (self.b0, self.ln_weight, self.ln_bias))
         if self.step == "q_is_k":
             q = k
+        chunk_size = self.chunk_size or T
+        inner = (x.expand(R, H, d) for x in (self.b0, self.ln_weight, self.ln_bias))
         state = self.scale_per_token(chunk_size), self.W0.expand(R, H, d, d), *inner
-        return gate, Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, reverse, self.eps)
+        return Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, (False, True)[:R], self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was
@@ -292,23 +270,18 @@ class TTTMixer(nn.Module):
             raise ValueError(_NORM)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction
-        has its own.
-
-        They are below 0 for steps up the loss.
-        """
-        rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.reading.eta_base / self.head_dim)
-        rates = -rates if self.step == "ascent" else rates
-        return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
+        """Inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; they are below 0 for steps up the loss."""
+        rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.eta_base / self.head_dim)
+        return -rates if self.step == "ascent" else rates
 
     def scale_per_token(self, chunk_size: int) -> Tensor:
         """c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
         index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
-        start = (1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)).expand(
-            self.directions, -1
-        )
-        if self.token_scale is None:
-            return start
+        return self._add_delta((1 / index).expand(self.directions, -1))
+
+    def _add_delta(self, start: Tensor) -> Tensor:
+        """max(0, start + delta), both (R, chunk_size)."""
+        chunk_size = start.shape[1]
         delta = self.token_scale[:, :chunk_size]
         return F.relu(start + F.pad(delta, (0, chunk_size - delta.shape[1])))
 
@@ -320,20 +293,3 @@ class TTTMixer(nn.Module):
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             return replay_inner_learning(self._project(x_BTD)[1]).loss
-
-
-def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
-    """Rotary embedding of queries or keys (B, T, R, H, d) by the place of each token in its chunk, in the order of its
-    direction's scan.
-
-    Channels i and i + d/2 are turned by place · 10000^(−2i/d) radians.
-    """
-    T, R, d = t.shape[1], t.shape[2], t.shape[-1]
-    precise = {"device": t.device, "dtype": torch.promote_types(t.dtype, torch.float32)}
-    place = torch.arange(T, **precise) % chunk_size
-    frequency = 10000 ** (-torch.arange(0, d, 2, **precise) / d)
-    forward = place[:, None] * frequency
-    angle = torch.stack([forward, forward.flip(0)][:R], 1).unsqueeze(2)  # (T, R, 1, d/2)
-    cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
-    a, b = t.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

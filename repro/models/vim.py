@@ -21,15 +21,14 @@ from kernels.selective_scan import selected_backend, selective_scan_bidir
 
 from .backbone import (
     Backbone,
-    Grid,
     convolve_scans,
-    init_linear,
     insert_tokens,
     pad_for_scans,
     register_sizes,
     rename_prefixes,
     resample_positions,
 )
+from .image_model import Grid, init_linear
 
 STATE_DIM = 16
 CONV_KERNEL = 4

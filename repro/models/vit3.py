@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backbone import Grid, register_sizes, rename_prefixes
+from .backbone import register_sizes, rename_prefixes
+from .image_model import Grid
 from .inner import InnerLoop, full_precision, learn
-from .shell import ClassFreeViT, build_cpe, require_choice
+from .shell import NANO_PATCH16_144, ClassFreeViT, build_cpe, require_choice
 
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
 _SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
@@ -190,6 +191,6 @@ register_sizes(
         "vit3_small_patch16_224": {"embed_dim": 384, "num_heads": 6},  # 23.799 M; drop path 0.1
         "vit3_base_patch16_224": {"embed_dim": 768, "num_heads": 12},  # 90.056 M; drop path 0.4
         # for tests and the embedded data sets: heads as wide as those of ViT3-T, 9x9 tokens
-        "vit3_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2},
+        "vit3_nano_patch16_144": NANO_PATCH16_144,
     },
 )

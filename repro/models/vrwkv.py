@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from kernels.bi_wkv import bi_wkv, selected_backend
 
-from .backbone import Backbone, Grid, init_linear, register_sizes, rename_prefixes, resample_positions
+from .backbone import Backbone, register_sizes, rename_prefixes, resample_positions
+from .image_model import Grid, init_linear
 
 EPS = 1e-5
 PAPER_WKV_MACS = 29  # of Bi-WKV per token and channel, in the authors' own count

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..core.errors import UserError
 from ..core.hashing import require_hash, require_intact_zip
 from ..core.record import atomic
-from .backbone import rename_keys, resample_positions
+from .backbone import rename_keys
 from .reading import UNNAMED_READING, Reading
 
 State = Mapping[str, Tensor]
@@ -308,11 +308,10 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
     before, after = model.grid_of(*trained_size), model.grid_size
     if embedding is None or before == after:
         return dict(state)
-    shared = model.pos_embed.shape[1] > after[0] * after[1]  # class tokens have rows in it, and no table of their own
-    positions, targets = (model.prefix_positions(h * w) if shared else () for h, w in (before, after))
-    if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + len(positions):
+    num_prefixes = model.pos_embed.shape[1] - after[0] * after[1]
+    if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + num_prefixes:
         return dict(state)
-    return {**state, "pos_embed": resample_positions(embedding, before, after, positions, targets)}
+    return {**state, "pos_embed": model.resample_table(embedding, before, after)}
 
 
 def _read_checkpoint(path: Path) -> Any:

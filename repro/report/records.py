@@ -93,18 +93,16 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
     """
     # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
-    for stage in load_yaml(paths.root / "dvc.yaml")["stages"].values():
-        cells = params.get(stage["foreach"].strip("${}")) or {} if "foreach" in stage else [""]
-        template = stage.get("do", stage)
-        for cell in cells:
-            listed = [*template.get("metrics", []), *template.get("outs", [])]
-            for record in (
-                name.replace("${key}", cell)
-                for entry in listed
-                for name in ([entry] if isinstance(entry, str) else entry)
-            ):
-                if record.endswith("/metrics.json") and not (paths.root / record).is_file():
-                    missing.append((record, template["cmd"].replace("${key}", cell)))
+    for stage, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
+        template = definition.get("do", definition)
+        listed = [*template.get("metrics", []), *template.get("outs", [])]
+        names = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
+        for cell in params.get(stage) or {} if "foreach" in definition else [""]:
+            *records, command = (
+                text.replace("${key}", cell).replace("${stage}", stage)
+                for text in [*(name for name in names if name.endswith("/metrics.json")), template["cmd"]]
+            )
+            missing += [(record, command) for record in records if not (paths.root / record).is_file()]
     return missing
 
 

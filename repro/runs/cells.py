@@ -119,7 +119,7 @@ def check_before_launch(cell: Cell, processes: int) -> None:
 def train_cell(cell: Cell) -> None:
     """Train a cell with each of its seeds, and write its results.
 
-    The folder gets weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt of the
+    The folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
     first seed; curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves
     stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
     by the same parameters, data and code, are not trained again.
@@ -225,8 +225,8 @@ def _announce(cell: Cell, job: Job, seed: int, turn: int, *, first: bool) -> Non
         print(f"{cell.name}: seed {seed}, {turn} of {len(cell.params.seeds)}", flush=True)
     if not first:
         return
-    if cell.recipe is not None:
-        print("\n".join(cell.recipe(job.params, _find_facts(job))[1]), flush=True)
+    for line in _describe_recipe(job, seed)[1]:
+        print(line, flush=True)
     if job.load_report:
         print("\n".join(format_load_report(job.load_report)), flush=True)
 
@@ -241,16 +241,20 @@ def format_load_report(report: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _find_facts(job: Job) -> dict[str, Any]:
-    """What a recipe says of the run beside its parameters."""
+def _describe_recipe(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """The content of recipe.json, and lines for people: the cell's recipe, else its parameters and where they run."""
     world_size = job.cell.ranks.world_size
-    return {
+    params = job.params.with_seed(seed)
+    facts = {
         "world_size": world_size,
         "micro_batch": job.params.batch_size // world_size // job.accumulate,
         "accumulate": job.accumulate,
         "train_images": len(job.task.train.dataset),
         **find_place(job),
     }
+    if job.cell.recipe is None:
+        return {"recipe": dataclasses.asdict(params) | facts}, []
+    return job.cell.recipe(params, facts)
 
 
 def find_place(job: Job) -> dict[str, str]:
@@ -335,8 +339,7 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
             metrics |= {f"{key}_reason": "one seed has no spread" for key in (std, ci95)}
     if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
         metrics["without_learning"] = baseline
-    if cell.recipe is not None:
-        write_json(cell.folder / "recipe.json", cell.recipe(params.with_seed(params.seeds[0]), _find_facts(job))[0])
+    write_json(cell.folder / "recipe.json", _describe_recipe(job, params.seeds[0])[0])
     return metrics
 
 

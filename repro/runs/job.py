@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def folder(self) -> Path:
-        """Holds weights.safetensors, snapshots/ and, where the task has them, examples/ and load_report.txt."""
+        """Holds weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/."""
         return self.state / "result"
 
 
@@ -214,8 +214,8 @@ def run_job(job: Job) -> Outcome | None:
     shutil.rmtree(result, ignore_errors=True)
     save_weights(result / "weights.safetensors", model, **job.described)
     shutil.copytree(snapshots, result / "snapshots")
-    if job.load_report:
-        write_text(result / "load_report.txt", "".join(f"{fate:<22} {key}\n" for key, fate in job.load_report.items()))
+    lines = [f"{fate:<22} {key}\n" for key, fate in job.load_report.items()]
+    write_text(result / "load_report.txt", "".join(lines) or "random weights\n")
     if seed == cell.params.seeds[0]:
         cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
     metrics = {"seed": seed, **_count_run(done, model, task, cell.spec), **summary}

@@ -159,25 +159,12 @@ def test_features_of_a_hierarchy_agree_with_feature_info(family):
     assert {name for name, _ in backbone.named_parameters()} == kept
 
 
-@each_hierarchy
-def test_the_head_of_a_hierarchy_is_replaced(family):
-    model, image = nano(family), torch.randn(1, 3, 64, 64)
-    model.reset_classifier(3, "avg")
-    assert model(image).shape == (1, 3) and model.get_classifier().out_features == model.num_classes == 3
-    model.reset_classifier(0)
-    torch.testing.assert_close(model(image), model.forward_head(model.forward_features(image), pre_logits=True))
-    with pytest.raises(ValueError, match="global_pool 'max': the head of this model stands on the mean"):
-        model.reset_classifier(3, "max")
-    with pytest.raises(ValueError, match="output_fmt 'NLC'"):
-        model.forward_intermediates(image, output_fmt="NLC")
-
-
 @pytest.mark.parametrize(
     ("family", "option"),
     [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study", "t5")), *((f, "chunks") for f in OWN)],
 )
 def test_an_option_that_changes_nothing_is_refused(family, option):
-    with pytest.raises(TypeError, match=f"argument '{option}'"):
+    with pytest.raises(TypeError, match=f"(argument|option) '?{option}"):
         nano(family, **{option: "max"})
 
 

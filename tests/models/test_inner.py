@@ -3,9 +3,7 @@ equations.
 """
 
 import itertools
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -338,22 +336,6 @@ def test_convolutions_are_linear_attention_between_windows():
     assert relative(learn(InnerLoop(model="dwconv"), W, q, k, v, GRID), start + attended) < 1e-13
 
 
-def test_two_learners_are_the_block_of_vit3s_official_release():
-    """Its heads are gated linear units and beside them is one depth-wise convolution; both are damped, with s = 1/3."""
-    with np.load(Path(__file__).parents[1] / "data" / "vit3_block.npz") as file:
-        truth = {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
-    state = {key.removeprefix("state_dict/"): value for key, value in truth.items() if key.startswith("state_dict/")}
-    grid, (B, tokens, C), (heads, d) = (5, 7), truth["x"].shape, state["w1"].shape[1:3]
-    heads_qkv, conv_qkv = F.linear(truth["x"], state["qkv.weight"], state["qkv.bias"]).split([3 * C, 3 * d], dim=-1)
-    settings = {"scale": 1 / 3, "damping": True}
-    q, k, v = heads_qkv.view(B, tokens, 3, heads, d).permute(2, 0, 3, 1, 4)
-    glu = learn(InnerLoop(model="glu", **settings), [state["w1"][0], state["w2"][0]], q, k, v, grid)
-    q, k, v = conv_qkv.view(B, tokens, 3, 1, d).permute(2, 0, 3, 1, 4)
-    conv = learn(InnerLoop(model="dwconv", **settings), [state["w3"][None]], q, k, v, grid)
-    joined = torch.cat([each.transpose(1, 2).flatten(2) for each in (glu, conv)], dim=-1)
-    assert relative(F.linear(joined, state["proj.weight"], state["proj.bias"]), truth["out"]) < 1e-5
-
-
 # multiply-adds in units of N·d², as a person counts the products: forward on keys, backward, forward on queries
 PRODUCTS = {
     ("fc", 1, 2): 2,
@@ -459,6 +441,8 @@ def test_inner_batches_cover_the_tokens_once_in_order():
         ({"direction": "up"}, "inner direction 'up': not known"),
         ({"rate": "token"}, "inner rate 'token': not known"),
         ({"epochs": 0}, "inner epochs 0: expected 1 or more"),
+        ({"width": 0}, "inner width 0"),
+        ({"order": "after", "epochs": 2}, "inner order after"),
         ({"model": "glu", "width": 2}, "inner width 2: the inner model glu has width 1"),
         ({"model": "fc", "depth": 3}, "inner depth 3: the inner model fc has no choice of depth"),
         ({"depth": 1}, "inner depth 1: an mlp has 2 layers or more; one layer is the inner model fc"),
@@ -480,5 +464,7 @@ def test_what_a_learner_cannot_run_is_refused():
         learn(InnerLoop(rate="dynamic"), weights, q, k, v, GRID)
     with pytest.raises(ValueError, match="inner rate fixed: token rates are given"):
         learn(InnerLoop(), weights, q, k, v, GRID, rates)
+    with pytest.raises(ValueError, match="inner momentum True: factors are missing"):
+        learn(InnerLoop(momentum=True), weights, q, k, v, GRID)
     with pytest.raises(ValueError, match="inner loss mse: needs the prediction"):
         error_signal("mse", None, v, 1.0)

@@ -129,12 +129,6 @@ def test_ascent_from_mirrored_values_trains_as_descent_bit_for_bit(optimizer):
     assert all(torch.equal(a, b) for a, b in zip(weights["own"], weights["ascent"], strict=True))
 
 
-def test_from_one_start_ascent_is_another_model():
-    x = torch.randn(1, 3, 144, 144, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    own, ascent = (shaken(nano("ladder_vit3", step=step)).double()(x) for step in ("own", "ascent"))
-    assert relative(ascent, own) > 1e-6
-
-
 @pytest.mark.parametrize(("ladder", "family"), [("ladder_vit3", "vit3"), ("ladder_vittt", "vittt")])
 def test_the_unchanged_ladder_is_the_model_itself(ladder, family):
     x = torch.randn(2, 3, 144, 144, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from repro.core.errors import UserError
 from repro.models.checkpoints import initialise, open_weights
+from repro.models.read_block import ReadMixer
 from repro.models.reading import Reading
 from repro.models.registry import build_model
-from repro.models.ttt_mixer import TTTMixer
 from repro.models.weights import METADATA_KEY, read_metadata, save_weights
 from tests.models.helpers import nano, shaken
 from tests.models.test_vittt import mixer_by_hand
@@ -117,7 +117,7 @@ def test_forward_and_backward_pass(text):
 @pytest.mark.parametrize("design", ["gating", "conv2d"])
 def test_mixer_equals_algorithm_1_by_hand_in_every_reading(design, text):
     torch.manual_seed(0)
-    mixer = shaken(TTTMixer(8, 2, 5, design=design, chunk_size=4, reading=Reading.of(text)).double())
+    mixer = shaken(ReadMixer(8, 2, 5, design=design, chunk_size=4, reading=Reading.of(text)).double())
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     with torch.no_grad():
         ours = mixer(x)
@@ -159,7 +159,7 @@ def test_a_class_token_as_an_image_of_one_pixel_meets_the_centre_of_the_kernel()
 
 def test_initial_values_follow_the_reading():
     torch.manual_seed(0)
-    mixer = TTTMixer(192, 3, 196, reading=Reading(w0_std=0.1, token_scale_start="one", eta_base=0.5))
+    mixer = ReadMixer(192, 3, 196, reading=Reading(w0_std=0.1, token_scale_start="one", eta_base=0.5))
     assert abs(mixer.W0.std().item() - 0.1) < 0.005
     assert (mixer.scale_per_token(16) == 1).all()
     x = torch.zeros(1, 2, 192)

@@ -184,21 +184,6 @@ def test_weight_decay():
     assert nano("vim").no_weight_decay() == {"pos_embed", "cls_token"}
 
 
-@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
-def test_any_grid(size):
-    model = shaken(nano("vim"))
-    image = torch.randn(2, 3, *size)
-    h, w = size[0] // 16, size[1] // 16
-    with torch.no_grad():
-        assert model(image).shape == (2, 10)
-        final, maps = model.forward_intermediates(image, indices=[0, 3], norm=True)
-    assert [m.shape for m in maps] == [(2, 64, h, w)] * 2
-    middle = h * w // 2
-    patches = torch.cat([final[:, :middle], final[:, middle + 1 :]], 1)
-    torch.testing.assert_close(maps[-1], patches.mT.reshape(2, 64, h, w))
-    torch.testing.assert_close(model.forward_head(final, pre_logits=True), final[:, middle])
-
-
 def test_positions_on_another_grid():
     """The positions of the patches are resampled; the class token keeps its own, which moves to the new middle."""
     model = shaken(nano("vim"))

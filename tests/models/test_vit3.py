@@ -49,52 +49,6 @@ def test_model_equals_the_official_release():
         assert relative(model(truth["x"]), truth["logits"]) < 1e-5
 
 
-def step_by_autograd(w: Tensor, loss: Tensor, dim: tuple[int, ...]) -> Tensor:
-    (g,) = torch.autograd.grad(loss, w, create_graph=True)
-    return w - g / (g.square().sum(dim, keepdim=True).sqrt() + 1)
-
-
-def block_by_autograd(block: InnerTraining, x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Image by image and head by head, with the gradients of the inner losses by autograd and no closed form."""
-    N, C = x.shape[1:]
-    H, d = block.num_heads, block.head_dim
-    rows = []
-    for image in x:
-        q1, k1, v1, q2, k2, v2 = block.qkv(image).split([C, C, C, d, d, d], dim=-1)
-        parts = []
-        for head in range(H):
-            q, k, v = (t[:, head * d : (head + 1) * d] for t in (q1, k1, v1))
-            w1, w2 = block.w1[0, head].clone(), block.w2[0, head].clone()
-            loss = -(9**-0.5) / N * (((k @ w1) * F.silu(k @ w2)) * v).sum()
-            w1, w2 = step_by_autograd(w1, loss, (0,)), step_by_autograd(w2, loss, (0,))
-            parts.append((q @ w1) * F.silu(q @ w2))
-        w3 = block.w3.clone()
-        q, k, v = (t.T.reshape(1, d, *grid) for t in (q2, k2, v2))
-        loss = -(9**-0.5) / N * (F.conv2d(k, w3, padding=1, groups=d) * v).sum()
-        w3 = step_by_autograd(w3, loss, (1, 2, 3))
-        parts.append(F.conv2d(q, w3, padding=1, groups=d).reshape(d, N).T)
-        rows.append(block.proj(torch.cat(parts, dim=-1)))
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("grid", [(3, 5), (1, 4), (6, 2)])
-def test_block_is_a_damped_step_down_the_inner_loss(grid):
-    """Also for outer gradients, which are of second order through autograd's own inner gradients."""
-    torch.manual_seed(0)
-    block = InnerTraining(12, 3).double()
-    with torch.no_grad():
-        for parameter in block.parameters():  # large enough that damping and the step matter
-            parameter.copy_(torch.randn_like(parameter))
-    x = torch.randn(2, grid[0] * grid[1], 12, dtype=torch.float64, requires_grad=True)
-    cotangent = torch.randn(2, grid[0] * grid[1], 12, dtype=torch.float64)
-    inputs = [x, *block.parameters()]
-    results = []
-    for out in (block(x, grid), block_by_autograd(block, x, grid)):
-        results.append([out, *torch.autograd.grad(out, inputs, cotangent)])
-    for ours, truth in zip(*results, strict=True):
-        assert relative(ours, truth) < 1e-10
-
-
 def test_a_zero_value_takes_no_step_and_has_finite_gradients():
     """‖g‖ has no gradient at 0, where black images lead: v is 0 for them if the bias is."""
     block = InnerTraining(8, 2)

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from repro.models.backbone import insert_tokens, remove_tokens
+from repro.models.reading import Reading
 from repro.models.ttt_mixer import DESIGNS, TTTMixer
-from repro.models.vittt import Vittt, class_positions
+from repro.models.vittt import Vittt
+from repro.models.vittt_block import class_positions
 from tests.models.helpers import nano, shaken
 
 # by hand from section 6 of the arithmetic: T=192, 12 layers, 3 heads of 64, chunk 16
@@ -63,11 +65,11 @@ def test_w0_modes_differ_by_their_learned_states(mode, states):
 
 def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
     """Section 2 of the model's definition, token by token in fp64, sharing no code with the mixer or the kernels."""
-    D, H, reading = mixer.dim, mixer.num_heads, mixer.reading
+    D, H, reading = mixer.dim, mixer.num_heads, getattr(mixer, "reading", Reading())
     d, T = D // H, x.shape[1]
     weights = list(mixer.in_proj.weight.split(D))
     gate_weight, gate_bias = None, 0.0
-    if mixer.gate_proj is not None:
+    if getattr(mixer, "gate_proj", None) is not None:
         gate_weight = mixer.gate_proj.weight
         gate_bias = 0.0 if mixer.gate_proj.bias is None else mixer.gate_proj.bias
     elif mixer.has_gate:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from repro.core.record import read_record
 from tests.slow import first
+from tests.stages.test_dvc import outs_of
 
 NANO = "vittt_nano_patch16_144"
 WEIGHTS = "results/pretrain/nano/weights.safetensors"
@@ -130,6 +131,7 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     assert all(int(path.stem) > 12 + 3 if stage == "detect" else path.stem.startswith("ADE_test") for path in examples)
     # the truth beside what was found, each of 512 pixels or more, since small pictures are enlarged
     assert len(examples) == 4 and all(Image.open(path).width >= 2 * 512 for path in examples)
+    assert {file.name for file in folder.iterdir()} == {"run.json", *(Path(out).name for out in outs_of(stage))}
     assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
 
 

@@ -16,6 +16,7 @@ from repro.core.hashing import hash_code
 from repro.core.record import read_record
 from repro.data.manifest import read_manifest, write_manifest
 from repro.data.prepare import scan_manifest
+from tests.stages.test_dvc import outs_of
 
 CELL = Path("results/pretrain/nano")
 WEIGHTS = CELL / "weights.safetensors"
@@ -62,6 +63,10 @@ def test_what_a_run_leaves(trained):
         "epoch_002.safetensors",
     ]
     assert (trained / CELL / "snapshots/epoch_002.safetensors").read_bytes() == (trained / WEIGHTS).read_bytes()
+    assert {file.name for file in (trained / CELL).iterdir()} == {
+        "run.json",
+        *(Path(out).name for out in outs_of("pretrain")),
+    }
     assert not any((trained / ".runs").rglob("*.pt"))
 
 

@@ -1,0 +1,241 @@
+"""A block of Vittt in the other readings of the paper: what each switch of `Reading` changes in the default one.
+
+Every reading runs on every backend: a target v is the operator's v − k for v + k, and an output without q is the
+operator's minus q.
+
+Shape suffixes: B batch, T tokens, D width, H heads, d head dimension, R directions (1 or 2).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .backbone import insert_tokens
+from .image_model import Grid
+from .reading import Reading
+from .ttt_mixer import REDUCIBLE, Arguments, Design, TTTMixer, W0Mode, design_has
+from .vittt_block import VitttBlock, class_positions
+
+# switches that change neither a block's operations nor its weights' shapes
+_OF_VALUES = ("positions", "w0_std", "token_scale_start", "eta_base")
+
+
+def choose_block(reading: Reading) -> Callable[..., VitttBlock]:
+    """What builds the blocks of a reading."""
+    return VitttBlock if reading == Reading() else functools.partial(ReadBlock, reading=reading)
+
+
+def name_conv1d(design: Design, reading: Reading) -> tuple[str, ...]:
+    """Which Conv1d a design has: `conv_k`, `conv_q`, both or none."""
+    if not (design_has(design, "conv1d") or (design_has(design, "gating") and reading.conv1d_arrival != "together")):
+        return ()
+    if reading.conv1d_count == 1:
+        return ("conv_k",)
+    if design_has(design, "conv1d"):
+        return "conv_k", "conv_q"
+    return ("conv_k" if reading.conv1d_arrival == "key_with_gate" else "conv_q",)
+
+
+class ReadMixer(TTTMixer):
+    """`TTTMixer` in another reading of the paper."""
+
+    def __init__(self, *sizes: int, reading: Reading, **options: Any):
+        self.reading = reading  # before the layers, which depend on it
+        super().__init__(*sizes, **options)
+        self.eta_base = reading.eta_base
+
+    def build(self, w0: W0Mode) -> None:
+        """Make the layers, in the order in which a seed draws them."""
+        reading, dim, R = self.reading, self.dim, self.directions
+        names = name_conv1d(self.design, reading)
+        # Eq. 11 and 12 gate what Conv1d gives, Algorithm 1 what the norm gives
+        self.gate_on_conv1d = reading.gate_input == "conv1d" and bool(names)
+        own_gate = self.has_gate and (self.gate_on_conv1d or reading.gate_bias)
+        self.split_sizes = [dim] * (self.has_gate and not own_gate) + [R * dim] * (2 + self.separate_q)
+        self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
+        self.gate_proj = nn.Linear(dim, dim, bias=reading.gate_bias) if own_gate else None
+        self.lr_proj = nn.Linear(dim, self.num_heads * (R if reading.learning_rate == "per_direction" else 1))
+        for name in names:
+            self.add_module(
+                name, nn.Conv1d(R * dim, R * dim, reading.conv1d_kernel, groups=R * dim, bias=reading.conv1d_bias)
+            )
+        self.build_start(w0, norms=1 if reading.inner_norm == "shared" else R)
+        scales = {"per_direction": R, "shared": 1, "fixed": 0}[reading.token_scale]
+        self.token_scale = nn.Parameter(torch.zeros(scales, self.built_chunk)) if scales else None
+        self.post_norm = {
+            "merged": lambda: nn.LayerNorm(dim, eps=self.eps),
+            "per_direction": lambda: nn.ModuleList(nn.LayerNorm(dim, eps=self.eps) for _ in range(R)),
+            "none": lambda: None,
+        }[reading.post_norm]()
+        self.out_proj = nn.Linear(dim, dim, bias=reading.out_bias)
+
+    def reset_parameters(self) -> None:
+        """Draw this module's own parameters; convolutions keep PyTorch's default."""
+        super().reset_parameters(self.reading.w0_std)
+
+    def _read(self, arguments: Arguments) -> Tensor:
+        if self.reading.inner_residual:
+            return super()._read(arguments)
+        if self.step in REDUCIBLE:
+            return self._learn_plainly(arguments)
+        return self._learn(arguments) - arguments.q
+
+    def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
+        """The sum of the directions (B, T, D), with norm and gate where the reading puts them."""
+        gate_first = gate is not None and self.reading.post_norm_place == "after_gate"
+        if gate_first:
+            z_BTRD = z_BTRD * gate.unsqueeze(2)
+        if self.reading.post_norm == "per_direction":
+            z_BTRD = torch.stack([norm(z) for norm, z in zip(self.post_norm, z_BTRD.unbind(2), strict=True)], 2)
+        z = z_BTRD.sum(2)
+        if self.reading.post_norm == "merged":
+            z = self.post_norm(z)
+        return z if gate is None or gate_first else gate * z
+
+    def _convolve(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = super()._convolve(q, k)
+        return (k if self.reading.conv1d_count == 1 and hasattr(self, "conv_k") else q), k
+
+    def _find_gate(self, parts: list[Tensor], x_BTD: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
+        gate = parts[0] if parts else None
+        if self.gate_proj is not None:
+            of_conv1d = k if hasattr(self, "conv_k") else q
+            gate = self.gate_proj(of_conv1d[..., : self.dim] if self.gate_on_conv1d else x_BTD)
+        if gate is None:
+            return None
+        return F.gelu(gate, approximate="tanh") if self.reading.gate_activation == "gelu" else torch.sigmoid(gate)
+
+    def _arrange(self, x_BTD: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        if self.reading.rotary == "chunk":
+            shape = self.directions, self.num_heads, self.head_dim
+            q, k = (rotate_in_chunks(t.unflatten(-1, shape), self.chunk_size or t.shape[1]) for t in (q, k))
+        if self.reading.inner_target == "v":
+            v = v + k.flatten(2)
+        return super()._arrange(x_BTD, q, k, v)
+
+    def learning_rate(self, x_BTD: Tensor) -> Tensor:
+        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction
+        has its own.
+        """
+        rates = super().learning_rate(x_BTD)
+        return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
+
+    def scale_per_token(self, chunk_size: int) -> Tensor:
+        """c (R, chunk_size), from 1/(j+1) or from 1, with a learned delta or without."""
+        index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
+        start = 1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)
+        start = start.expand(self.directions, -1)
+        return start if self.token_scale is None else self._add_delta(start)
+
+
+class ReadBlock(VitttBlock):
+    """`VitttBlock` in another reading of the paper."""
+
+    mixer_class = ReadMixer
+
+    def __init__(self, *sizes: int, reading: Reading, **options: Any):
+        biases = {"dwconv_bias": reading.dwconv_bias, "swiglu_bias": reading.swiglu_bias}
+        super().__init__(*sizes, reading=reading, **biases, **options)
+        self.reading = reading
+        self.is_fusible = reading == Reading(**{name: getattr(reading, name) for name in _OF_VALUES})
+
+    def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """As `VitttBlock.forward_plainly`."""
+        tokens, x = self._normalise(tokens, grid)
+        tokens = (tokens if self.reading.residual == "stream" else x) + self.drop_path(self.mixer(x))
+        return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
+
+    def _normalise(self, tokens: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what the mixer is given; the convolution belongs to both, or to the latter alone."""
+        if self.dwconv is None:
+            return tokens, self.norm1(tokens)
+        if self.reading.dwconv_place == "after_norm":
+            return tokens, self._convolve(self.norm1(tokens), grid)
+        convolved = self._convolve(tokens, grid)
+        return (convolved if self.reading.dwconv_residual else tokens), self.norm1(convolved)
+
+    def _convolve(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """The convolution on the grid, with the tokens themselves added unless the reading leaves them out."""
+        positions = class_positions(self.pool, grid[0] * grid[1])
+        out = self._convolve_patches(tokens, grid, positions)
+        extra = tokens[:, list(positions)]
+        if positions and self.reading.dwconv_class_tokens == "one_pixel":
+            extra = self.dwconv(extra.flatten(0, 1)[..., None, None]).view_as(extra)
+        elif self.reading.dwconv_residual:
+            extra = torch.zeros_like(extra)
+        out = insert_tokens(out, extra, positions)
+        return tokens + out if self.reading.dwconv_residual else out
+
+
+def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
+    """Rotary embedding of queries or keys (B, T, R, H, d) by the place of each token in its chunk, in the order of its
+    direction's scan.
+
+    Channels i and i + d/2 are turned by place · 10000^(−2i/d) radians.
+    """
+    T, R, d = t.shape[1], t.shape[2], t.shape[-1]
+    precise = {"device": t.device, "dtype": torch.promote_types(t.dtype, torch.float32)}
+    place = torch.arange(T, **precise) % chunk_size
+    frequency = 10000 ** (-torch.arange(0, d, 2, **precise) / d)
+    forward = place[:, None] * frequency
+    angle = torch.stack([forward, forward.flip(0)][:R], 1).unsqueeze(2)  # (T, R, 1, d/2)
+    cos, sin = angle.cos().to(t.dtype), angle.sin().to(t.dtype)
+    a, b = t.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def count_class_rows(reading: Reading, num_class_tokens: int) -> int:
+    """Rows of the position embedding beyond those of the patches: one for each class token; T + 1 rows stand where
+    there is none.
+    """
+    if reading.positions == "none":
+        return 0
+    return max(num_class_tokens, int(reading.positions == "patches_and_class"))
+
+
+def change_param_terms(terms: dict[str, int], model: Any) -> dict[str, int]:
+    """The named counts of a Vittt's parameters in its reading, from those in the default one."""
+    reading, D, L, R = model.reading, model.embed_dim, model.depth, model.directions
+    if reading == Reading():
+        return terms
+    patches = model.grid_size[0] * model.grid_size[1]
+    rows = patches * (reading.positions != "none") + count_class_rows(reading, len(model.prefix_positions(patches)))
+    norms = {"merged": 1, "per_direction": R, "none": 0}[reading.post_norm]
+    dwconv = L * D * reading.dwconv_bias * design_has(model.design, "conv2d")
+    return terms | {
+        "pos_embed": rows * D,
+        "projection_biases": L * D * (reading.gate_bias * design_has(model.design, "gating") + reading.out_bias),
+        "conv1d": L * R * _count_conv1d(model) * (reading.conv1d_kernel + reading.conv1d_bias) * D,
+        "dwconv": terms["dwconv"] + dwconv,
+        "learning_rate": terms["learning_rate"] * _count_rates(model),
+        "inner_bias_and_norm": terms["inner_bias_and_norm"] // (R if reading.inner_norm == "shared" else 1),
+        "token_scale": terms["token_scale"] // R * {"per_direction": R, "shared": 1, "fixed": 0}[reading.token_scale],
+        "post_norm": terms["post_norm"] * norms,
+        "swiglu": terms["swiglu"] - L * (2 * int(8 * D / 3) + D) * (not reading.swiglu_bias),
+    }
+
+
+def change_mac_terms(terms: dict[str, int], model: Any, tokens: int, class_tokens: int) -> dict[str, int]:
+    """The named counts of a Vittt's multiply-adds in its reading, from those in the default one."""
+    reading, D, L = model.reading, model.embed_dim, model.depth
+    if reading == Reading():
+        return terms
+    convolved = class_tokens * (reading.dwconv_class_tokens == "one_pixel") * design_has(model.design, "conv2d")
+    return terms | {
+        "conv1d": L * tokens * model.directions * _count_conv1d(model) * reading.conv1d_kernel * D,
+        "dwconv": terms["dwconv"] + L * convolved * 9 * D,
+        "learning_rate": terms["learning_rate"] * _count_rates(model),
+    }
+
+
+def _count_conv1d(model: Any) -> int:
+    names = name_conv1d(model.design, model.reading)
+    return len(names) - (model.step == "q_is_k" and "conv_q" in names)
+
+
+def _count_rates(model: Any) -> int:
+    return model.directions if model.reading.learning_rate == "per_direction" else 1

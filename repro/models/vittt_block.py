@@ -1,0 +1,93 @@
+"""A block of Vittt in the default reading of the paper; `repro.models.read_block` has the others."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from timm.layers import DropPath, SwiGLU
+from torch import Tensor, nn
+
+from . import fused_block
+from .backbone import insert_tokens, remove_tokens
+from .image_model import Grid
+from .ttt_mixer import Design, TTTMixer, design_has
+
+Pool = Literal["mean", "max", "head", "mid", "double"]  # Table 4: MeanPool, MaxPool, Head-, Mid-, DoubleClassTok
+POOLS: tuple[Pool, ...] = get_args(Pool)
+EPS = 1e-6
+
+
+class VitttBlock(nn.Module):
+    """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each after a LayerNorm and with a residual.
+
+    Class tokens, whose places depend on `pool`, skip the convolution. `drop_path` is the rate of both residual
+    branches; the other arguments are those of `TTTMixer`.
+    """
+
+    mixer_class: type[TTTMixer] = TTTMixer
+    is_fusible = True  # whether `fused_block` computes it where it has a convolution and no class tokens
+    constants: fused_block.Constants | None = None  # kept by `Vittt.freeze`
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        design: Design,
+        pool: Pool,
+        drop_path: float,
+        dwconv_bias: bool = False,
+        swiglu_bias: bool = True,
+        **learner: Any,
+    ):
+        super().__init__()
+        self.pool = pool
+        self.dwconv = None
+        if design_has(design, "conv2d"):
+            self.dwconv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=dwconv_bias)
+        self.norm1 = nn.LayerNorm(dim, eps=EPS)
+        self.mixer = self.mixer_class(dim, num_heads, num_tokens, design=design, eps=EPS, **learner)
+        self.norm2 = nn.LayerNorm(dim, eps=EPS)
+        self.mlp = SwiGLU(dim, int(8 * dim / 3), bias=swiglu_bias)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def train(self, mode: bool = True) -> "VitttBlock":
+        """As every module; forgets what `Vittt.freeze` has kept, as moving, casting and loading do."""
+        self.constants = None
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "VitttBlock":
+        self.constants = None
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.constants = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
+        if fused_block.can_fuse(self, tokens):
+            return fused_block.forward(self, tokens, grid)
+        return self.forward_plainly(tokens, grid)
+
+    def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """As `forward`, by plain PyTorch around the scan, which is what `fused_block` is tested against."""
+        if self.dwconv is not None:
+            tokens = self._convolve(tokens, grid)
+        tokens = tokens + self.drop_path(self.mixer(self.norm1(tokens)))
+        return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
+
+    def _convolve(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """The tokens plus their convolution on the grid."""
+        positions = class_positions(self.pool, grid[0] * grid[1])
+        out = self._convolve_patches(tokens, grid, positions)
+        return tokens + insert_tokens(out, torch.zeros_like(tokens[:, list(positions)]), positions)
+
+    def _convolve_patches(self, tokens: Tensor, grid: Grid, positions: tuple[int, ...]) -> Tensor:
+        image = remove_tokens(tokens, positions).transpose(1, 2).unflatten(2, grid)  # a channels-last view, no copy
+        return self.dwconv(image).flatten(2).transpose(1, 2)
+
+
+def class_positions(pool: Pool, num_patches: int) -> tuple[int, ...]:
+    """The positions of a strategy's class tokens in the token sequence, ascending; none for the pooling strategies."""
+    return {"head": (0,), "mid": (num_patches // 2,), "double": (0, num_patches + 1)}.get(pool, ())
