@@ -29,14 +29,11 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     n = min(chunk_size, T)
     m = -(-T // n)
 
-    def chunks(x: Tensor) -> Tensor:  # (B,T,R,H,·) -> (m,G,n,·), in scan order
-        x = F.pad(_scan_order(x, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
-        return x.unflatten(1, (m, n)).permute(1, 0, 3, 4, 2, 5).flatten(1, 3)
-
     def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
         return x.expand(B, *x.shape).flatten(0, 2)
 
-    def step(W, b, Q, K, V, rate, c, gamma, mu):
+    def step(W, b, tokens, c, gamma, mu):
+        Q, K, V, rate = tokens.split((D, D, D, 1), -1)
         G, _ = inner_gradient(torch.bmm(K, W) + b, V - K, gamma, mu, eps)
         A = c * rate.mT * (torch.bmm(Q, K.mT) + 1)
         out = Q + gamma * normalise(torch.bmm(Q, W) + b - torch.bmm(A, G), eps)[0] + mu
@@ -45,8 +42,11 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 
     c = per_group(token_scale[:, None, :n, None].expand(R, H, n, n)).tril()
     W, b, gamma, mu = (per_group(x) for x in (W0, b0.unsqueeze(2), ln_weight.unsqueeze(2), ln_bias.unsqueeze(2)))
-    rate = chunks(lr[:, :, None, :, None].expand(B, T, R, H, 1))
-    out = scan_op(step, [W, b], [chunks(q), chunks(k), chunks(v), rate], [c, gamma, mu])[-1]  # (m,G,n,D)
+    # one tensor for all that a token has: what traces a graph takes as long as the graph has nodes
+    tokens = torch.cat((q, k, v, lr[:, :, None, :, None].expand(B, T, R, H, 1)), -1)
+    tokens = F.pad(_scan_order(tokens, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
+    tokens = tokens.unflatten(1, (m, n)).permute(1, 0, 3, 4, 2, 5).flatten(1, 3)  # (m,G,n,·), in scan order
+    out = scan_op(step, [W, b], [tokens], [c, gamma, mu])[-1]  # (m,G,n,D)
     out = out.unflatten(1, (B, R, H)).permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :T]
     return _scan_order(out, reverse), q.new_empty(0)
 

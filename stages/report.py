@@ -24,7 +24,12 @@ class ReportParams:
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
 
-_FILES = ("repro/papers/*/ledger.yaml", "repro/report/*.html", "stages/*.py")  # it lists the verbs and their scores
+# what the papers' rooms and the pages say, and the verbs with their scores
+_FILES = (
+    *(f"repro/papers/*/*.{end}" for end in ("yaml", "md")),
+    *(f"repro/report/*.{end}" for end in ("html", "md")),
+    "stages/*.py",
+)
 
 
 def _list_modules(params: ReportParams) -> list[str]:

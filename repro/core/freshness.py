@@ -27,7 +27,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "count": (
         "repro/models/*",
         *(f"repro/bench/{name}.py" for name in ("adapted", "build", "flops", "fvcore")),
-        *(f"repro/papers/*/{name}.py" for name in ("formulas", "readings", "residuals", "theorems")),
+        *(f"repro/papers/*/{name}.py" for name in ("formulas", "readings", "theorems")),
         "kernels/*/op.py",
         "kernels/*/reference.py",
     ),

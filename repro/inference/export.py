@@ -161,10 +161,16 @@ def _write_torch_export(model: nn.Module, size: int, facts: dict[str, Any], file
 
 
 def _write_onnx(model: nn.Module, size: int, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
+    import onnxscript.optimizer
+
     program = _trace(model, size, facts)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with _one_line_errors(facts):
-        onnx = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False)
+        names = {"input_names": ["images"], "output_names": ["logits"]}
+        # the exporter's own optimiser takes time with the square of the graph's length, and onnxruntime repeats its work
+        onnx = torch.onnx.export(program, dynamo=True, **names, verbose=False, optimize=False)
+        onnxscript.optimizer.fold_constants(onnx.model)
+        onnxscript.optimizer.remove_unused_nodes(onnx.model)
     onnx.model.metadata_props[METADATA_KEY] = json.dumps(facts, sort_keys=True)
     onnx.save(file)
 

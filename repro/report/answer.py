@@ -261,9 +261,7 @@ def _count_pairs(found: Ordering) -> str:
     """
     if found.word == "insufficient budget":
         return found.word
-    seen, contradicted = (
-        sum(pair.word == word for pair in found.pairs) for word in ("ordering seen", "ordering contradicted")
-    )
+    seen, contradicted = (sum(pair.side == side for pair in found.pairs) for side in (1, -1))
     return f"{seen} of {len(found.pairs)}" + (f", {contradicted} contradicted" if contradicted else "")
 
 

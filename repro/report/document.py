@@ -7,8 +7,8 @@ pieces.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,9 @@ def prose(text: str) -> Line:
     return tuple(piece for piece in (*line, text[place:]) if piece != "")
 
 
-def number(text: object) -> Text:
-    return Text(str(text), "number")
+def number(value: object, form: str = "") -> Piece:
+    """A number as text, or formatted; `–` where there is none."""
+    return "–" if value in (None, "–") else Text(format(value, form), "number")
 
 
 def strong(text: object) -> Text:
@@ -146,6 +147,16 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Piece | Line]]) -> Tabl
     return Table(
         tuple(header), tuple(tuple(cell if isinstance(cell, tuple) else (cell,) for cell in row) for row in rows)
     )
+
+
+def tabulate(columns: Mapping[str, Callable[[Any], Piece | Line]], rows: Iterable[Any]) -> Table:
+    """A table of a row for each of `rows`: title of a column -> what its cell shows of a row."""
+    return table(columns, ([show(row) for show in columns.values()] for row in rows))
+
+
+def show_interval(value: float, interval: Sequence[float] | None, form: str, unit: str = "") -> str:
+    """A value and, in brackets, the ends of its interval, where it has one."""
+    return f"{value:{form}}{unit}" + (f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")
 
 
 def join(lines: Iterable[Line], between: str) -> Line:

@@ -14,38 +14,45 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from .document import show_interval
+
 Word = Literal["ordering seen", "ordering contradicted", "not separated", "insufficient budget"]
 ALPHA = 0.05
 MOST_SEEDS = 1000
+NOT_SEPARATED = "not separated"
 Top1 = Mapping[int, float]  # seed -> percent
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two variants that the paper orders."""
+    """Two variants, and how much the first is above the second over the seeds that all variants have."""
 
-    better: str  # by the paper
+    better: str  # where a paper orders them, the better one by the paper
     worse: str
-    difference: float  # better − worse in points, the mean over the seeds that both have
-    low: float  # the 95 % interval of that difference, for this pair alone
-    high: float
-    p: float  # two-sided, after Holm's correction over the pairs
-    word: Word
+    difference: float  # better − worse, the mean over the seeds
+    interval: tuple[float, float] | None = None  # its 95 % interval, for this pair alone; None with one seed
+    p: float = 1.0  # two-sided, after Holm's correction over the pairs
+    # 1 where the first is above the second beyond chance, −1 where it is below, 0 where they are not separated
+    side: int = 0
     # whether either exceeds chance by more than the noise of the images; without that nothing is separated
-    is_learnt: bool
+    is_learnt: bool = True
     # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
-    needed: int | None
+    needed: int | None = None
 
+    @property
+    def word(self) -> str:
+        """The verdict on a paper's order."""
+        return self.name_side("ordering seen", "ordering contradicted")
 
-@dataclasses.dataclass(frozen=True)
-class PairedTest:
-    """The differences of two variants over seeds, tested against 0."""
+    def name_side(self, above: str, below: str) -> str:
+        """The verdict in words."""
+        if self.interval is None:
+            return "one seed"
+        return (NOT_SEPARATED, above, below)[self.side]
 
-    mean: float
-    spread: float  # their sample standard deviation, or the least one
-    low: float  # the 95 % interval of the mean, for this pair alone
-    high: float
-    p: float  # two-sided, after Holm's correction over the pairs
+    def show(self, places: int) -> str:
+        """The difference with its sign and its interval."""
+        return show_interval(self.difference, self.interval, f"+.{places}f")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,77 +84,73 @@ def judge_ordering(
         classes: of the data set.
     """
     orders = [(better, worse) for better, worse in orders if better in top1 and worse in top1]
-    seeds = sorted(set.intersection(*map(set, top1.values()))) if top1 else []
+    seeds = find_seeds(top1)
     if not orders:
         return Ordering("insufficient budget", "there are no two variants that the paper orders")
     if len(seeds) < 2:
         return Ordering("insufficient budget", f"{'one seed' if seeds else 'no seed'} in common, which shows no spread")
     names = list(dict.fromkeys(name for order in orders for name in order))
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
-    pairs = compare_pairs(top1, orders, seeds, images, classes)
+    pairs = compare_accuracies(top1, orders, images, classes)
     tau = statistics.mean((pair.difference > 0) - (pair.difference < 0) for pair in pairs)
     word, why = _conclude(pairs, means, [ends[name][seed] for name in names for seed in seeds], images, classes)
     return Ordering(word, why, pairs, tau)
 
 
-def compare_pairs(
-    top1: Mapping[str, Top1], orders: Sequence[tuple[str, str]], seeds: Sequence[int], images: int, classes: int
+def compare_accuracies(
+    top1: Mapping[str, Top1], pairs: Sequence[tuple[str, str]], images: int, classes: int
 ) -> tuple[Pair, ...]:
-    """Every ordered pair; see `Pair`.
-
-    Accuracies come in whole images. Where the spread is below that of the rounding, √(2/12) images in a difference, the
-    latter is used.
+    """`compare_pairs` of accuracies in percent on so many images of so many classes: two variants at chance are not
+    separated.
     """
-    floor, rounding = 100 / classes + sampling_noise(100 / classes, images), 100 / images * math.sqrt(2 / 12)
-    found = []
-    for (better, worse), tested in zip(orders, _test_pairs(top1, orders, seeds, rounding), strict=True):
-        is_learnt = max(statistics.mean(top1[name][seed] for seed in seeds) for name in (better, worse)) >= floor
-        word = (
-            "not separated"
-            if tested.p >= ALPHA or not is_learnt
-            else "ordering seen"
-            if tested.mean > 0
-            else "ordering contradicted"
-        )
-        needed = seeds_needed(tested.mean, tested.spread, ALPHA / len(orders))
-        found.append(Pair(better, worse, tested.mean, tested.low, tested.high, tested.p, word, is_learnt, needed))
+    floor = 100 / classes + sampling_noise(100 / classes, images)
+    return compare_pairs(top1, pairs, round_off(images), floor)
+
+
+def round_off(images: int) -> float:
+    """The standard deviation of a difference of two accuracies in percent that is due to their coming in whole images:
+    √(2/12) images.
+    """
+    return 100 / images * math.sqrt(2 / 12)
+
+
+def compare_pairs(
+    values: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[tuple[str, str]],
+    least_spread: float,
+    floor: float = -math.inf,
+) -> tuple[Pair, ...]:
+    """Paired t tests of first − second over the seeds that all variants have; none without such seeds.
+
+    Args:
+        values: variant -> seed -> its value.
+        least_spread: the standard deviation of differences that are closer to each other than the values are written.
+        floor: the mean that one variant of a pair must reach before they can be separated.
+    """
+    from scipy.stats import t as student
+
+    seeds = find_seeds(values)
+    differences = [[values[first][seed] - values[second][seed] for seed in seeds] for first, second in pairs]
+    if len(seeds) < 2:
+        return tuple(Pair(*pair, *found) for pair, found in zip(pairs, differences, strict=True) if found)
+    n, found = len(seeds), []
+    means = [statistics.mean(each) for each in differences]
+    spreads = [max(statistics.stdev(each), least_spread) for each in differences]
+    p_values = holm(
+        [2 * student.sf(abs(mean) / spread * math.sqrt(n), n - 1) for mean, spread in zip(means, spreads, strict=True)]
+    )
+    for pair, mean, spread, p in zip(pairs, means, spreads, p_values, strict=True):
+        half = float(student.ppf(1 - ALPHA / 2, n - 1)) * spread / math.sqrt(n)
+        is_learnt = max(statistics.mean(values[name][seed] for seed in seeds) for name in pair) >= floor
+        side = 0 if p >= ALPHA or not is_learnt else 1 if mean > 0 else -1
+        needed = seeds_needed(mean, spread, ALPHA / len(pairs))
+        found.append(Pair(*pair, mean, (mean - half, mean + half), float(p), side, is_learnt, needed))
     return tuple(found)
 
 
-def compare_means(
-    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], least_spread: float
-) -> list[PairedTest] | None:
-    """The test of first − second for each pair of variants, over the seeds that all variants have; None with fewer than
-    two.
-
-    Args:
-        values: variant -> seed -> any quantity.
-        pairs: of variants.
-        least_spread: above 0; stands for a smaller standard deviation, such as that of equal differences.
-    """
-    seeds = sorted(set.intersection(*(set(values[name]) for pair in pairs for name in pair))) if pairs else []
-    return _test_pairs(values, pairs, seeds, least_spread) if len(seeds) > 1 else None
-
-
-def _test_pairs(
-    values: Mapping[str, Mapping[int, float]],
-    pairs: Sequence[tuple[str, str]],
-    seeds: Sequence[int],
-    least_spread: float,
-) -> list[PairedTest]:
-    """Paired t tests over two seeds or more."""
-    from scipy.stats import t as student
-
-    n = len(seeds)
-    differences = [[values[first][seed] - values[second][seed] for seed in seeds] for first, second in pairs]
-    means = [statistics.mean(each) for each in differences]
-    spreads = [max(statistics.stdev(each), least_spread) for each in differences]
-    p_values = [
-        2 * student.sf(abs(mean) / spread * math.sqrt(n), n - 1) for mean, spread in zip(means, spreads, strict=True)
-    ]
-    halves = [student.ppf(1 - ALPHA / 2, n - 1) * spread / math.sqrt(n) for spread in spreads]
-    found = zip(means, spreads, halves, holm(p_values), strict=True)
-    return [PairedTest(mean, spread, mean - half, mean + half, float(p)) for mean, spread, half, p in found]
+def find_seeds(values: Mapping[str, Mapping[int, float]]) -> list[int]:
+    """The seeds that all variants have."""
+    return sorted(set.intersection(*map(set, values.values()))) if values else []
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -208,14 +211,14 @@ def _conclude(
         easy = "the task is too easy: " if overall > 95 else ""
         why = f"all variants lie within {spread:.1f} points, and chance alone makes {noise:.1f} on {images} images"
         return "not separated", f"{easy}{why}; more seeds do not change that"
-    against = [pair for pair in pairs if pair.word == "ordering contradicted"]
+    against = [pair for pair in pairs if pair.side < 0]
     if against:
         named = ", ".join(f"{pair.worse} above {pair.better}" for pair in against)
         return "ordering contradicted", f"{named}, at a family-wise error rate of 5 %"
-    seen = sum(pair.word == "ordering seen" for pair in pairs)
+    seen = sum(pair.side > 0 for pair in pairs)
     if seen == len(pairs):
         return "ordering seen", f"all {len(pairs)} pairs, at a family-wise error rate of 5 %"
-    needed = [pair.needed for pair in pairs if pair.word == "not separated" and pair.is_learnt]
+    needed = [pair.needed for pair in pairs if not pair.side and pair.is_learnt]
     why = f"{seen} of {len(pairs)} pairs are separated"
     if unlearnt := [pair for pair in pairs if not pair.is_learnt]:
         named = ", ".join(f"{pair.better} and {pair.worse}" for pair in unlearnt)

@@ -4,11 +4,13 @@ by name.
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from ..core.config import build, load_yaml
 from .document import Block
 from .ledger import Ledger, load_ledger
 
@@ -24,6 +26,10 @@ class Figure:
     shared_with: str | None = None  # the figure whose pictures show this one too
 
 
+# draws a picture: (path, the trained variants, the printed number of a row and column) -> path
+DrawVariants = Callable[[Path, Any, Callable[[str | None, str], str]], Path]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantTable:
     """A table or a figure of the paper that compares variants of its model."""
@@ -32,13 +38,10 @@ class VariantTable:
     # variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper prints no
     # number
     rows: Mapping[str, str | None]
-    columns: tuple[str, ...] | None = None  # of the ledger's columns, those that are shown; None for all
     # (better, worse) by the paper's text; None takes its printed Top-1
     orders: tuple[tuple[str, str], ...] | None = None
-    note: str = ""  # a sentence below the heading
     figure: str | None = None  # begins the name of the picture, `{figure}_{data}.png`
-    # draws that picture: (path, the trained variants, the printed number of a row and column) -> path
-    draw: Callable[[Path, Any, Callable[[str | None, str], str]], Path] | None = None
+    draw: DrawVariants | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,22 +51,12 @@ class Variants:
     # variant -> the options of the model that it changes; {} for the plain model
     options: Mapping[str, Mapping[str, Any]]
     tables: tuple[VariantTable, ...]  # where they are compared
-    places: str  # the same in words, e.g. `Tables 3 and 4`
-    stage: str  # the stage that trains them; its verb with `flags` and `--all` trains all of them
-    flags: str = ""  # what of its verb's options says that they are these
-    about: str  # the model and the data that the paper's numbers are of, in words
-    label: str = ""  # what the plain model is called; empty for the paper's model
     # variant -> settings of the recipe that it changes, as its record has them; a setting that is off need not stand in
     # a record
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # variant -> the beginning of the registered names of the models that it is of, where the paper ablates several
     # models
     models: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def command(self) -> str:
-        """The command that trains them."""
-        return f"repro {self.stage} {self.flags}".strip()
 
     @cached_property
     def changed(self) -> frozenset[str]:
@@ -78,6 +71,24 @@ class Variants:
     def changes(self, name: str) -> dict[str, Any]:
         """All that a variant changes."""
         return {**self.options[name], **self.recipes.get(name, {})}
+
+
+def list_tables(
+    rows: Mapping[str, Mapping[str, str | None]],
+    orders: Mapping[str, tuple[tuple[str, str], ...]],
+    pictures: Mapping[str, tuple[str, DrawVariants]] = MappingProxyType({}),
+) -> tuple[VariantTable, ...]:
+    """The tables of variants, by place: rows, orders by the text, and (beginning of the picture's name, what draws it)."""
+    return tuple(
+        VariantTable(
+            place=place,
+            rows=of_place,
+            orders=orders.get(place),
+            figure=pictures[place][0] if place in pictures else None,
+            draw=pictures[place][1] if place in pictures else None,
+        )
+        for place, of_place in rows.items()
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,12 +113,17 @@ class Contest:
     unfused attention.
     """
 
-    ours: tuple[str, str]  # (registered name, label)
-    theirs: tuple[str, str]
+    ours: tuple[str, ...]  # (registered name, label)
+    theirs: tuple[str, ...]
     sizes: tuple[int, ...]  # the image sizes in pixels that the paper speaks of
     picture: str  # the file under results/figures that the report draws
-    # family of `repro.core.figures.STYLES` -> (registered name, attention) of each line in the picture
-    series: Mapping[str, tuple[str, str | None]]
+
+    @property
+    def series(self) -> dict[str, tuple[str, str | None]]:
+        """Family of `repro.core.figures.STYLES` -> (registered name, attention) of each line in the picture."""
+        (ours, _), (theirs, _) = self.ours, self.theirs
+        family, baseline = (name.split("_")[0] for name in (ours, theirs))
+        return {family: (ours, None), f"{baseline}_fused": (theirs, "fused"), baseline: (theirs, "unfused")}
 
     @property
     def title(self) -> str:
@@ -135,25 +151,45 @@ class Document:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Paper:
-    """One paper, as its room declares it."""
+class Ablations:
+    """What the tables that compare variants say in words."""
+
+    places: str  # where they are, e.g. `Tables 3 and 4`
+    about: str  # the model and the data that the paper's numbers are of
+    flags: str = ""  # what of the options of `repro ablate` says that the variants are this paper's
+    label: str = ""  # what the plain model is called; empty for the paper's model
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # place -> a sentence below its heading
+    # place -> which of the ledger's columns are shown; all where it is not there
+    columns: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """What the paper.yaml of a room declares."""
 
     id: str  # the name of the room
     name: str  # what the paper is called for short
     model: str  # what its model is called
-    ledger_file: Path  # its ledger.yaml
     primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
     claim: str = ""  # what it claims, in two sentences
     baseline: str = "baseline"  # the model with softmax attention that its claims on speed are about
     # families of models (the first word of a registered name) that this project builds for it -> the options that are
     # their defaults and so do not name a variant
-    families: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    # functions that its ledger's expressions may call
-    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    families: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
     questions: tuple[Question, ...] = ()  # what its page answers first
     contest: Contest | None = None
+    ablations: Ablations | None = None
     figures: tuple[Figure, ...] = ()  # in the paper's order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paper(About):
+    """One paper: what its room declares, and what code does for it."""
+
+    ledger_file: Path  # its ledger.yaml
+    # functions that its ledger's expressions may call
+    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     drawings: tuple[Drawing, ...] = ()  # further pictures
     variants: Variants | None = None  # what it ablates
     text: Path | None = None  # what its page also says: Markdown that `repro.report.prose` fills
@@ -174,3 +210,29 @@ class Paper:
     def ledger(self) -> Ledger:
         """Its ledger, read once."""
         return load_ledger(self.ledger_file)
+
+    @property
+    def train_command(self) -> str:
+        """The command that trains its variants, with `--all` or for one of them."""
+        return f"repro ablate {self.ablations.flags}".strip()
+
+
+def load_paper(room: Path, formulas: Iterable[Callable] = (), **more: Any) -> Paper:
+    """The paper of a room, a folder with paper.yaml, ledger.yaml and, where its page says more, page.md.
+
+    Args:
+        formulas: functions that its ledger's expressions may call, by their names.
+        more: further fields of `Paper`.
+
+    Raises:
+        UserError: paper.yaml has an unknown key, or lacks one.
+    """
+    text = room / "page.md"
+    about = build(About, load_yaml(room / "paper.yaml"), f"{room.name}/paper.yaml")
+    return Paper(
+        **vars(about),
+        ledger_file=room / "ledger.yaml",
+        text=text if text.is_file() else None,
+        formulas={function.__name__: function for function in formulas},
+        **more,
+    )

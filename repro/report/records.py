@@ -1,7 +1,7 @@
 """The records under results/, read once; what is damaged is an error of one line."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,7 +10,8 @@ from ..core.errors import UserError
 from ..core.freshness import REPEATED, find_old
 from ..core.paths import Paths
 from ..core.record import DETAILS_FILE, read_record
-from ..core.statistics import clip_share
+from ..core.statistics import clip_share, describe_sample
+from .document import show_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,25 @@ def describe_seeds(sources: Iterable[Source]) -> str:
     """
     counts = sorted({len(source.metrics.get("by_seed", ())) for source in sources})
     return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
+
+
+def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: bool = False) -> str:
+    """The mean of a number over the seeds of a training that have it, with its 95 % interval; empty where none has."""
+    values = [run[key] for run in source.metrics["by_seed"] if run.get(key) is not None]
+    if not values:
+        return ""
+    sample = describe_sample(values, is_share=is_share)
+    return show_interval(sample.mean, sample.ci95, form, unit)
+
+
+def keep_best(sources: Iterable[Source], name: Callable[[Source], Hashable]) -> list[Source]:
+    """Of the records that have the same name, the first one with the most seeds."""
+    best: dict[Hashable, Source] = {}
+    for source in sources:
+        key = name(source)
+        if key not in best or len(source.metrics["by_seed"]) > len(best[key].metrics["by_seed"]):
+            best[key] = source
+    return list(best.values())
 
 
 def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, float] | None:

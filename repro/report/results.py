@@ -204,6 +204,15 @@ class Results:
         benchmark, m = BENCHMARKS.get(source.metrics["kind"]), source.metrics
         return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
 
+    def require(self, fits: Callable[[Source], object], reason: str, command: str) -> list[Source]:
+        """The records that fit, in the order of the pages; where there are none, `Missing` with the reason and the
+        command that would make one.
+        """
+        found = [source for source in self.sources if fits(source)]
+        if not found:
+            raise Missing(reason, command)
+        return found
+
     def find(self, path: str) -> Source | None:
         """The record at a path; None where a number was read from another file."""
         return next((source for source in self.sources if source.path == path), None)

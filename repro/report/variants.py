@@ -155,38 +155,32 @@ def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]
 
 def find_words(report: Report, what: str) -> str:
     """The `places` where the paper ablates, or what its numbers are `about`, in words."""
-    return getattr(report.paper.variants, what)
+    return getattr(report.paper.ablations, what)
 
 
 def list_ablations(report: Report) -> list[Block]:
     """The verdicts on orderings, then every table and figure of each group; nothing where the paper ablates nothing."""
-    variants, ledger = report.paper.variants, report.paper.ledger
-    if not variants:
+    if not report.paper.variants:
         return []
+    ledger, command = report.paper.ledger, report.paper.train_command
     judged = judge_variants(report)
     if not judged:
-        raise Missing("no variant is trained yet", f"{variants.command} --all")
+        raise Missing("no variant is trained yet", f"{command} --all")
     rows = [
-        [
-            where.place,
-            group.title,
-            strong(found.word),
-            found.why,
-            "–" if found.tau is None else number(f"{found.tau:.2f}"),
-        ]
+        [where.place, group.title, strong(found.word), found.why, number(found.tau, ".2f")]
         for group, where, found in judged
     ]
     blocks: list[Block] = [table(["", "trained", "verdict", "because", "τ"], rows)]
     drawn = _to_draw(report)
     for group, where, found in judged:
         blocks.append(Heading(f"{where.place}: {group.title}"))
-        if where.note:
-            blocks.append((where.note,))
+        if note := report.paper.ablations.notes.get(where.place):
+            blocks.append((note,))
         blocks.append(_rows_table(group, where, report))
         blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in drawn.items() if pair == (group, where)]
         if absent := [name for name in where.rows if name not in group.variants]:
-            command = f"{variants.command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
-            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
+            alike = f"{command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
+            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(alike), " trains all."))
         if found.pairs:
             blocks.append(_pairs_table(where, found, ledger))
     return blocks
@@ -208,7 +202,7 @@ def find_shown(report: Report) -> set[str]:
     elsewhere too.
     """
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
-    shown = {source.path for source in sources if source.stage in (None, report.paper.variants.stage)}
+    shown = {source.path for source in sources if source.stage in (None, "ablate")}
     patterns = [document.records for document in report.paper.documents]
     return shown | {
         source.path
@@ -277,7 +271,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     printed_row = next((row for row in where.rows.values() if row), None)
     columns = ledger.table(printed_row.partition(".")[0]).columns if printed_row else {}
     downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
-    asked = [key for key in columns if where.columns is None or key in where.columns]
+    asked = [key for key in columns if key in paper.ablations.columns.get(where.place, columns)]
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
     printed = [key for key in asked if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
     theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
@@ -289,20 +283,16 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
         spread = m.get("top1_std_percent")
         rows.append(
             [
-                changes or paper.variants.label or paper.model,
-                *(_number(find_printed(ledger, where.rows[name], key)) for key in printed),
-                _number(m["num_params"] / 1e6, ".4g"),
-                _number(m.get("macs_g"), ".4g"),
-                _number(group.throughput(name), ".0f"),
+                changes or paper.ablations.label or paper.model,
+                *(number(find_printed(ledger, where.rows[name], key)) for key in printed),
+                number(m["num_params"] / 1e6, ".4g"),
+                number(m.get("macs_g"), ".4g"),
+                number(group.throughput(name), ".0f"),
                 f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
-                *(_number(scores.get(key), ".1f") for key in extra),
+                *(number(scores.get(key), ".1f") for key in extra),
             ]
         )
     return table(["", *theirs, *(f"ours: {name}" for name in measured)], rows)
-
-
-def _number(value: float | str | None, form: str = "") -> Piece:
-    return "–" if value in (None, "–") else number(format(value, form))
 
 
 def _label(column: Column, key: str) -> str:
@@ -326,11 +316,10 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
         theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        ours = f"{pair.difference:+.2f} [{pair.low:+.2f}, {pair.high:+.2f}]"
         needed: Piece = "–"
         if not pair.is_learnt:
             needed = "– (at chance)"
-        elif pair.word == "not separated":
+        elif not pair.side:
             needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
-        rows.append([f"{pair.better} > {pair.worse}", theirs, ours, number(f"{pair.p:.3f}"), pair.word, needed])
+        rows.append([f"{pair.better} > {pair.worse}", theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

@@ -18,9 +18,8 @@ from repro.models.registry import build_model
 from repro.papers import describe_recipe, load_papers
 from repro.papers.grid import load_grid, vary_recipe
 from repro.papers.kv_binding import formulas
-from repro.papers.kv_binding.changes import CHANGES, list_changes, weigh_learners
 from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
-from repro.papers.kv_binding.probes import count_probed, list_probes
+from repro.papers.kv_binding.sections import CHANGES, count_probed, list_changes, list_probes, weigh_learners
 from repro.papers.kv_binding.variants import ORDERS, ROWS, VARIANTS, find_family
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
@@ -231,7 +230,7 @@ def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name, data):
 def test_the_rows_are_variants_and_the_orders_are_of_the_rows():
     assert all(set(rows) <= set(VARIANTS) for rows in ROWS.values())
     assert all({name for pair in pairs for name in pair} <= set(ROWS[place]) for place, pairs in ORDERS.items())
-    assert {name.partition("_")[2] for name in VARIANTS} - {"own"} == set(CHANGES)
+    assert {name.partition("_")[2] for name in VARIANTS} == set(CHANGES)
 
 
 def test_variants_of_equal_options_are_told_apart_by_their_model(checkout):

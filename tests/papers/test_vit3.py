@@ -21,7 +21,7 @@ from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.papers.grid import load_grid, vary_recipe
 from repro.papers.vit3 import formulas
-from repro.papers.vit3.depth import compare_losses, find_losses
+from repro.papers.vit3.sections import compare_losses, find_losses
 from repro.papers.vit3.variants import ORDERS, ROWS, VARIANTS
 from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown

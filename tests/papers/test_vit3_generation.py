@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from repro.papers import load_papers
-from repro.papers.vit3.generation import list_denoisers
+from repro.papers.vit3.sections import list_denoisers
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results

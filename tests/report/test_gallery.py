@@ -5,7 +5,7 @@ import re
 
 from PIL import Image
 
-from repro.papers.vision_ttt.figures import FIGURES
+from repro.papers import load_primary
 from repro.report.gallery import describe_origin
 from repro.report.records import find_missing_records
 
@@ -29,7 +29,7 @@ def draw(checkout, name: str) -> None:
 
 def test_every_figure_of_the_paper_stands_in_its_order(checkout):
     found = figures(checkout)
-    assert list(found) == PAPER == [figure.place.removeprefix("Fig. ") for figure in FIGURES]
+    assert list(found) == PAPER == [figure.place.removeprefix("Fig. ") for figure in load_primary().figures]
     assert all("Not drawn yet: `repro " in text for text in found.values())
 
 

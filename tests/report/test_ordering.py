@@ -37,11 +37,10 @@ def test_a_pair_by_hand():
     """Differences 1, 2, 3: mean 2, standard deviation 1, t = 2√3 with 2 degrees of freedom, whose 97.5 % point is
     4.3027.
     """
-    (pair,) = ordering.compare_pairs(
-        {"a": {0: 51, 1: 53, 2: 55}, "b": {0: 50, 1: 51, 2: 52}}, [("a", "b")], [0, 1, 2], 10_000, 10
-    )
+    values = {"a": {0: 51, 1: 53, 2: 55, 3: 9}, "b": {0: 50, 1: 51, 2: 52}}
+    (pair,) = ordering.compare_accuracies(values, [("a", "b")], 10_000, 10)
     half = 4.302653 / 3**0.5
-    assert (pair.difference, pair.low, pair.high) == pytest.approx((2, 2 - half, 2 + half), rel=1e-5)
+    assert (pair.difference, *pair.interval) == pytest.approx((2, 2 - half, 2 + half), rel=1e-5)
     # t of 2 degrees of freedom has the distribution function 1/2 + t / (2 sqrt(2 + t²))
     assert pair.p == pytest.approx(1 - 12**0.5 / 14**0.5)
     assert pair.word == "not separated"
@@ -49,11 +48,11 @@ def test_a_pair_by_hand():
 
 def test_pairs_are_scipys_paired_t_tests():
     top1 = drawn((80, 79, 77, 70), 0.5, seeds=5)
-    pairs = ordering.compare_pairs(top1, ORDERS, range(5), 10_000, 10)
+    pairs = ordering.compare_accuracies(top1, ORDERS, 10_000, 10)
     alone = [stats.ttest_rel(list(top1[x].values()), list(top1[y].values())) for x, y in ORDERS]
     assert [pair.p for pair in pairs] == pytest.approx(ordering.holm([found.pvalue for found in alone]))
     for pair, found in zip(pairs, alone, strict=True):
-        assert (pair.low, pair.high) == pytest.approx(tuple(found.confidence_interval(0.95)))
+        assert pair.interval == pytest.approx(tuple(found.confidence_interval(0.95)))
 
 
 def test_holm_by_hand():
@@ -146,9 +145,8 @@ def test_a_budget_that_says_nothing(top1, gain, why):
 def test_differences_without_any_spread_are_not_certain():
     """Whole images: two accuracies that agree to the image on both seeds differ by a rounding's spread, not by none."""
     step = 100 / 359
-    (pair,) = ordering.compare_pairs(
-        {"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}, [("a", "b")], [0, 1], 359, 10
-    )
+    values = {"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}
+    (pair,) = ordering.compare_accuracies(values, [("a", "b")], 359, 10)
     assert pair.word == "not separated" and 0 < pair.p < 1
 
 

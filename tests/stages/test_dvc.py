@@ -119,6 +119,8 @@ def restarted_by(sources, file: str) -> set[str]:
     [
         ("repro/report/results.py", {"report"}),
         ("repro/report/template.html", {"report"}),
+        ("repro/papers/vit3/paper.yaml", {"report"}),
+        ("repro/papers/vit3/page.md", {"report"}),
         # these compare counts with the printed numbers
         ("repro/papers/vision_ttt/ledger.yaml", {"report", "readings"}),
     ],

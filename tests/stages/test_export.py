@@ -99,8 +99,10 @@ def test_torch_export_stands_alone(saved, repro_cli, family):
 
 
 @pytest.mark.slow
-def test_onnx_in_its_runtime(saved, repro_cli):
-    onnxruntime = pytest.importorskip("onnxruntime")
+def test_onnx_in_its_runtime(saved, repro_cli, monkeypatch):
+    onnxruntime, rewriter = pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript.rewriter")
+    # its time grows with the square of the number of nodes
+    monkeypatch.setattr(rewriter.RewritePass, "call", lambda *_: pytest.fail("the rewriter of patterns ran"))
     path = saved("vittt", pool="double")
     digest = hash_file(path)
     record = {"metrics": {"weights_hash": digest}, "identity": {"parent_commit": "abc", "params_hash": "def"}}

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from ...report.paper import Drawing, Paper, Question, Variants, VariantTable
+from ...report.paper import Drawing, Variants, list_tables, load_paper
 from . import formulas
-from .changes import list_changes, weigh_learners
 from .forms import (
     PICTURE,
     compare_setting,
@@ -15,66 +14,21 @@ from .forms import (
     list_ratios,
     show_picture,
 )
-from .probes import count_probed, list_probes
-from .residuals import compare_momenta, list_residuals
+from .sections import compare_momenta, count_probed, list_changes, list_probes, list_residuals, weigh_learners
 from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
 
-_FORMULAS = (
-    formulas.identity_error,
-    formulas.theorem_error,
-    formulas.lact_error,
-    formulas.mirrored_training_error,
-    formulas.reads_static_kernel,
-    formulas.parallel_error,
-    formulas.order_error,
-)
-_NOTES = {
-    "Table 2, ViT³": "ViT³ has no row norms, rates and momentum, so that V2 is V1, and V4 and V5 are V3. The pairs are those of the text: V1 "
-    "is best. `as_run` is what the authors' code computes, `vit3_v3` and `vit3_v6` what the paper derives.",
-    "Table 2, LaCT": "The paper's LaCT is of language and novel views, and none of its numbers stands beside a classifier. The pairs are "
-    "those of the text: V1 is best in all tasks.",
-}
-
-PAPER = Paper(
-    id="kv_binding",
-    name="KV binding is linear attention",
-    model="ladder",
-    ledger_file=Path(__file__).with_name("ledger.yaml"),
-    claim="The paper says that test-time training with KV binding stores nothing: learning up the inner loss works as well as down, keys "
-    "can be read out in place of queries, and most parts of the inner loop can go. What remains is linear attention, which it derives, and "
-    "which has a parallel form that is several times as fast.",
-    baseline="the recurrent form",
-    families={"lact": {"step": "own", "inner_steps": "1"}, "ladder": {"step": "own", "inner_steps": "1"}},
-    formulas={function.__name__: function for function in _FORMULAS},
-    headlines=("text.4_2.theorem", "text.theorem5_", "text.5_3.", "text.6_2.exists"),
-    questions=(
-        Question(
-            label="equations and theorems",
-            says="equations and theorems",
-            entries=(
-                "text.4_2.negated",
-                "text.4_2.theorem",
-                "text.5*",
-                "text.2_1.*",
-                "text.theorem5_*",
-                "text.6_1.*",
-                "text.appendix_[deh].*",
-            ),
-        ),
-        Question(
-            label="what has a parallel form, and what has none",
-            entries=("text.6_2.exists", "text.6_2.kernel", "text.6_2.norm"),
-        ),
-        Question(
-            label="accuracies on ImageNet-1K",
-            says="accuracies",
-            why="they take ImageNet-1K and GPUs",
-            entries=("table?.*.top1_percent",),
-        ),
-        Question(label="speeds", entries=("table2_*.*.tokens_m_per_s",)),
+PAPER = load_paper(
+    Path(__file__).parent,
+    formulas=(
+        formulas.identity_error,
+        formulas.theorem_error,
+        formulas.lact_error,
+        formulas.mirrored_training_error,
+        formulas.reads_static_kernel,
+        formulas.parallel_error,
+        formulas.order_error,
     ),
     drawings=(Drawing(file=PICTURE, find=find_forms, draw=draw_forms),),
-    text=Path(__file__).with_name("page.md"),
     parts={
         "residuals": list_residuals,
         "momenta": compare_momenta,
@@ -91,16 +45,6 @@ PAPER = Paper(
     variants=Variants(
         options=VARIANTS,
         models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},
-        tables=tuple(
-            VariantTable(
-                place=place, rows=rows, columns=("top1_percent",), orders=ORDERS.get(place), note=_NOTES.get(place, "")
-            )
-            for place, rows in ROWS.items()
-        ),
-        places="Tables 1 and 2",
-        stage="ablate",
-        flags="--paper kv_binding",
-        about="ViT³-B on ImageNet-1K after 60 epochs",
-        label="the unchanged model",
+        tables=list_tables(ROWS, ORDERS),
     ),
 )

@@ -1,4 +1,4 @@
-"""The paper's figures in its order, and the drawing of Fig. 7."""
+"""The drawing of Fig. 7."""
 
 import statistics
 from collections.abc import Callable
@@ -6,54 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from ...core.figures import STYLES, new_figure, save_png
-from ...report.paper import Figure
 from ...report.variants import TOP1, Group
-
-# folder of our pictures, relative to results/ -> the command that draws them
-_COMMANDS = {
-    "measured/*/efficiency": "repro efficiency --res 224..1280",
-    "visualize": "repro visualize",
-    "figures": "repro ablate --all",
-}
-
-
-def _figure(name: str, shows: str, folder: str, shared_with: str | None = None) -> Figure:
-    files = f"{folder}/fig{name}_*.png"
-    return Figure(place=f"Fig. {name}", shows=shows, files=files, command=_COMMANDS[folder], shared_with=shared_with)
-
-
-FIGURES = (
-    _figure(
-        "1",
-        "DeiT, Vim and Vittt: accuracy, AP and mIoU, and speed and memory at high resolution. Our pictures show its multiply-adds, speed "
-        "and memory; its accuracies are those of Tables 1 and 2",
-        "measured/*/efficiency",
-    ),
-    _figure(
-        "3",
-        "the Gradient Magnitude Map: how large the inner gradient of Eq. 6 is at each patch of an image",
-        "visualize",
-    ),
-    _figure(
-        "6",
-        "multiply-adds, throughput and memory of DeiT, Vim and Vittt from 224×224 to 1280×1280, sizes T, S and B",
-        "measured/*/efficiency",
-    ),
-    _figure("7a", "Top-1 accuracy against the mini-batch size b, 4 to 196", "figures"),
-    _figure("7b", "Top-1 accuracy against the number of learnable initial states W0: none, one shared, two", "figures"),
-    _figure(
-        "8",
-        "the effective receptive field of the central pixel: ResNet18, DeiT-T, Vim-T, and Vittt-T as vanilla TTT, + Dual, + Conv2d",
-        "visualize",
-    ),
-    _figure("9", "the Gradient Magnitude Map of Vittt-T before and after training", "visualize", "Fig. 3"),
-    _figure("10", "the same for images of more classes, with the top 30 % of the tokens marked", "visualize", "Fig. 3"),
-    _figure(
-        "11",
-        "the inner reconstruction loss of every token in each of 12 layers at epochs 0, 3 and 300, mean of 128 images",
-        "visualize",
-    ),
-)
 
 
 def _draw_fig7(

@@ -8,7 +8,7 @@ from typing import Any
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Piece, code, join, number, strong, table
 from ...report.measured import format_scores
-from ...report.ordering import Pair, compare_pairs, sampling_noise
+from ...report.ordering import Pair, compare_accuracies, find_seeds, sampling_noise
 from ...report.records import Source, describe_age
 from ...report.results import Missing
 from .readings import Choice, list_trained, load_choices
@@ -74,7 +74,7 @@ def describe_trained(report: Report) -> list[Block]:
         f"{m['model']} on {m['data']}, {m['epochs']} epochs, {len(m['by_seed'])} seeds, {m['held_out_images']} held-out "
         f"images, {len(pairs)} alternatives, {ours.device}{describe_age(trained.values())}."
     )
-    separated = [text for text, pair in pairs.items() if pair.word != "not separated"]
+    separated = [text for text, pair in pairs.items() if pair.side]
     verdict: Line = (strong("No alternative differs significantly from our reading."),)
     if separated:
         shown = [(code(text), f" ({pairs[text].difference:+.1f} points)") for text in separated]
@@ -91,10 +91,9 @@ def describe_trained(report: Report) -> list[Block]:
 
 
 def _find_fits(report: Report) -> Mapping[str, Any]:
-    fits = next((source.metrics for source in report.results.sources if source.stage == "readings"), None)
-    if fits is None:
-        raise Missing("nothing is counted yet", "repro readings")
-    return fits
+    return report.results.require(
+        lambda source: source.stage == "readings", "nothing is counted yet", "repro readings"
+    )[0].metrics
 
 
 def find_trained(report: Report) -> Trained:
@@ -112,12 +111,11 @@ def find_trained(report: Report) -> Trained:
 def _compare_trained(trained: Trained) -> dict[str, Pair]:
     """Text of a reading -> how much better it is than ours, over the seeds that all have; empty without two seeds."""
     top1 = {text: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for text, source in trained.items()}
-    seeds = sorted(set.intersection(*map(set, top1.values()))) if top1 else []
     others = [text for text in top1 if text]
-    if len(seeds) < 2 or not others:
+    if not others or len(find_seeds(top1)) < 2:
         return {}
     images, classes = (trained[""].metrics[key] for key in ("held_out_images", "classes"))
-    found = compare_pairs(top1, [(text, "") for text in others], seeds, images, classes)
+    found = compare_accuracies(top1, [(text, "") for text in others], images, classes)
     return dict(zip(others, found, strict=True))
 
 
@@ -145,8 +143,6 @@ def _value_row(
     row += [number(f"{found['macs_g']:.4f}"), number(f"{found['macs_fit']} of {fits['macs_entries']}")]
     if trained:
         source, pair = trained.get(text), pairs.get(text)
-        row.append(number(format_scores(source.metrics, {TOP1: ""}, 1)) if source else "–")
-        row.append(
-            number(f"{pair.difference:+.1f} [{pair.low:+.1f}, {pair.high:+.1f}], p {pair.p:.2f}") if pair else "–"
-        )
+        row.append(number(format_scores(source.metrics, {TOP1: ""}, 1) if source else None))
+        row.append(number(f"{pair.show(1)}, p {pair.p:.2f}" if pair else None))
     return row

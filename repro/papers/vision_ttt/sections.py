@@ -12,7 +12,6 @@ from ...report.document import Block, Line, Piece, strong, table
 from ...report.gallery import describe_origin
 from ...report.measured import format_scores
 from ...report.records import Source
-from ...report.results import Missing
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
@@ -124,7 +123,6 @@ def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
 
 
 def _find(report: Report) -> Source:
-    source = next((source for source in report.results.sources if source.stage == "visualize"), None)
-    if source is None:
-        raise Missing("nothing is drawn yet", "repro visualize")
-    return source
+    return report.results.require(
+        lambda source: source.stage == "visualize", "nothing is drawn yet", "repro visualize"
+    )[0]

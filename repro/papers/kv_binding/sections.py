@@ -1,0 +1,255 @@
+"""What the page of the KV binding says beside the tables: the residuals of what it proves, what each change of an inner
+learner does to its model, and trained models that run with another inner loop.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...core.statistics import share_interval
+from ...report.claims import Report
+from ...report.document import Block, Heading, Piece, code, join, number, table, tabulate
+from ...report.expressions import Call
+from ...report.gallery import describe_origin
+from ...report.ordering import Pair, compare_pairs, round_off
+from ...report.records import Source
+from ...report.results import Missing
+from ...report.variants import TOP1, Group, find_groups
+from . import formulas
+from .forms import find_backbones
+from .variants import VARIANTS
+
+ROUNDING = 1e-12
+CHUNKS = (16, 32, 64, 256)
+# equal bit for bit, on every processor
+EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))
+NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
+# the step of a variant -> what it changes, in words
+CHANGES = {
+    "own": "the unchanged model",
+    "ascent": "learns up its loss",
+    "q_is_k": "reads out keys",
+    "steps2": "two inner steps",
+    "steps4": "four inner steps",
+    "v1": "V1: only the last matrix learns",
+    "v2": "V2: and no row norms",
+    "v3": "V3: one matrix",
+    "v3_as_run": "V3 as the authors ran it",
+    "v4": "V4: and no rates of tokens",
+    "v5": "V5: and no momentum",
+    "v6": "V6: and no orthogonal or damped step",
+    "v6_as_run": "V6 as the authors ran it",
+    "plain": "without LayerNorm and bias",
+    "dot": "without them, and with the dot product for its loss",
+}
+
+
+def list_residuals(report: Report) -> list[Block]:
+    """A row for each equation of the ledger: where, what it says, its largest error in fp64, and that of the repaired
+    equation.
+    """
+
+    def show(calls: Sequence[Call]) -> str:
+        return "; ".join(_show_error(report, call, named=len(calls) > 1) for call in calls) or "–"
+
+    rows = []
+    for verdict in report.all:
+        entry = verdict.entry
+        if calls := _find_errors(entry.ours.calls if entry.ours else ()):
+            others = [each.expression.calls for each in entry.explanations if each.expression]
+            rows.append((verdict, show(calls), show([call for each in others for call in _find_errors(each)])))
+    columns = {
+        "where": lambda row: row[0].entry.place,
+        "the paper says": lambda row: row[0].entry.says,
+        "residual": lambda row: number(row[1]),
+        "repaired": lambda row: number(row[2]),
+        "status": lambda row: row[0].status,
+    }
+    return [tabulate(columns, rows)]
+
+
+def compare_momenta(_: Report) -> list[Block]:
+    """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are
+    told in digits.
+    """
+
+    def show_divided(chunks: int) -> Piece:
+        error = formulas.momentum_error(chunks, "divided")
+        return number(f"{100 * error:.0f} %" if error > 0.01 else "< 0.1 %" if error < 0.001 else "< 1 %")
+
+    def show_ours(chunks: int) -> Piece:
+        error = formulas.momentum_error(chunks, "ours")
+        return number("< 1e-6" if error < 1e-6 else f"{error:.0e}")
+
+    return [tabulate({"chunks": number, "by division": show_divided, "ours": show_ours}, CHUNKS)]
+
+
+def _find_errors(calls: Sequence[Call]) -> list[Call]:
+    """Those that give a residual."""
+    return [call for call in calls if call.name.endswith("_error")]
+
+
+def _show_error(report: Report, call: Call, *, named: bool) -> str:
+    """Two digits, or `< 1e-12`: what rounding leaves differs from one processor to the next. An equality bit for bit is
+    0.
+    """
+    value = report.paper.formulas[call.name](*call.args)
+    shown = f"{value:.1e}" if value >= ROUNDING else "0" if value == 0 and call in EXACT else f"< {ROUNDING:.0e}"
+    return f"{call.args[0]} {shown}" if named else shown
+
+
+def list_changes(report: Report) -> list[Block]:
+    """For each model and data set a table: every variant, its top-1 and its difference to the unchanged model with 95 %
+    interval.
+    """
+    blocks: list[Block] = []
+    for group in _find_groups(report):
+        model, top1, pairs = _find_model(group), _find_scores(group), _compare(group)
+        rows: list[list[Piece]] = []
+        for name in (f"{model}_own", *pairs):
+            mean = number(sum(top1[name].values()) / len(top1[name]), ".1f")
+            said: list[Piece] = ["–", "–", "–"]
+            if name in pairs:
+                pair = pairs[name]
+                tested = [pair.show(2), number(pair.p, ".3f")] if pair.interval else ["–", "–"]
+                said = [*tested, pair.name_side("better", "worse")]
+            rows.append([CHANGES[name.removeprefix(f"{model}_")], code(name), mean, *said])
+        header = ["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""]
+        blocks += [Heading(f"{NAMES[model]}: {group.title}"), table(header, rows), *_count_learners(group)]
+        origin = describe_origin(list(group.variants.values()), report.named)
+        blocks.append((f"{group.common['held_out_images']} held-out images; {origin}.",))
+    return blocks
+
+
+def weigh_learners(report: Report) -> list[Block]:
+    """The learners of Vittt at the largest measured image: accuracy on embedded data against time."""
+    groups = _find_groups(report, ("vittt",))
+    times = {key: rows[-1] for key, rows in find_backbones(report).items()}
+    if not times:
+        raise Missing("the unchanged learner was not timed", "repro forms")
+    own_ms, side = times["own", "auto"]["latency_ms"], times["own", "auto"]["image_size"][0]
+    rows: list[list[Piece]] = []
+    for step in ("plain", "dot"):
+        found = [_compare(group).get(f"vittt_{step}") for group in groups]
+        words = [pair and pair.name_side("better", "worse") for pair in found]
+        tested = [f"{pair.show(1)}, {word}" if pair else "–" for pair, word in zip(found, words, strict=True)]
+        ms, form = min((row["latency_ms"], form) for (name, form), row in times.items() if name == step)
+        verdict = f"{'faster' if ms < own_ms else 'slower'}, {'worse' if 'worse' in words else 'not separated'}"
+        rows.append([code(step), *tested, form, number(ms / own_ms, ".2f"), verdict])
+    points = [f"points on {group.common['data']}" for group in groups]
+    return [table(["learner", *points, f"faster form at {side}²", "its share of the time", ""], rows)]
+
+
+def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
+    """Groups that have the unchanged model and another variant, in the order of `NAMES`; of two of one model and data
+    the one with more seeds.
+    """
+    best: dict[tuple[str, str], Group] = {}
+    for group in find_groups(report.results, report.paper.variants):
+        model = _find_model(group)
+        if model in models and f"{model}_own" in group.variants and len(group.variants) > 1:
+            key = (model, group.common["data"])
+            if key not in best or group.most_seeds > best[key].most_seeds:
+                best[key] = group
+    if not best:
+        raise Missing("no variant is trained yet", f"{report.paper.train_command} --all --data digits --seeds 5")
+    return [best[key] for key in sorted(best, key=lambda key: (list(NAMES).index(key[0]), key[1] != "digits"))]
+
+
+def _find_model(group: Group) -> str:
+    """The beginning of its variants' names."""
+    return next(iter(group.variants)).split("_")[0]
+
+
+def _compare(group: Group) -> dict[str, Pair]:
+    """Variant -> its difference to the unchanged model; empty where they have no seed in common."""
+    base, top1 = f"{_find_model(group)}_own", _find_scores(group)
+    orders = [(name, base) for name in VARIANTS if name in top1 and name != base]
+    images = group.common["held_out_images"]
+    return {pair.better: pair for pair in compare_pairs(top1, orders, round_off(images))}
+
+
+def _find_scores(group: Group) -> dict[str, dict[int, float]]:
+    return {
+        name: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for name, source in group.variants.items()
+    }
+
+
+def _count_learners(group: Group) -> list[Block]:
+    """Where the seeds of a variant lie on both sides of half the way from chance to 100 %: how many of each variant's
+    seeds learnt.
+    """
+    learnt = 50 * (1 + 1 / group.common["classes"])
+    counts = {
+        name: (sum(value > learnt for value in values.values()), len(values))
+        for name, values in _find_scores(group).items()
+    }
+    if not any(0 < passed < seeds for passed, seeds in counts.values()):
+        return []
+    shown = [(code(name), f" {passed} of {seeds}") for name, (passed, seeds) in counts.items()]
+    return [(f"Seeds above {learnt:.1f} %: ", *join(shown, ", "), ".")]
+
+
+def list_probes(report: Report) -> list[Block]:
+    """A row for each model and probe: accuracy and inner loss without and with it."""
+
+    def show(state: str, key: str, form: str, unit: str = "") -> Callable[[Source], Piece]:
+        return lambda source: number(f"{source.metrics[state][key]:{form}}{unit}")
+
+    def name(source: Source) -> Piece:
+        options = ",".join(f"{key}={value}" for key, value in source.metrics["options"].items())
+        return code(source.metrics["model"] + (f"[{options}]" if options else ""))
+
+    def images(source: Source) -> str:
+        m = source.metrics
+        return f"{m['data']}, {m['unchanged']['held_out_images']} of {m['split']}"
+
+    header = [
+        "model",
+        "data, images",
+        "probe",
+        "top-1",
+        "with it",
+        "inner loss after the steps",
+        "with it",
+        "measured on",
+    ]
+    shows = [
+        name,
+        images,
+        lambda source: source.metrics["probe"],
+        show("unchanged", "top1_percent", ".2f", " %"),
+        show("probed", "top1_percent", ".2f", " %"),
+        show("unchanged", "inner_loss_after", ".3g"),
+        show("probed", "inner_loss_after", ".3g"),
+        lambda source: describe_origin([source], report.named),
+    ]
+    return [table(header, ([cell(source) for cell in shows] for source in _find_probes(report)))]
+
+
+def count_probed(report: Report, what: str) -> int:
+    """Of the rows with more inner steps, those whose inner loss is `lower`, whose score is `worse`, or `both`; or all
+    `rows`.
+    """
+    rows = [source.metrics for source in _find_probes(report) if source.metrics["probe"].startswith("steps=")]
+    lower = [m["probed"]["inner_loss_after"] < m["unchanged"]["inner_loss_after"] for m in rows]
+    worse = [_is_worse(m) for m in rows]
+    both = [each and other for each, other in zip(lower, worse, strict=True)]
+    return {"rows": len(rows), "lower": sum(lower), "worse": sum(worse), "both": sum(both)}[what]
+
+
+def _find_probes(report: Report) -> list[Source]:
+    found = report.results.require(
+        lambda source: "probe" in source.metrics and "probed" in source.metrics,
+        "nothing is probed yet",
+        "repro explain --probe steps=4 --weights WEIGHTS",
+    )
+    return sorted(found, key=lambda source: [source.metrics[key] for key in ("model", "data", "probe")])
+
+
+def _is_worse(metrics: Mapping[str, Any]) -> bool:
+    """Whether the top-1 with a probe is below that without it, and their intervals over the images do not meet."""
+    before, after = (
+        share_interval(each["top1_percent"], each["held_out_images"])
+        for each in (metrics["unchanged"], metrics["probed"])
+    )
+    return after[1] < before[0]

@@ -1,0 +1,148 @@
+"""What the page of the linearization says beside the tables: what students recover of their softmax models on embedded
+data, and where their tokens look.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...core.statistics import describe_sample
+from ...report.claims import Report
+from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
+from ...report.gallery import describe_origin
+from ...report.records import Source, describe_seeds, keep_best, show_mean
+from ...report.results import Missing
+
+SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
+COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
+STATES = ("teacher", "before", "after")
+
+
+def list_students(report: Report) -> list[Block]:
+    """For each softmax model its accuracy, and those of its students, best first; then the same models trained from
+    random weights.
+    """
+    sources = report.results.sources
+    found = [each for each in sources if each.is_trained and UNTRAINED in each.metrics and each.metrics.get("init")]
+    if not found:
+        raise Missing("no model is linearised yet", "repro linearize --cell t5_nano_digits")
+    best = keep_best(found, lambda each: (_find_teacher(each), name_student(each.metrics), *_find_length(each.metrics)))
+    blocks: list[Block] = []
+    for init in dict.fromkeys(map(_find_teacher, found)):
+        students = sorted((each for each in best if _find_teacher(each) == init), key=lambda each: -each.metrics[SCORE])
+        teacher = next((source for source in sources if source.metrics.get("weights_hash") == init), None)
+        m = students[0].metrics
+        known: list[Piece] = ["Students of the softmax model ", code(m["init"]["weights"])]
+        if teacher is not None:
+            length = f"{teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
+            known.append(f": top-1 {_show_score(teacher)} after {length}")
+        known.append(f". All on {m['data']}, {m['held_out_images']} images of {m['split']}.")
+        blocks += [tuple(known), tabulate(_list_columns(teacher, report), students)]
+        shared = {(each.metrics["model"], each.metrics["data"]) for each in students}
+        scratch = [
+            _describe_scratch(each, report)
+            for each in sources
+            if each.is_trained
+            and not each.metrics.get("init")
+            and (each.metrics.get("model"), each.metrics.get("data")) in shared
+        ]
+        blocks += [Bullets(scratch)] if scratch else []
+    return blocks
+
+
+def name_student(metrics: Mapping[str, Any]) -> str:
+    """The choices of a student in words; `metrics` are those of a record."""
+    defaults = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0}
+    chosen = {key: metrics["options"].get(key, value) for key, value in defaults.items()}
+    near = f", neighbours {chosen['neighbours']}" if chosen["neighbours"] else ""
+    return f"{chosen['inner']}, norm {chosen['key_norm']}, dwc {chosen['dwc']}{near}"
+
+
+def list_layers(report: Report) -> list[Block]:
+    """By layer of each student: the shift of its keys, its reach, its peak, and how much of it is the teacher's."""
+
+    def show(key: str, form: str, even: str | None = None, states: tuple[str, ...] = STATES) -> Callable[..., Piece]:
+        """What shows a number of a layer in each state, and what it is of a token that looks everywhere alike."""
+
+        def cell(row: tuple[Source, int]) -> Piece:
+            source, layer = row
+            values = {
+                state: form.format(of[key][layer]) for state, of in source.metrics["by_layer"].items() if key in of
+            }
+            shown = "; ".join(values[state] for state in states)
+            return number(shown + (f" (even {values['even']})" if even else ""))
+
+        return cell
+
+    columns = {
+        "student": lambda row: name_student(row[0].metrics),
+        "layer": lambda row: number(row[1] + 1),
+        "shift ratio of the keys": show("shift_ratio", "{:.2f}"),
+        "reach (patches)": show("reach_patches", "{:.2f}", "even"),
+        "peak": show("peak_percent", "{:.1f} %"),
+        "overlap with the teacher": show("overlap_percent", "{:.0f} %", "even", STATES[1:]),
+        "measured on": lambda row: describe_origin([row[0]], report.named),
+    }
+    return [tabulate(columns, _find_layers(report))]
+
+
+def find_attention(report: Report, key: str) -> int | str:
+    """A number of the records: of the first, or how many `layers` there are, and in how many of them a student looks
+    `farther` than its teacher or its peak is `lower`.
+    """
+    layers = _find_layers(report)
+    if key == "layers":
+        return len(layers)
+    if key not in ("farther", "lower"):
+        return layers[0][0].metrics[key]
+    field, sign = {"farther": ("reach_patches", 1), "lower": ("peak_percent", -1)}[key]
+    states = [(source.metrics["by_layer"], layer) for source, layer in layers]
+    return sum(sign * by["after"][field][layer] > sign * by["teacher"][field][layer] for by, layer in states)
+
+
+def _find_layers(report: Report) -> list[tuple[Source, int]]:
+    """Every layer of every student whose attention was measured."""
+    found = report.results.require(
+        lambda source: source.metrics.get("by_layer") and source.metrics.get("teacher_hash"),
+        "no attention is measured yet",
+        COMMAND,
+    )
+    found.sort(key=lambda each: (each.metrics["model"], name_student(each.metrics), each.metrics["weights_hash"]))
+    return [(each, layer) for each in found for layer in range(len(each.metrics["by_layer"]["after"]["peak_percent"]))]
+
+
+def _find_teacher(source: Source) -> str:
+    return source.metrics["init"]["weights_hash"]
+
+
+def _find_length(metrics: Mapping[str, Any]) -> tuple:
+    return metrics.get("freeze", False), metrics["steps"], metrics["data"]
+
+
+def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[[Source], Piece]]:
+    def share(source: Source) -> Piece:
+        return number(f"{100 * source.metrics[SCORE] / teacher.metrics[SCORE]:.1f} %") if teacher else "–"
+
+    def untrained(source: Source) -> Piece:
+        return number(f"{describe_sample([run[UNTRAINED] for run in source.metrics['by_seed']]).mean:.1f} %")
+
+    return {
+        "student": lambda source: name_student(source.metrics),
+        "trained": lambda source: "new weights alone" if source.metrics.get("freeze") else "all weights",
+        "steps": lambda source: number(source.metrics["steps"], ","),
+        "seeds": lambda source: number(len(source.metrics["by_seed"])),
+        "before training": untrained,
+        "top-1": lambda source: number(_show_score(source)),
+        "of the teacher's": share,
+        "measured on": lambda source: describe_origin([source], report.named),
+    }
+
+
+def _describe_scratch(source: Source, report: Report) -> Line:
+    length = f"top-1 {_show_score(source)} after {source.metrics['steps']:,} steps"
+    text = f" from random weights ({name_student(source.metrics)}): {length}"
+    about = f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
+    return code(source.metrics["model"]), text, about
+
+
+def _show_score(source: Source) -> str:
+    return show_mean(source, SCORE, ".1f", " %", is_share=True)

@@ -1,0 +1,147 @@
+"""What the page of ViT³ says beside the tables: the losses of Fig. 3, and denoisers that were trained by hand."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...core.figures import new_figure, save_png
+from ...report.claims import Report
+from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
+from ...report.gallery import describe_origin, find_pictures
+from ...report.ordering import compare_pairs
+from ...report.records import Source, describe_seeds, keep_best, show_mean
+from ...report.results import Missing
+from ...report.variants import TOP1, Group, find_groups
+from .variants import ROWS
+
+LAYERS = dict(zip(ROWS["Fig. 3"], ("one layer", "two layers", "three layers"), strict=True))
+LOSS = "train_loss"
+_LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00")
+HELD_OUT, JUDGED, REAL = "held_out_mse", "judged_percent", "real_judged_percent"
+# what must agree before two losses are compared; the noise of a held-out image follows from its number alone
+_ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
+
+
+def draw_depth(path: Path, group: Group, printed: Callable[[str | None, str], str]) -> Path:
+    """Training loss and accuracy over the epochs, the means over the seeds; for the arguments see `VariantTable.draw`."""
+    figure, panels = new_figure(2)
+    for panel, (key, label) in zip(panels, ((LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
+        for colour, (name, layers) in zip(_COLOURS, LAYERS.items(), strict=True):
+            of_epoch: dict[int, list[float]] = {}
+            for row in group.read_curve(name) if name in group.variants else ():
+                if key in row:
+                    of_epoch.setdefault(row["epoch"], []).append(row[key])
+            means = list(map(statistics.mean, of_epoch.values()))
+            panel.plot(list(of_epoch), means, color=colour, marker="o", label=layers)
+        panel.set(xlabel="epoch", ylabel=label)
+        panel.grid(True, linewidth=0.4, alpha=0.5)
+    panels[0].legend(frameon=False)
+    about = "means over seeds; accuracy on the curve's split"
+    figure.suptitle(f"Inner models of Fig. 3 on {group.common['data']}, {about}", fontsize=11)
+    figure.tight_layout()
+    return save_png(figure, path)
+
+
+def compare_losses(report: Report) -> list[Block]:
+    """Whether deeper inner models end with a higher training loss, for each group that has two of them."""
+    columns = {
+        "the paper's order": lambda pair: f"{LAYERS[pair.better]} > {LAYERS[pair.worse]}",
+        "ours (loss) [95 %]": lambda pair: pair.show(4),
+        "p (Holm)": lambda pair: number(pair.p, ".3f"),
+        "": lambda pair: pair.word,
+    }
+    blocks: list[Block] = []
+    for group in find_groups(report.results, report.paper.variants):
+        losses = find_losses(group)
+        orders = [(deep, shallow) for shallow, deep in itertools.combinations(losses, 2)]
+        if orders:
+            means = ", ".join(f"{LAYERS[name]} {statistics.mean(of.values()):.4f}" for name, of in losses.items())
+            blocks += [Heading(group.title), (f"Training loss: {means}.",)]
+            pairs = compare_pairs(losses, orders, _LEAST_SPREAD)
+            blocks.append(tabulate(columns, pairs) if pairs else ("No verdict: the variants have no seed in common.",))
+    if not blocks:
+        raise Missing("no two of these models are trained yet", f"{report.paper.train_command} --all")
+    return blocks
+
+
+def find_losses(group: Group) -> dict[str, dict[int, float]]:
+    """Variant -> seed -> training loss at the last row of its curve, for the variants of Fig. 3 that were trained."""
+    found: dict[str, dict[int, float]] = {}
+    for name in LAYERS:
+        for row in group.read_curve(name) if name in group.variants else ():
+            if LOSS in row:
+                found.setdefault(name, {})[row["seed"]] = row[LOSS]
+    return found
+
+
+def list_denoisers(report: Report) -> list[Block]:
+    """For each denoiser its held-out loss, its judged samples and their picture; and which losses differ."""
+
+    def name(source: Source) -> str:
+        return report.results.model_key(source.metrics, source.path)
+
+    def alike(source: Source) -> tuple:
+        return (source.path.split("/")[2], *(source.metrics.get(key) for key in _ALIKE))
+
+    columns = {
+        "denoiser": lambda source: code(name(source)),
+        "parameters": lambda source: number(source.metrics["num_params"], ","),
+        "seeds": lambda source: number(len(source.metrics["by_seed"])),
+        "held-out MSE of the noise": lambda source: number(show_mean(source, HELD_OUT, ".4f")),
+        "samples judged as asked": lambda source: number(show_mean(source, JUDGED, ".1f", " %", is_share=True) or "–"),
+        # the judge and the images are the same for all seeds
+        "real images": lambda source: number(show_mean(source, REAL, ".1f", " %").partition(" [")[0] or "–"),
+        "measured on": lambda source: describe_origin([source], report.named),
+    }
+    trained = report.results.require(
+        lambda source: source.is_trained and HELD_OUT in source.metrics,
+        "no denoiser is trained yet",
+        "repro generate --cell dit3_nano_digits --seeds 3",
+    )
+    best = keep_best(trained, lambda source: (alike(source), name(source)))
+    blocks: list[Block] = []
+    for key in dict.fromkeys(map(alike, trained)):
+        group = sorted((each for each in best if alike(each) == key), key=lambda each: each.metrics[HELD_OUT])
+        m = group[0].metrics
+        size, sampling = m["image_size"], m["by_seed"][0]["sampling"]
+        about = (
+            f"Trained on {m['data']} at {size}×{size} pixels, {m['steps']:,} steps of {m['batch_size']} images, "
+            f"{describe_seeds(group)}; scored on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}; "
+            f"samples by {sampling['steps']} steps of {sampling['sampler'].upper()} with guidance "
+            f"{sampling['guidance']:g}."
+        )
+        blocks += [(about,), tabulate(columns, group)]
+        if lines := [_compare(*pair, name) for pair in itertools.combinations(group, 2)]:
+            blocks.append(Bullets(lines))
+        patterns = {name(each): f"{each.folder.removeprefix('results/')}/examples/*.png" for each in group}
+        shown = [(of, file) for of, pattern in patterns.items() for file in find_pictures(report.results, pattern)]
+        if shown:
+            pictures = [(Picture(file, f"samples of {of}"),) for of, file in shown]
+            blocks.append(table([of for of, _ in shown], [pictures]))
+    return blocks
+
+
+def _count_judged(group: Sequence[Source]) -> str:
+    counts = {
+        run["judged_samples"] for source in group for run in source.metrics["by_seed"] if run.get(JUDGED) is not None
+    }
+    return f", and by {' or '.join(map(str, sorted(counts)))} samples of each seed" if counts else ""
+
+
+def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> Line:
+    """A sentence about two losses, seed by seed: both saw the same held-out images with the same noise."""
+    losses = {
+        name(source): {run["seed"]: run[HELD_OUT] for run in source.metrics["by_seed"]} for source in (worse, better)
+    }
+    pairs = compare_pairs(losses, [tuple(losses)], 0.0)
+    said = code(name(better)), " against ", code(name(worse))
+    if not pairs:
+        return *said, ": no seed in common."
+    (pair,) = pairs
+    shown = show_interval(pair.difference, pair.interval, ".4f")
+    if pair.interval is None:
+        return *said, f": the loss is lower by {shown}; one seed has no interval, and another may say otherwise."
+    word = "the loss is lower by" if pair.side > 0 else "the losses are not separated; they differ by"
+    return *said, f": {word} {shown} over {len(set.intersection(*map(set, losses.values())))} seeds."
