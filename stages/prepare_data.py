@@ -18,13 +18,19 @@ STAGE = Stage(params=PrepareData, cells=True, modules=lambda params: KINDS[param
 
 def command(
     cell: Annotated[
-        str | None, typer.Option(help="One cell of the `prepare_data:` section; without it, all cells.")
+        str | None,
+        typer.Option(
+            help="One cell of the `prepare_data:` section, or folder:PATH, coco:PATH, ade20k:PATH; without it, all cells."
+        ),
     ] = None,
 ) -> None:
     """Check a data set, or write an embedded one, and record its manifest."""
-    from repro.data.prepare import prepare
+    from repro.data.prepare import prepare, prepare_own
 
     paths = find_root()
     runtime = load_runtime(paths)
+    if cell and ":" in cell:
+        prepare_own(cell, paths, runtime)
+        return
     for name in [cell] if cell else section_keys(paths.params, "prepare_data"):
         prepare(load_section(PrepareData, paths.params, "prepare_data", name), paths, runtime, name)

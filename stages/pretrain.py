@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from repro.core.errors import UserError
+from repro.core.hashing import require_hash
 from repro.tasks.classification.spec import SPEC
 
-from . import CellOption, GpusOption, SeedsOption, Stage
+from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
 ReplayOption = Annotated[
@@ -17,20 +18,54 @@ ReplayOption = Annotated[
 
 
 def command(
-    cell: CellOption = None, gpus: GpusOption = None, seeds: SeedsOption = None, replay_bad_step: ReplayOption = None
+    cell: CellOption = None,
+    gpus: GpusOption = None,
+    seeds: SeedsOption = None,
+    replay_bad_step: ReplayOption = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own pictures in place of a cell: folder:PATH, of class folders or a CSV of file,label."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="With --data: a registered name; by default one that suits the number of pictures."),
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="With --data: weights to start from; without, random ones.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="With --data: passes over the pictures; by default by their number.")
+    ] = None,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="With --data: also learn from mirrored pictures, which must mean the same.")
+    ] = False,
+    sha256: Sha256Option = None,
 ) -> None:
     """Train a classifier; a stopped run continues where it was."""
-    train("pretrain", cell, gpus, seeds, replay_bad_step)
-
-
-def train(stage: str, cell: str | None, gpus: int | None, seeds: int | None, replay_bad_step: Path | None) -> None:
-    """Train the cells of a section of classifiers, or replay a step of one of them."""
     from repro.papers import describe_recipe
-    from repro.runs.cells import replay, train_cells
+    from repro.runs.cells import replay, run_cells, train_cells
 
-    if replay_bad_step is not None:
+    own = {"model": model, "from": source, "epochs": epochs, "flip": flip or None, "sha256": sha256}
+    given = {name: value for name, value in own.items() if value is not None}
+    if data is not None:
+        if cell is not None or replay_bad_step is not None:
+            raise UserError("pretrain: --data trains on your own pictures; leave --cell and --replay-bad-step out")
+        from repro.runs.own import make_own_cell
+
+        if source is not None:
+            require_hash(source, sha256)
+        made = make_own_cell(data, model=model, source=source, epochs=epochs, seeds=seeds, flip=flip)
+        flags = [part for name, value in given.items() if name != "flip" for part in (f"--{name}", str(value))]
+        flags += (["--flip"] if flip else []) + (["--seeds", str(seeds)] if seeds else [])
+        if run_cells([made], gpus, ["pretrain", "--data", data, *flags]):
+            print(f"use it: repro predict PICTURES --weights {made.folder / 'weights.safetensors'}")
+    elif given:
+        raise UserError(f"pretrain: --{next(iter(given))} goes with --data; the cells of params.yaml say it themselves")
+    elif replay_bad_step is not None:
         if seeds is not None:
-            raise UserError(f"{stage}: --replay-bad-step runs the step of one seed; leave --seeds out")
-        replay(stage, SPEC, replay_bad_step, cell, gpus)
+            raise UserError("pretrain: --replay-bad-step runs the step of one seed; leave --seeds out")
+        replay("pretrain", SPEC, replay_bad_step, cell, gpus)
     else:
-        train_cells(stage, SPEC, cell, gpus, seeds=seeds, recipe=describe_recipe)
+        train_cells("pretrain", SPEC, cell, gpus, seeds=seeds, recipe=describe_recipe)

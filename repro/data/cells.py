@@ -13,6 +13,7 @@ from ..core.paths import Paths
 from ..core.runtime import Runtime
 from .kinds import KINDS, Format, Kind, load_function
 from .manifest import Manifest, read_manifest, verify
+from .own import locate_own, parse_own
 from .pixels import limit_pixels
 from .tree import Tree, scan_tree
 
@@ -83,14 +84,17 @@ class DataCell:
 
 
 def manifest_path(paths: Paths, name: str) -> Path:
-    """Where the manifest of a cell lies."""
-    return paths.cell("prepare_data", name) / "manifest.json"
+    """Where the manifest of a cell, or of a set `KIND:PATH`, lies."""
+    own = parse_own(name)
+    return paths.cell("prepare_data", own.name if own else name) / "manifest.json"
 
 
 def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
     """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises
-    UserError where
-    there is neither."""
+    UserError where there is neither. A set `KIND:PATH` says it itself.
+    """
+    if (own := parse_own(name)) is not None:
+        return locate_own(paths, own)
     key = name if name in runtime.data_roots else kind
     if key not in runtime.data_roots:
         hint = did_you_mean(name, runtime.data_roots)
@@ -114,7 +118,10 @@ def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     does not say where it lies.
     """
     file = manifest_path(paths, name)
-    if not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
+    if parse_own(name) is not None:
+        if not file.is_file():
+            raise UserError(f"{name}: not prepared; run `repro prepare-data --cell {name}` first")
+    elif not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
         raise UserError(f"{name}: prepare_data in params.yaml has no such cell{suggest_data(paths, name, known)}")
     manifest = read_manifest(file)
     limit_pixels(runtime.max_pixels)

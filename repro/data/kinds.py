@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from .own import OWN_KINDS
 from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings, WildDigitsSettings
 
 Format = Literal["folders", "coco", "ade20k"]
@@ -167,14 +168,14 @@ class PrepareData:
     """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`."""
 
     kind: Literal[tuple(KINDS)]
-    expected: ExpectedCounts | None = None  # what the data set must hold; only a `folder` may leave it out
+    expected: ExpectedCounts | None = None  # what the data set must hold; sets that users bring may leave it out
     generate: DigitsSettings | None = None  # how `digits` is written; only there
     wild: WildDigitsSettings | None = None  # how `digits_wild` is written; only there
     draw: ScenesSettings | None = None  # how `scenes` is written; only there
     curves: ConnectSettings | None = None  # how `connect` is written; only there
 
     def __post_init__(self) -> None:
-        if self.expected is None and self.kind != "folder":
+        if self.expected is None and self.kind not in OWN_KINDS:
             raise ValueError(f"expected: missing; say how many classes and images {self.kind} must have")
         for kind in KINDS.values():
             if kind.settings_key and (self.kind == kind.name) != (getattr(self, kind.settings_key) is not None):

@@ -14,9 +14,12 @@ from . import ade20k, coco
 from .cells import find_root, manifest_path
 from .findings import RAISE_FIRST, RaiseFirst, Report
 from .kinds import KINDS, PrepareData, load_function
-from .manifest import Folder, Manifest, SplitRecord, write_manifest
+from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
+from .own import parse_own, split_own
 from .settings import ExpectedCounts
 from .tree import scan_tree
+
+_IMBALANCE = 10  # between the largest class and the smallest, from which on it is said
 
 
 def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
@@ -45,6 +48,22 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     write_record(path.parent, metrics, identity, time.monotonic() - started)
     counted = ", ".join(f"{metrics[f'{split}_images']:,} {split}" for split in kind.splits)
     print(f"{cell}: {metrics['classes']} classes; images: {counted}", flush=True)
+
+
+def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
+    """Split and prepare a set `KIND:PATH`, and say how its classes are filled. Raises as `prepare` and `split_own`."""
+    own = parse_own(data)
+    split_own(paths, own)
+    prepare(PrepareData(kind=own.kind), paths, runtime, data)
+    if own.kind == "folder":
+        folders = read_manifest(manifest_path(paths, data)).splits["train"].folders
+        counts = {name: record.images for name, record in folders.items()}
+        few, many = min(counts, key=counts.get), max(counts, key=counts.get)
+        if counts[many] >= _IMBALANCE * counts[few]:
+            print(
+                f"{few}: {counts[few]} training pictures, {many}: {counts[many]}; accuracy will favour {many}",
+                flush=True,
+            )
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:

@@ -1,0 +1,144 @@
+"""What every family shares of timm's interface: the head, its pooling, the list of features; and the choice of the
+operators' implementation.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Grid = tuple[int, int]
+
+
+class OperatorModel(nn.Module):
+    """A model in which layers may run operators of this project; such a layer has `backend` and
+    `selected_backend(dtype)`.
+    """
+
+    def set_backend(self, backend: str) -> None:
+        """Choose the implementation of the operators for every layer; see `kernels`."""
+        for layer in self._operator_layers():
+            layer.backend = backend
+
+    def selected_backend(self, dtype: torch.dtype) -> str:
+        """The implementation that runs on this model's device, at the image size it is built for, for activations of
+        `dtype`.
+
+        Several are joined by `+`; `torch` for a model without such layers.
+        """
+        return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()})) or "torch"
+
+    def _operator_layers(self) -> list[nn.Module]:
+        return [
+            module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")
+        ]
+
+
+class ImageModel(OperatorModel):
+    """What plain and hierarchical families share of timm's interface: the head, its pooling, and the list of features.
+
+    A subclass has `forward_features`, `forward_intermediates` and `pool_features`, sets `pooled_by`, and calls
+    `check_rates` before it builds anything.
+    """
+
+    head: nn.Module
+    head_drop: nn.Module
+    num_features: int
+    num_classes: int
+    pooled_by: str  # timm's name of the pooling that the model is built with
+    global_pool: str  # timm's name of the pooling that runs; "" for none
+    dynamic_img_size = True
+    grad_checkpointing = False
+
+    def pool_features(self, x: Tensor) -> Tensor:
+        """What `forward_features` returns -> (B, num_features), by `global_pool`, which is not empty."""
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """The result of `forward_features` -> logits (B, num_classes); with `pre_logits`, the pooled features (B,
+        num_features) instead. Without pooling, the features as they are.
+        """
+        feature = self.head_drop(self.pool_features(x) if self.global_pool else x)
+        return feature if pre_logits else self.head(feature)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> logits (B, num_classes), or the result of `forward_head` without a head."""
+        return self.forward_head(self.forward_features(x))
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """`forward_intermediates` under the name that DINO gave it: the last `n` layers or those of a list, as tokens
+        (B, N, D) or, with `reshape`, maps (B, D, h, w).
+        """
+        return self.forward_intermediates(
+            x,
+            n if isinstance(n, int) else list(n),
+            norm=norm,
+            output_fmt="NCHW" if reshape else "NLC",
+            intermediates_only=True,
+            return_prefix_tokens=return_prefix_tokens,
+        )
+
+    def get_classifier(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one for `num_classes`, and the pooling if one is named.
+
+        Raises:
+            ValueError: a pooling that the model does not have.
+        """
+        if global_pool is not None:
+            self.set_pooling(global_pool, num_classes)
+        self.num_classes = num_classes
+        like = next(self.parameters())
+        self.head = (
+            nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            if num_classes
+            else nn.Identity()
+        )
+        if num_classes:
+            init_linear(self.head)
+
+    def set_pooling(self, name: str, num_classes: int) -> None:
+        """Pool by timm's name: what the model is built with, `avg` for the mean of the patches, or "" for none."""
+        known = sorted({self.pooled_by, "avg", ""})
+        if name not in known:
+            raise ValueError(f"global_pool {name!r}: this model has {', '.join(map(repr, known))}")
+        self.global_pool = name
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
+        return set()
+
+    def check_image_size(self, height: int, width: int) -> None:
+        """Raise a ValueError for another size than `img_size`, in pixels, unless `dynamic_img_size`."""
+        if not self.dynamic_img_size and (height, width) != self.img_size:
+            built = "x".join(map(str, self.img_size))
+            raise ValueError(f"image size {height}x{width}: the model is built for {built}, without dynamic_img_size")
+
+
+def check_rates(**rates: float) -> None:
+    """Raise a ValueError for a rate outside 0 to 1."""
+    for name, rate in rates.items():
+        if not 0 <= rate <= 1:
+            raise ValueError(f"{name} {rate}: expected a share from 0 to 1")
+
+
+def init_linear(linear: nn.Linear) -> None:
+    """Weights trunc_normal with deviation 0.02, biases 0."""
+    nn.init.trunc_normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
