@@ -12,6 +12,7 @@ from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
 
 from . import PURPOSES, Stage, list_families, list_verbs, load_stages, stage_names, verb_of
+from .export import describe_exports
 from .selftest import describe_faults
 
 
@@ -73,6 +74,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     passages = [
         ("README.md", "verbs", describe_verbs()),
         ("docs/training.md", "faults", describe_faults(paths)),
+        ("docs/export.md", "exports", describe_exports(paths)),
         *campaign.make_passages(paths),
         *kernels.make_passages(paths),
     ]

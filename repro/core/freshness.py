@@ -22,6 +22,7 @@ _FILES: dict[str, tuple[str, ...]] = {
         "repro/models/*",
         *(f"repro/bench/{name}.py" for name in ("adapted", "build", "conclude", "flops", "forms", "fvcore", "memory")),
         *(f"repro/bench/{name}.py" for name in ("op_rate", "speed", "sweep")),
+        "repro/inference/export.py",
         "kernels/*",
     ),
     "count": (

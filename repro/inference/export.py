@@ -1,25 +1,35 @@
 """A trained classifier as a file that other programs load: timm's folder layout, ONNX, or torch.export."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import logging
 import os
+import statistics
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import timm
 import torch
+from timm.models import filter_pretrained_cfg
 from torch import Tensor, nn
 
 from kernels.decompositions import DECOMPOSITIONS
 
+from ..bench.rows import RowStore
+from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import RunError, UserError
-from ..core.record import atomic, read_record, write_json
+from ..core.freshness import hash_number
+from ..core.paths import Paths
+from ..core.record import atomic, installed_version, make_identity, read_json, read_record, write_json, write_record
+from ..core.runtime import device_label, device_slug
 from ..models.checkpoints import Checkpoint, open_weights
+from ..models.registry import build_model, family_module
 from ..models.weights import METADATA_KEY, read_metadata, save_weights
 
 Format = Literal["safetensors", "onnx", "torch_export"]
@@ -30,6 +40,23 @@ SUFFIXES: dict[Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export
 TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 COMPARED_BATCHES = 1, 3  # the graph is traced with another one
+_BENCH_CODE = ("repro.inference.export", "repro.bench.speed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchParams:
+    """What a record of `bench` answers.
+
+    Args:
+        exports: (model, side of the images in pixels), in the order in which they are measured.
+        samples: how many passes are timed.
+    """
+
+    exports: tuple[tuple[str, int], ...] = (
+        *((f"{family}_tiny_patch16_224", 224) for family in ("vittt", "deit", "vit3", "vim", "vrwkv")),
+        *((f"{family}_tiny_patch16_224", 512) for family in ("vit3", "vittt")),
+    )
+    samples: int = 5
 
 
 def export(weights: Path, format: Format, output: Path | None, image_size: int | None, verify: bool) -> None:
@@ -49,9 +76,8 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
             missing package.
         RunError: a graph that the exporter refuses, or whose logits differ.
     """
-    missing = [name for name in ONNX_PACKAGES if format == "onnx" and importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"export: --format onnx needs {', '.join(missing)}: python -m pip install -e '.[export]'")
+    if format == "onnx":
+        _require_onnx()
     if image_size and format == "safetensors":
         raise UserError("export: --image-size is for onnx and torch_export; weights alone are for any size")
     read_metadata(weights)  # refuses files of other projects, which name neither model nor classes
@@ -63,12 +89,79 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
     model = _build(checkpoint, size)
     facts = {"model": checkpoint.model, "options": dict(checkpoint.options), "classes": list(checkpoint.classes)}
     facts |= _find_origin(checkpoint) | {"preprocessing": {**checkpoint.preprocessing, "input_size": [3, size, size]}}
-    write = {"safetensors": _write_timm, "onnx": _write_onnx, "torch_export": _write_torch_export}[format]
-    with (_new_folder if format == "safetensors" else atomic)(path) as temporary, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporters warn about their own code
-        load = write(model, size, facts, temporary)
+    with (_new_folder if format == "safetensors" else atomic)(path) as temporary:
+        load = _write(format, model, size, facts, temporary)
         compared = f"; {_compare(model, load(), size, format, path)}" if verify else ""
     print(f"{path}: {checkpoint.model}, {checkpoint.num_classes} classes{compared}")
+
+
+def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
+    """Export models with random weights, on a CPU with one thread, and write results/measured/<device>/export.json.
+
+    metrics: `rows`, one for each of `params.exports` and format, {model, side, format, write_s, file_mib,
+    logit_difference, largest_logit, latency_ms, samples_ms, eager_ms, noisy}; the milliseconds are of a forward pass
+    of one image in the file's runtime, and of PyTorch's eager model in turn with it. Each row is written as it comes,
+    and rows of an earlier call are kept where the same code and versions measured them.
+
+    Raises:
+        UserError: a missing package.
+        RunError: a graph that the exporter refuses.
+    """
+    _require_onnx()
+    torch.set_num_threads(1)
+    started, file = time.monotonic(), paths.measured(device_slug("cpu")) / "export.json"
+    families = sorted({family_module(model) for model, _ in params.exports})
+    shown = {"device": device_label("cpu"), "dtype": "fp32", "backend": "torch"}
+    here = {"device": shown["device"]} | {
+        f"{name}_version": installed_version(name) for name in ("torch", "onnxruntime")
+    }
+
+    def identify(row: Mapping[str, Any]) -> tuple[str, int, str]:
+        return row["model"], row["side"], row["format"]
+
+    def save(store: RowStore) -> None:
+        identity = make_identity(paths.root, [*_BENCH_CODE, *families], params, **shown)
+        if store.list_old():  # a record is as old as its oldest row
+            identity = before["identity"]
+        write_record(file.parent, {"rows": store.rows}, identity, time.monotonic() - started, name=file.stem)
+
+    before = read_json(file) if file.is_file() else {"metrics": {"rows": []}}
+    kept = {identify(row): row for row in before["metrics"]["rows"]}
+    hashes = {model: hash_number(paths.root, [*_BENCH_CODE, family_module(model)]) for model, _ in params.exports}
+    with RowStore(kept, lambda what: here | {"code_hash": hashes.get(what[0])}, save) as store:
+        for model, side in params.exports:
+            for format in ("torch_export", "onnx"):
+                if store.find((model, side, format)):
+                    continue
+                row = store.add((model, side, format), _measure(model, side, format, params.samples))
+                print(f"{model}, {side}², {format}: {row['write_s']:.0f} s, {row['latency_ms']:.0f} ms", flush=True)
+        store.forget(store.list_old())
+    print(f"written: {file.relative_to(paths.root)}")
+
+
+def _measure(name: str, side: int, format: Format, count: int) -> dict[str, Any]:
+    """A row of `bench`."""
+    torch.manual_seed(0)
+    model, load = build_model(name, img_size=side).eval(), read_load()
+    with tempfile.TemporaryDirectory() as folder:
+        file, started = Path(folder) / f"model{SUFFIXES[format]}", time.perf_counter()
+        loading = _write(format, model, side, {"model": name}, file)
+        row = {"model": name, "side": side, "format": format, "write_s": time.perf_counter() - started}
+        row["file_mib"] = file.stat().st_size / 2**20
+        program = loading()
+    difference, largest = _find_difference(model, program, side)
+    image = torch.zeros(1, 3, side, side)
+    with torch.no_grad():
+        steps = {"eager": lambda: model(image), "exported": lambda: program(image)}
+        samples = time_in_turn(steps, "cpu", count)
+    row |= {"logit_difference": difference, "largest_logit": largest, "eager_ms": statistics.median(samples["eager"])}
+    return row | describe_samples(samples["exported"]) | load | {"threads": torch.get_num_threads()}
+
+
+def _require_onnx() -> None:
+    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"export: --format onnx needs {', '.join(missing)}: python -m pip install -e '.[export]'")
 
 
 def _build(checkpoint: Checkpoint, size: int) -> nn.Module:
@@ -108,6 +201,14 @@ def _new_folder(path: Path) -> Iterator[Path]:
         os.rename(folder, path)
 
 
+def _write(format: Format, model: nn.Module, size: int, facts: dict[str, Any], path: Path) -> Callable[[], Classify]:
+    """Write a format's file or fill its folder, for images of a side in pixels; returns what reads it back."""
+    write = {"safetensors": _write_timm, "onnx": _write_onnx, "torch_export": _write_torch_export}[format]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters warn about their own code
+        return write(model, size, facts, path)
+
+
 def _write_timm(model: nn.Module, size: int, facts: dict[str, Any], folder: Path) -> Callable[[], Classify]:
     """Write what `timm.create_model("local-dir:...", pretrained=True)` reads; its weights are also a weights file of
     this project.
@@ -115,18 +216,17 @@ def _write_timm(model: nn.Module, size: int, facts: dict[str, Any], folder: Path
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
     num_classes = len(facts["classes"])
-    layers = {
-        key: model.pretrained_cfg[key]
-        for key in ("first_conv", "classifier", "fixed_input_size")
-        if key in model.pretrained_cfg
-    }
+    # as timm's own `push_to_hf_hub` writes it; the tag is that of the weights, not of the model that was built for them
+    known = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
+    known |= {**facts["preprocessing"], "num_classes": num_classes, "tag": facts["weights_hash"]}
     config = {
-        "architecture": facts["model"],
+        "architecture": known.pop("architecture"),
         "model_args": {key: value for key, value in facts["options"].items() if key != "num_classes"},
         "num_classes": num_classes,
         "num_features": model.num_features,
+        "global_pool": model.global_pool,
         "label_names": facts["classes"],
-        "pretrained_cfg": facts["preprocessing"] | layers | {"num_classes": num_classes},
+        "pretrained_cfg": known,
         METADATA_KEY: {key: facts[key] for key in ("weights_hash", "commit", "params_hash", "reason") if key in facts},
     }
     write_json(folder / "config.json", config)
@@ -177,24 +277,33 @@ def _write_onnx(model: nn.Module, size: int, facts: dict[str, Any], file: Path) 
     def load() -> Classify:
         import onnxruntime
 
-        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
     return load
 
 
 def _compare(model: Classify, loaded: Classify, size: int, format: Format, path: Path) -> str:
-    """The largest difference of logits over batches of several lengths, in words.
+    """What `_find_difference` finds, in words.
 
     Raises:
         RunError: the difference is larger than the format's tolerance.
     """
-    images = torch.randn(max(COMPARED_BATCHES), 3, size, size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        pairs = [(model(images[:count]), loaded(images[:count])) for count in COMPARED_BATCHES]
-    difference = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-    allowed = TOLERANCES[format] * max(float(ours.abs().max()) for ours, _ in pairs)
+    difference, largest = _find_difference(model, loaded, size)
+    allowed = TOLERANCES[format] * largest
     found = f"read back, logits differ by at most {difference:.1e} (allowed: {allowed:.1e})"
     if not difference <= allowed:  # also for NaN
         raise RunError(f"{path}: not written: {found}")
     return found
+
+
+def _find_difference(model: Classify, loaded: Classify, size: int) -> tuple[float, float]:
+    """The largest difference of logits over batches of several lengths, and the model's largest logit."""
+    images = torch.randn(max(COMPARED_BATCHES), 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        pairs = [(model(images[:count]), loaded(images[:count])) for count in COMPARED_BATCHES]
+    # PyTorch's maximum is NaN where one is
+    difference = torch.stack([(ours - theirs).abs().max() for ours, theirs in pairs]).max()
+    return float(difference), max(float(ours.abs().max()) for ours, _ in pairs)

@@ -1,6 +1,7 @@
 """`repro export`: the target programs read the files, and what cannot be exported is one line."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +10,16 @@ import torch
 
 import repro.inference.export
 from repro.core.hashing import hash_file
+from repro.core.paths import Paths
+from repro.core.record import read_record
 from repro.models.checkpoints import open_weights
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
+from stages.export import describe_exports
 from tests.models.helpers import nano, shaken
 from tests.slow import first, slow
 
+ROOT = Path(__file__).parents[2]
 CLASSES = ["ant", "bee", "cat"]
 PREPROCESSING = {
     "input_size": [3, 48, 48],
@@ -71,6 +76,26 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
     assert from_folder.pretrained_cfg["label_names"] == CLASSES
     # and for `repro predict`
     assert torch.equal(expected(tmp_path / "folder" / "model.safetensors", images), expected(path, images))
+
+
+@pytest.mark.parametrize("family", ["vittt", slow("deit")])
+def test_the_folder_is_what_timm_itself_writes(saved, tmp_path, repro_cli, family):
+    path = saved(family)
+    assert repro_cli("export", "--weights", str(path), "--format", "safetensors", "-o", "folder")[0] == 0
+    checkpoint = open_weights(path)
+    arguments = {"model_config": {"label_names": CLASSES}, "model_args": {"img_size": 48, "depth": 1}}
+    timm.models.save_for_hf(checkpoint.build(), tmp_path / "theirs", safe_serialization=True, **arguments)
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("folder", "theirs"))
+    assert ours.keys() - theirs.keys() == {"vision_ttt_repro"} and theirs.keys() <= ours.keys()
+    assert ours["pretrained_cfg"].keys() == theirs["pretrained_cfg"].keys()
+    # what the weights say, and not the configuration of the model that was built for them
+    said = {*PREPROCESSING, "num_classes", "tag"}
+    for one, other in ((ours, theirs), (ours["pretrained_cfg"], theirs["pretrained_cfg"])):
+        assert {key: value for key, value in one.items() if key in other and key not in {*said, "pretrained_cfg"}} == {
+            key: value for key, value in other.items() if key not in {*said, "pretrained_cfg"}
+        }
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
+    assert loaded.pretrained_cfg["tag"] == checkpoint.hash and loaded.num_classes == 3
 
 
 @pytest.mark.parametrize("family", first(["vit3", "vim", "vrwkv"]))
@@ -178,3 +203,66 @@ def test_pytorch_exports_a_model_for_any_batch(family, gradients):
     for count in (1, 3):
         images = torch.randn(count, 3, 48, 48)
         torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+# family -> why its graph is of one side; the others take any multiples of the patch
+FIXED_SIDES = {
+    "deit": "timm's patch embedding asserts its size",
+    "ladder_vittt": "the positions are interpolated to a number that is taken as it was traced",
+    "study": "likewise",
+    "t5": "likewise",
+    "vittt": "likewise",
+    "vrwkv": "likewise",
+    "vim": "the class token is put into the middle of a sequence whose length is taken as it was traced",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["vit3", "ladder_vit3", *FIXED_SIDES])
+def test_which_graphs_have_free_sides(family):
+    model = nano(family, img_size=48, depth=1)
+    sides = {2: 16 * torch.export.Dim("rows", max=64), 3: 16 * torch.export.Dim("columns", max=64)}
+    images = torch.randn(2, 3, 32, 80)
+
+    def run():
+        program = torch.export.export(model, (torch.zeros(2, 3, 48, 64),), dynamic_shapes=(sides,), strict=True)
+        return program.module()(images)
+
+    if family in FIXED_SIDES:
+        with pytest.raises((AssertionError, RuntimeError)):
+            run()
+    else:
+        torch.testing.assert_close(run(), model(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_exports_are_timed_once_and_shown(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    for name in ("repro", "kernels", "stages"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    paths, name = Paths(tmp_path), "deit_nano_patch16_144"
+    assert "repro export --bench" in describe_exports(paths)  # nothing is recorded yet
+    threads = torch.get_num_threads()
+    params = repro.inference.export.BenchParams(exports=((name, 48),), samples=2)
+    try:
+        repro.inference.export.bench(paths, params)
+        file = next(tmp_path.glob("results/measured/*/export.json"))
+        before = read_record(file)
+        monkeypatch.setattr(repro.inference.export, "_measure", lambda *_: pytest.fail("a row was measured again"))
+        repro.inference.export.bench(paths, params)
+    finally:
+        torch.set_num_threads(threads)
+    rows = read_record(file)["metrics"]["rows"]
+    assert rows == before["metrics"]["rows"] and [row["format"] for row in rows] == ["torch_export", "onnx"]
+    weights_mib = sum(each.numel() for each in build_model(name, img_size=48).parameters()) * 4 / 2**20
+    for row in rows:
+        assert weights_mib < row["file_mib"] < weights_mib + 1
+        assert row["logit_difference"] <= 1e-4 * row["largest_logit"]
+        assert f"| {name}, 48² | {row['format']} | {row['write_s']:.0f} |" in describe_exports(paths)
+
+
+def test_timed_exports_choose_their_models(repro_cli):
+    code, _, err = repro_cli("export", "--bench", "--format", "onnx")
+    assert code == 2 and "--bench" in err and err.count("\n") == 1
+    code, _, err = repro_cli("export", "--format", "onnx")
+    assert code == 2 and "--weights" in err and err.count("\n") == 1
