@@ -36,6 +36,24 @@ Sha256Option = Annotated[
     ),
 ]
 
+OwnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Your own pictures in place of a cell: folder:PATH to classify, of class folders or a CSV of file,label; "
+        "coco:PATH to detect; ade20k:PATH to segment.",
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(help="With --data: a registered name; by default one that suits the number of pictures.")
+]
+FromOption = Annotated[
+    Path | None, typer.Option("--from", help="With --data: weights to start from; without, random ones.")
+]
+FlipOption = Annotated[
+    bool, typer.Option("--flip", help="With --data: also learn from mirrored pictures, which must mean the same.")
+]
+
 # the headings under which the verbs are listed, in the order of use
 PURPOSES = {
     "check": "First: what is here, and what would run",

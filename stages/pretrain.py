@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from repro.core.errors import UserError
-from repro.core.hashing import require_hash
 from repro.tasks.classification.spec import SPEC
 
-from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
+from . import CellOption, FlipOption, FromOption, GpusOption, ModelOption, OwnOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
 ReplayOption = Annotated[
@@ -22,48 +21,27 @@ def command(
     gpus: GpusOption = None,
     seeds: SeedsOption = None,
     replay_bad_step: ReplayOption = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Your own pictures in place of a cell: folder:PATH, of class folders or a CSV of file,label."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="With --data: a registered name; by default one that suits the number of pictures."),
-    ] = None,
-    source: Annotated[
-        Path | None, typer.Option("--from", help="With --data: weights to start from; without, random ones.")
-    ] = None,
+    data: OwnOption = None,
+    model: ModelOption = None,
+    source: FromOption = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="With --data: passes over the pictures; by default by their number.")
     ] = None,
-    flip: Annotated[
-        bool, typer.Option("--flip", help="With --data: also learn from mirrored pictures, which must mean the same.")
-    ] = False,
+    flip: FlipOption = False,
     sha256: Sha256Option = None,
 ) -> None:
     """Train a classifier; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.runs.cells import replay, run_cells, train_cells
+    from repro.runs.cells import replay, train_cells
+    from repro.runs.own import train_own
 
-    own = {"model": model, "from": source, "epochs": epochs, "flip": flip or None, "sha256": sha256}
-    given = {name: value for name, value in own.items() if value is not None}
-    if data is not None:
-        if cell is not None or replay_bad_step is not None:
-            raise UserError("pretrain: --data trains on your own pictures; leave --cell and --replay-bad-step out")
-        from repro.runs.own import make_own_cell
-
-        if source is not None:
-            require_hash(source, sha256)
-        made = make_own_cell(data, model=model, source=source, epochs=epochs, seeds=seeds, flip=flip)
-        flags = [part for name, value in given.items() if name != "flip" for part in (f"--{name}", str(value))]
-        flags += (["--flip"] if flip else []) + (["--seeds", str(seeds)] if seeds else [])
-        if run_cells([made], gpus, ["pretrain", "--data", data, *flags]):
-            print(f"use it: repro predict PICTURES --weights {made.folder / 'weights.safetensors'}")
-    elif given:
-        raise UserError(f"pretrain: --{next(iter(given))} goes with --data; the cells of params.yaml say it themselves")
-    elif replay_bad_step is not None:
+    own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
+    without = {"cell": cell, "replay-bad-step": replay_bad_step}
+    if train_own("pretrain", SPEC, data, **own, gpus=gpus, without=without):
+        return
+    if epochs is not None:
+        raise UserError("pretrain: --epochs goes with --data; the cells of params.yaml say it themselves")
+    if replay_bad_step is not None:
         if seeds is not None:
             raise UserError("pretrain: --replay-bad-step runs the step of one seed; leave --seeds out")
         replay("pretrain", SPEC, replay_bad_step, cell, gpus)
