@@ -14,6 +14,7 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, ttt_linear_dual
 
+MIN_HEAD_DIM = 4  # a LayerNorm of two values gives signs, which rounding turns over
 _load_triton = dispatch.loader(__package__, "triton_phases", "triton_bwd")
 
 
@@ -45,7 +46,8 @@ def ttt_linear(
     Every tensor argument has a gradient. Second derivatives need the reference backend.
 
     Args:
-        q, k, v: (B,T,H,D), of one dtype: fp64, fp32, bf16 or fp16. The tensors below are fp32 or of that dtype.
+        q, k, v: (B,T,H,D) with D of 4 or more, of one dtype: fp64, fp32, bf16 or fp16. The tensors below are fp32 or
+            of that dtype.
         lr: (B,T,H), inner learning rates.
         token_scale: (chunk_size,), c of the equations.
         W0: (H,D,D), start weight, row-vector convention.
@@ -162,6 +164,8 @@ def _check(op, directions, arguments, chunk_size, eps):
     letters, R = ("(B,T,H,D)", ()) if directions == 1 else ("(B,T,2,H,D)", (2,))
     dispatch.check_leading(op, "q", q, letters, (None, None, *R, None, None))
     (B, T), (H, D) = q.shape[:2], q.shape[-2:]
+    if D < MIN_HEAD_DIM:
+        raise ValueError(f"{op}: q has heads of width {D}, expected at least {MIN_HEAD_DIM}")
     head = (*R, H, D)
     expected = {"lr": (B, T, H), "token_scale": (*R, chunk_size), "W0": (*head, D)}
     expected |= dict.fromkeys(("q", "k", "v"), tuple(q.shape)) | dict.fromkeys(("b0", "ln_weight", "ln_bias"), head)

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, Literal
 
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
 from ..core.record import read_json
+from .kernels import run_bench, run_check
 
 SHORTEST_S = 20.0  # with less left nothing is begun
 TRAINED = "pretrain/vittt_tiny_digits"  # a stage and a cell, which no params file has
@@ -82,27 +84,6 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
     return True
 
 
-def check_kernels(paths: Paths, minutes: float | None) -> bool:
-    """kernels_check.json."""
-    from .kernels import run_check
-
-    return run_check(paths, minutes=minutes, again=False)
-
-
-def bench_compared(paths: Paths, minutes: float | None) -> bool:
-    """The rows of kernels.json that the goals are about."""
-    from .kernels import run_bench
-
-    return run_bench(paths, compared=True, minutes=minutes, again=False)
-
-
-def bench_kernels(paths: Paths, minutes: float | None) -> bool:
-    """All rows of kernels.json."""
-    from .kernels import run_bench
-
-    return run_bench(paths, minutes=minutes, again=False)
-
-
 def time_training(paths: Paths, minutes: float | None) -> bool:
     """pretrain/vittt_tiny_digits.json: the speed of a training as `record_speed` writes it, with the share of the GPU's
     peak.
@@ -138,37 +119,37 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     return True
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """Rows of efficiency.json: all families at some sizes, from 224² to 1280², at one batch size."""
+def sweep(
+    paths: Paths, minutes: float | None, *, sizes: tuple[str, ...], batch_size: int, compile: Literal["graphs", False]
+) -> bool:
+    """Rows of efficiency.json: all families of these sizes, from 224² to 1280², at one batch size."""
+    from ..core.runtime import load_runtime
+    from .efficiency import run_sweep
+    from .params import SweepParams
 
-    sizes: tuple[str, ...]
-    batch_size: int
-    compile: Literal["graphs", False] = False
+    params = SweepParams(sizes=sizes, batch_size=batch_size, compile=compile, minutes=minutes)
+    return run_sweep(params, paths, load_runtime(paths))
 
-    def __call__(self, paths: Paths, minutes: float | None) -> bool:
-        from ..core.runtime import load_runtime
-        from .efficiency import run_sweep
-        from .params import SweepParams
 
-        return run_sweep(
-            SweepParams(sizes=self.sizes, batch_size=self.batch_size, compile=self.compile, minutes=minutes),
-            paths,
-            load_runtime(paths),
-        )
+def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, compile: Literal["graphs", False] = False) -> Step:
+    return Step(name=name, about=about, run=partial(sweep, sizes=tuple(sizes), batch_size=batch_size, compile=compile))
 
 
 STEPS = (
     Step(name="environment", about="the machine and its versions", run=record_environment),
-    Step(name="check", about="the kernels against the fp64 reference", run=check_kernels),
-    Step(name="compared", about="the kernels' speed at the shapes that the goals are about", run=bench_compared),
+    Step(name="check", about="the kernels against the fp64 reference", run=partial(run_check, again=False)),
+    Step(
+        name="compared",
+        about="the kernels' speed at the shapes that the goals are about",
+        run=partial(run_bench, compared=True, again=False),
+    ),
     Step(name="training", about="a short training in bf16", run=time_training),
-    Step(name="batch 1", about="every family of size T at batch 1", run=Sweep(("T",), 1)),
-    Step(name="batch 1, graphs", about="the same through CUDA graphs", run=Sweep(("T",), 1, "graphs")),
-    Step(name="batch 64", about="every family of size T at batch 64", run=Sweep(("T",), 64)),
-    Step(name="bench", about="the kernels' speed at every shape", run=bench_kernels),
-    Step(name="batch 64, all sizes", about="every family of every size at batch 64", run=Sweep(("T", "S", "B"), 64)),
-    Step(name="batch 1, all sizes", about="every family of every size at batch 1", run=Sweep(("T", "S", "B"), 1)),
+    _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
+    _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, "graphs"),
+    _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
+    Step(name="bench", about="the kernels' speed at every shape", run=partial(run_bench, again=False)),
+    _plan_sweep("batch 64, all sizes", "every family of every size at batch 64", "TSB", 64),
+    _plan_sweep("batch 1, all sizes", "every family of every size at batch 1", "TSB", 1),
 )
 
 
@@ -256,7 +237,7 @@ def _run_apart(step: Step, paths: Paths, minutes: float | None) -> bool:
 def _run(step: Step, paths: Paths, minutes: float | None) -> Any:
     """In the process of a step: errors that are not ours become one line."""
     try:
-        return step.run(paths, minutes)
+        return step.run(paths, minutes=minutes)
     except (UserError, RunError):
         raise
     except Exception as error:

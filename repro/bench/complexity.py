@@ -16,7 +16,7 @@ from .fvcore import fvcore_terms
 from .params import ADAPTER, ComplexityParams, SizePair
 from .speed import row_id
 
-SAVED_AT = 1280  # the image size at which the paper states what Vittt saves (Fig. 1)
+SAVED_AT = 1280  # the image size at which the paper states what is saved (Fig. 1)
 COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention", "macs_g_fvcore")
 
 
@@ -27,7 +27,7 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     counts of the same forward pass: `macs_g_paper_convention`, by which the authors of the family, or of a backbone
     with its adapter, count (see `repro.bench.flops.Cost`), and where a group asks for it `macs_g_fvcore`, what the
     tool fvcore counts without handlers of anybody's own (see `repro.bench.fvcore`); `saved_at_1280_percent`, the
-    multiply-adds that Vittt saves against its baseline by size; `dwconv_params_m`, the parameters that the 3x3
+    multiply-adds that a model saves against its baseline by size; `dwconv_params_m`, the parameters that the 3x3
     depth-wise convolution adds by size.
 
     Raises:
@@ -73,9 +73,9 @@ def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dic
     """
     saved, dwconv = {}, {}
     for size, pair in sizes.items():
-        ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.vittt, pair.baseline))
+        ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.model, pair.baseline))
         if "dwconv" not in ours.param_terms:
-            raise UserError(f"complexity.sizes.{size}.vittt: {pair.vittt} is not a Vittt")
+            raise UserError(f"complexity.sizes.{size}.model: {pair.model} has no depth-wise convolution")
         saved[size] = 100 * (1 - ours.macs / baseline.macs)
         dwconv[size] = ours.param_terms["dwconv"] / 1e6
     return saved, dwconv

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.noise import describe_noise, mark_noise, pool_runs
 from .op_rate import OPERATORS
-from .sweep import GROUP_KEYS, SIZES, family_rows, group_rows, row_key
+from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows, row_key
 
 Row = Mapping[str, Any]
 _QUANTITIES = {"macs": "macs_g", "latency": "latency_ms", "memory": "peak_memory_mib"}
@@ -25,7 +25,7 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup,
             memory_saved_percent, crossover,
-        crossover_image_size}: Vittt against each other family at the largest image size where both ran. The numbers are
+        crossover_image_size}: the first of the families against each other one at the largest image size where both ran. The numbers are
         None, with a reason, where there is no such size, or where the other family is not known to be as fast as it
         should be. The speed-up is None, with speedup_reason, where one of its rows is noisy; the crossover is among the
         image sizes without a noisy row.
@@ -41,7 +41,7 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
         about = dict(zip(GROUP_KEYS, values, strict=True))
         for size in SIZES:
             families = family_rows(group, size)
-            ours = families.pop("vittt", [])
+            ours = families.pop(BASIS, [])
             for family, theirs in families.items() if ours else ():
                 compared.append({**about, "size": size, "against": family, **_compare(family, ours, theirs, gates)})
         for model, attention in dict.fromkeys((row["model"], row["attention"]) for row in group):

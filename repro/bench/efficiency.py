@@ -21,7 +21,18 @@ from ..models.registry import family_module
 from .conclude import compare_at, conclude
 from .op_rate import OP_SIZES, kept_for_backward, op_rate
 from .params import EfficiencyParams, OpParams, SweepParams
-from .rows import COLUMNS, ROW_KEYS, RowStore, measure_gates, measure_pairs, measure_rows, require_keys, write_rows
+from .rows import (
+    COLUMNS,
+    ROW_KEYS,
+    RowStore,
+    find_row,
+    measure_gates,
+    measure_pairs,
+    measure_rows,
+    open_model_rows,
+    require_keys,
+    write_rows,
+)
 from .sweep import SIZES, family_rows, group_rows
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
@@ -50,11 +61,11 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     device, label = _open_device(runtime)
     with blame("efficiency", ValueError):
         backend = selected_backend(params.backend, device, dtype=torch_dtype(params.dtype))
-    store = RowStore(paths.root, label)
+    store = open_model_rows(paths.root, label)
     measure_rows(params.specs(device.type, runtime.threads), store, keep_failures=False)
     op = _measure_op(params.op, device=device.type, dtype=params.dtype, backend=params.backend)
     rows = [{name: value for name, value in row.items() if name not in _SWEEP_KEYS} for row in store.rows]
-    pairs = {size: (pair.vittt, pair.baseline) for size, pair in params.sizes.items()}
+    pairs = {size: (pair.model, pair.baseline) for size, pair in params.sizes.items()}
 
     folder = paths.results / "efficiency"
     write_rows(folder / "rows.csv", rows, GRID_COLUMNS)
@@ -68,7 +79,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     efficiency/*.{png,svg}.
 
     All lie in results/measured/<device>. Returns whether no row was left out for want of time. metrics: `rows`, see
-    `repro.bench.speed.measure` and `RowStore.add`; `left_out`, a list of {image_size, expected_s}; `gates`, see
+    `repro.bench.speed.measure` and `measure_rows`; `left_out`, a list of {image_size, expected_s}; `gates`, see
     `repro.bench.op_rate.measure_gate`; `compared`, `growth` and `repeated`, see `repro.bench.conclude.conclude`.
 
     Raises:
@@ -101,11 +112,11 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
         write_rows(folder / "efficiency.csv", rows)
         write_record(folder, metrics, identity, time.monotonic() - started, name="efficiency")
 
-    store = RowStore(paths.root, label, before["rows"], save)
+    store = open_model_rows(paths.root, label, before["rows"], save)
     specs, runs = params.specs(device.type, runtime.threads), range(1, params.runs + 1)
     budget_s = math.inf if params.minutes is None else 60 * params.minutes / params.runs
     try:
-        new = [spec for spec in specs if any(store.find_reusable_row(spec, run) is None for run in runs)]
+        new = [spec for spec in specs if any(find_row(store, spec, run) is None for run in runs)]
         families = {spec.model.split("_")[0] for spec in new}
         measured = measure_gates(families, batch_size=params.batch_size, dtype=params.dtype, device=device.type)
         gates = list(

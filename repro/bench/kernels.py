@@ -15,6 +15,7 @@ from ..core.errors import RunError, UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.record import has_versions, installed_version, make_identity, read_json, versions, write_record
 from ..core.runtime import device_label, device_slug, gpu_names
+from .rows import RowStore
 
 Row = dict[str, Any]
 PAGE = "results/speed.md"
@@ -67,12 +68,14 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     )
     with table:
         for cases in chosen:
-            table.fill(cases, check.rows(cases, device, skip=len(table.rows[cases.NAME])), text.format_check, deadline)
+            table.fill(
+                cases, lambda kept, cases=cases: check.rows(cases, device, skip=len(kept)), text.format_check, deadline
+            )
     failed = sum(row["passed"] is False for row in table.chosen_rows())
-    print(f"{len(table.chosen_rows())} checks, {failed} failed{table.describe_missing()}")
+    print(table.describe(f"checks, {failed} failed"))
     if failed:
         raise RunError(f"kernels check: {failed} of {len(table.chosen_rows())} checks failed, see {path}")
-    return table.is_complete()
+    return not table.pending
 
 
 def run_bench(
@@ -136,11 +139,16 @@ def run_bench(
     }
     with table:
         for cases in chosen:
-            name, kept = cases.NAME, table.rows[cases.NAME]
+            name = cases.NAME
             steps = [
                 step for step in bench.planned(cases, compared) if bench.step_key(cases, *step) in table.todo[name]
             ]
-            table.fill(cases, bench.rows(cases, device, steps, kept), text.format_bench, deadline)
+            table.fill(
+                cases,
+                lambda kept, cases=cases, steps=steps: bench.rows(cases, device, steps, kept),
+                text.format_bench,
+                deadline,
+            )
             tuned = {
                 (each["kernel"], *each["key"]): each
                 for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]
@@ -148,12 +156,12 @@ def run_bench(
             table.extra["tuned"] = list(tuned.values())
             if name == "ttt_linear" and steps and _left(deadline) > 0:
                 table.extra["op"] = memory_reference_over_kernel(device)
-    print(f"{len(table.chosen_rows())} rows{table.describe_missing()}")
+    print(table.describe("rows"))
     if failed := [
         row for row in table.chosen_rows() if row["status"] == "failed" and row["implementation"] in bench.OURS
     ]:
         raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {text.format_bench(failed[0])}")
-    return table.is_complete()
+    return not table.pending
 
 
 def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False) -> None:
@@ -177,7 +185,9 @@ def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False
     plan = lambda cases: range(len(list(resources.planned(cases, defaults))))  # noqa: E731
     with _Table(paths, path, "resources", "none: compiled, not run", chosen, plan, one=op is not None) as table:
         for cases in chosen:
-            table.fill(cases, resources.rows(cases, len(table.rows[cases.NAME]), defaults), text.format_resources)
+            table.fill(
+                cases, lambda kept, cases=cases: resources.rows(cases, len(kept), defaults), text.format_resources
+            )
 
 
 def find_operators(op: str | None) -> list[Any]:
@@ -221,12 +231,11 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     return passages
 
 
-class _Table:
-    """The rows of a record while they are made. As a context it writes the record at the end, also where the work is
-    interrupted.
+class _Table(RowStore):
+    """The rows of a record of kernels, each found by (operator, key); valid where the operator's sources made it.
 
-    `rows` has, for each chosen operator, the rows so far, `todo` the keys of those that were asked for and are missing.
-    `before` are the metrics of the record, `extra` further metrics, and `summarise` makes more of them from all rows.
+    `todo` has the keys that were asked for and are missing, by operator, in the order in which they are made. `before`
+    are the metrics of the record, `extra` further metrics, and `summarise` makes more of them from all rows.
 
     Args:
         plan: cases -> the keys of all rows of an operator. A key is the number of a row, or what `key` says.
@@ -243,41 +252,37 @@ class _Table:
         command: Any,
         device: str,
         chosen: Sequence[Any],
-        plan: Callable[[Any], Sequence[Any]],
-        wanted: Callable[[Any], Sequence[Any]] | None = None,
+        plan: Callable[[Any], Iterable[Any]],
+        wanted: Callable[[Any], Iterable[Any]] | None = None,
         key: Callable[[Any, Row], Any] | None = None,
         *,
         one: bool,
         again: bool = True,
     ):
-        from kernels.tools.operators import source_hash
+        from kernels.tools.operators import OPERATORS
+        from kernels.tools.resources import source_hash
 
         self.paths, self.path, self.command, self.device = paths, path, command, device
-        self.cases = {cases.NAME: cases for cases in chosen}
         self.before = self._read(one)
-        hashes = self.before.get("source_hash", {})
-        same = [name for name, cases in self.cases.items() if hashes.get(name) == source_hash(cases)]
-        self.rows = {
-            name: [row for row in self.before.get("rows", []) if row["operator"] == name and name in same]
-            for name in self.cases
-        }
-        asked = {name: set((wanted or plan)(cases)) for name, cases in self.cases.items()}
-        keys = {
-            name: [key(self.cases[name], row) if key else i for i, row in enumerate(rows)]
-            for name, rows in self.rows.items()
-        }
-        if again and all(asked[name] <= set(keys[name]) for name in self.cases):
-            self.rows = {
-                name: [row for k, row in zip(keys[name], rows) if k not in asked[name]]
-                for name, rows in self.rows.items()
-            }
-            keys = {name: [k for k in keys[name] if k not in asked[name]] for name in self.cases}
-        self.todo = {name: asked[name] - set(keys[name]) for name in self.cases}
-        self.missing = {name: len(set(plan(cases)) - set(keys[name])) for name, cases in self.cases.items()}
         self.extra: dict[str, Any] = {}
         self.summarise: Callable[[list[Row]], dict[str, Any]] = lambda rows: {}
-        self.pending = sum(map(len, self.todo.values()))
-        self.started = self.written = time.monotonic()
+        self.started = time.monotonic()
+        hashes = {name: source_hash(cases) for name, cases in OPERATORS.items()}
+        made_by = self.before.get("source_hash", {})
+        rows = {}
+        for number, row in enumerate(self.before.get("rows", [])):
+            name = row["operator"]
+            if key and made_by.get(name) == hashes.get(name):
+                number = key(OPERATORS[name], row)
+            elif not key:
+                number = sum(operator == name for operator, _ in rows)
+            rows[name, number] = row | {"source_hash": made_by.get(name)}
+        super().__init__(rows, lambda what: {"source_hash": hashes[what[0]]}, _Table._write, list, WRITE_EVERY_S)
+        self.plan = {cases.NAME: list(plan(cases)) for cases in chosen}
+        asked = {cases.NAME: list((wanted or plan)(cases)) for cases in chosen}
+        self.todo = {name: [each for each in keys if not self.find((name, each))] for name, keys in asked.items()}
+        if again and not any(self.todo.values()):
+            self.todo = asked
 
     def _read(self, one: bool) -> dict[str, Any]:
         """The metrics of the record so far; empty where there is none, or where other versions made it and it is made
@@ -290,57 +295,68 @@ class _Table:
             raise UserError(f"{self.path}: was made with other versions; run without --op to make all of it again")
         return {}
 
-    def __enter__(self) -> "_Table":
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._write()
+        self.save()
         print(f"written: {self.path.relative_to(self.paths.root)}")
 
     def fill(
-        self, cases: Any, rows: Iterator[Row], format_row: Callable[[Row], str], deadline: float | None = None
+        self,
+        cases: Any,
+        make_rows: Callable[[list[Row]], Iterator[Row]],
+        format_row: Callable[[Row], str],
+        deadline: float | None = None,
     ) -> None:
-        """Add what is missing of an operator until the deadline, each row printed as it comes."""
-        for _ in self.todo[cases.NAME]:
+        """Add what is missing of an operator until the deadline, each row printed as it comes.
+
+        `make_rows` gets the rows that are kept of the operator, and yields those of `todo`. Rows of older code are kept
+        until the first new one is there.
+        """
+        name, todo = cases.NAME, self.todo[cases.NAME]
+        gone = [what for what, _ in self.items() if what[0] == name and (what[1] in todo or not self.find(what))]
+        made = make_rows([row for what, row in self.items() if what[0] == name and what not in gone])
+        for number, key in enumerate(todo, 1):
             if _left(deadline) <= 0:
                 return
-            row = next(rows)
-            self.rows[cases.NAME].append(row)
-            self.missing[cases.NAME] -= 1
-            self.pending -= 1
+            row = next(made)
+            if number == 1:
+                self.forget(gone)
+            self.todo[name] = todo[number:]
+            self.add((name, key), row)
             print(format_row(row), flush=True)
-            if time.monotonic() - self.written > WRITE_EVERY_S:
-                self._write()
+
+    @property
+    def pending(self) -> int:
+        """How many rows that were asked for are missing."""
+        return sum(map(len, self.todo.values()))
 
     def chosen_rows(self) -> list[Row]:
         """The rows of the chosen operators, those that were kept among them."""
-        return [row for rows in self.rows.values() for row in rows]
+        return [row for what, row in self.items() if what[0] in self.plan and self.find(what)]
 
-    def is_complete(self) -> bool:
-        """Whether every row that was asked for is there."""
-        return not self.pending
-
-    def describe_missing(self) -> str:
-        """What the next call will do, or nothing."""
-        return f"; time is up: the next call continues with the other {self.pending}" if self.pending else ""
+    def describe(self, what: str) -> str:
+        """How many rows there are, and what the next call will do."""
+        left = f"; time is up: the next call continues with the other {self.pending}" if self.pending else ""
+        return f"{len(self.chosen_rows())} {what}{left}"
 
     def _write(self) -> None:
-        from kernels.tools.operators import INTERPRETED, merge_rows
+        from kernels.tools.operators import INTERPRETED, OPERATORS
 
-        begun = [cases for name, cases in self.cases.items() if self.rows[name]]
-        metrics = merge_rows(self.before, begun, [row for cases in begun for row in self.rows[cases.NAME]])
-        others = [name for name in self.before.get("unfinished", []) if name not in self.cases]
-        metrics["unfinished"] = others + [cases.NAME for cases in begun if self.missing[cases.NAME]]
+        order = list(OPERATORS)
+        rows = sorted(self.rows, key=lambda row: order.index(row["operator"]))
+        metrics: dict[str, Any] = {"source_hash": {row["operator"]: row["source_hash"] for row in rows}}
+        metrics["rows"] = rows = [{k: value for k, value in row.items() if k != "source_hash"} for row in rows]
+        unfinished = {name for name in self.before.get("unfinished", []) if name not in self.plan}
+        unfinished |= {name for name, keys in self.plan.items() if not all(self.find((name, key)) for key in keys)}
+        metrics["unfinished"] = [name for name in metrics["source_hash"] if name in unfinished]
         if self.command == "check":
-            metrics["failed"] = sum(row["passed"] is False for row in metrics["rows"])
-        metrics |= self.extra | self.summarise(metrics["rows"])
+            metrics["failed"] = sum(row["passed"] is False for row in rows)
+        metrics |= self.extra | self.summarise(rows)
         shown = {"device": self.device, "dtype": "bf16" if self.command == "bench" else "each row says"}
         backend = "triton, interpreted" if INTERPRETED else "triton"
         identity = make_identity(
             self.paths.root, ["stages.kernels"], KernelsParams(command=self.command), **shown, backend=backend
         )
         write_record(self.path.parent, metrics, identity, time.monotonic() - self.started, name=self.path.stem)
-        self.written = time.monotonic()
 
 
 def _check_path(paths: Paths, device: Any, interpreted: bool) -> Path:
@@ -349,7 +365,7 @@ def _check_path(paths: Paths, device: Any, interpreted: bool) -> Path:
 
 def _is_checked(path: Path, chosen: Iterable[Any]) -> bool:
     """Whether a record says that all checks of these kernels passed, with the versions that are installed."""
-    from kernels.tools.operators import source_hash
+    from kernels.tools.resources import source_hash
 
     if not path.is_file():
         return False

@@ -12,7 +12,7 @@ from kernels.selective_scan import selective_scan, selective_scan_bidir, selecti
 from kernels.ttt_linear.reference import ttt_linear_dual
 
 from ..models.ttt_mixer import ttt_linear_macs
-from .speed import DTYPES, STEP_TIMERS, median_interval
+from .speed import DTYPES, median_interval, time_in_turn
 
 OP_SIZES = ("batch_size", "tokens", "heads", "head_dim", "chunk_size", "matmul_side")
 TOKENS = 6400  # 1280 x 1280 pixels
@@ -30,7 +30,7 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
     Args:
         sizes: `batch_size`, `tokens`, `heads`, `head_dim` and `chunk_size` of the operator, of which both directions
             run, and `matmul_side`, the n of the n x n x n product.
-        repeats: timed turns, after one that is not timed.
+        repeats: timed turns.
         device: `cpu` or `cuda`.
         dtype: fp32 (PyTorch's default for products, without TF32), bf16 or fp16.
         backend: see `kernels.ttt_linear`.
@@ -46,8 +46,9 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
     q, k, v = (draw(batch_size, tokens, 2, heads, head_dim, dtype=cast) for _ in range(3))
     lr = torch.sigmoid(draw(batch_size, tokens, heads)) / head_dim
     scale = (1 / torch.arange(1, chunk_size + 1, device=device)).repeat(2, 1)
-    W0, b0 = 0.02 * draw(2, heads, head_dim, head_dim), torch.zeros(2, heads, head_dim, device=device)
-    weight, bias = torch.ones_like(b0), torch.zeros_like(b0)
+    W0 = 0.02 * draw(2, heads, head_dim, head_dim)
+    b0, bias = (torch.zeros(2, heads, head_dim, device=device) for _ in range(2))
+    weight = torch.ones_like(b0)
     a, b = (draw(matmul_side, matmul_side, dtype=cast) for _ in range(2))
     steps = {
         "matmul": lambda: a @ b,
@@ -55,7 +56,8 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
             q, k, v, lr, scale, W0, b0, weight, bias, chunk_size=chunk_size, backend=backend
         ),
     }
-    samples_ms = _time_in_turn(steps, repeats, device)
+    with torch.inference_mode():
+        samples_ms = time_in_turn(steps, device, repeats)
     median_ms = {name: statistics.median(samples) for name, samples in samples_ms.items()}
     macs = {"matmul": matmul_side**3, "op": 2 * batch_size * ttt_linear_macs(tokens, heads, head_dim, chunk_size)}
     gflop = {name: 2 * count / 1e9 for name, count in macs.items()}
@@ -116,7 +118,8 @@ def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> di
     operator, step, op_bytes = OPERATORS[family](batch_size, device, getattr(torch, DTYPES[dtype]))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    samples_ms = _time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, REPEATS, device)
+    with torch.inference_mode():
+        samples_ms = time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, device, REPEATS)
     op_gb_per_s = op_bytes / statistics.median(samples_ms["op"]) / 1e6
     copy_gb_per_s = 2 * _COPY_BYTES / statistics.median(samples_ms["copy"]) / 1e6
     share_percent, required_percent = 100 * op_gb_per_s / copy_gb_per_s, REQUIRED_SHARE_PERCENT[device]
@@ -180,16 +183,6 @@ OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {
     "vmamba": _routes_case,
     "mambavision": _windows_case,
 }
-
-
-def _time_in_turn(steps: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
-    """Run the steps one after the other, `repeats` times after an untimed turn; return the milliseconds of each step's
-    turns.
-    """
-    timer = STEP_TIMERS[device]
-    with torch.inference_mode():
-        turns = [{name: timer(step) for name, step in steps.items()} for _ in range(repeats + 1)]
-    return {name: [turn[name] for turn in turns[1:]] for name in steps}
 
 
 def _saved_mib(step: Callable[[], Any]) -> float:

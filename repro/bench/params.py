@@ -20,9 +20,9 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizePair:
-    """A size of Vittt and the softmax-attention baseline with which it is compared."""
+    """A model and the softmax-attention baseline with which it is compared."""
 
-    vittt: str
+    model: str
     baseline: str
 
 
@@ -121,7 +121,7 @@ class EfficiencyParams:
     def models(self) -> list[tuple[str, str | None]]:
         """Every model with its attention, fused or unfused."""
         pairs = [
-            ((pair.vittt, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()
+            ((pair.model, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()
         ]
         return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
 

@@ -1,12 +1,12 @@
-"""The one loop that measures rows: in order, within a time limit, reusing the rows that a store holds; and their table."""
+"""The one store of rows that are timed, and the loop that measures rows of models: in order, within a time limit."""
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..core.csvfile import write_csv
 from ..core.errors import RunError, UserError, blame
@@ -16,81 +16,108 @@ from ..core.record import installed_version
 from .flops import cost
 from .op_rate import OPERATORS, measure_gate
 from .speed import RowSpec, measure, unmeasured_row
-from .sweep import GROUP_KEYS, RowSchedule, row_key
+from .sweep import BASIS, GROUP_KEYS, RowSchedule, find_family, row_key
 
 COLUMNS = tuple(
     "row model attention image_size batch_size dtype mode compile device backend attention_kernel status noisy throughput_img_per_s "
     "latency_ms latency_ms_low latency_ms_high peak_memory_mib num_params macs_g run".split()
 )
 MOST_ATTEMPTS = 3  # so often a noisy row is measured, the first time included
+# the keys of a stored row of a model by which it is found and sorted
+ROW_KEYS = ("row", "model", "options", "attention", "image_size", *GROUP_KEYS, "device", "run")
+ROW_KEYS += ("code_hash", "torch_version")
 
-# the keys of a stored row by which it is found and sorted
-ROW_KEYS = (
-    "row",
-    "model",
-    "options",
-    "attention",
-    "image_size",
-    *GROUP_KEYS,
-    "device",
-    "run",
-    "code_hash",
-    "torch_version",
-)
+Row = Mapping[str, Any]
 
 
 class RowStore:
-    """The measured rows of the device of a label, with their noise; the sources in the checkout at `root` determine
-    which are still valid.
+    """The rows of a record: each is found by what it measures, and valid where and with the code that measured it.
+
+    As a context, it saves what there is at the end, also where the work is interrupted.
 
     Args:
-        rows: those of earlier calls, as `add` completes them.
-        save: called with the store after every change.
+        rows: what a row measures -> the row, as earlier calls left them.
+        provenance: what a row measures -> the fields that say where and by which code it would be measured now.
+        save: called with the store after a change, at most every `every_s` seconds.
+        mark: rows -> the same rows with their noise.
     """
 
     def __init__(
         self,
-        root: Path,
-        device: str,
-        rows: Sequence[Mapping[str, Any]] = (),
-        save: Callable[["RowStore"], None] = lambda store: None,
+        rows: Mapping[Hashable, Row],
+        provenance: Callable[[Any], Row],
+        save: Callable[[Self], None] = lambda store: None,
+        mark: Callable[[Iterable[Row]], list[dict[str, Any]]] = mark_noise,
+        every_s: float = 0.0,
     ):
-        self.rows, self._root, self._device, self._save = mark_noise(rows), root, device, save
-        self._torch_version = installed_version("torch")
-        self._code_hashes: dict[str, str] = {}
+        self._rows, self._provenance, self._save, self._mark = dict(rows), provenance, save, mark
+        self._every_s, self._saved = every_s, time.monotonic()
+        self._update()
 
-    def find_reusable_row(self, spec: RowSpec, run: int) -> dict[str, Any] | None:
-        """The row that measured the same in the same run, on this device, with the same code and the same PyTorch; None
-        without one.
-        """
-        key = row_key(vars(spec))
-        same = (row for row in self.rows if row_key(row) == key and (row["run"], row["device"]) == (run, self._device))
-        valid = (
-            row
-            for row in same
-            if (row["code_hash"], row["torch_version"]) == (self._hash_code(spec.model), self._torch_version)
-        )
-        return next(valid, None)
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, those of older code among them, in the order in which they came."""
+        return list(self._rows.values())
 
-    def add(self, spec: RowSpec, row: Mapping[str, Any], run: int, attempts: int = 1) -> dict[str, Any]:
-        """Put a row of `measure` in place of an older one that measured the same in the same run, save, and return it.
+    def items(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What each row measures, and the row."""
+        return list(self._rows.items())
 
-        The row gets `row`, its name; `device`, the label; `attempts`, how often it was measured; `noisy`, see
-        `core.noise.mark_noise`; and `run`, `code_hash` and `torch_version`, by which it is found again.
-        """
-        provenance = {"run": run, "code_hash": self._hash_code(spec.model), "torch_version": self._torch_version}
-        new = {"row": spec.row_id, **row, "device": self._device, "attempts": attempts, **provenance}
-        same = (place for place, old in enumerate(self.rows) if (row_key(old), old["run"]) == (row_key(new), run))
-        place = next(same, len(self.rows))
-        self.rows = mark_noise([*self.rows[:place], new, *self.rows[place + 1 :]])
+    def find(self, what: Hashable) -> dict[str, Any] | None:
+        """The row that measures this; None where there is none, or where it was made elsewhere or by other code."""
+        row = self._rows.get(what)
+        return row if row is not None and self._provenance(what).items() <= row.items() else None
+
+    def add(self, what: Hashable, row: Row) -> dict[str, Any]:
+        """Put a row in place of an older one that measures the same, save, and return it with its provenance and noise."""
+        self._rows[what] = {**row, **self._provenance(what)}
+        self._update()
+        if time.monotonic() - self._saved >= self._every_s:
+            self.save()
+        return self._rows[what]
+
+    def list_old(self) -> list[Any]:
+        """What the rows measure that `find` does not find: those made elsewhere or by other code."""
+        return [what for what in self._rows if self.find(what) is None]
+
+    def forget(self, gone: Iterable[Hashable]) -> None:
+        """Remove rows, which need not be there."""
+        for what in gone:
+            self._rows.pop(what, None)
+
+    def save(self) -> None:
+        """Save now."""
         self._save(self)
-        return self.rows[place]
+        self._saved = time.monotonic()
 
-    def _hash_code(self, model: str) -> str:
-        """The hash of the sources on which a row of this model depends."""
-        if model not in self._code_hashes:
-            self._code_hashes[model] = hash_row(self._root, model)
-        return self._code_hashes[model]
+    def _update(self) -> None:
+        self._rows = dict(zip(self._rows, self._mark(self._rows.values()), strict=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rows:
+            self.save()
+
+
+def open_model_rows(
+    root: Path, device: str, rows: Sequence[Row] = (), save: Callable[[RowStore], None] = lambda store: None
+) -> RowStore:
+    """A store of rows of models, each found by (`row_key`, run); `device` is the label of where they are measured.
+
+    A row is valid with the PyTorch, and with the sources of its family in the checkout at `root`, that measured it.
+    """
+    here = {"device": device, "torch_version": installed_version("torch")}
+    hashes: dict[str, str] = {}
+
+    def provenance(what: tuple[tuple, int]) -> Row:
+        (model, *_), run = what
+        if model not in hashes:
+            hashes[model] = hash_row(root, model)
+        return {**here, "run": run, "code_hash": hashes[model]}
+
+    return RowStore({(row_key(row), row["run"]): row for row in rows}, provenance, save)
 
 
 def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:
@@ -101,7 +128,7 @@ def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:
                 raise UserError(f"{where}[{number}].{key}: missing; another version wrote this file, move it away")
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
+def write_rows(path: Path, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Write rows as CSV, one line each; `image_size` is the height there, and `noisy` its reasons in one text."""
     table = []
     for row in rows:
@@ -120,7 +147,7 @@ def measure_rows(
 
     Args:
         specs: the rows, those of one image size next to each other.
-        store: gets each row as soon as it is measured.
+        store: gets each row as soon as it is measured; see `open_model_rows`.
         run: the number of this measurement of the rows, from 1 on.
         budget_s: wall-clock seconds; image sizes that do not fit are left out. Noisy rows are measured again in what is
             left of them, and of the row's own budget.
@@ -135,7 +162,7 @@ def measure_rows(
     """
     with blame("efficiency", ValueError):
         macs_g = {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
-    found = [(spec, store.find_reusable_row(spec, run)) for spec in specs]
+    found = [(spec, find_row(store, spec, run)) for spec in specs]
     todo = [spec for spec, row in found if row is None]
     if len(todo) < len(specs):
         print(f"{len(specs) - len(todo)} of {len(specs)} rows are there from an earlier call", flush=True)
@@ -150,8 +177,7 @@ def measure_rows(
         row = _measure(spec, keep_failures)
         seconds[spec.row_id] = time.monotonic() - began
         schedule.note(spec, row, seconds[spec.row_id])
-        row = store.add(spec, row, run)
-        print(f"[{number} of {len(todo)}{format_remaining(remaining_s)}] {format_row(spec, row)}", flush=True)
+        _add(store, spec, run, row, f"{number} of {len(todo)}{format_remaining(remaining_s)}")
     for attempt, spec in itertools.product(range(2, MOST_ATTEMPTS + 1), specs):
         left_s = min(spec.budget_s - seconds.get(spec.row_id, 0.0), end - time.monotonic())
         if schedule.expect(spec) <= left_s:
@@ -161,45 +187,53 @@ def measure_rows(
     return schedule.left_out
 
 
+def find_row(store: RowStore, spec: RowSpec, run: int) -> dict[str, Any] | None:
+    """The valid row of a spec in a run, see `open_model_rows`; None without one."""
+    return store.find((row_key(vars(spec)), run))
+
+
+def _add(store: RowStore, spec: RowSpec, run: int, row: Row, progress: str, attempts: int = 1) -> dict[str, Any]:
+    """Put a measured row into the store and print its line."""
+    added = store.add((row_key(vars(spec)), run), {"row": spec.row_id, **row, "attempts": attempts})
+    print(f"[{progress}] {format_row(spec, added)}", flush=True)
+    return added
+
+
 def _measure_again(spec: RowSpec, store: RowStore, run: int, attempt: int) -> None:
     """Measure a row once more if it is noisy and this attempt is its next; the quieter of both measurements stays in
     the store.
     """
-    before = store.find_reusable_row(spec, run)
+    before = find_row(store, spec, run)
     if before is None or not before["noisy"] or before.get("attempts", 1) != attempt - 1:
         return
-    after = store.add(spec, _measure(spec, keep_failures=True), run, attempt)
-    print(f"[again, {attempt} of at most {MOST_ATTEMPTS}] {format_row(spec, after)}", flush=True)
+    measured = _measure(spec, keep_failures=True)
+    after = _add(store, spec, run, measured, f"again, {attempt} of at most {MOST_ATTEMPTS}", attempt)
     if _rank_noise(after) >= _rank_noise(before):
-        store.add(spec, before, run, attempt)
+        store.add((row_key(vars(spec)), run), {**before, "attempts": attempt})
 
 
-def _rank_noise(row: Mapping[str, Any]) -> tuple[bool, int, float]:
+def _rank_noise(row: Row) -> tuple[bool, int, float]:
     """The lower, the quieter."""
     return row["status"] != "ok", len(row["noisy"]), find_spread(row) or 0.0
 
 
 def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) -> None:
-    """Where a baseline ran out of memory, measure it and the Vittt of its size again, at the largest smaller batch that
-    both fit.
+    """Where a model ran out of memory, measure it and the basis of comparison of its size again, at the largest smaller
+    batch that both fit.
     """
-    for spec in specs:
-        row = store.find_reusable_row(spec, run)
-        if row is None or row["status"] != "oom" or spec.model.startswith("vittt"):
+    placed = [(*find_family(vars(spec)), spec) for spec in specs]
+    bases = {(size, spec.image_size): spec for family, size, spec in placed if family == BASIS}
+    for family, size, spec in placed:
+        row, basis = find_row(store, spec, run), bases.get((size, spec.image_size))
+        if row is None or row["status"] != "oom" or family == BASIS or basis is None:
             continue
-        size = spec.model.split("_")[1]
-        ours = next(
-            (each for each in specs if each.model.startswith(f"vittt_{size}") and each.image_size == spec.image_size),
-            None,
-        )
         batch_size = spec.batch_size // 2
-        while ours is not None and batch_size:
-            pair = [replace(each, batch_size=batch_size) for each in (spec, ours)]
+        while batch_size:
+            pair = [replace(each, batch_size=batch_size) for each in (spec, basis)]
             for each in pair:
-                if store.find_reusable_row(each, run) is None:
-                    measured = store.add(each, _measure(each, keep_failures=True), run)
-                    print(f"[pair at batch {batch_size}] {format_row(each, measured)}", flush=True)
-            if all(store.find_reusable_row(each, run)["status"] == "ok" for each in pair):
+                if find_row(store, each, run) is None:
+                    _add(store, each, run, _measure(each, keep_failures=True), f"pair at batch {batch_size}")
+            if all(find_row(store, each, run)["status"] == "ok" for each in pair):
                 break
             batch_size //= 2
 
@@ -220,7 +254,7 @@ def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, devic
     return gates
 
 
-def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
+def format_row(spec: RowSpec, row: Row) -> str:
     """The line that is printed for a row of a store."""
     if row["status"] != "ok":
         return f"{spec.row_id}: {row['status']} ({row['reason']})"

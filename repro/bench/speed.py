@@ -137,6 +137,55 @@ def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[flo
     return (ordered[k - 1], ordered[n - k]) if k else None
 
 
+def read_load() -> dict[str, Any]:
+    """{cores, load_average}: the machine's cores, and its load over the last minute where the system tells it."""
+    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    return {"cores": os.cpu_count(), **load}
+
+
+def describe_samples(samples: list[float]) -> dict[str, Any]:
+    """What milliseconds of single steps say: {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
+    interval = median_interval(samples)
+    row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval}
+    row["samples_ms"] = [round(sample, 4) for sample in samples]
+    if interval is None:
+        few = f"{len(samples)} samples are too few for a 95 % interval"
+        row["latency_ms_ci95_reason"] = f"{few}; they are cut where a step takes over {SLOW_STEP_S:g} s"
+    return row
+
+
+def time_in_turn(
+    steps: Mapping[str, Callable[[], Any]], device: str, turns: int, *, turn_ms: float = 0.0, fewest: int | None = None
+) -> dict[str, list[float]]:
+    """Run the steps one after the other, turn by turn, so that a drifting clock or a busy machine affects all alike.
+
+    Args:
+        steps: name -> step; each runs twice untimed before the first turn.
+        device: `cpu` or `cuda`.
+        turns: how many turns are timed.
+        turn_ms: a step that is shorter runs so often in a turn that it takes about as long.
+        fewest: how many turns are timed where one takes longer than `SLOW_STEP_S`; None: as many as else.
+
+    Returns:
+        Name -> milliseconds of a run of the step in each turn.
+    """
+    timer = STEP_TIMERS[device]
+    first_ms = {name: min(timer(step) for _ in range(2)) for name, step in steps.items()}
+    counts = {name: max(1, math.ceil(turn_ms / time_ms)) for name, time_ms in first_ms.items()}
+    if fewest is not None and sum(first_ms.values()) > SLOW_STEP_S * 1e3:
+        turns = fewest
+
+    def repeat(name: str) -> None:
+        for _ in range(counts[name]):
+            steps[name]()
+
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(turns):
+        for name, taken in samples.items():
+            taken.append(timer(lambda name=name: repeat(name)) / counts[name])
+    return samples
+
+
 def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], reason: str) -> dict[str, Any]:
     """A row that could not be measured: its counts, its `status` and the `reason`."""
     return {**_blank_row(spec), "status": status, "reason": reason}
@@ -183,8 +232,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     from ..models.registry import kernel_backend
     from . import build
 
-    # before the row's own work adds to it
-    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    load = read_load()  # before the row's own work adds to it
     if spec.threads:
         torch.set_num_threads(spec.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -213,21 +261,16 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     else:
         with torch.inference_mode():
             samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
-    latency, interval = statistics.median(samples), median_interval(samples)
-    row = {
-        "status": "ok",
+    row = describe_samples(samples) | {
         "backend": backend,
         "attention_kernel": kernel,
         "peak_memory_mib": peak_mib,
         "peak_memory_method": method,
+        "steps": len(samples),
+        "threads": torch.get_num_threads(),
+        **load,
     }
-    row |= {"throughput_img_per_s": spec.batch_size * 1e3 / latency, "latency_ms": latency}
-    row |= {"latency_ms_ci95": interval, "steps": len(samples), "samples_ms": [round(s, 3) for s in samples]}
-    row |= {"threads": torch.get_num_threads(), "cores": os.cpu_count(), **load}
-    if interval is None:
-        row["latency_ms_ci95_reason"] = (
-            f"a median step over {SLOW_STEP_S:g} s leaves {len(samples)} steps, too few for a 95 % interval"
-        )
+    row["throughput_img_per_s"] = spec.batch_size * 1e3 / row["latency_ms"]
     if peak_mib is None:
         row["peak_memory_mib_reason"] = "this system has no /proc/self/status"
     return row

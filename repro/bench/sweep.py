@@ -28,6 +28,13 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "vmamba": ("vmamba_{}_224", None),
     "mambavision": ("mambavision_{}_224", None),
 }
+BASIS = next(iter(FAMILIES))  # the family that every other one is compared with
+# (model, attention) -> family and size
+_MODELS = {
+    (pattern.format(name), attention): (family, size)
+    for family, (pattern, attention) in FAMILIES.items()
+    for size, name in SIZES.items()
+}
 # the values that all rows of a comparison share
 GROUP_KEYS = ("batch_size", "dtype", "mode", "compile")
 _MARGIN = 1.3  # the time of a step grows a little faster than its multiply-adds once caches and memory matter
@@ -51,12 +58,14 @@ def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
     return order
 
 
+def find_family(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The family and the size (a key of `SIZES`) of a row, or of the `vars` of a spec; None for another model."""
+    return _MODELS.get((row["model"], row["attention"]), (None, None))
+
+
 def family_rows(rows: Sequence[Mapping[str, Any]], size: str) -> dict[str, list[Mapping[str, Any]]]:
     """Family -> the rows of its model of a size (a key of `SIZES`); families without rows are left out."""
-    found = {
-        family: [row for row in rows if (row["model"], row["attention"]) == (pattern.format(SIZES[size]), attention)]
-        for family, (pattern, attention) in FAMILIES.items()
-    }
+    found = {family: [row for row in rows if find_family(row) == (family, size)] for family in FAMILIES}
     return {family: own for family, own in found.items() if own}
 
 

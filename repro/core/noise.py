@@ -102,8 +102,9 @@ def find_noise(row: Row) -> list[str]:
 
 def mark_noise(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The same rows, each with `noisy`, its reasons: those of `find_noise`, and `order` where a larger image took less
-    time, and the intervals of
-    the two are apart. Of two rows in the wrong order, the slower one is noisy, since other work can only slow a step.
+    time, and the
+    intervals of the two are apart. If two rows are in the wrong order, the slower one is noisy, since other work can
+    only slow a step.
     """
     listed = list(rows)
     return [
@@ -126,7 +127,8 @@ def _is_out_of_order(row: Row, rows: Iterable[Row]) -> bool:
         highest = (find_interval(other) or [other["latency_ms"]])[-1]
         return lowest > highest
 
-    return row.get("status") == "ok" and bool(row.get("latency_ms")) and any(map(is_faster, rows))
+    is_timed = row.get("status") == "ok" and bool(row.get("latency_ms")) and "image_size" in row
+    return is_timed and any(map(is_faster, rows))
 
 
 def _count_pixels(row: Row) -> int:

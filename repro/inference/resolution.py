@@ -1,19 +1,18 @@
 """Trained classifiers at larger images than they were trained on: accuracy and time, the work of `repro resolution`."""
 
-import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import UserError
 from ..core.figures import STYLES, new_figure, save_png
 from ..core.noise import find_noise
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
-from ..core.runtime import Runtime, choose_device, device_label, torch_dtype, usable_cores
+from ..core.runtime import Runtime, choose_device, device_label, torch_dtype
 from ..core.ui import Progress
 from ..data.cells import open_cell
 from ..models.checkpoints import open_weights
@@ -64,7 +63,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
                     **scores,
                 }
                 row |= _time(classifier, params)
-                rows.append(row | {"noisy": find_noise(row)})
+                rows.append(row)
                 backends.add(kernel_backend(classifier.model, torch_dtype("fp32")))
                 progress.update(images * len(rows))
                 found = f"top-1 {row['top1_percent']:.2f} %, {row['latency_ms']:.3g} ms for each image"
@@ -129,29 +128,11 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
 
 
 def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
-    """A row of speed as `core.noise` wants it: milliseconds of a forward pass for each image of a batch."""
+    """A row of speed with its noise: milliseconds of a forward pass for each image of a batch."""
     size, device = classifier.transform.image_size, classifier.device
     inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
-    # the accuracy was measured before, so that all is warm; what ran there counts as load of this process
-    load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
-    samples = []
+    about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}
     with torch.inference_mode():
-        for _ in range(params.repeats):
-            _synchronise(device)
-            started = time.perf_counter()
-            classifier.model(inputs)
-            _synchronise(device)
-            samples.append(1e3 * (time.perf_counter() - started) / params.batch_size)
-    about = {
-        "status": "ok",
-        "device": device_label(device),
-        "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
-        **load,
-    }
-    return {"latency_ms": statistics.median(samples), "samples_ms": [round(sample, 4) for sample in samples], **about}
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        samples = time_in_turn({"model": lambda: classifier.model(inputs)}, device.type, params.repeats)["model"]
+    row = describe_samples([sample / params.batch_size for sample in samples]) | about
+    return row | {"noisy": find_noise(row)}

@@ -29,7 +29,7 @@ Loss = Literal["dot", "mse", "rmse", "mae", "smooth_l1"]
 Direction = Literal["descent", "ascent"]
 Rate = Literal["fixed", "dynamic", "per_weight"]
 Reduction = Literal["mean", "sum"]
-Norm = Literal["none", "state", "copy"]
+Norm = Literal["none", "state", "detached", "copy"]
 Order = Literal["before", "after", "end"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 NORM_EPS = 1e-5
@@ -59,7 +59,8 @@ class InnerLoop:
         momentum: whether the steps of earlier inner batches go on, with a factor that the caller computes.
         muon: see `newton_schulz`, which makes a step orthogonal.
         norm: whether the weights are brought back to their first norms after each step, one for each output unit: the
-            weights themselves (`state`), or a copy that is read, beside weights that go on without (`copy`).
+            weights themselves (`state`; `detached` where no gradient goes through the first norms, as in LaCT for
+            novel views), or a copy that is read, beside weights that go on without (`copy`).
         order: when the queries of an inner batch are read out: `before` its own step, `after` it, or at the `end` of
             all learning.
         q_is_k: whether keys are read out in place of queries.
@@ -233,7 +234,8 @@ def follow(
     model = MODELS[loop.model]
     axes = model.norm_axes
     W = list(weights)
-    first_norms = [torch.linalg.vector_norm(weight, dim=axes, keepdim=True) for weight in W]
+    starts = [weight.detach() for weight in W] if loop.norm == "detached" else W
+    first_norms = [torch.linalg.vector_norm(weight, dim=axes, keepdim=True) for weight in starts]
     unscaled = list(W)  # without the norm, for a copy that is read
     moving = dict.fromkeys(loop.learned, 0)
     rate = loop.lr if loop.direction == "ascent" else -loop.lr

@@ -191,9 +191,14 @@ class VRWKV(Backbone):
         return "vision_ttt.bi_wkv", {"bi_wkv": self.depth * PAPER_WKV_MACS * grid[0] * grid[1] * self.embed_dim}
 
     def no_weight_decay(self) -> set[str]:
-        """Norms and biases; decay, bonus, mixtures, layer scale and positions do decay, as in the release."""
+        """Norms and biases, as in the release; timm's rule exempts other vectors, too, but see `decayed_vectors`."""
         norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
         return {name for name, _ in self.named_parameters() if name.endswith(".bias") or name.startswith(tuple(norms))}
+
+    def decayed_vectors(self) -> set[str]:
+        """The decay, the bonus and the layer scale, which the release decays."""
+        vectors = {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
+        return vectors - self.no_weight_decay()
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

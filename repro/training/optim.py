@@ -23,7 +23,7 @@ def build_optimizer(
     new_factor: float = 1.0,
     decay_all: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW or LAMB with timm's weight-decay rule and, where asked, its layer-wise rates by the model's
+    """AdamW or LAMB with timm's weight-decay rule, but for a model's `decayed_vectors`, and, where asked, its layer-wise rates by the model's
     `group_matcher`.
 
     Where a model is converted, the parameters named in `new` have `new_factor` times the rate, and with `decay_all` no
@@ -37,11 +37,23 @@ def build_optimizer(
         trained = _group(model, params.weight_decay, new, new_factor, decay_all)
         decays = {"weight_decay": params.weight_decay}
     optimizer = create_optimizer_v2(trained, opt=params.optimizer, lr=rate, **averages, **decays)
+    if hasattr(model, "decayed_vectors"):
+        _decay(optimizer, [model.get_parameter(name) for name in model.decayed_vectors()], params.weight_decay)
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if len(grouped) != len(trainable) or set(grouped) != trainable:
         raise RuntimeError("the optimiser's groups do not partition the trainable parameters")
     return optimizer
+
+
+def _decay(optimizer: torch.optim.Optimizer, vectors: list[nn.Parameter], weight_decay: float) -> None:
+    """Move vectors, which timm's rule never decays, to groups with the weight decay and otherwise their own settings."""
+    chosen = {id(vector) for vector in vectors}
+    for group in list(optimizer.param_groups):
+        if moved := [p for p in group["params"] if id(p) in chosen and group["weight_decay"] != weight_decay]:
+            places = {id(p) for p in moved}
+            group["params"] = [p for p in group["params"] if id(p) not in places]
+            optimizer.add_param_group({**group, "params": moved, "weight_decay": weight_decay})
 
 
 def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: float, decay_all: bool) -> list[dict]:

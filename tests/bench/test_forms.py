@@ -17,12 +17,14 @@ LACT = {f"lact_{step}" for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")}
 def metrics(tmp_path_factory):
     """Of a device that nobody names, so that the folder is known."""
     root = tmp_path_factory.mktemp("checkout")
-    small = {"heads": 2, "head_dim": 4, "lact_chunk": 8, "vittt_chunk": 4}
-    vision = Setting(name="vision", tokens=(6, 20), vittt=True, modes=("infer", "train"), **small)
+    small = {"heads": 2, "head_dim": 4}
+    vision = Setting(name="vision", tokens=(6, 20), chunks={"lact": 8, "vittt": 4}, modes=("infer", "train"), **small)
     run_forms(
         Paths(root),
         Runtime(device="cpu", threads=1, data_roots={}),
-        FormsParams(settings=(vision, Setting(name="paper", tokens=(16,), **small)), image_sizes=()),
+        FormsParams(
+            settings=(vision, Setting(name="paper", tokens=(16,), chunks={"lact": 8}, **small)), image_sizes=()
+        ),
     )
     (file,) = root.glob("results/measured/*/forms.json")
     return json.loads(file.read_text())["metrics"]

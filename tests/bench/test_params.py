@@ -64,7 +64,7 @@ def test_rows_to_count_are_every_combination():
 
 def test_the_grid_measures_what_is_compared_next_to_each_other():
     op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
-    sizes = {"T": {"vittt": "v", "baseline": "d"}}
+    sizes = {"T": {"model": "v", "baseline": "d"}}
     params = build(
         EfficiencyParams,
         {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op},

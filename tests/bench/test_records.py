@@ -33,7 +33,7 @@ def test_complexity_counts_every_combination(tmp_path):
         {"models": [NANO], "image_sizes": [144], "vary": {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}},
     ]
     adapters = {"backbones": [NANO, DEIT], "image_sizes": [{"height": 64, "width": 96}]}
-    count(tmp_path, sizes={"T": {"vittt": NANO, "baseline": DEIT}}, groups=groups, adapters=adapters)
+    count(tmp_path, sizes={"T": {"model": NANO, "baseline": DEIT}}, groups=groups, adapters=adapters)
     folder = tmp_path / "results" / "complexity"
     metrics, table = read(folder)
     assert len(metrics["rows"]) == len(table) == 10
@@ -104,15 +104,15 @@ def test_a_backbone_without_adapter_is_refused_in_one_line(tmp_path):
         count(tmp_path, adapters=adapters)
 
 
-def test_savings_are_of_vittt_alone(tmp_path):
-    with pytest.raises(UserError, match=f"^complexity.sizes.T.vittt: {DEIT} is not a Vittt$"):
-        count(tmp_path, sizes={"T": {"vittt": DEIT, "baseline": DEIT}})
+def test_a_model_without_depth_wise_convolution_is_refused(tmp_path):
+    with pytest.raises(UserError, match=f"^complexity.sizes.T.model: {DEIT} "):
+        count(tmp_path, sizes={"T": {"model": DEIT, "baseline": DEIT}})
 
 
 @pytest.mark.slow
 def test_the_grid_measures_both_kinds_of_attention(tmp_path):
     op = {"tokens": 40, "heads": 1, "matmul_side": 64, "repeats": 6}
-    sizes = {"T": {"vittt": NANO, "baseline": DEIT}}
+    sizes = {"T": {"model": NANO, "baseline": DEIT}}
     params = build(EfficiencyParams, {"sizes": sizes, "image_sizes": [32], "budget_s": 600.0, "op": op}, "efficiency")
     run_grid(params, Paths(tmp_path), Runtime(device="cpu", data_roots={}))
     metrics, table = read(tmp_path / "results" / "efficiency")

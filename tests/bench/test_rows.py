@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from repro.bench import rows as store_module
-from repro.bench.rows import COLUMNS, RowStore, require_keys, write_rows
+from repro.bench.rows import COLUMNS, find_row, open_model_rows, require_keys, write_rows
 from repro.bench.speed import RowSpec
 from repro.core.csvfile import read_csv
 from repro.core.errors import RunError, UserError
@@ -58,7 +58,7 @@ def make_specs(*sides, **changes):
 
 def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, capsys, monkeypatch):
     specs, saved = measured[0], []
-    store = RowStore(tmp_path, "cpu: made up", save=lambda store: saved.append(len(store.rows)))
+    store = open_model_rows(tmp_path, "cpu: made up", save=lambda store: saved.append(len(store.rows)))
     assert store_module.measure_rows(make_specs(32), store) == {}
     assert specs == make_specs(32) and saved == [1, 2]
     store_module.measure_rows(make_specs(32, 64), store)
@@ -70,39 +70,39 @@ def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, cap
     ] == f"{DEIT}[attention=unfused]@32"
     # the rows as a later call reads them
     spec = make_specs(32)[0]
-    assert RowStore(tmp_path, "cpu: made up", store.rows).find_reusable_row(spec, 1) == store.rows[0]
-    assert RowStore(tmp_path, "cpu: another", store.rows).find_reusable_row(spec, 1) is None
-    assert store.find_reusable_row(spec, 3) is None
-    assert store.find_reusable_row(dataclasses.replace(spec, batch_size=2), 1) is None
+    assert find_row(open_model_rows(tmp_path, "cpu: made up", store.rows), spec, 1) == store.rows[0]
+    assert find_row(open_model_rows(tmp_path, "cpu: another", store.rows), spec, 1) is None
+    assert find_row(store, spec, 3) is None
+    assert find_row(store, dataclasses.replace(spec, batch_size=2), 1) is None
     for name in ("code_hash", "torch_version"):
-        assert RowStore(tmp_path, "cpu: made up", [{**store.rows[0], name: "old"}]).find_reusable_row(spec, 1) is None
+        assert find_row(open_model_rows(tmp_path, "cpu: made up", [{**store.rows[0], name: "old"}]), spec, 1) is None
     # an edit of the family's source makes its rows stale, and no other's
     family = tmp_path / "repro" / "models" / "vittt.py"
     family.parent.mkdir(parents=True)
     family.write_text("")
-    later = RowStore(tmp_path, "cpu: made up", store.rows)
-    assert [later.find_reusable_row(spec, 1) is None for spec in make_specs(32)] == [True, False]
+    later = open_model_rows(tmp_path, "cpu: made up", store.rows)
+    assert [find_row(later, spec, 1) is None for spec in make_specs(32)] == [True, False]
 
 
 def test_a_stale_row_is_replaced(measured, tmp_path):
-    store = RowStore(tmp_path, "cpu: made up")
+    store = open_model_rows(tmp_path, "cpu: made up")
     store_module.measure_rows(make_specs(32), store)
     stale = [{**row, "code_hash": "old"} for row in store.rows]
-    again = RowStore(tmp_path, "cpu: made up", stale)
+    again = open_model_rows(tmp_path, "cpu: made up", stale)
     store_module.measure_rows(make_specs(32), again)
     assert again.rows == store.rows
 
 
 def test_what_does_not_fit_is_left_out(measured, tmp_path):
     """Starting a process is assumed to take 6 s, so that two rows never fit into a second, the first image size aside."""
-    left_out = store_module.measure_rows(make_specs(32, 64), RowStore(tmp_path, "cpu: made up"), budget_s=1e-3)
+    left_out = store_module.measure_rows(make_specs(32, 64), open_model_rows(tmp_path, "cpu: made up"), budget_s=1e-3)
     assert measured[0] == make_specs(32) and list(left_out) == [64]
 
 
 def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_both(measured, tmp_path):
     specs, fits = measured
     fits |= {DEIT: 16, VITTT: 32}
-    store, wanted = RowStore(tmp_path, "cpu: made up"), make_specs(32, batch_size=64)
+    store, wanted = open_model_rows(tmp_path, "cpu: made up"), make_specs(32, batch_size=64)
     store_module.measure_rows(wanted, store)
     store_module.measure_pairs(wanted, store)
     # 32 fits Vittt alone
@@ -121,7 +121,7 @@ def test_a_broken_process_is_a_row_or_the_end(measured, tmp_path, monkeypatch, k
         raise RuntimeError(f"{spec.row_id}: the measuring process ended with signal 6: no message")
 
     monkeypatch.setattr(store_module, "measure", measure)
-    store = RowStore(tmp_path, "cpu: made up")
+    store = open_model_rows(tmp_path, "cpu: made up")
     if not keep:
         with pytest.raises(RunError, match=f"^efficiency: {VITTT}@32: .* signal 6"):
             store_module.measure_rows(make_specs(32), store, keep_failures=False)
@@ -137,7 +137,7 @@ def test_a_broken_process_is_a_row_or_the_end(measured, tmp_path, monkeypatch, k
 def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, tmp_path):
     specs = [*make_specs(32), RowSpec(model="vittt_gigantic", image_size=(32, 32))]
     with pytest.raises(UserError, match="^efficiency: vittt_gigantic: "):
-        store_module.measure_rows(specs, RowStore(tmp_path, "cpu: made up"))
+        store_module.measure_rows(specs, open_model_rows(tmp_path, "cpu: made up"))
     assert not measured[0]
 
 
@@ -165,7 +165,7 @@ def test_remaining_time(seconds, text):
 
 
 def test_the_table_of_rows(measured, tmp_path):
-    store = RowStore(tmp_path, "cpu: made up")
+    store = open_model_rows(tmp_path, "cpu: made up")
     store_module.measure_rows(make_specs(32), store)
     write_rows(tmp_path / "rows.csv", store.rows)
     assert (tmp_path / "rows.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
@@ -184,7 +184,7 @@ def test_rows_of_another_version_are_refused():
 def measure_noisy(measured, root, *intervals, **changes):
     """Measure a row whose measurements have these intervals, and return it as it is stored."""
     measured[0].intervals[VITTT] = list(intervals)
-    store = RowStore(root, "cpu: made up")
+    store = open_model_rows(root, "cpu: made up")
     store_module.measure_rows(make_specs(32, **changes), store)
     return store.rows[0]
 
@@ -207,7 +207,7 @@ def test_of_noisy_measurements_the_quietest_stays(measured, tmp_path, quietest):
     assert (row["noisy"], row["attempts"], row["latency_ms_ci95"]) == (["spread"], 3, [7.0, 13.0]) and row[
         "status"
     ] == "ok"
-    again = RowStore(tmp_path, "cpu: made up", [row])
+    again = open_model_rows(tmp_path, "cpu: made up", [row])
     store_module.measure_rows(make_specs(32)[:1], again)  # a later call measures it no more
     assert again.rows == [row] and len(measured[0]) == 4
 
@@ -241,6 +241,6 @@ def test_a_row_out_of_order_is_measured_again(measured, tmp_path, monkeypatch):
         return {**once(spec), "latency_ms": latency, "latency_ms_ci95": [latency, latency]}
 
     monkeypatch.setattr(store_module, "measure", measure)
-    store = RowStore(tmp_path, "cpu: made up")
+    store = open_model_rows(tmp_path, "cpu: made up")
     store_module.measure_rows([spec for spec in make_specs(32, 64) if spec.model == VITTT], store)
     assert [(row["latency_ms"], row["noisy"], row["attempts"]) for row in store.rows] == [(5.0, [], 2), (10.0, [], 1)]

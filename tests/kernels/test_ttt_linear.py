@@ -159,6 +159,7 @@ def test_wrong_arguments():
         (ttt_linear, one | {"chunk_size": 0}, ValueError, "chunk_size is 0"),
         (ttt_linear, one | {"chunk_size": 4.0}, TypeError, "chunk_size is 4.0"),
         (ttt_linear, one | {"eps": 0.0}, ValueError, "eps is 0.0"),
+        (ttt_linear, one | {"q": one["q"][..., :3]}, ValueError, "q .*width 3.*at least 4"),
         (ttt_linear, one | {"reverse": 1}, TypeError, "reverse is 1"),
         (ttt_linear_bidir, two | {"q": two["q"][:, :, :1]}, ValueError, r"q .*\(B,T,2,H,D\)"),
         (ttt_linear_bidir, two | {"token_scale": two["token_scale"][0]}, ValueError, r"token_scale .*\(2, 4\)"),

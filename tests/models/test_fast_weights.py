@@ -146,7 +146,9 @@ def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
         if key.startswith(f"nvs_steps{steps}/")
     }
     state = {key.removeprefix("state_dict/"): value for key, value in part.items() if key.startswith("state_dict/")}
-    x, count = part["x"], int(part["update_tokens"])
+    for name in ("w0", "w1", "w2"):
+        state[name].requires_grad_()
+    x, count = part["x"].clone().requires_grad_(), int(part["update_tokens"])
     q, k, v = F.silu(x @ state["to_qkv.weight"].mT).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
     q, k = (each / (each.norm(dim=-1, keepdim=True) + 1e-5) for each in (q, k))
     shift = 0.01 + math.log(-math.expm1(-0.01))
@@ -154,11 +156,15 @@ def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
         F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift).unflatten(2, (3, 3)).permute(0, 3, 1, 2)
     )
     weights = [state[f"w{place}"] for place in RELEASED]
-    loop = lact(momentum=False, muon=muon)
+    loop = lact(momentum=False, muon=muon, norm="detached")
     k, v, rates = (each[:, :, :count] for each in (k, v, rates[..., RELEASED]))
     out = learn_recurrently(loop, weights, q, k, v, GRID, rates)
     out = F.rms_norm(out, (8,), state["o_norm.weight"], 1e-5).transpose(1, 2).flatten(2) @ state["c_proj.weight"].mT
     assert relative(out, part["out"]) < 1e-5
+    (out * part["cot"]).sum().backward()
+    assert relative(x.grad, part["grad_x"]) < 1e-4
+    for name in ("w0", "w1"):
+        assert relative(state[name].grad, part[f"grads/{name}"]) < 1e-4
 
 
 @pytest.mark.parametrize("changes", [{}, {"only": (2,)}, {"model": "fc"}], ids=str)

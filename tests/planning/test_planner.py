@@ -154,7 +154,7 @@ def test_counting_is_free_and_gives_both_conventions(tmp_path):
 
 def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
     op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
-    sizes = {size: {"vittt": f"v_{size}", "baseline": f"d_{size}"} for size in "TS"}
+    sizes = {size: {"model": f"v_{size}", "baseline": f"d_{size}"} for size in "TS"}
     params = build(
         EfficiencyParams,
         {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0, "op": op},

@@ -106,7 +106,7 @@ def test_a_failed_check_is_recorded_and_fails(checkout, monkeypatch, capsys):
 @pytest.fixture
 def compiled(monkeypatch):
     """`resources` with two rows for each operator, made without a compiler; the operators compiled, in order."""
-    from kernels.tools import operators, resources
+    from kernels.tools import resources
 
     done = []
 
@@ -131,7 +131,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(resources, "rows", rows)
     monkeypatch.setattr(resources, "planned", lambda cases, defaults: range(2))
-    monkeypatch.setattr(operators, "source_hash", lambda cases: f"{cases.NAME}'s")
+    monkeypatch.setattr(resources, "source_hash", lambda cases: f"{cases.NAME}'s")
     return done
 
 

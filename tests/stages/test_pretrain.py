@@ -253,7 +253,7 @@ def test_wrong_weights_are_one_line(trained, checkout, repro_cli, damage, option
 
 
 def test_what_efficiency_refuses_before_measuring(checkout, repro_cli):
-    rows = "{sizes: {T: {vittt: %s, baseline: deit_tiny_patch16_224}}, image_sizes: [%d], backend: %s, op: {tokens: 16, heads: 1, matmul_side: 8, repeats: 6}}"
+    rows = "{sizes: {T: {model: %s, baseline: deit_tiny_patch16_224}}, image_sizes: [%d], backend: %s, op: {tokens: 16, heads: 1, matmul_side: 8, repeats: 6}}"
     base = Path("params.yaml").read_text()
     for values, message in (
         (("vittt_nano_patch16_14", 32, "auto"), "no such model; did you mean 'vittt_nano_patch16_144'?"),

@@ -66,7 +66,7 @@ def test_rows_figure_and_lines(models, repro_cli):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("image_sizes: [64, 96]", "image_sizes: [64, 90]", "vittt_nano_patch16_144: image size 90x90"),
+        ("image_sizes: [64, 96]", "image_sizes: [64, 90]", "image size 90x90"),
         ("vittt: results", "swin: results", "resolution: models: swin has no style in figures"),
         ("repeats: 3", "repeats: 0", "resolution.repeats: 0 is out of range, must be >= 1"),
         (

@@ -1,11 +1,14 @@
 """The groups of a converted model: which rate and which decay each parameter has, through warm-up and cosine."""
 
+import dataclasses
 import math
 
 import pytest
+import timm
 import torch
 from torch import nn
 
+import repro.models  # noqa: F401  registers the models
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
 
@@ -60,3 +63,16 @@ def test_without_a_factor_the_groups_are_timms():
         found == {name: (1e-3, 0.05 if name in ("old.weight", "new.weight") else 0.0) for name in found}
         and len(found) == 5
     )
+
+
+def test_every_parameter_of_vrwkv_but_norms_and_biases_decays():
+    """With layer-wise rates, too: the same rate, with the decay."""
+    model = timm.create_model("vrwkv_nano_patch16_144", post_norm=True)
+    layered = dataclasses.replace(PARAMS, layer_decay=0.5)
+    for params in (PARAMS, layered):
+        groups = groups_of(model, build_optimizer(model, params, 16))
+        norms = tuple(name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+        for name, (_, decay) in groups.items():
+            exempt = name.endswith(".bias") or name.startswith(norms)
+            assert decay == (0 if exempt else PARAMS.weight_decay), name
+        assert len(groups) == len(list(model.parameters()))
