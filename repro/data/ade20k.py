@@ -20,7 +20,7 @@ from .pixels import read_labels, read_pixels
 from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
-RELEASE = "correct it, or take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
+RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark, or correct your own files (docs/data.md)"
 CLASSES = "classes.txt"  # of one's own set
 _SURVEYED = 500  # pairs, enough for the share of each class
 

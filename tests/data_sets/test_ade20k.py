@@ -122,7 +122,10 @@ def test_damaged_images_are_refused_by_name(root):
     [
         ("images/training/ADE_train_00000002.jpg", r"annotations/training/ADE_train_00000002\.png: has no image"),
         ("annotations/training/ADE_train_00000002.png", r"images/training/ADE_train_00000002\.jpg: has no label map"),
-        ("objectInfo150.txt", "expected one file objectInfo<K>.txt with the names of the classes, found 0"),
+        (
+            "objectInfo150.txt",
+            "expected one file objectInfo<K>.txt with the names of the classes, or classes.txt, found 0",
+        ),
     ],
 )
 def test_missing_files_are_refused_by_name(root, gone, message):

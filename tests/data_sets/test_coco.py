@@ -332,10 +332,7 @@ def drop(name, place, key):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda found: found.pop("categories"),
-            "has no list 'categories'; correct it, or unpack annotations_trainval2017.zip again",
-        ),
+        (lambda found: found.pop("categories"), "has no list 'categories'; unpack annotations_trainval2017.zip again"),
         (change(annotations={2: {"category_id": 8}}), "annotation 3 has category_id 8, which is not in the file"),
         (change(annotations={2: {"image_id": 99}}), "annotation 3 has image_id 99, which is not in the file"),
         (change(annotations={2: {"bbox": [1, 2, 3]}}), "annotation 3 is malformed"),
@@ -393,8 +390,7 @@ def test_bad_files_are_refused_by_name(root, text, message):
     if text is not None:
         file.write_text(text)
     with pytest.raises(
-        UserError,
-        match=rf"instances_train2017\.json: {message}.*; correct it, or unpack annotations_trainval2017\.zip again",
+        UserError, match=rf"instances_train2017\.json: {message}.*; unpack annotations_trainval2017\.zip again"
     ):
         read_instances(root, "train")
 
