@@ -115,12 +115,7 @@ def _compare_speeds(contest: Contest, results: Results) -> Line | None:
     """
     if (speeds := find_speeds(contest, results)) is None:
         return None
-    ratios: dict[str, dict[int, float]] = {"unfused": {}, "fused": {}}
-    for (name, attention, size), row in speeds.rows.items():
-        ours = speeds.rows.get((contest.ours[0], None, size))
-        if name == contest.theirs[0] and attention in ratios and ours and not (ours["noisy"] or row["noisy"]):
-            if ours["latency_ms"] and row["latency_ms"]:
-                ratios[attention][size] = row["latency_ms"] / ours["latency_ms"]
+    ratios = speeds.find_ratios(contest)
     if not all(ratios.values()) or (largest := max(ratios["fused"])) not in ratios["unfused"]:
         return None
     slower = {
@@ -221,12 +216,11 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
         else computed
     )
     origin = describe_origin(sources, report.named) if sources else reason
-    words = [verdict.status for verdict in own]
-    matched, truncated = (words.count(status.word) for status in (MATCHED, TRUNCATED))
-    text = f"{matched + truncated} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
-    if fitted := words.count(FITTED.word):
-        text += f", {fitted} agree by a fitted convention"
-    if all(verdict.ours is None for verdict in own):
+    truncated, fitted = (sum(verdict.status == each.word for verdict in own) for each in (TRUNCATED, FITTED))
+    matched = sum(verdict.status == MATCHED.word for verdict in own) + truncated
+    text = f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
+    text += f", {fitted} agree by a fitted convention" if fitted else ""
+    if computed == "–":
         text = f"not measured ({len(own)})"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
@@ -276,9 +270,8 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
         shown = [f"{contest.ours[1]}: {_format_row(ours)}"]
         for attention in ("fused", "unfused"):
             row = speeds.rows.get((contest.theirs[0], attention, size))
-            ratio = ""
-            if ours and row and ours["latency_ms"] and row["latency_ms"] and not (ours["noisy"] or row["noisy"]):
-                ratio = f" ({contest.ours[1]} {significant(row['latency_ms'] / ours['latency_ms'])}× as fast)"
+            times = speeds.find_ratios(contest)[attention].get(size)
+            ratio = f" ({contest.ours[1]} {significant(times)}× as fast)" if times else ""
             shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
         facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
     return facts

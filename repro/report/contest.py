@@ -22,6 +22,19 @@ class Speeds:
     source: Source
     rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
+    def find_ratios(self, contest: Contest) -> dict[str, dict[int, float]]:
+        """Attention of the baseline -> image size -> how many times as fast the model is; a noisy row has no ratio, and
+        neither has one that did not run.
+        """
+        found: dict[str, dict[int, float]] = {"unfused": {}, "fused": {}}
+        for (name, attention, size), row in self.rows.items():
+            ours = self.rows.get((contest.ours[0], None, size))
+            if name != contest.theirs[0] or attention not in found or ours is None or ours["noisy"] or row["noisy"]:
+                continue
+            if ours["latency_ms"] and row["latency_ms"]:
+                found[attention][size] = row["latency_ms"] / ours["latency_ms"]
+        return found
+
     @property
     def scope(self) -> str:
         """Device and conditions, in words, and whether older code made the record."""

@@ -14,18 +14,16 @@ import torch
 from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
 from repro.core.config import build
-from repro.core.hashing import import_closure
 from repro.models.registry import build_model
 from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.recipe import RELEASED
 from repro.papers.linearize.variants import FROZEN, ORDERS, ROWS, VARIANTS
-from repro.report.markdown import render_markdown
-from repro.report.pages import build_document
 from repro.report.results import Results
-from repro.report.variants import find_groups, find_orders, find_variant, judge_group
+from repro.report.variants import find_orders, find_variant
 from repro.tasks.classification.params import ClassifierParams
+from tests.papers.conftest import find_statuses, judge_counts
 from tests.report.conftest import JUDGE, SCORES
 
 ROOT = Path(__file__).parents[2]
@@ -89,17 +87,7 @@ def count_rows() -> dict[str, dict]:
 
 @pytest.fixture
 def judged(checkout):
-    checkout.record("complexity", {"rows": count_rows(), "saved_at_1280_percent": {}, "dwconv_params_m": {}})
-    checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
-    return JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))
-
-
-def statuses(report, *patterns: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, verdict in report.verdicts.items():
-        if any(re.fullmatch(pattern, name) for pattern in patterns):
-            found.setdefault(verdict.status, []).append(name)
-    return found
+    return judge_counts(checkout, PAPER, count_rows())
 
 
 def test_numbers_of_the_ledger_are_those_of_the_text():
@@ -138,13 +126,13 @@ def test_every_count_is_the_papers(judged):
     two rounded totals.
     """
     assert len(judged.verdicts) == len(PAPER.ledger.entries) == 101
-    counts = {word: len(names) for word, names in statuses(judged, r"table.*\.(params_m|macs_g)").items()}
+    counts = {word: len(names) for word, names in find_statuses(judged, r"table.*\.(params_m|macs_g)").items()}
     assert counts == {"matched": 17, "fitted": 2}
-    assert statuses(judged, r"table1\.\w+\.new_params_m") == {
+    assert find_statuses(judged, r"table1\.\w+\.new_params_m") == {
         "matched": [f"table1.{row}.new_params_m" for row in ("linear", "projqk", "gate", "two_layers")],
         "differs, explained": [f"table1.{row}.new_params_m" for row in ("three_layers", "swiglu")],
     }
-    assert statuses(judged, r"table3_nat\.nat\d\.macs_g") == {
+    assert find_statuses(judged, r"table3_nat\.nat\d\.macs_g") == {
         "fitted": ["table3_nat.nat3.macs_g", "table3_nat.nat5.macs_g"]
     }
     assert [round(judged.verdicts[f"table3_nat.nat{side}.macs_g"].ours, 3) for side in (3, 5)] == [1.361, 1.389]
@@ -153,7 +141,7 @@ def test_every_count_is_the_papers(judged):
         1.35,
         1.37,
     ]
-    assert not statuses(judged, ".*").get("differs, unexplained")
+    assert not find_statuses(judged, ".*").get("differs, unexplained")
     assert (
         judged.verdicts["text.large.dit_share_percent"].status
         == judged.verdicts["text.shift.ratio_random"].status
@@ -162,7 +150,7 @@ def test_every_count_is_the_papers(judged):
 
 
 def test_where_the_text_contradicts_itself(judged):
-    assert statuses(judged, ".*")["paper inconsistent"] == [
+    assert find_statuses(judged, ".*")["paper inconsistent"] == [
         "text.structure.inherited",
         "text.structure.three_over_swiglu",
         "text.shift.nan",
@@ -172,7 +160,7 @@ def test_where_the_text_contradicts_itself(judged):
 
 
 def test_what_it_derives_is_shown(judged):
-    shown = statuses(
+    shown = find_statuses(
         judged,
         r"text\.structure\.(softmax|linear|ttt|complexity)",
         r"text\.shift\.(softmax|gradient|formula|instance|token_level)",
@@ -271,44 +259,6 @@ def test_frozen_and_fine_tuned_trainings_are_told_apart(checkout):
     assert names == ["gate", "gate_frozen"]
 
 
-def test_trained_variants_are_judged(checkout):
-    """Three seeds in the order of Table 2, fine-tuned, and of Table 1, frozen, four points apart."""
-    ladders = {
-        "Table 2": ["norm_none", "no_mean", "layer", "rms", "no_std", "dwc_qk"],
-        "Table 1, frozen": ["projqk_frozen", "gate_frozen", "2layer_frozen", "3layer_frozen", "swiglu_frozen"],
-    }
-    for place, ladder in ladders.items():
-        for rank, name in enumerate(ladder):
-            about = {
-                "options": VARIANTS[name],
-                "data": "digits",
-                "image_size": 32,
-                "epochs": 8,
-                "macs_g": 1.0,
-                "init": INIT,
-            }
-            about |= {"freeze": True, "recipe_hash": "frozen"} if name in FROZEN else {}
-            folder = f"measured/cpu/ablate/linearize/digits/{name}"
-            top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
-            checkout.train(folder, "t5_nano_patch4_32", "digits", held_out_images=100_000, top1=top1, **about)
-            checkout.write(f"results/{folder}/recipe.json", "{}")
-    results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
-    groups, tables = find_groups(results, PAPER.variants), {table.place: table for table in PAPER.variants.tables}
-    assert len(groups) == 2
-    for place, ladder in ladders.items():
-        (group,) = [each for each in groups if set(each.variants) == set(ladder)]
-        found = judge_group(group, tables[place], PAPER.ledger)
-        assert found.word == "ordering seen" and len(found.pairs) == {"Table 2": 11, "Table 1, frozen": 10}[place]
-    page = render_markdown(build_document(JUDGE(PAPER, results)))
-    assert "| inner gate, dwc none, freeze True |" in page and "| T5 |" in page and "**ordering seen**" in page
-
-
-def test_the_page_is_written_from_it(judged):
-    page = render_markdown(build_document(judged))
-    assert page.startswith("# Linearizing ViT: the paper's numbers and ours\n")
-    assert "third party's summary" in page and "11 of 13 match, 2 agree by a fitted convention" in page
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linearization(ClassifierParams):
     """A classifier with what a linearization adds."""
@@ -403,8 +353,3 @@ def test_frozen_weights_are_said_to_be():
     described, listed = describe(freeze=True)
     assert described["recipe"]["linearize"]["freeze"] and "the new weights alone" in listed[0]
     assert set(RELEASED) >= {"new_lr_factor", "decay_all"}
-
-
-def test_the_variants_depend_on_no_report():
-    for module in ("variants", "recipe", "formulas"):
-        assert not [file for file in import_closure(ROOT, [f"repro.papers.linearize.{module}"]) if "report" in file]

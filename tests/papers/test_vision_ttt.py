@@ -3,9 +3,7 @@
 import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 
-from repro.core.hashing import import_closure
 from repro.papers import find_rooms, load_papers, load_primary
 from repro.papers.vision_ttt.formulas import vim_blocks_g, vit_g, vittt_g, vittt_trivial_g
 from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
@@ -45,12 +43,3 @@ def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
     heavy = "{'torch', 'timm', 'pandas', 'matplotlib', 'scipy', 'numpy'}"
     code = f"import sys; from repro.papers import load_papers; load_papers(); assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_variants_depend_on_no_report():
-    """A stage that trains them must not become stale when a page changes."""
-    assert not [
-        file
-        for file in import_closure(Path(__file__).parents[2], ["repro.papers.vision_ttt.variants"])
-        if "report" in file
-    ]

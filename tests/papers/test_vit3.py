@@ -14,7 +14,6 @@ from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
 from repro.core.config import load_yaml
 from repro.core.csvfile import write_csv
-from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.data.kinds import list_wnids
 from repro.models.registry import build_model
@@ -27,9 +26,10 @@ from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
-from repro.report.variants import draw_variants, find_groups, find_orders, judge_group
+from repro.report.variants import draw_variants, find_groups, find_orders
 from repro.tasks.generation.params import SamplingParams
 from repro.tasks.generation.scores import INCEPTION_SHA256
+from tests.papers.conftest import find_statuses, judge_counts
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
 
@@ -107,17 +107,7 @@ def count_rows() -> dict[str, dict]:
 
 @pytest.fixture
 def judged(checkout):
-    checkout.record("complexity", {"rows": count_rows(), "saved_at_1280_percent": {}, "dwconv_params_m": {}})
-    checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
-    return JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))
-
-
-def statuses(report, *patterns: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, verdict in report.verdicts.items():
-        if any(re.fullmatch(pattern, name) for pattern in patterns):
-            found.setdefault(verdict.status, []).append(name)
-    return found
+    return judge_counts(checkout, PAPER, count_rows())
 
 
 def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged):
@@ -126,8 +116,8 @@ def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged
     """
     assert len(judged.verdicts) == len(PAPER.ledger.entries) == 690
     study = r"table[1246]\.\w+\."
-    assert {word: len(names) for word, names in statuses(judged, study + "macs_g").items()} == {"matched": 27}
-    assert {word: len(names) for word, names in statuses(judged, study + "params_m").items()} == {"fitted": 27}
+    assert {word: len(names) for word, names in find_statuses(judged, study + "macs_g").items()} == {"matched": 27}
+    assert {word: len(names) for word, names in find_statuses(judged, study + "params_m").items()} == {"fitted": 27}
     own = (
         r"table5\w*\.h_vit3_\w\.(params_m|macs_g)",
         r"table7\.vit3_\w\.(params_m|macs_g)",
@@ -135,15 +125,15 @@ def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged
     )
     chosen = [f"{table}.h_vit3_{size}.macs_g" for table in ("table5", "table5_mesa_flops") for size in "tsb"]
     chosen += ["table7.vit3_b.macs_g", *(f"table9.h_vit3_{size}.macs_g" for size in "tsb")]
-    found = statuses(judged, *own)
+    found = find_statuses(judged, *own)
     assert found["fitted"] == chosen and {word: len(names) for word, names in found.items()} == {
         "matched": 14,
         "fitted": 10,
     }
-    of_dit3 = {word: len(names) for word, names in statuses(judged, r"table10\.\w+\.(params_m|macs_g)").items()}
+    of_dit3 = {word: len(names) for word, names in find_statuses(judged, r"table10\.\w+\.(params_m|macs_g)").items()}
     assert of_dit3 == {"matched": 6, "fitted": 6}
-    assert statuses(judged, r"table10_dit\.\w+\.(params_m|macs_g)").keys() == {"matched", "matched, truncated"}
-    detectors = statuses(judged, r"table8_\dx\.h_vit3_\w\.macs_g")
+    assert find_statuses(judged, r"table10_dit\.\w+\.(params_m|macs_g)").keys() == {"matched", "matched, truncated"}
+    detectors = find_statuses(judged, r"table8_\dx\.h_vit3_\w\.macs_g")
     assert detectors == {
         "fitted": [f"table8_{schedule}.h_vit3_{size}.macs_g" for schedule in ("1x", "3x") for size in "ts"],
         "differs, unexplained": ["table8_1x.h_vit3_b.macs_g", "table8_3x.h_vit3_b.macs_g"],
@@ -152,8 +142,8 @@ def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged
 
 def test_what_the_paper_contradicts_and_what_is_shown(judged):
     """VMamba-S has other FLOPs in the two halves of Table 8; one convolution instead of a head is not 24 M."""
-    assert statuses(judged, ".*")["paper inconsistent"] == ["table8_3x.vmamba_s.macs_g", "text.5.one_head"]
-    shown = statuses(judged, "eq.*", "text.4_1.mixed_derivative", "text.5_5.linear")
+    assert find_statuses(judged, ".*")["paper inconsistent"] == ["table8_3x.vmamba_s.macs_g", "text.5.one_head"]
+    shown = find_statuses(judged, "eq.*", "text.4_1.mixed_derivative", "text.5_5.linear")
     assert shown["matched"] == ["text.4_1.mixed_derivative", "text.5_5.linear"] and shown["declared"] == [
         "eq4.linear_attention",
         "eq7.rate",
@@ -179,7 +169,7 @@ def test_the_rows_of_vmamba_are_its_authors_counts_or_those_of_its_first_release
         r"table8_\dx\.vmamba_\w\.macs_g",
         r"table9\.vmamba_\w\.(params_m|macs_g)",
     )
-    assert statuses(judged, *rows) == {
+    assert find_statuses(judged, *rows) == {
         "differs, explained": ["table5.vmamba_t.params_m", "table8_3x.vmamba_t.macs_g"],
         "matched": [f"table5.vmamba_{size}.params_m" for size in "sb"],
         "fitted": [
@@ -265,7 +255,7 @@ def test_a_distance_to_other_pictures_is_never_judged(checkout):
     }
     checkout.record("measured/gpu/draw/b2", drawn)
     found = JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))
-    assert statuses(found, r"table10\w*\.\w+\.fid").keys() == {"not measured"}
+    assert find_statuses(found, r"table10\w*\.\w+\.fid").keys() == {"not measured"}
 
 
 def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
@@ -501,34 +491,3 @@ def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
         (0, 1),
         {"inner_model": "glu"},
     )
-
-
-def test_trained_variants_are_judged_by_the_rules_of_every_paper(checkout):
-    """Three seeds whose accuracies are in the paper's order of Table 1, four points apart."""
-    ladder = ["mae", "smooth_l1", "rmse", "mlp", "mse"]
-    for rank, name in enumerate(ladder):
-        about = {
-            "options": VARIANTS[name],
-            "data": "digits",
-            "image_size": 32,
-            "epochs": 16,
-            "num_params": 7,
-            "macs_g": 1.0,
-        }
-        top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
-        folder = f"measured/cpu/ablate/vit3/digits/{name}"
-        checkout.train(folder, "study_nano_patch4_32", "digits", held_out_images=100_000, top1=top1, **about)
-        checkout.write(f"results/{folder}/recipe.json", "{}")
-    results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
-    (group,) = find_groups(results, PAPER.variants)
-    found = judge_group(group, PAPER.variants.tables[0], PAPER.ledger)
-    assert (found.word, found.tau) == ("ordering seen", 1.0) and len(found.pairs) == 10
-    page = render_markdown(build_document(JUDGE(PAPER, results)))
-    assert "| two-layer MLP | 23.5 | 4.58 | 1315 | 78.9 |" in page and "**ordering seen**" in page
-    # they are no variants of Vittt
-    assert not [each for each in find_groups(results, checkout.paper.variants) if len(each.variants) > 1]
-
-
-def test_the_grid_depends_on_no_report():
-    assert not [file for file in import_closure(ROOT, ["repro.papers.vit3.variants"]) if "report" in file]
-    assert not [file for file in import_closure(ROOT, ["repro.papers.vit3.grid"]) if "repro/report" in file]

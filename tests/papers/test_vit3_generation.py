@@ -50,11 +50,6 @@ def blocks(checkout) -> str:
     return render_blocks(list_denoisers(JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))), "../results/")
 
 
-def test_without_a_record_the_command_is_named(checkout):
-    page = render_markdown(build_document(JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))))
-    assert ": `repro generate --cell dit3_nano_digits --seeds 3`." in page
-
-
 def test_the_table_has_means_and_intervals(three):
     found = blocks(three)
     (about, *_) = found.splitlines()

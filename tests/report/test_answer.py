@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from repro.bench.adapted import adapted_cost
-from repro.bench.flops import cost
 from repro.core.config import active_profile
 from repro.core.paths import Paths
 from repro.core.record import read_json
@@ -20,6 +18,7 @@ from repro.report.answer import answer_blocks, judge_question, readme_blocks, ve
 from repro.report.claims import Report, judge_paper
 from repro.report.contest import find_speeds
 from repro.report.markdown import render_blocks
+from repro.report.pages import build_passages
 from repro.report.results import Results
 from repro.report.verdicts import EXPLAINED, FITTED, INCONSISTENT, MATCHED, NOT_MEASURED, TRUNCATED, UNEXPLAINED
 from stages import stage_names, verb_of
@@ -92,43 +91,6 @@ def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
     assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")
 
 
-def test_of_the_papers_own_model_as_many_counts_match_as_an_audit_found(checkout):
-    """It counted the built models itself: 23 of 24 parameters, one of them by truncation, and 2 of 25 FLOPs, one by
-    truncation. Since one
-    Conv1d arrives with the gate, which it proposed, all 24 match."""
-    sizes = {"T": "tiny", "S": "small", "B": "base"}
-    designs = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
-    cells = [(VITTT, {"design": name}, 224) for name in designs] + [
-        (VITTT, {"pool": name}, 224) for name in ("head", "mid", "double", "max")
-    ]
-    cells += [(f"vittt_{sizes[size]}_patch16_224", {}, 224) for size in "SB"]
-    costs = [cost(model, options, (size, size)) for model, options, size in cells]
-    written = {
-        f"row{place}": (*cell, found.num_params, found.macs_g)
-        for place, (cell, found) in enumerate(zip(cells, costs, strict=True))
-    }
-    saved = {}
-    for size, name in sizes.items():
-        ours, theirs = (cost(f"{family}_{name}_patch16_224", {}, (1280, 1280)).macs for family in ("vittt", "deit"))
-        saved[size] = 100 * (1 - ours / theirs)
-    dwconv = {size: 12 * 9 * width / 1e6 for size, width in (("T", 192), ("S", 384), ("B", 768))}
-    checkout.count(saved=saved, dwconv=dwconv, **written)
-    content = checkout.json("results/complexity/metrics.json")
-    for name in sizes.values():
-        for image_size in ((800, 1344), (512, 512)):
-            backbone = f"vittt_{name}_patch16_224"
-            about = {"model": "vit_adapter", "options": {"backbone": backbone}, "image_size": list(image_size)}
-            found = adapted_cost(backbone, image_size)
-            counts = {key: getattr(found, key) for key in ("num_params", "macs_g", "macs_g_paper_convention")}
-            content["metrics"]["rows"][f"{name}{image_size}"] = about | counts
-    checkout.record("complexity", content["metrics"])
-    found = facts(checkout)
-    assert found["parameters of the paper's own model"][0].endswith("; 24 of 24 match, 1 of them by truncation")
-    assert found["multiply-adds (FLOPs) of the paper's own model"][0].endswith(
-        "; 2 of 25 match, 1 of them by truncation"
-    )
-
-
 def test_a_noisy_row_gives_no_ratio(checkout):
     speeds(checkout, latency_ms_ci95=[7.0, 13.0])  # wide beside 10 and 20 ms, and narrow beside the others
     ours, _ = facts(checkout)["Vittt-T against DeiT-T at 224²"]
@@ -171,25 +133,6 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
         (row,) = [row for label, row in found.items() if word in label]
         assert row[0] == f"not measured ({number})" and row[1] not in ("", "–")
     assert "picture" not in readme_blocks([checkout.report()])
-
-
-def test_readme_is_written_between_its_markers_and_nowhere_else(checkout):
-    speeds(checkout)
-    text = (
-        "# Title\n\n<!-- verdict -->\nold\n<!-- /verdict -->\n\nbetween\n\n<!-- picture -->\n<!-- /picture -->\n\nend\n"
-    )
-    readme = checkout.write("README.md", text)
-    run(ReportParams(), checkout.paths, html=False)
-    written = readme.read_text(encoding="utf-8")
-    blocks = readme_blocks([checkout.report()])
-    expected = text.replace("\nold\n", f"\n{blocks['verdict']}\n").replace(
-        "<!-- picture -->\n", f"<!-- picture -->\n{blocks['picture']}\n"
-    )
-    assert written == expected and "](results/figures/readme_resolution.png)" in written
-    assert (checkout.paths.results / "figures" / "readme_resolution.png").is_file()
-    checkout.write("README.md", "# Without markers\n")
-    run(ReportParams(), checkout.paths, html=False)
-    assert readme.read_text(encoding="utf-8") == "# Without markers\n"
 
 
 @pytest.fixture
@@ -236,12 +179,12 @@ def test_the_time_of_stages_that_ran_at_once_is_that_of_their_run(checkout, time
     assert f": {expected[0] / 60:.0f} minutes\n" in (checkout.paths.root / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["verdict", "picture", "papers", "run"])
-def test_this_readme_is_what_the_committed_records_give(committed, name):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (
-        readme.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0] == readme_blocks(committed)[name]
-    )
+def test_every_block_that_code_writes_is_what_the_committed_records_give(committed):
+    """Of README and of the pages in docs/ and results/."""
+    blocks = [("README.md", name, block) for name, block in readme_blocks(committed).items()]
+    for file, marker, text in (*blocks, *(each for report in committed for each in build_passages(report))):
+        _, _, rest = (ROOT / file).read_text(encoding="utf-8").partition(f"<!-- {marker} -->\n")
+        assert rest.partition(f"\n<!-- /{marker} -->")[0] == text, (file, marker)
 
 
 def test_what_the_verdict_says_of_speed_is_what_the_committed_rows_give(committed):
@@ -270,15 +213,13 @@ def test_what_the_verdict_says_of_speed_is_what_the_committed_rows_give(committe
         ({MATCHED: 2, UNEXPLAINED: 2}, "mostly reproduce"),
         ({MATCHED: 1, EXPLAINED: 1, INCONSISTENT: 1}, "do not reproduce"),
         ({FITTED: 3, MATCHED: 1}, "agree only by a fitted convention"),
+        ({NOT_MEASURED: 5}, "were not tested"),
     ],
 )
 def test_the_verb_of_the_verdict_follows_the_statuses(statuses, verb):
-    own = [SimpleNamespace(status=status.word, ours=1.0) for status, count in statuses.items() for _ in range(count)]
+    own = [
+        SimpleNamespace(status=status.word, ours=None if status == NOT_MEASURED else 1.0)
+        for status, count in statuses.items()
+        for _ in range(count)
+    ]
     assert judge_question(own)[0] == verb
-
-
-def test_what_nobody_measured_was_not_tested():
-    assert judge_question([SimpleNamespace(status=NOT_MEASURED.word, ours=None)] * 5) == (
-        "were not tested",
-        "5 numbers",
-    )

@@ -2,7 +2,6 @@
 
 import pytest
 
-from repro.bench.flops import cost
 from repro.core.errors import UserError
 from repro.report.verdicts import STATUSES
 
@@ -34,60 +33,6 @@ def test_nothing_measured_has_a_reason_and_a_command(checkout):
     assert found["declared"] == arithmetic | sizes
     others = ("matched", "matched, truncated", "fitted", "differs, explained", "differs, unexplained")
     assert not set().union(*(found[word] for word in others))
-
-
-def test_matched_by_rounding_by_truncation_and_differs(checkout):
-    checkout.count(
-        t=(VITTT, {}, 224, 6_983_000, 1.458),
-        conv1d=(VITTT, {"design": "conv1d"}, 224, 5_899_999, 1.16),
-        layer=(VITTT, {"design": "ttt_layer"}, 224, 5_877_000, 1.2),
-        share=(VITTT, {"design": "share_qk"}, 224, 5_434_600, 1.07),
-    )
-    verdicts = checkout.judge()
-
-    def outcome(entry):
-        return verdicts[entry].status, verdicts[entry].how
-
-    assert outcome("table1.vittt_t.params_m") == ("matched", "rounding")
-    assert outcome("table1.vittt_t.macs_g") == ("matched, truncated", "truncation")
-    assert outcome("table3.conv2d.params_m") == ("matched", "rounding")
-    assert outcome("table3.ttt_layer.params_m") == ("matched, truncated", "truncation")
-    assert outcome("table3.conv2d.macs_g") == ("differs, explained", None)
-    assert outcome("table3.ttt_layer.macs_g") == ("differs, unexplained", None)
-    assert verdicts["table3.conv2d.macs_g"].delta == pytest.approx(1.458 - 1.44)
-    assert verdicts["table3.ttt_layer.macs_g"].delta == pytest.approx(0.06)
-    # 5.877 - 5.4346 = 0.4424, a difference that the text quotes as 0.44
-    assert outcome("text.5_4.share_params_t") == ("matched", "rounding")
-    assert verdicts["text.5_4.share_params_t"].ours == pytest.approx(0.4424)
-
-
-def test_table_2_compares_the_papers_convention(checkout):
-    """The row's own multiply-adds stand beside it, and are no claim."""
-    rows = {
-        name: {
-            "model": "vit_adapter",
-            "options": {"backbone": VITTT},
-            "image_size": image_size,
-            "num_params": 9_227_924,
-            "params_m": 9.228,
-            "macs_g": 1.0,
-            "macs_g_paper_convention": macs_g,
-            "method": "counter",
-        }
-        for name, image_size, macs_g in (("coco", [800, 1344], 74.26), ("ade20k", [512, 512], 17.7))
-    }
-    checkout.record("complexity", {"rows": rows, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
-    verdicts = checkout.judge()
-    assert (
-        verdicts["table2_coco.vittt_t.params_m"].status
-        == verdicts["table2_ade20k.vittt_t.params_m"].status
-        == "matched"
-    )
-    coco, ade20k = (verdicts[f"table2_{place}.vittt_t.macs_g"] for place in ("coco", "ade20k"))
-    assert (coco.status, coco.ours) == ("fitted", 74.26)
-    # the paper's two halves contradict each other here, whatever ours is
-    assert (ade20k.status, ade20k.delta) == ("paper inconsistent", pytest.approx(-0.1))
-    assert verdicts["table2_coco.vittt_s.macs_g"].command == "repro complexity"
 
 
 def test_default_options_name_the_plain_model(checkout):
@@ -125,25 +70,6 @@ def test_a_count_that_agrees_by_the_authors_convention_alone_is_fitted(checkout,
         and "not built yet, or not listed" in missing.reason
         and missing.command == "repro complexity"
     )
-
-
-@pytest.mark.parametrize(
-    ("entry", "computed"),
-    [
-        ("text.5_2.gain_b_over_vrwkv_ap_box", "1.8"),  # 48.6 - 46.8; the text has 2.0
-        ("table2_ade20k.vittt_t.macs_g", "18.12"),  # 74.3·1024/4200 = 18.115; printed 17.8
-        ("table2_ade20k.vim_t.macs_g", "18.7"),
-        ("table2_ade20k.vit3_t.macs_g", "16.87"),
-        ("text.abstract.flops_saved_1280_t", "78.91"),
-        ("table3.share_qk.macs_g", "0.0867"),  # 12·192²·196 = 86.7e6, and 1.14 - 1.07 is 0.085 at most
-        ("table3.dual.macs_g", "0.00406"),  # 12·9·192·196 = 4.06e6, and 1.44 - 1.42 is 0.005 at least
-        ("text.5_2.gap_to_vit3", "0.900"),  # 42.9 - 42.0; the gap in Top-1 is 77.7 - 76.5
-    ],
-)
-def test_the_paper_against_itself(checkout, entry, computed):
-    verdict = checkout.judge()[entry]
-    assert verdict.status == "paper inconsistent"
-    assert computed in verdict.evidence
 
 
 def test_rounding_explains_a_comparison_too(checkout):
@@ -195,58 +121,6 @@ def test_these_contradictions_and_no_others(checkout):
 def test_what_rounding_explains_is_no_contradiction(checkout, entry):
     verdict = checkout.judge()[entry]
     assert (verdict.status, verdict.checks, verdict.violations, verdict.evidence) == ("not measured", 1, 0, None)
-
-
-@pytest.mark.parametrize(
-    ("entry", "gigabytes"),
-    [
-        ("text.5_3.speedup_1280_s", "62.9"),  # two tensors of 64·6·6400² scores of 2 bytes
-        ("text.5_3.memory_saved_1280_s", "62.9"),
-        ("text.5_3.speedup_1280_b", "62.9"),  # one tensor of 64·12·6400²
-        ("text.5_3.memory_saved_1280_b", "62.9"),
-    ],
-)
-def test_what_does_not_fit_into_48_gb_is_not_measurable_as_described(checkout, entry, gigabytes):
-    checkout.speed(*pair(), device=checkout.L40S)
-    verdict = checkout.judge()[entry]
-    assert (verdict.status, verdict.ours, verdict.command) == ("not measurable as described", None, "none")
-    assert f"{gigabytes} GB at batch 64, and an L40S has" in verdict.evidence and verdict.reason == verdict.evidence
-    assert ("one tensor alone would fit" in verdict.evidence) == entry.endswith("_s")  # 31.5 GB
-    assert checkout.judge()["text.5_3.speedup_1280_t"].status == "differs, unexplained"  # DeiT-T fits, 2·15.7 GB
-
-
-def test_every_difference_that_the_text_quotes_is_recomputed(checkout):
-    verdicts = checkout.judge()
-    quoted = [
-        name
-        for name in verdicts
-        if name.startswith(
-            (
-                "text.5_1.gain",
-                "text.5_2.gain",
-                "text.5_4.gating",
-                "text.5_4.dual",
-                "text.5_4.conv2d",
-                "text.5_4.share_params",
-            )
-        )
-    ]
-    assert len(quoted) == 2 + 2 + 3 + 3 + 3 + 1 + 4 + 4 + 1 + 2 + 1
-    assert all(verdicts[name].checks == 1 for name in quoted)
-
-
-def test_a_row_that_was_copied_from_another_table_is_no_contradiction(checkout):
-    """Swin's table has 21 M for this model, the paper 12 M and Swin's other two numbers."""
-    checkout.count(r4=("regnety_040", {}, 224, 20_646_656, 4.0), r8=("regnety_080", {}, 224, 25_100_000, 8.0))
-    verdicts = checkout.judge()
-    row = verdicts["table1.regnety_4g.params_m"]
-    assert (row.status, row.delta) == (
-        "differs, explained",
-        pytest.approx(8.646656),
-    ) and "Liu et al., Swin" in row.explanation
-    assert verdicts["table1.regnety_4g.macs_g"].status == "matched"
-    # had timm's model the printed size, nothing would be wrong
-    assert verdicts["table1.regnety_8g.params_m"].status == "matched"
 
 
 TOP1 = "table1.vittt_t.top1_percent"
@@ -351,13 +225,11 @@ def test_detection_and_segmentation_scores(checkout):
     ],
 )
 def test_variations_of_a_dense_cell_are_not_the_papers(checkout, path, init, status):
+    """And a classifier that began from a file is not the paper's."""
     checkout.train(path, VITTT, "ade20k", held_out_images=2000, miou_percent=44.3, init=init)
     assert checkout.judge()["table2_ade20k.vittt_t.miou_percent"].status == status
-
-
-def test_a_classifier_that_began_from_a_file_is_not_the_papers(checkout):
-    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.7, held_out_images=50_000, **PRETRAINED)
-    assert checkout.judge()[TOP1].status == "not measured"
+    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.7, held_out_images=50_000, init=init)
+    assert (checkout.judge()[TOP1].status == "not measured") == (init is not None)
 
 
 def test_the_mean_over_seeds_is_what_counts(checkout):
@@ -464,9 +336,10 @@ def test_a_speed_without_an_interval_is_its_median(checkout):
 def test_a_noisy_row_gives_no_speed_and_keeps_its_memory(checkout):
     checkout.speed(*pair(latency_ms_ci95=[5.0, 15.0], peak_memory_mib=2000.0), device=checkout.L40S)
     verdicts = checkout.judge()
-    where = f"{DEIT} at 1280×1280 on {checkout.L40S}, batch 64, fp16"
-    assert (verdicts[SPEEDUP].status, verdicts[SPEEDUP].reason) == ("not measured", f"{where}: noisy: spread")
+    assert verdicts[SPEEDUP].status == "not measured" and "noisy: spread" in verdicts[SPEEDUP].reason
     assert verdicts[SAVED].ours == 50.0
+    checkout.speed(*pair(latency_ms_ci95=[5.0, 15.0]), device=checkout.H200)
+    assert checkout.judge()[SPEEDUP].elsewhere == ()
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -512,66 +385,6 @@ def test_out_of_memory_is_the_reason(checkout):
         device=checkout.L40S,
     )
     assert "oom: CUDA out of memory" in checkout.judge()[SPEEDUP].reason
-
-
-def test_flops_saved_are_counts_and_compared_anywhere(checkout):
-    checkout.record(
-        "complexity",
-        {
-            "rows": {},
-            "saved_at_1280_percent": {"T": 78.68, "S": 66.17, "B": 48.95},
-            "dwconv_params_m": {"T": 0.0207, "S": 0.0415, "B": 0.0829},
-        },
-    )
-    verdicts = checkout.judge()
-    assert verdicts["text.5_3.flops_saved_1280_b"].status == "matched, truncated"
-    # Eq. 13 alone gives the printed 66.3: 1 - 35.6/105.8 of DeiT-S, as an audit found by its own count
-    small = verdicts["text.5_3.flops_saved_1280_s"]
-    assert small.status == "differs, explained" and "gives 66.309;" in small.explanation
-    # the contradiction goes first, and our number is there all the same
-    assert verdicts["text.5_3.flops_saved_1280_t"].status == "paper inconsistent"
-    assert verdicts["text.5_3.flops_saved_1280_t"].delta == pytest.approx(-0.72)
-    assert [verdicts[f"text.4_3.dwconv_params_{size}"].status for size in "tsb"] == ["matched"] * 3
-
-
-def test_statements_hold_or_not_for_ours(checkout):
-    counts = {
-        f"{family}_{size}": (f"{family}_{name}_patch16_224", {}, 224, 1, macs)
-        for family, sizes in (("vittt", (1.45, 5.35, 20.4)), ("vim", (1.6, 5.2, 18.8)))
-        for (size, name), macs in zip((("t", "tiny"), ("s", "small"), ("b", "base")), sizes, strict=True)
-    }
-    checkout.count(**counts)
-    claim = "text.5_3.vittt_vim_flops"
-    assert (checkout.judge()[claim].status, checkout.judge()[claim].how) == ("matched", "holds")
-    counts["vim_t"] = ("vim_tiny_patch16_224", {}, 224, 1, 1.4)
-    checkout.count(**counts)
-    assert (checkout.judge()[claim].status, checkout.judge()[claim].ours) == ("differs, unexplained", False)
-
-
-def test_the_recipe_is_declared_and_never_a_match(checkout):
-    checkout.write(
-        "profiles/paper.yaml",
-        "prepare_data: {imagenet: {kind: imagenet}}\n"
-        f"pretrain: {{tiny_imagenet: {{model: {VITTT}, data: imagenet, epochs: 300, batch_size: 512, optim: {{lr: 1e-3}}}}}}\n"
-        "visualize: {images: 128}\n",
-    )
-    verdicts = checkout.judge()
-    epochs = verdicts["appendix.d.imagenet_epochs"]
-    assert (epochs.status, epochs.how, epochs.sources) == ("declared", "equality", ("profiles/paper.yaml",))
-    assert verdicts["appendix.d.imagenet_lr"].status == "declared"
-    batch = verdicts["appendix.d.imagenet_batch_size"]
-    assert (batch.status, batch.delta) == ("differs, unexplained", -512)
-    assert "does not state optim.weight_decay" in verdicts["appendix.d.imagenet_weight_decay"].reason
-    assert verdicts["appendix.e.fig11_images"].status == "declared"
-    assert verdicts[TOP1].command == "repro profile use paper && repro pretrain --cell tiny_imagenet"
-    assert (
-        verdicts["table1.swin_t.top1_percent"].command
-        == "repro evaluate --model swin_tiny_patch4_window7_224 --pretrained --data imagenet"
-    )
-    checkout.write("profiles/paper.yaml", "visualize: {images: 64}\n")
-    assert checkout.judge()["appendix.e.fig11_images"].status == "differs, unexplained"
-    checkout.write("profiles/paper.yaml", "visualize: {}\n")
-    assert "does not state visualize.images" in checkout.judge()["appendix.e.fig11_images"].reason
 
 
 def test_a_data_set_is_declared_until_it_is_here(checkout):
@@ -627,21 +440,6 @@ def test_a_misprint_is_explained_where_the_corrected_equation_holds(checkout, co
     assert (verdict.ours, verdict.compared) == (False, compared)
 
 
-def test_vims_formula_differs_and_a_smaller_scan_explains_it(checkout):
-    """Our own Vim has 8 multiply-adds per state and position where Eq. 13 has 18; another count of it has no
-    explanation.
-    """
-    counts = {size: cost(f"vim_{size}_patch16_224", {}, (224, 224)) for size in ("tiny", "small", "base")}
-    rows = {
-        size: (f"vim_{size}_patch16_224", {}, 224, found.num_params, found.macs_g) for size, found in counts.items()
-    }
-    checkout.count(**rows)
-    assert checkout.judge()["eq13.vim"].status == "differs, explained"
-    rows["tiny"] = (*rows["tiny"][:4], 1.01 * counts["tiny"].macs_g)
-    checkout.count(**rows)
-    assert checkout.judge()["eq13.vim"].status == "differs, unexplained"
-
-
 def test_equal_peaks_of_memory_say_nothing_about_growth(checkout):
     rows = [
         {
@@ -656,49 +454,6 @@ def test_equal_peaks_of_memory_say_nothing_about_growth(checkout):
     checkout.speed(*rows, device=checkout.L40S)
     verdict = checkout.judge()["text.5_3.linear_memory"]
     assert verdict.status == "not measured" and "divides by a difference of our numbers" in verdict.reason
-
-
-CHUNKS = {4: 76.0, 8: 76.5, 16: 77.0, 32: 75.0, 64: 74.0, 0: 74.5}  # by the words on Fig. 7a; 0 is all 196 tokens
-
-
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [
-        ({}, "matched"),
-        ({64: 74.6}, "differs, unexplained"),  # all tokens are the worst
-        ({64: 75.5}, "differs, unexplained"),
-        ({8: 74.9}, "differs, unexplained"),  # not in the sweet region
-        ({32: 76.1}, "differs, unexplained"),  # above one of the sweet region
-    ],
-)
-def test_the_words_on_fig_7a_are_judged_as_a_whole(checkout, changes, status):
-    for size, top1 in (CHUNKS | changes).items():
-        options = {} if size == 16 else {"chunk_size": size}
-        checkout.train(f"pretrain/chunk{size}", VITTT, "imagenet", top1=top1, held_out_images=50_000, options=options)
-    assert checkout.judge()["text.fig7a.chunk"].status == status
-
-
-def grow(power: int, parts: int) -> list[dict]:
-    """Peaks of memory at three image sizes of 1000 MiB for weights, and what grows with a power of the tokens."""
-    sizes = {512: 1024, 1024: 4096, 1280: 6400}
-    return [
-        {"image_size": [side, side], "peak_memory_mib": 1000 + parts * tokens**power} for side, tokens in sizes.items()
-    ]
-
-
-@pytest.mark.parametrize(("of_vim", "word"), [(1, "holds"), (2, "does not hold")])
-def test_memory_grows_as_it_does_apart_from_what_is_constant(checkout, of_vim, word):
-    """Weights of 1000 MiB beside tokens of 1 MiB each hide the growth in a ratio of peaks, and not in one of
-    differences.
-    """
-    rows = []
-    for size in ("tiny", "small", "base"):
-        rows += [{"model": f"vittt_{size}_patch16_224", **row} for row in grow(1, 1)]
-        rows += [{"model": f"vim_{size}_patch16_224", **row} for row in grow(of_vim if size == "base" else 1, 1)]
-        rows += [{"model": f"deit_{size}_patch16_224", "attention": "unfused", **row} for row in grow(2, 1)]
-    checkout.speed(*rows, device=checkout.H200)
-    (found,) = checkout.judge()["text.5_3.linear_memory"].elsewhere
-    assert found.found == word
 
 
 @pytest.mark.parametrize(

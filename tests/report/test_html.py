@@ -116,32 +116,6 @@ def test_what_explains_a_status_stands_in_its_row(checkout):
     assert "none: profiles/paper.yaml has no cell that trains it so" in about["table1.vittt_t.top1_percent"]
 
 
-def test_each_status_has_its_own_words_in_its_row(checkout):
-    """What differs says why, what nobody can measure is no contradiction, and what was fitted says to what."""
-    checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
-    content = checkout.json("results/complexity/metrics.json")
-    fitted = {
-        "model": "vit_adapter",
-        "options": {"backbone": "vittt_tiny_patch16_224"},
-        "image_size": [800, 1344],
-        "num_params": 9_228_000,
-    }
-    content["metrics"]["rows"]["adapted"] = {**fitted, "macs_g": 1.0, "macs_g_paper_convention": 74.3}
-    checkout.record("complexity", content["metrics"])
-    elements = Elements(page(checkout))
-    names = [entry["id"] for entry in checkout.json("results/claims.json")["entries"]]
-    # those of the first paper come first
-    about = dict(zip(names, (text for _, _, text in elements.all("div", **{"class": "about"}))))
-    assert "why ours differsEq. 13 with MLP, patch convolution and head gives 1.4448" in about["table3.conv2d.macs_g"]
-    unmeasurable = about["text.5_3.speedup_1280_b"]
-    assert "why nobody can have measured it" in unmeasurable and "contradicts itself" not in unmeasurable
-    assert (
-        "why it is no evidence" in about["table2_coco.vittt_t.macs_g"]
-        and "was fitted to the rows" in about["table2_coco.vittt_t.macs_g"]
-    )
-    assert "why it is no evidence" not in about["table1.vittt_t.params_m"]
-
-
 def test_every_status_has_a_colour():
     style = (ROOT / "repro/report/template.html").read_text(encoding="utf-8")
     assert all(re.search(rf"\.{make_anchor(word)}[ ,]", style) for word in STATUSES)

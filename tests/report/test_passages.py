@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.config import active_profile
-from repro.core.paths import Paths
 from repro.papers import load_primary
-from repro.report.claims import judge_paper
 from repro.report.markdown import render_blocks
 from repro.report.pages import build_passages, write_report
 from repro.report.passages import compare_without_learning, count_noisy_rows
-from repro.report.results import Results
-from stages import stage_names, verb_of
-from stages.report import load_scores
 
 from .conftest import JUDGE
 
@@ -43,23 +37,6 @@ def test_each_page_has_the_markers_of_its_passages(file, marker):
     assert text.count(f"<!-- {marker} -->\n") == text.count(f"\n<!-- /{marker} -->\n") == 1
 
 
-@pytest.fixture(scope="module")
-def committed() -> dict[tuple[str, str], str]:
-    """(page, marker) -> what this checkout's records give."""
-    paths, paper = Paths(ROOT), load_primary()
-    verbs, named = [verb_of(stage) for stage in stage_names()], active_profile(paths, besides=("runtime",))
-    report = judge_paper(
-        paper, Results(paths, [paper], load_scores(paths)), speed_dtype="fp16", verbs=verbs, profile=named
-    )
-    return {(file, marker): text for file, marker, text in build_passages(report)}
-
-
-@pytest.mark.parametrize(("file", "marker"), PASSAGES)
-def test_the_pages_say_what_the_committed_records_give(file, marker, committed):
-    _, _, rest = (ROOT / file).read_text(encoding="utf-8").partition(f"<!-- {marker} -->\n")
-    assert rest.partition(f"\n<!-- /{marker} -->")[0] == committed[file, marker]
-
-
 def test_without_a_record_a_passage_is_one_sentence_with_the_command(checkout):
     said = passage(count_noisy_rows, checkout)
     assert "`repro efficiency`" in said and said.count(".") == said.count("\n") + 1 == 1
@@ -73,13 +50,6 @@ def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout)
     said = passage(count_noisy_rows, checkout)
     assert file.read_text(encoding="utf-8") == f"a\n<!-- noise -->\n{said}\n<!-- /noise -->\nb\n"
     assert other.read_text(encoding="utf-8") == "c\n" and "batch" in said
-
-
-def test_the_scenes_have_a_page_of_their_own(checkout):
-    detector(checkout)
-    write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
-    page = (checkout.paths.results / "papers/scenes.md").read_text(encoding="utf-8")
-    assert "25.0 %" in page and page.startswith("# ")
 
 
 def test_pictures_of_a_passage_are_found_from_its_page(checkout):

@@ -76,20 +76,6 @@ def test_json_and_csv_hold_every_entry_with_the_same_status(reported):
     )
 
 
-def test_the_same_records_give_the_same_bytes(reported):
-    names = ("tables.md", "claims.csv", "claims.json")
-    first = [(reported.paths.results / name).read_bytes() for name in names]
-    run(ReportParams(), reported.paths)
-    assert [(reported.paths.results / name).read_bytes() for name in names] == first
-
-
-def test_run_json_with_its_date_is_not_read(reported):
-    before = page(reported)
-    reported.write("results/complexity/run.json", "not even JSON")
-    run(ReportParams(), reported.paths)
-    assert page(reported) == before
-
-
 def test_tables_show_paper_ours_and_status(reported):
     text = page(reported)
     table1 = section(text, "Table 1")

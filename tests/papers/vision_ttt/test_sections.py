@@ -2,7 +2,6 @@
 is left out.
 """
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from repro.core.csvfile import read_csv
 from repro.papers import load_primary
 from repro.papers.vision_ttt.readings import load_choices
-from repro.papers.vision_ttt.readings_page import count_fits, describe_choices, find_trained
+from repro.papers.vision_ttt.readings_page import count_fits, find_trained
 from repro.papers.vision_ttt.sections import COUNTERS_FILE, describe_models, list_findings
 from repro.report.arithmetic import agreement
 from repro.report.markdown import render_blocks, render_markdown
@@ -90,18 +89,6 @@ def test_each_finding_can_speak_against_the_paper(checkout, path, value, says):
     assert "1 of 9 findings speak against the paper." in render_blocks(list_findings(checkout.report()))
 
 
-def test_epochs_are_ordered_as_numbers(checkout):
-    """10 comes after 2; as text it would come before, and the loss would seem to fall and rise."""
-    metrics = visualized()
-    losses = {"epoch_0": 2.0, "epoch_2": 6.0, "epoch_10": 3.0}
-    metrics["reconstruction_loss"] = {name: {"mean_by_layer": [loss], "smallest": 0.1} for name, loss in losses.items()}
-    checkout.record("visualize", metrics)
-    assert findings(checkout)["the reconstruction loss rises, then falls"] == (
-        "2.0 at epoch 0, 6.0 at epoch 2, 3.0 at epoch 10",
-        "for the paper",
-    )
-
-
 def test_fields_that_were_not_drawn_are_no_findings(checkout):
     metrics = visualized()
     del metrics["receptive_fields"]["Vim"]
@@ -158,12 +145,6 @@ def test_the_page_of_readings_counts_what_fits(checkout):
     text = page(checkout)
     assert count_fits(report, "best") == 3 and "`gate_bias=true,post_norm=none`." in text
     assert "| `conv1d_count=1` |" in text and "9 of 12" in text and "Top-1 (%)" not in text
-
-
-def test_every_choice_is_explained_with_its_alternatives(checkout):
-    text = render_blocks(describe_choices(checkout.report()))
-    assert re.findall(r"(?m)^### (.*)$", text) == [choice.asks for choice in load_choices()]
-    assert all(f"`{each}`, " in text for choice in load_choices() for each in choice.alternatives)
 
 
 def train(checkout, name: str, reading: str, top1: tuple[float, ...], *, device: str = "cpu_some", **more) -> None:
