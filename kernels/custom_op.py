@@ -155,6 +155,9 @@ class CustomOp:
         x, backend, keep_states = self._split_forward(values)
         module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
+        if states_shape and torch.compiler.is_exporting() and isinstance(states_shape[0][0], torch.SymInt):
+            # how many states there are depends on the batch, which a question about their number would fix
+            states_shape = [(torch.library.get_ctx().new_dynamic_size(), *states_shape[0][1:])]
         leading = getattr(x, self.leading)
         out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
         return (

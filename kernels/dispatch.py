@@ -19,13 +19,9 @@ from torch import Tensor
 BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# imports the modules of a backend: the one with `forward` and the one with `backward`
+# imports the modules of a backend, the one with `forward` and the one with `backward`, by import statements, in which
+# code hashes find them
 Load = Callable[[], tuple[ModuleType, ModuleType]]
-
-
-def loader(package: str, forward: str, backward: str) -> Load:
-    """What imports two modules of an operator's package, when it is called."""
-    return lambda: (importlib.import_module(f"{package}.{forward}"), importlib.import_module(f"{package}.{backward}"))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -32,8 +32,7 @@ def check(
     error.
     """
     from repro.data.check.run import Depth, run_check
-    from repro.data.pixels import limit_pixels
 
-    limit_pixels(load_runtime(find_root()).max_pixels)
-    depth = Depth(full=full, sample=sample, seed=seed, workers=workers or usable_cores())
+    max_pixels = load_runtime(find_root()).max_pixels
+    depth = Depth(full=full, sample=sample, seed=seed, workers=workers or usable_cores(), max_pixels=max_pixels)
     run_check(kind, root, depth, speed=speed, emit=lambda line: print(line, flush=True))

@@ -71,7 +71,6 @@ def command(
         weights = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "weights.safetensors"
     require_hash(weights, sha256)
     from repro.data.cells import open_cell
-    from repro.data.pixels import limit_pixels
     from repro.inference.attention import measure_on_data
     from repro.inference.classifier import load_classifier
     from repro.inference.explain import draw_map, require_png
@@ -80,11 +79,10 @@ def command(
     from repro.models.checkpoints import open_weights
 
     runtime = load_runtime(paths)
-    limit_pixels(runtime.max_pixels)
     cell = None if images else open_cell(paths, runtime, data or "digits")
     classifier = load_classifier(open_weights(weights, model=model), choose_device(runtime.device))
     if cell is None:
-        draw_map(classifier, find_pictures(images), map, output, teacher)
+        draw_map(classifier, find_pictures(images), map, output, teacher, runtime.max_pixels)
     elif probe is not None:
         compare_probe(classifier, cell, probe, paths, runtime)
     else:

@@ -106,7 +106,7 @@ def command(
     if set(given) & set(_TRAINING):
         raise UserError("generate: --cell, --from, --gpus and --seeds train, and --weights draws; take one of them")
     require_hash(weights, sha256)
-    require_hash(vae, vae_sha256)
+    require_hash(vae, vae_sha256, stated="--vae-sha256")
     from repro.inference.generate import DrawRequest, draw_pictures
 
     changed = {

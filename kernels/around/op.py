@@ -27,7 +27,11 @@ from .reference import (
     scan_convs_formula,
 )
 
-_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
+
+def _load_triton():
+    from . import triton_bwd, triton_fwd
+
+    return triton_fwd, triton_bwd
 
 
 def conv_norm(

@@ -10,7 +10,17 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, bi_wkv_formula
 
-_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
+
+def _load_triton():
+    from . import triton_bwd, triton_fwd
+
+    return triton_fwd, triton_bwd
+
+
+def _load_loops():
+    from . import numba_path
+
+    return numba_path, numba_path
 
 
 def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> Tensor:
@@ -88,7 +98,7 @@ CUSTOM_OP = CustomOp(
     reference=lambda x: bi_wkv_formula(*x),
     torch_path=torch_path,
     load_triton=_load_triton,
-    load_loops=dispatch.loader(__package__, "numba_path", "numba_path"),
+    load_loops=_load_loops,
     result_shapes=lambda module, x, keep_states: (x.k.shape, module.states_shape(x.k.shape, keep_states)),
     forward_flops=lambda x: forward_flops(x.k),
     backward_flops=lambda x: backward_flops(x.k),

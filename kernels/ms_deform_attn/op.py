@@ -13,7 +13,11 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, ms_deform_attn_formula
 
-_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
+
+def _load_triton():
+    from . import triton_bwd, triton_fwd
+
+    return triton_fwd, triton_bwd
 
 
 def ms_deform_attn(

@@ -13,7 +13,18 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, selective_scan_recurrence
 
-_load_triton = dispatch.loader(__package__, "triton_fwd", "triton_bwd")
+
+def _load_triton():
+    from . import triton_bwd, triton_fwd
+
+    return triton_fwd, triton_bwd
+
+
+def _load_loops():
+    from . import numba_path
+
+    return numba_path, numba_path
+
 
 # multiply-adds of one state: Δ·A, Δu·B, exp(ΔA)·h with the addition, and C·h with the sum
 MACS_PER_STATE = 4
@@ -224,7 +235,7 @@ CUSTOM_OP = CustomOp(
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,
-    load_loops=dispatch.loader(__package__, "numba_path", "numba_path"),
+    load_loops=_load_loops,
     result_shapes=lambda module, x, keep_states: (
         x.delta.shape,
         module.states_shape(x.delta.shape, x.A.shape[-1], keep_states),

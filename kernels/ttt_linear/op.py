@@ -15,7 +15,18 @@ from . import torch_path
 from .reference import Arguments, ttt_linear_dual
 
 MIN_HEAD_DIM = 4  # a LayerNorm of two values gives signs, which rounding turns over
-_load_triton = dispatch.loader(__package__, "triton_phases", "triton_bwd")
+
+
+def _load_triton():
+    from . import triton_bwd, triton_phases
+
+    return triton_phases, triton_bwd
+
+
+def _load_loops():
+    from . import numba_path
+
+    return numba_path, numba_path
 
 
 def ttt_linear(
@@ -202,7 +213,7 @@ CUSTOM_OP = CustomOp(
     reference=_reference,
     torch_path=torch_path,
     load_triton=_load_triton,
-    load_loops=dispatch.loader(__package__, "numba_path", "numba_path"),
+    load_loops=_load_loops,
     result_shapes=lambda module, x, keep_states: (x.q.shape, module.states_shape(x.q.shape, x.chunk_size, keep_states)),
     forward_flops=lambda x: forward_flops(x.q, x.chunk_size),
     backward_flops=lambda x: backward_flops(x.q, x.chunk_size),

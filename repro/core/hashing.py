@@ -30,10 +30,18 @@ def hash_file(path: Path, digits: int = DIGITS) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:digits]
 
 
-def require_hash(path: Path | None, sha256: str | None, advice: str = "; get the right file", named: str = "") -> None:
+def require_hash(
+    path: Path | None,
+    sha256: str | None,
+    advice: str = "; get the right file",
+    *,
+    named: str = "",
+    stated: str = "--sha256",
+) -> None:
     """Refuse a file whose SHA-256 does not begin with the stated digits, 8 or more; None states nothing.
 
-    `named` is how the error names the file, if not by its path; `advice` ends it.
+    Errors name the file as `named`, by default by its path, and the digits by the option or the key of a params file
+    that `stated` them; `advice` ends them.
 
     Raises:
         UserError: another hash, too few digits or others than hexadecimal ones, or no file.
@@ -41,11 +49,9 @@ def require_hash(path: Path | None, sha256: str | None, advice: str = "; get the
     if sha256 is None:
         return
     if len(sha256) < 8 or set(sha256.lower()) - set("0123456789abcdef"):
-        raise UserError(f"--sha256 {sha256}: expected 8 hex digits or more")
+        raise UserError(f"{stated} {sha256}: expected 8 hex digits or more")
     if path is None or not path.is_file():
-        raise UserError(
-            f"{named or path or '--sha256'}: no such file, so its hash cannot be verified; name a file of weights"
-        )
+        raise UserError(f"{named or path or stated}: no such file, so its hash cannot be verified; name the right one")
     found = hash_file(path, digits=64)
     if not found.startswith(sha256.lower()):
         raise UserError(f"{named or path}: has SHA-256 {found[:16]}..., expected {sha256}{advice}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from .findings import RAISE_FIRST, BadData, Finding, Report
 from .manifest import Folder
-from .pixels import read_labels, read_pixels
+from .pixels import MAX_PIXELS, read_labels, read_pixels
 from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
@@ -35,8 +35,8 @@ class AdePairs:
             not images.
     """
 
-    def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST):
-        base = find_base(root)
+    def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS):
+        base, self._max_pixels = find_base(root), max_pixels
         self.classes = _read_names(base, report)
         self._images, self._labels = (base / part / FOLDERS[split] for part in ("images", "annotations"))
         found = [list_images(folder, report, RELEASE) for folder in (self._images, self._labels)]
@@ -65,16 +65,18 @@ class AdePairs:
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Image (H, W, 3) uint8 and label map (H, W) uint8 with values 0..K; see `read_pair`."""
-        return read_pair(*self.paths(index), len(self.classes))
+        return read_pair(*self.paths(index), len(self.classes), self._max_pixels)
 
 
-def read_pair(image_path: Path, label_path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def read_pair(
+    image_path: Path, label_path: Path, num_classes: int, max_pixels: int = MAX_PIXELS
+) -> tuple[np.ndarray, np.ndarray]:
     """An image (H, W, 3) uint8, red first, and its label map (H, W) uint8 with values 0..num_classes.
 
     Raises:
         UserError: a file that cannot be decoded, a label above `num_classes`, or two different sizes.
     """
-    image, labels = read_pixels(image_path), read_labels(label_path)
+    image, labels = read_pixels(image_path, max_pixels), read_labels(label_path, max_pixels)
     if labels.max() > num_classes:
         raise BadData(
             Finding("error", label_path, f"holds label {labels.max()}, at most {num_classes} expected", RELEASE)

@@ -14,7 +14,6 @@ from ..core.runtime import Runtime
 from .kinds import KINDS, Format, Kind, load_function
 from .manifest import Manifest, read_manifest, verify
 from .own import locate_own, parse_own
-from .pixels import limit_pixels
 from .tree import Tree, scan_tree
 
 
@@ -31,6 +30,7 @@ class DataCell:
     manifest_path: Path  # of the file on which every result from this data depends
     manifest: Manifest
     root: Path  # the folder that holds the data set
+    max_pixels: int = Runtime.max_pixels  # of an image that is read
 
     @property
     def kind(self) -> str:
@@ -48,7 +48,7 @@ class DataCell:
         verify(
             self.manifest, self.root, {split: tree.list_folders(split, self.row.embedded) for split in self.row.splits}
         )
-        return tree
+        return dataclasses.replace(tree, max_pixels=self.max_pixels)
 
     def open_instances(self, split: str) -> Any:
         """The annotated objects of a split in COCO's format; raises UserError where they are not those of the manifest."""
@@ -69,7 +69,7 @@ class DataCell:
     def _open(self, part: Format, reader: str, split: str) -> Any:
         base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
         verify(self.manifest, self.root, {split: list_folders(base, split, self.row.parts[part], self.row.embedded)})
-        return load_function(f"{part}.{reader}")(base, split)
+        return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels)
 
     def _find_part(self, part: Format) -> Path:
         """Where the part of a format begins."""
@@ -124,7 +124,5 @@ def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     elif not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
         raise UserError(f"{name}: prepare_data in params.yaml has no such cell{suggest_data(paths, name, known)}")
     manifest = read_manifest(file)
-    limit_pixels(runtime.max_pixels)
-    return DataCell(
-        name=name, manifest_path=file, manifest=manifest, root=find_root(paths, runtime, name, manifest.kind)
-    )
+    root = find_root(paths, runtime, name, manifest.kind)
+    return DataCell(name=name, manifest_path=file, manifest=manifest, root=root, max_pixels=runtime.max_pixels)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from ..core.errors import UserError
 from .loader import own_randomness
-from .pixels import UNREADABLE, decode_rgb
+from .pixels import MAX_PIXELS, UNREADABLE, decode_rgb, lift_limit
 from .settings import TransformSettings
 from .tree import Source, Tree
 
@@ -121,12 +121,12 @@ class ImageFolder(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         image, found = self._next_readable(key[1])
-        with own_randomness(self.seed, *key):
+        with own_randomness(self.seed, *key), lift_limit():
             return self.transform(image), int(self._targets[found])
 
     def read(self, source: Source) -> Any:
         """What the transform takes of a file; raises `UNREADABLE` where it cannot be read."""
-        return read_rgb(source, self.tree.kind.upright)
+        return read_rgb(source, self.tree.kind.upright, self.tree.max_pixels)
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
         """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and
@@ -170,9 +170,9 @@ class ImageFolder(Dataset):
         raise UserError(f"{self.tree.root / self.split}: none of the {len(self)} images can be read; get them again")
 
 
-def read_rgb(source: Source, upright: bool = False) -> Image.Image:
-    """An image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raises `UNREADABLE`."""
-    return decode_rgb(source.read(), source.file, upright=upright)
+def read_rgb(source: Source, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Read an image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raise `UNREADABLE`."""
+    return decode_rgb(source.read(), source.file, max_pixels, upright=upright)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

@@ -19,7 +19,7 @@ import numpy as np
 from ..core.hashing import short_hash
 from .findings import RAISE_FIRST, BadData, Finding, Report, count
 from .manifest import ClassRecord, Folder
-from .pixels import explain_error, read_pixels
+from .pixels import MAX_PIXELS, explain_error, read_pixels
 from .tree import list_images, record_folder, show_few
 
 _RENEW = "unpack annotations_trainval2017.zip again, or correct your own file"
@@ -61,6 +61,7 @@ class Instances:
     num_annotations: int  # in the file, targets or not
     num_empty: int  # boxes without area
     num_outside: int  # boxes that reach beyond their image
+    max_pixels: int  # of an image that is read
 
     def path(self, place: int) -> Path:
         """The file of an image."""
@@ -75,7 +76,9 @@ class Instances:
         return marshal.loads(self.masks[self.mask_starts[target] : self.mask_starts[target + 1]])
 
 
-def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Instances | None:
+def read_instances(
+    root: Path, split: str, report: Report = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS
+) -> Instances | None:
     """Read and judge the annotations of a split, and see that their images are there.
 
     As in mmdet, crowds are not targets, nor are boxes that are narrower or lower than a pixel, without area or outside
@@ -127,6 +130,7 @@ def read_instances(root: Path, split: str, report: Report = RAISE_FIRST) -> Inst
         num_annotations=len(content["annotations"]),
         num_empty=len(faults["empty"]),
         num_outside=len(faults["outside"]),
+        max_pixels=max_pixels,
     )
 
 
@@ -168,11 +172,11 @@ def find_parts(root: Path, split: str) -> tuple[str, str]:
     )
 
 
-def read_image(path: Path, size: tuple[int, int], file: Path) -> np.ndarray:
-    """An image as (H, W, 3) uint8, red first; raises UserError if it cannot be read, or has not the (height, width)
-    that `file` says.
+def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Read an image as (H, W, 3) uint8, red first; raise UserError where that fails, or where it has not the (height,
+    width) that `file` says.
     """
-    pixels = read_pixels(path)
+    pixels = read_pixels(path, max_pixels)
     if (found := pixels.shape[:2]) != size:
         turned = " (turned: is it another copy of the images?)" if found == size[::-1] else ""
         problem = f"is {found[1]}×{found[0]}, {file.name} says {size[1]}×{size[0]}{turned}"

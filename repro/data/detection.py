@@ -111,7 +111,7 @@ class CocoDetection(Dataset):
         path = self.instances.path(place)
         size = tuple(self.instances.sizes[place].tolist())
         targets = self.instances.targets(place)
-        pixels = read_image(path, size, self.instances.file)
+        pixels = read_image(path, size, self.instances.file, self.instances.max_pixels)
         try:
             masks = [
                 decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)

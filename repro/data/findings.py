@@ -50,6 +50,11 @@ class Report(abc.ABC):
     def add(self, findings: Sequence[Finding]) -> None:
         """Take findings of one sort and severity."""
 
+    def add_mixed(self, findings: Sequence[Finding]) -> None:
+        """Take findings of several sorts; those of one sort share their advice."""
+        for advice in dict.fromkeys(finding.advice for finding in findings):
+            self.add([finding for finding in findings if finding.advice == advice])
+
     def ok(self, place: Path, text: str) -> None:
         """Report something that is as it should be."""
         self.add([Finding("ok", place, text)])

@@ -7,7 +7,6 @@ therefore the epoch and the batch number, which the training loop knows anyway.
 import atexit
 import contextlib
 import dataclasses
-import functools
 import random
 import signal
 import threading
@@ -21,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..core.errors import RunError, UserError
-from . import pixels
 
 Keys = list[tuple[int, int]]
 
@@ -171,7 +169,7 @@ class _Loader:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.device(device).type == "cuda",
-            worker_init_fn=functools.partial(_start_worker, pixels.max_pixels),
+            worker_init_fn=_ignore_signals,
             # DataLoader draws a number for each iterator, by default from the global generator
             generator=torch.Generator(),
         )
@@ -262,11 +260,8 @@ def _end_workers(iterator: Any) -> None:
             worker.join()
 
 
-def _start_worker(max_pixels: int, worker_id: int) -> None:
-    """Take over the limit of pixels, and ignore signals: one to the whole process group must not end the workers before
-    the main
-    process has saved its state."""
-    pixels.limit_pixels(max_pixels)
+def _ignore_signals(worker_id: int) -> None:
+    """One to the whole process group must not end the workers before the main process has saved its state."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 

@@ -18,7 +18,6 @@ from .findings import RAISE_FIRST, RaiseFirst, Report
 from .kinds import KINDS, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
 from .own import parse_own, split_own
-from .pixels import limit_pixels
 from .settings import ExpectedCounts
 from .tree import scan_tree
 
@@ -62,11 +61,10 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     """
     own = parse_own(data)
     split_own(paths, own)
-    limit_pixels(runtime.max_pixels)
     if own.kind == "coco":
-        counts, unit = _count_objects(own.path), "training objects"
+        counts, unit = _count_objects(own.path, runtime.max_pixels), "training objects"
     elif own.kind == "ade20k":
-        counts, unit = _count_pixels(own.path), "pixels of training pictures"
+        counts, unit = _count_pixels(own.path, runtime.max_pixels), "pixels of training pictures"
     prepare(PrepareData(kind=own.kind), paths, runtime, data)
     if own.kind == "folder":
         folders = read_manifest(manifest_path(paths, data)).splits["train"].folders
@@ -76,18 +74,18 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
         print(f"{few}: {counts[few]:,} {unit}, {many}: {counts[many]:,}; training will favour {many}", flush=True)
 
 
-def _count_objects(root: Path) -> dict[str, int]:
+def _count_objects(root: Path, max_pixels: int) -> dict[str, int]:
     """The targets of each category in `train`; says how many boxes are not used as they are.
 
     Raises:
         UserError: no category, a split without targets, or a picture of a sample that cannot be read.
     """
     for split in reversed(KINDS["coco"].splits):
-        instances = coco.read_instances(root, split)
+        instances = coco.read_instances(root, split, max_pixels=max_pixels)
         if not len(instances.labels):
             raise UserError(f"{instances.file}: has no object of a category; a detector needs some in each split")
         for place in np.linspace(0, len(instances.names) - 1, min(len(instances.names), _LOOKED_AT)).astype(int):
-            coco.read_image(instances.path(place), tuple(instances.sizes[place].tolist()), instances.file)
+            coco.read_image(instances.path(place), tuple(instances.sizes[place].tolist()), instances.file, max_pixels)
         if spoiled := instances.num_outside + instances.num_empty:
             print(
                 f"{instances.file}: {spoiled:,} boxes outside of the picture or without area; training "
@@ -99,10 +97,10 @@ def _count_objects(root: Path) -> dict[str, int]:
     )
 
 
-def _count_pixels(root: Path) -> dict[str, int]:
+def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
     """The pixels of each class in a sample of `train`; raises UserError where a segmenter could not learn."""
     for split in reversed(KINDS["ade20k"].splits):
-        pairs = ade20k.AdePairs(root, split)
+        pairs = ade20k.AdePairs(root, split, max_pixels=max_pixels)
         if len(pairs.classes) < 2:
             raise UserError(
                 f"{root}: has one class; name another, for what surrounds it (0 is where nothing is labelled)"

@@ -23,6 +23,7 @@ import numpy as np
 from ..core.errors import UserError
 from ..core.hashing import hash_file, short_hash
 from ..core.record import atomic
+from ..core.runtime import Runtime
 from .findings import RAISE_FIRST, Report, count
 from .kinds import KINDS, Kind, list_wnids
 from .manifest import ClassRecord, Folder, record_files
@@ -87,6 +88,7 @@ class Tree:
     classes: tuple[str, ...]  # sorted names of the class folders, the same in every split
     splits: dict[str, Split]
     kind: Kind
+    max_pixels: int = Runtime.max_pixels  # of an image that is read
 
     def path(self, split: str, index: int) -> Path:
         """The file of one sample; for one in an archive, the archive's path followed by the name in it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.errors import UserError
 from ..core.runtime import device_label
 from ..data.classification import eval_transform
-from ..data.pixels import read_pixels
+from ..data.pixels import MAX_PIXELS, read_pixels
 from ..models.checkpoints import open_weights
 from . import draw, erf, inner
 from .attention import explain_attention
@@ -45,7 +45,14 @@ def require_png(output: Path) -> None:
         raise UserError(f"{output}: the figure is written as PNG; give a name that ends in .png")
 
 
-def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Path, teacher: Path | None = None) -> None:
+def draw_map(
+    classifier: Classifier,
+    pictures: list[Path],
+    map: Map,
+    output: Path,
+    teacher: Path | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> None:
     """Draw a map of pictures as a PNG, and print what it shows.
 
     `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over
@@ -56,7 +63,7 @@ def draw_map(classifier: Classifier, pictures: list[Path], map: Map, output: Pat
     """
     require_png(output)
     weights = classifier.checkpoint.path
-    images = torch.stack([_read_picture(classifier, path) for path in pictures])
+    images = torch.stack([_read_picture(classifier, path, max_pixels) for path in pictures])
     inputs = classifier.to_inputs(images)
     count = f"{len(images)} picture" + ("s" if len(images) > 1 else "")
     source = "/".join(weights.parts[-2:]) if weights else "published weights"
@@ -99,6 +106,6 @@ def _draw_inner_map(
         draw.draw_losses(output, losses, caption)
 
 
-def _read_picture(classifier: Classifier, path: Path) -> Tensor:
+def _read_picture(classifier: Classifier, path: Path, max_pixels: int) -> Tensor:
     """A picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
-    return torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path))))
+    return torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path, max_pixels))))

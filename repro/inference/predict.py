@@ -13,7 +13,7 @@ from ..core.paths import find_root
 from ..core.record import atomic, write_json
 from ..core.runtime import choose_device, load_runtime
 from ..core.ui import print_error, print_table
-from ..data.pixels import limit_pixels, read_pixels
+from ..data.pixels import read_pixels
 from ..data.tree import EXTENSIONS
 from ..models.checkpoints import open_weights
 from ..models.weights import is_foreign
@@ -40,7 +40,6 @@ def predict_pictures(
             pictures that cannot be read, after the others.
     """
     runtime = load_runtime(find_root())
-    limit_pixels(runtime.max_pixels)
     device = choose_device(runtime.device)
     if is_foreign(weights):
         raise UserError(f"{weights}: not a weights file of this project, which would name its model and its classes")
@@ -54,7 +53,7 @@ def predict_pictures(
         raise UserError(f"{weights}: {error}") from None
     files = find_pictures(given, unique_names=predictor.draws)
     found, rows, unread = {}, [], []
-    pictures = _read(files, predictor, unread)
+    pictures = _read(files, predictor, unread, runtime.max_pixels)
     while group := list(itertools.islice(pictures, predictor.batch_size)):
         for (path, _), sight in zip(group, predictor.look([picture for _, picture in group]), strict=True):
             found[path.name if predictor.draws else str(path)] = sight.content
@@ -106,11 +105,13 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
     return files
 
 
-def _read(files: list[Path], predictor: Predictor, unread: list[UserError]) -> Iterator[tuple[Path, Any]]:
+def _read(
+    files: list[Path], predictor: Predictor, unread: list[UserError], max_pixels: int
+) -> Iterator[tuple[Path, Any]]:
     """Each picture that can be read, prepared; the errors of the others go to `unread`."""
     for path in files:
         try:
-            pixels = read_pixels(path)
+            pixels = read_pixels(path, max_pixels)
         except UserError as error:
             unread.append(error)
             continue

@@ -176,7 +176,7 @@ class Vim(Backbone):
         """
         tokens, grid = self.patches(x)
         middle, built = (self.prefix_positions(h * w) for h, w in (grid, self.grid_size))
-        tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1), middle)
+        tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(tokens.shape[0], -1, -1), middle)
         return at_least_fp32(tokens) + resample_positions(self.pos_embed, self.grid_size, grid, built, middle), grid
 
     def class_feature(self, tokens: Tensor) -> Tensor:

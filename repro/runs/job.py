@@ -271,7 +271,7 @@ def verify_init(cell: Cell) -> None:
         raise UserError(
             f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}"
         )
-    require_hash(path, stated, named=f"{where}.weights: {path}")
+    require_hash(path, stated, named=f"{where}.weights: {path}", stated=f"{where}.sha256:")
 
 
 def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:

@@ -14,16 +14,18 @@ from PIL import Image
 
 from repro.core.config import build
 from repro.core.errors import RunError, UserError
-from repro.data import pixels
+from repro.data.ade20k import AdePairs
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
 from repro.data.check.speed import TRANSFORM, Speed, measure_speed
+from repro.data.coco import read_image, read_instances
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
 from repro.data.findings import PrintAll
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
+from repro.data.tree import scan_tree
 
 ROOT = Path(__file__).parents[2]
 WNIDS = ("n01440764", "n01443537", "n01484850")  # timm's classes 0, 1 and 2
@@ -53,6 +55,17 @@ def findings(check, root, depth=FULL, **kwargs):
 
 def only(lines: list[str], level: str) -> list[str]:
     return [line[9:] for line in lines if line.startswith(level)]
+
+
+def require_same_refusal(read, lines: list[str], root: Path, *, refused: bool) -> None:
+    """Training, which reads the same files, raises one of the check's errors, or takes what it cannot know is wrong."""
+    said = ""
+    try:
+        read()
+    except UserError as error:
+        said = str(error).removeprefix(f"{root}/")
+    assert bool(said) == refused and "\n" not in said, said
+    assert said.partition(" (and ")[0].partition("; ")[0] in "\n".join(lines), (said, lines)
 
 
 @pytest.fixture
@@ -169,6 +182,9 @@ def test_a_fault_in_imagenet(imagenet, fault):
     assert message in "\n".join(only(lines, "error")), lines
     assert found == errors, lines
     assert all(line.count("; ") >= 1 for line in only(lines, "error")), "each says what to do"
+    # a scan reads no contents, and knows neither names nor counts
+    unseen = ("cut", "empty file", "a web page", "count", "misplaced", "wrong map")
+    require_same_refusal(lambda: scan_tree(imagenet, "imagenet"), lines, imagenet, refused=fault not in unseen)
 
 
 def test_one_level_too_deep(imagenet):
@@ -452,6 +468,14 @@ def test_a_fault_in_coco(coco, fault):
     assert message in "\n".join(only(lines, "error")), lines
     assert found == errors, lines
 
+    def read():
+        instances = read_instances(coco, "train")
+        for place, size in enumerate(instances.sizes.tolist()):
+            read_image(instances.path(place), tuple(size), instances.file)
+
+    # training clips such boxes
+    require_same_refusal(read, lines, coco, refused=fault not in ("box outside", "box left of it"))
+
 
 def test_boxes_without_area_are_known_in_the_original(coco):
     change("annotations", 0, bbox=[1.0, 1.0, 5.0, 0.0])(coco)
@@ -520,6 +544,7 @@ def test_a_complete_ade20k(ade, inside):
 
 
 IMAGE, LABEL = "images/training/ADE_train_00000002.jpg", "annotations/training/ADE_train_00000002.png"
+ADE_PARTS = ("images", "annotations")
 ADE_FAULTS = {
     # the pair, and the number of pairs
     "no label": (lambda r: (r / LABEL).unlink(), 2, f"{IMAGE}: has no label map"),
@@ -527,6 +552,12 @@ ADE_FAULTS = {
     "image cut": (lambda r: cut(r / IMAGE), 1, f"{IMAGE}: unreadable image (image file is truncated"),
     "label cut": (lambda r: cut(r / LABEL), 1, f"{LABEL}: unreadable image ("),
     "label empty": (lambda r: (r / LABEL).write_bytes(b""), 1, f"{LABEL}: is empty"),
+    "image empty": (lambda r: (r / IMAGE).write_bytes(b""), 1, f"{IMAGE}: is empty"),
+    "no image at all": (
+        lambda r: [shutil.rmtree(r / f"{part}/training") or (r / f"{part}/training").mkdir() for part in ADE_PARTS],
+        2,
+        "images/training: holds no image; take ADE",
+    ),
     "size": (lambda r: label_map(r / LABEL, (30, 40), [0, 1]), 1, f"{LABEL}: is 30×40, its image 40×30"),
     "colours": (
         lambda r: Image.open(r / LABEL).convert("RGB").save(r / LABEL),
@@ -570,6 +601,8 @@ def test_a_fault_in_ade20k(ade, fault):
     lines, found, _ = findings(check_ade20k, ade, expected=ADE_SMALL)
     assert message in "\n".join(only(lines, "error")), lines
     assert found == errors, lines
+    train = functools.partial(AdePairs, ade, "train")
+    require_same_refusal(lambda: [train().read(index) for index in range(len(train()))], lines, ade, refused=True)
 
 
 def touch(path: Path) -> None:
@@ -662,8 +695,7 @@ def test_the_limit_of_pixels_is_the_setting(tmp_path, repro_cli, monkeypatch, wo
             picture(tmp_path / "pets" / split / "cat" / f"{number}.jpg")
     (tmp_path / "dvc.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pixels, "max_pixels", pixels.max_pixels)  # as it was, afterwards
     for most, expected in ((48 * 36, 0), (48 * 36 - 1, 1)):
         (tmp_path / "params.yaml").write_text(yaml.safe_dump({"runtime": {"max_pixels": most, "data_roots": {}}}))
         code, out, _ = repro_cli("data", "check", "folder", "pets", "--workers", workers)
-        assert code == expected and ("runtime.max_pixels" in out) == bool(expected)
+        assert code == expected and ("runtime.max_pixels" in out) == bool(expected) and "again" not in out

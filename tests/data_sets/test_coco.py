@@ -332,18 +332,9 @@ def drop(name, place, key):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda found: found.pop("categories"), "has no list 'categories'; unpack annotations_trainval2017.zip again"),
-        (change(annotations={2: {"category_id": 8}}), "annotation 3 has category_id 8, which is not in the file"),
-        (change(annotations={2: {"image_id": 99}}), "annotation 3 has image_id 99, which is not in the file"),
-        (change(annotations={2: {"bbox": [1, 2, 3]}}), "annotation 3 is malformed"),
         (change(annotations={2: {"bbox": None}}), "annotation 3 is malformed"),
-        (change(annotations={2: {"segmentation": []}}), "annotation 3 has no segmentation"),
         (drop("annotations", 2, "segmentation"), "annotation 3 has no segmentation"),
-        (drop("annotations", 2, "bbox"), r"annotations\[2\] is malformed, it needs id, image_id, category_id, bbox"),
         (drop("images", 1, "height"), r"images\[1\] is malformed, it needs id, file_name, height, width"),
-        (change(images={1: {"id": 12}}), r"images\[1\] has id 12, as another one has"),
-        (change(annotations={2: {"id": 1}}), r"annotations\[2\] has id 1, as another one has"),
-        (change(annotations={2: {"bbox": [float("nan"), 2, 3, 4]}}), "NaN"),
         (change(images={2: {"height": float("inf")}}), "Infinity"),
         (change(annotations={2: {"bbox": [10**400, 2, 3, 4]}}), "annotation 3 is malformed"),
         (change(annotations={2: {"segmentation": polygon(0, 0, 1e9, 9)}}), "annotation 3 is malformed"),
@@ -373,41 +364,6 @@ def test_bad_annotations_are_refused_by_name(root, spoil, message):
     with pytest.raises(UserError, match=rf"instances_train2017\.json: .*{message}") as caught:
         read_instances(root, "train")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "No such file"),
-        ("", "is not valid JSON"),
-        ('{"images": [', "is not valid JSON"),
-        ("[]", "has no list 'images'"),
-    ],
-)
-def test_bad_files_are_refused_by_name(root, text, message):
-    file = root / "annotations/instances_train2017.json"
-    file.unlink()
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(
-        UserError, match=rf"instances_train2017\.json: {message}.*; unpack annotations_trainval2017\.zip again"
-    ):
-        read_instances(root, "train")
-
-
-def test_missing_images_are_refused_by_name(root):
-    for number in (5, 30):
-        (root / f"train2017/{number:012d}.png").unlink()
-    with pytest.raises(
-        UserError,
-        match=r"train2017/000000000005\.png: no such file, .* \(and 1 more like this\); unpack train2017\.zip",
-    ):
-        read_instances(root, "train")
-    for path in (root / "train2017").iterdir():
-        path.unlink()
-    os.rmdir(root / "train2017")
-    with pytest.raises(UserError, match="train2017: no such folder; unpack train2017.zip again"):
-        read_instances(root, "train")
 
 
 def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):

@@ -3,16 +3,14 @@
 import dataclasses
 import json
 import os
-import shutil
 
 import pytest
 
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.core.record import read_json
 from repro.core.runtime import Runtime
-from repro.data.cells import DataCell, open_cell
+from repro.data.cells import DataCell
 from repro.data.check.dense import CocoCounts, check_ade20k, check_coco, check_scenes
 from repro.data.check.run import Depth
 from repro.data.coco import read_instances
@@ -24,11 +22,6 @@ from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import ExpectedCounts, ScenesSettings
 
 SMALL = ScenesSettings(train=6, tune=2, test=3)
-CELL = {
-    "kind": "scenes",
-    "expected": {"classes": 13, "train": 6, "tune": 2, "test": 3},
-    "draw": {"train": 6, "tune": 2, "test": 3},
-}
 
 
 def cell(root, manifest: Manifest) -> DataCell:
@@ -54,45 +47,6 @@ def published(scenes):
     ):
         (scenes / test).rename(scenes / val)
     return scenes
-
-
-def test_scenes_end_to_end_and_again(tmp_path):
-    paths, runtime = Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"})
-    folder, contents = paths.cell("prepare_data", "scenes"), []
-    for _ in range(2):
-        prepare(build(PrepareData, CELL, "prepare_data.scenes"), paths, runtime, "scenes")
-        contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
-    assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
-    metrics = read_json(folder / "metrics.json")["metrics"]
-    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (
-        13,
-        6,
-        2,
-        3,
-    )
-    assert metrics["departures"] == 0
-    manifest = read_manifest(folder / "manifest.json")
-    assert manifest.generated == SMALL and list(manifest.splits["train"].folders) == [
-        "ade20k/annotations/training",
-        "ade20k/images/training",
-        "coco/annotations/instances_train2017.json",
-        "coco/train2017",
-    ]
-    root = runtime.data_root(paths, "scenes")
-    shutil.rmtree(root)
-    prepared = open_cell(paths, runtime, "scenes")
-    assert (
-        len(prepared.open_instances("train").names) == 6
-        and prepared.open_instances("train").folder == root / "coco/train2017"
-    )
-    assert len(prepared.open_pairs("test")) == 3
-
-
-def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
-    wrong = build(PrepareData, {**CELL, "expected": {"classes": 13, "train": 5, "tune": 2, "test": 3}}, "x")
-    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 5 expected, .* holds 6"):
-        prepare(wrong, Paths(tmp_path), Runtime(data_roots={"scenes": "data/scenes"}), "mine")
-    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("kind", ["coco", "ade20k"])
@@ -220,20 +174,6 @@ def test_kinds_are_not_taken_for_one_another(scenes, root):
         cell(scenes, manifest).open_tree()
     with pytest.raises(UserError, match="coco is not laid out as ade20k"):
         cell(scenes / "coco", dataclasses.replace(manifest, kind="coco")).open_pairs("train")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draw": None}, "draw: needed for kind scenes"),
-        ({"kind": "coco"}, "draw: needed for kind scenes, and for no other"),
-        ({"generate": {}}, "generate: needed for kind digits, and for no other"),
-        ({"draw": {"image_size": 64}}, r"draw\.image_size: 64 is out of range"),
-    ],
-)
-def test_bad_params(changes, message):
-    with pytest.raises(UserError, match=message):
-        build(PrepareData, {**CELL, **changes}, "prepare_data.scenes")
 
 
 def test_the_check_of_the_originals_accepts_the_formats(published):

@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 
 from repro.core.errors import UserError
 from repro.data.embedded.digits import write_digits
+from repro.data.kinds import KINDS, load_function
 from repro.data.settings import DigitsSettings
 
 SMALL = DigitsSettings(image_size=16)
@@ -86,10 +87,13 @@ def test_new_settings_replace_the_old_tree_and_leave_nothing_else(tmp_path):
     assert os.listdir(tmp_path / "data") == ["digits"]
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.embedded], ids=lambda kind: kind.name)
+def test_a_folder_with_other_files_is_refused(tmp_path, kind):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match="did not write"):
-        write_digits(tmp_path, SMALL)
+    needed = {"image_size": 96, "train_pairs": 1, "tune_pairs": 1, "test_pairs": 1, "dashes": (1, 1)}
+    settings = kind.settings(**(needed if kind.name == "connect" else {}))
+    with pytest.raises(UserError, match=rf"did not write; .*runtime\.data_roots\.{kind.name}"):
+        load_function(kind.writer)(tmp_path, settings)
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 

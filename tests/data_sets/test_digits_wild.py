@@ -107,10 +107,3 @@ def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings():
 def test_settings_that_cannot_be_drawn_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         build(WildDigitsSettings, settings, "wild")
-
-
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match="did not write"):
-        write_digits_wild(tmp_path, SMALL)
-    assert (tmp_path / "thesis.tex").read_text() == "mine"

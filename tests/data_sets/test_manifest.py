@@ -94,60 +94,16 @@ def test_opening_says_what_differs(root, what, message):
     assert scan_manifest(root, "folder").hash != manifest.hash
 
 
-def no_root(root):
-    shutil.rmtree(root)
-
-
-def no_val(root):
-    shutil.rmtree(root / "val")
-
-
-def no_images_at_all(root):
-    for split in ("train", "val"):
-        shutil.rmtree(root / split)
-        (root / split).mkdir()
-
-
-def flat_val(root):
-    for path in list((root / "val").rglob("*.png")):
-        os.rename(path, root / "val" / f"{path.parent.name}_{path.name}")
-    for folder in (root / "val").iterdir():
-        if folder.is_dir():
-            folder.rmdir()
-
-
-def empty_class(root):
-    for path in (root / "train" / "bee").iterdir():
-        path.unlink()
-
-
-def class_in_train_only(root):
-    shutil.rmtree(root / "val" / "cat")
-
-
-def class_in_val_only(root):
-    shutil.rmtree(root / "train" / "cat")
-
-
-def dangling_link(root):
-    (root / "train" / "ant" / "link.png").symlink_to(root / "nowhere.png")
-
-
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("gone", "message"),
     [
-        (no_root, r"set: no such folder; lay the data out as train/<class>/ .* and set runtime\.data_roots\.folder"),
-        (no_val, r"val: no such folder; lay the data out as"),
-        (no_images_at_all, r"train: holds no class folders; lay the data out as"),
-        (flat_val, r"val: holds 20 images outside of class folders; sort them into one folder per class"),
-        (empty_class, r"train/bee: holds no image .*; fill this class folder, or remove it"),
-        (class_in_train_only, r"train/cat: class 'cat' is in train but not in val; every split needs the same classes"),
-        (class_in_val_only, r"val/cat: class 'cat' is in val but not in train"),
-        (dangling_link, r"train/ant/link.png: this link is broken"),
+        ("", r"set: no such folder; lay the data out as train/<class>/ .* and set runtime\.data_roots\.folder"),
+        ("val", "val: no such folder; lay the data out as"),
+        ("train/cat", "val/cat: class 'cat' is in val but not in train"),
     ],
 )
-def test_bad_layouts_are_one_line(root, spoil, message):
-    spoil(root)
+def test_missing_folders_are_one_line(root, gone, message):
+    shutil.rmtree(root / gone)
     with pytest.raises(UserError, match=message) as caught:
         scan_tree(root, "folder")
     assert "\n" not in str(caught.value)

@@ -69,7 +69,10 @@ def test_no_other_decoder_sees_a_file(tmp_path, monkeypatch, content):
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [((13000, 13000), "13000×13000 .*runtime.max_pixels.* 80,000,000"), ((102, 2), "102×2 .*50 times")],
+    [
+        ((13000, 13000), "13000×13000 .*runtime.max_pixels.* 80,000,000.*raise that setting"),
+        ((102, 2), "102×2 .*50 times"),
+    ],
 )
 def test_a_large_or_oblong_image_is_refused_by_its_header(tmp_path, monkeypatch, size, message):
     path = tmp_path / "image.png"
@@ -77,8 +80,20 @@ def test_a_large_or_oblong_image_is_refused_by_its_header(tmp_path, monkeypatch,
     read_pixels(path)
     Image.new("1", size).save(path)
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("was decoded"))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         read_pixels(path)
+    assert "again" not in str(caught.value)
+
+
+def test_the_limit_of_a_call_is_its_own_and_pillows_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "image.png"
+    Image.fromarray(COLOUR).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # Pillow itself then refuses more than 20
+    with pytest.raises(UserError, match="more than runtime.max_pixels: 34"):
+        read_pixels(path, 34)
+    assert read_pixels(path, 35).shape == COLOUR.shape and Image.MAX_IMAGE_PIXELS == 10
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(path)
 
 
 @pytest.mark.parametrize("suffix", ["png", "webp"])

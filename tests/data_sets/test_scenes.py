@@ -77,12 +77,6 @@ def test_files_depend_on_the_settings_alone(root, settings, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["again", "more", "other"]
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"did not write; remove them or set runtime\.data_roots\.scenes"):
-        write_scenes(tmp_path, HARD)
-
-
 @pytest.mark.parametrize("settings", [HARD], indirect=True, ids=["hard"])
 def test_hard_scenes_are_those_of_the_first_version(root):
     """The hash is of the files that the module wrote when its settings were constants of the code (commit 70c7940)."""

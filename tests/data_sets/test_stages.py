@@ -1,4 +1,5 @@
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,37 +22,51 @@ DIGITS = {
     "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
     "generate": {"image_size": 16},
 }
+SCENES = {
+    "kind": "scenes",
+    "expected": {"classes": 13, "train": 6, "tune": 2, "test": 3},
+    "draw": {"train": 6, "tune": 2, "test": 3},
+}
+CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES)]
 
 
-def params(**changes):
-    return build(PrepareData, {**DIGITS, **changes}, "prepare_data.digits")
+def run(folder: Path, cell: dict, name: str, root: str = "data/set") -> tuple[Paths, Runtime]:
+    paths, runtime = Paths(folder), Runtime(data_roots={cell["kind"]: root})
+    prepare(build(PrepareData, cell, f"prepare_data.{name}"), paths, runtime, name)
+    return paths, runtime
 
 
-def test_digits_end_to_end_and_again(tmp_path):
-    paths, runtime = Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"})
-    folder = paths.cell("prepare_data", "digits")
-    contents = []
+@pytest.mark.parametrize("cell", CELLS)
+def test_an_embedded_set_is_prepared_twice_with_the_same_bytes_and_opened(tmp_path, cell):
+    contents, folder = [], tmp_path / "results/prepare_data/mine"
     for _ in range(2):
-        prepare(params(), paths, runtime, "digits")
+        paths, runtime = run(tmp_path, cell, "mine")
         contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
-    assert contents[0] == contents[1]
-    metrics = read_json(folder / "metrics.json")["metrics"]
-    assert (metrics["classes"], metrics["train_images"], metrics["tune_images"], metrics["test_images"]) == (
-        10,
-        1079,
-        359,
-        359,
-    )
-    assert metrics["departures"] == 0
-    manifest = read_manifest(folder / "manifest.json")
-    assert manifest.classes == {f"digit_{i}": i for i in range(10)}
-    assert open_cell(paths, runtime, "digits").open_tree().classes == tuple(manifest.classes)
+    assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
+    metrics, manifest = read_json(folder / "metrics.json")["metrics"], read_manifest(folder / "manifest.json")
+    found = {name.removesuffix("_images"): metrics[name] for name in metrics if name.endswith(("classes", "_images"))}
+    assert found == cell["expected"] and metrics["departures"] == 0
+    assert manifest.generated == build(PrepareData, cell, "x").settings and len(manifest.classes) == found["classes"]
+    shutil.rmtree(tmp_path / "data/set")  # opening writes it again
+    prepared = open_cell(paths, runtime, "mine")
+    if cell is DIGITS:
+        assert prepared.open_tree().classes == tuple(f"digit_{i}" for i in range(10)) == tuple(manifest.classes)
+    else:
+        assert prepared.open_instances("train").folder == tmp_path / "data/set/coco/train2017"
+        assert len(prepared.open_instances("train").names) == 6 and len(prepared.open_pairs("test")) == 3
+        assert list(manifest.splits["train"].folders) == [
+            "ade20k/annotations/training",
+            "ade20k/images/training",
+            "coco/annotations/instances_train2017.json",
+            "coco/train2017",
+        ]
 
 
-def test_counts_that_were_not_expected_write_no_manifest(tmp_path):
-    wrong = params(expected={"classes": 10, "train": 1078, "tune": 360, "test": 359})
-    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: 1,078 expected, .* holds 1,079"):
-        prepare(wrong, Paths(tmp_path), Runtime(data_roots={"digits": "data/digits"}), "mine")
+@pytest.mark.parametrize("cell", CELLS)
+def test_counts_that_were_not_expected_write_no_manifest(tmp_path, cell):
+    wrong = {**cell, "expected": cell["expected"] | {"train": cell["expected"]["train"] - 1}}
+    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: .* expected, .* holds"):
+        run(tmp_path, wrong, "mine")
     assert not (tmp_path / "results").exists()
 
 
@@ -59,43 +74,34 @@ def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
     for split in ("train", "val"):
         for name, wnid in {"ant": "n01440764", "bee": "n01443537", "cat": "n15075141"}.items():
             (root / split / name).rename(root / split / wnid)
-    cell = build(PrepareData, {"kind": "imagenet", "expected": {"classes": 3, "train": 20, "val": 20}}, "x")
     before = sorted(root.rglob("*"))
-    prepare(cell, Paths(tmp_path), Runtime(data_roots={"imagenet": str(root)}), "subset")
+    run(tmp_path, {"kind": "imagenet", "expected": {"classes": 3, "train": 20, "val": 20}}, "subset", str(root))
     manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
     assert len(manifest.departures) == 3 and manifest.generated is None
     assert sorted(root.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("cell", "changes", "message"),
     [
-        ({"generate": None}, "generate: needed for kind digits"),
-        ({"kind": "imagenet"}, "generate: needed for kind digits, and for no other"),
-        (
-            {"kind": "imagnet"},
-            "is not one of digits, digits_wild, imagenet, latents, folder, connect, scenes, coco, ade20k; did you mean 'imagenet'",
-        ),
-        (
-            {"expected": {"classes": 10, "train": 1079, "tune": 359}},
-            r"expected\.test: missing; digits has train, tune, test",
-        ),
-        (
-            {"expected": {"classes": 10, "train": 1079, "val": 359}},
-            r"expected\.test: missing; digits has train, tune, test",
-        ),
-        ({"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split; digits has train, tune, test"),
-        (
-            {"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}},
-            r"generate: test_fraction: 0\.45 and tune_fraction 0\.5 leave less",
-        ),
-        ({"expected": None}, "expected: missing; say how many classes and images digits must have"),
-        ({"expected": {"classes": 10, "train": 0, "tune": 1, "test": 1}}, r"expected\.train: 0 is out of range"),
+        (DIGITS, {"generate": None}, "generate: needed for kind digits"),
+        (DIGITS, {"kind": "imagenet"}, "generate: needed for kind digits"),
+        (DIGITS, {"kind": "imagnet"}, "did you mean 'imagenet'"),
+        (DIGITS, {"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing"),
+        (DIGITS, {"expected": {"classes": 10, "train": 1079, "val": 359}}, r"expected\.test: missing"),
+        (DIGITS, {"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split"),
+        (DIGITS, {"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}}, r"generate: test_fraction: 0\.45"),
+        (DIGITS, {"expected": None}, "expected: missing"),
+        (DIGITS, {"expected": DIGITS["expected"] | {"train": 0}}, r"expected\.train: 0 is out of range"),
+        (SCENES, {"draw": None}, "draw: needed for kind scenes"),
+        (SCENES, {"kind": "coco"}, "draw: needed for kind scenes"),
+        (SCENES, {"generate": {}}, "generate: needed for kind digits"),
+        (SCENES, {"draw": {"image_size": 64}}, r"draw\.image_size: 64 is out of range"),
     ],
 )
-def test_bad_params(changes, message):
+def test_bad_params(cell, changes, message):
     with pytest.raises(UserError, match=message):
-        params(**changes)
+        build(PrepareData, {**cell, **changes}, "prepare_data.mine")
 
 
 def test_environment_repeats_itself_without_torch(tmp_path, monkeypatch):

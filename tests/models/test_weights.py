@@ -244,3 +244,5 @@ def test_a_stated_hash_is_that_of_the_file(tmp_path):
             require_hash(path, stated)
     with pytest.raises(UserError, match="no such file"):
         require_hash(tmp_path / "none", "ba7816bf")
+    with pytest.raises(UserError, match=r"^a\.b\.sha256: ba78"):  # the key of a params file, not the option
+        require_hash(path, "ba78", stated="a.b.sha256:")

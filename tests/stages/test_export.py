@@ -12,8 +12,8 @@ from repro.core.hashing import hash_file
 from repro.models.checkpoints import open_weights
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
-from tests.models.helpers import shaken
-from tests.slow import first
+from tests.models.helpers import nano, shaken
+from tests.slow import first, slow
 
 CLASSES = ["ant", "bee", "cat"]
 PREPROCESSING = {
@@ -164,3 +164,17 @@ def test_what_cannot_be_exported_is_one_line(saved, tmp_path, repro_cli, monkeyp
     assert "holds a model for the task 'detect', expected a classifier" in refused(
         "--format", "safetensors", weights=saved("vittt", task={"name": "detect"})
     )
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(
+    "family", ["vim", "vittt", *map(slow, ("ladder_vittt", "vit3", "vrwkv", "t5", "study", "deit"))]
+)
+def test_pytorch_exports_a_model_for_any_batch(family, gradients):
+    model = nano(family, img_size=48, depth=1)
+    with torch.set_grad_enabled(gradients):
+        batch = {0: torch.export.Dim("batch")}
+        program = torch.export.export(model, (torch.zeros(2, 3, 48, 48),), dynamic_shapes=(batch,)).module()
+    for count in (1, 3):
+        images = torch.randn(count, 3, 48, 48)
+        torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-5)

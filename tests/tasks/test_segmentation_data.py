@@ -176,26 +176,18 @@ def test_a_crop_that_one_class_fills_is_drawn_again(tmp_path):
     assert crowded(1.0) > 20 and crowded(0.75) < 10
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda labels: np.full_like(labels, 151), "holds label 151, at most 150 expected"),
-        (lambda labels: labels[:, :-1], "is 63×40, its image 64×40"),
-        (lambda labels: labels[..., None].repeat(3, 2), "mode RGB"),
-    ],
-)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_pairs_that_do_not_fit_end_the_run_with_one_line(tmp_path, change, message, workers):
+def test_a_pair_that_does_not_fit_ends_the_run_with_one_line(tmp_path, workers):
     write_tree(tmp_path, classes=150, split="validation")
     path = tmp_path / "annotations/validation/ADE_00000002.png"
-    Image.fromarray(change(np.array(Image.open(path)))).save(path)
+    Image.fromarray(np.array(Image.open(path))[:, :-1]).save(path)
     loader = EvalLoader(samples(tmp_path, training=False, split="val"), batch_size=1, workers=workers)
     try:
         with pytest.raises(UserError) as error:
             list(loader)
     finally:
         loader.close()
-    assert message in str(error.value) and path.name in str(error.value) and "\n" not in str(error.value)
+    assert "63×40" in str(error.value) and path.name in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

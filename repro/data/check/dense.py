@@ -63,9 +63,9 @@ def check_coco(
         _compare_with_release(instances, split, report, expected)
     picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)
     chosen = [(found[split], place) for split, places in picked.items() for place in places]
-    items = [(one.path(place), tuple(one.sizes[place].tolist()), one.file) for one, place in chosen]
+    items = [(one.path(place), tuple(one.sizes[place].tolist()), one.file, depth.max_pixels) for one, place in chosen]
     faults = [fault for fault in run_parallel(_judge_image, items, depth.workers, "decoding") if fault is not None]
-    _report_by_advice(faults, report)
+    report.add_mixed(faults)
     if chosen and not faults:
         total = sum(len(instances.names) for instances in found.values())
         report.ok(root, f"images decode and have the annotations' sizes, {describe_extent(len(chosen), total, depth)}")
@@ -102,7 +102,8 @@ def check_ade20k(
                 report, folder, "images with a label map", len(of_split), expected and getattr(expected, split), RELEASE
             )
     picked = draw_sample({split: len(of_split) for split, of_split in pairs.items()}, depth)
-    items = [(*pairs[split].paths(place), num_classes) for split, places in picked.items() for place in places]
+    chosen = [pairs[split].paths(place) for split, places in picked.items() for place in places]
+    items = [(*paths, num_classes, depth.max_pixels) for paths in chosen]
     judged = list(run_parallel(_judge_pair, items, depth.workers, "decoding"))
     values = frozenset().union(*(labels for _, labels in judged))
     shifted = not values & {*range(num_classes, 255)}
@@ -111,7 +112,7 @@ def check_ade20k(
     for fault, labels in judged:
         if fault is not None:
             faults.append(dataclasses.replace(fault, advice=strange) if labels and max(labels) > num_classes else fault)
-    _report_by_advice(faults, report)
+    report.add_mixed(faults)
     if items and not faults:
         total = sum(map(len, pairs.values()))
         report.ok(
@@ -161,7 +162,7 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
     report.ok(file, f"{np.count_nonzero(np.diff(instances.starts)):,} of {len(instances.names):,} images have targets")
 
 
-def _judge_image(item: tuple[Path, tuple[int, int], Path]) -> Finding | None:
+def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | None:
     """What is wrong with an image of COCO; None where nothing is, or where the reader has already named it as missing
     or empty.
     """
@@ -174,18 +175,18 @@ def _judge_image(item: tuple[Path, tuple[int, int], Path]) -> Finding | None:
     return None
 
 
-def _judge_pair(item: tuple[Path, Path, int]) -> tuple[Finding | None, frozenset[int]]:
+def _judge_pair(item: tuple[Path, Path, int, int]) -> tuple[Finding | None, frozenset[int]]:
     """What is wrong with a pair, if the reader has not named it as empty, and the values of its label map."""
-    image, label, num_classes = item
+    image, label, _, max_pixels = item
     if not (image.stat().st_size and label.stat().st_size):
         return None, frozenset()
     fault = None
     try:
-        read_pair(image, label, num_classes)
+        read_pair(*item)
     except BadData as error:
         fault = error.finding
     try:
-        return fault, frozenset(np.unique(read_labels(label)).tolist())
+        return fault, frozenset(np.unique(read_labels(label, max_pixels)).tolist())
     except BadData:
         return fault, frozenset()
 
@@ -210,9 +211,3 @@ def _list_names(folder: Path, report: Report) -> list[str]:
     """The sorted names of all entries of a folder."""
     entries = list_entries(folder, report)
     return sorted([*(name.decode(errors="replace") for name, _ in entries.images), *entries.folders, *entries.others])
-
-
-def _report_by_advice(faults: list[Finding], report: Report) -> None:
-    """Report findings of several sorts; those of one sort share their advice."""
-    for advice in dict.fromkeys(fault.advice for fault in faults):
-        report.add([fault for fault in faults if fault.advice == advice])

@@ -9,14 +9,15 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..classification import read_rgb
-from ..findings import Report, compare_counts, count
+from ..findings import Finding, Report, compare_counts, count
 from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
 from ..latents import read_latents
-from ..pixels import UNREADABLE, explain_error
+from ..pixels import UNREADABLE, judge_error
 from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
 from .run import Depth, describe_extent, draw_sample, run_parallel
@@ -101,18 +102,9 @@ def check_latents(root: Path, report: Report, depth: Depth) -> None:
         try:
             shape = read_latents(tree.source(*first)).shape[1:]
         except UNREADABLE as error:
-            report.error(tree.path(*first), f"unreadable latents ({explain_error(error)})", "compute it again")
+            report.add([judge_error(tree.path(*first), error, "compute it again", "latents")])
         else:
-            _check_files(tree, report, depth, "compute it again", partial(_find_wrong_latents, shape=shape))
-
-
-def _find_wrong_latents(item: tuple[Source, bool], shape: tuple[int, ...]) -> str | None:
-    """What is wrong with a file of latents; None where it has this shape, (channels, h, w)."""
-    try:
-        read_latents(item[0], shape)
-    except UNREADABLE as error:
-        return f"unreadable latents ({explain_error(error)})"
-    return None
+            _check_files(tree, report, depth, "compute it again", partial(read_latents, shape=shape))
 
 
 def _check_classes(root: Path, kind: str, report: Report) -> Tree:
@@ -178,42 +170,35 @@ def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_files(
-    tree: Tree,
-    report: Report,
-    depth: Depth,
-    advice: str,
-    find: Callable[[tuple[Source, bool]], str | None] | None = None,
+    tree: Tree, report: Report, depth: Depth, advice: str, read: Callable[[Source], Any] | None = None
 ) -> None:
-    """Report empty files, and those of the sample in which `find`, by default `_find_damage`, finds something wrong."""
+    """Report empty files, and those of the sample that `read`, by default what the loaders do, cannot read."""
+    read = read or partial(read_rgb, upright=tree.kind.upright, max_pixels=depth.max_pixels)
+    judge = partial(_judge_file, read=read, advice=advice, what="latents" if tree.kind.suffixes else "image")
     full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
     for split, files in tree.splits.items():
-        report.errors(
-            [(tree.path(split, index), "is empty") for index in np.flatnonzero(files.sizes == 0).tolist()], advice
-        )
+        empty = np.flatnonzero(files.sizes == 0).tolist()
+        report.errors([(tree.path(split, index), "is empty") for index in empty], advice)
     picked = draw_sample({split: len(indices) for split, indices in full.items()}, depth)
     chosen = [(split, int(full[split][place])) for split, places in picked.items() for place in places]
-    results = run_parallel(
-        find or _find_damage, [(tree.source(*one), tree.kind.upright) for one in chosen], depth.workers, "decoding"
-    )
-    bad = [(one, problem) for one, problem in zip(chosen, results, strict=True) if problem]
-    report.errors([(tree.path(*one), problem) for one, problem in bad], advice)
+    files = [(tree.path(*one), tree.source(*one)) for one in chosen]
+    results = list(run_parallel(judge, files, depth.workers, "decoding"))
+    report.add_mixed([finding for finding in results if finding])
     for split, places in picked.items():
-        damaged = sum(of == split for (of, _), _ in bad)
+        damaged = sum(of == split and finding is not None for (of, _), finding in zip(chosen, results, strict=True))
         decoded = describe_extent(len(places), len(full[split]), depth)
         if places and not damaged:
             report.ok(tree.root / split, f"images decode, {decoded}")
         elif damaged and len(places) < len(full[split]):
-            report.warning(
-                tree.root / split,
-                f"{count(damaged, 'bad image')} among {decoded}",
-                "expect more; --full finds them all",
-            )
+            problem = f"{count(damaged, 'bad image')} among {decoded}"
+            report.warning(tree.root / split, problem, "expect more; --full finds them all")
 
 
-def _find_damage(item: tuple[Source, bool]) -> str | None:
-    """What is wrong with an image; None where it decodes as the loaders decode it."""
+def _judge_file(item: tuple[Path, Source], read: Callable[[Source], Any], advice: str, what: str) -> Finding | None:
+    """What is wrong with a file; None where it can be read."""
+    path, source = item
     try:
-        read_rgb(*item)
+        read(source)
     except UNREADABLE as error:
-        return f"unreadable image ({explain_error(error)})"
+        return judge_error(path, error, advice, what)
     return None

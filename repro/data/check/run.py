@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import RunError, UserError, did_you_mean
+from ...core.runtime import Runtime
 from ...core.ui import track
-from .. import pixels
 from ..findings import PrintAll, count
 from ..kinds import KINDS, load_function
 
@@ -34,6 +34,7 @@ class Depth:
     sample: int = 2000  # otherwise the number of images to decode, an equal share of each split
     seed: int = 0  # of the sample
     workers: int = 1  # processes that decode; 1 decodes in this one
+    max_pixels: int = Runtime.max_pixels  # of an image
 
 
 def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit: Callable[[str], None] = print) -> None:
@@ -57,7 +58,11 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
 
         try:
             for line in measure_speed(
-                root, kind, depth.workers, log=lambda line: print(line, file=sys.stderr, flush=True)
+                root,
+                kind,
+                depth.workers,
+                max_pixels=depth.max_pixels,
+                log=lambda line: print(line, file=sys.stderr, flush=True),
             ).lines():
                 emit(line)
         except UserError as error:
@@ -100,7 +105,7 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
     with contextlib.ExitStack() as stack:
         results: Iterator[Any] = map(function, items)
         if workers > 1 and len(items) > _CHUNK:
-            pool = ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(pixels.max_pixels,))
+            pool = ProcessPoolExecutor(workers, initializer=_start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             # this forks all workers before the bar starts a thread, whose locks they could inherit
             results = pool.map(function, items, chunksize=_CHUNK)
@@ -110,8 +115,7 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
             raise RunError(f"{label}: a process died, most likely for lack of memory; lower --workers") from None
 
 
-def _start_worker(max_pixels: int) -> None:
-    pixels.limit_pixels(max_pixels)
+def _start_worker() -> None:
     # Ctrl-C reaches the whole process group; the main process ends the pool
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, daemon=True).start()

@@ -4,6 +4,7 @@ cost.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -15,6 +16,7 @@ import torch
 
 from ..classification import ImageFolder, read_rgb, train_transform
 from ..loader import TrainLoader, TrainOrder
+from ..pixels import MAX_PIXELS
 from ..settings import TransformSettings
 from ..tree import Source, scan_tree
 
@@ -56,7 +58,14 @@ class Speed:
 
 
 def measure_speed(
-    root: Path, kind: str, workers: int, *, batches: int = 8, rounds: int = 3, log: Callable[[str], None] = print
+    root: Path,
+    kind: str,
+    workers: int,
+    *,
+    batches: int = 8,
+    rounds: int = 3,
+    max_pixels: int = MAX_PIXELS,
+    log: Callable[[str], None] = print,
 ) -> Speed:
     """Time the loader and the bare loop in turns, on the training images of a tree.
 
@@ -67,13 +76,15 @@ def measure_speed(
             the workers.
         rounds: how often both take turns, so that other load on the machine affects both; the range shows how much
             there was.
+        max_pixels: of an image.
         log: takes progress lines.
 
     Raises:
         UserError: training would refuse the tree, or one of its images cannot be read.
         RunError: a loading process died.
     """
-    tree = scan_tree(root, kind)
+    tree = dataclasses.replace(scan_tree(root, kind), max_pixels=max_pixels)
+    run = functools.partial(_run_bare_loop, upright=tree.kind.upright, max_pixels=max_pixels)
     size = len(tree.splits["train"].names)
     batch_size = min(_BATCH_SIZE, size)
     # workers take turns batch by batch, so anything but full turns favours those that come first
@@ -92,8 +103,8 @@ def measure_speed(
         log(f"timing the loader and the bare loop, round {number + 1} of {rounds}")
         loader_rates.append(timed * batch_size / _time_loader(dataset, batch_size, workers, warm, timed))
         with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(_run_bare_loop, [share[:8] for share in shares], [tree.kind.upright] * workers))
-            bare_rates.append(sum(pool.map(_run_bare_loop, shares, [tree.kind.upright] * workers)))
+            list(pool.map(run, [share[:8] for share in shares]))
+            bare_rates.append(sum(pool.map(run, shares)))
     images = timed * batch_size
     return Speed(workers=workers, images=images, loader_img_per_s=tuple(loader_rates), bare_img_per_s=tuple(bare_rates))
 
@@ -110,10 +121,10 @@ def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int,
         return time.perf_counter() - started
 
 
-def _run_bare_loop(sources: list[Source], upright: bool) -> float:
+def _run_bare_loop(sources: list[Source], upright: bool, max_pixels: int) -> float:
     """Images per second of one process."""
     transform = train_transform(TRANSFORM)
     started = time.perf_counter()
     for source in sources:
-        transform(read_rgb(source, upright))
+        transform(read_rgb(source, upright, max_pixels))
     return len(sources) / (time.perf_counter() - started)

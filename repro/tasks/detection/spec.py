@@ -57,7 +57,7 @@ class Detect(DenseSpec):
 
         truth, results = task.held_out[task.reported_split].dataset.instances, []
         for place, image_id in enumerate(truth.image_ids.tolist()):
-            image = torch.from_numpy(read_pixels(truth.path(place))).permute(2, 0, 1)
+            image = torch.from_numpy(read_pixels(truth.path(place), truth.max_pixels)).permute(2, 0, 1)
             results += to_results(image_id, baseline.detect(image), truth.category_ids)
         return coco_metrics(truth.file, results)
 
