@@ -88,7 +88,7 @@ def _count_objects(root: Path, max_pixels: int) -> dict[str, int]:
             coco.read_image(instances.path(place), tuple(instances.sizes[place].tolist()), instances.file, max_pixels)
         if spoiled := instances.num_outside + instances.num_empty:
             print(
-                f"{instances.file}: {spoiled:,} boxes outside of the picture or without area; training "
+                f"{instances.file}: boxes outside of the picture or without area: {spoiled:,}; training "
                 "takes what lies inside (`repro data check coco` names them)",
                 flush=True,
             )

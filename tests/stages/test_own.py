@@ -253,7 +253,10 @@ def drop_doors(content):
     content["annotations"] = [row for row in content["annotations"] if row["category_id"] == 1]
 
 
-@pytest.mark.parametrize(("change", "words"), [(move_box, "1 boxes outside"), (drop_doors, "door: 0 training objects")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(move_box, "outside of the picture or without area: 1"), (drop_doors, "door: 0 training objects")],
+)
 def test_what_training_survives_is_said(tmp_path, capsys, change, words):
     source = draw_scenes(tmp_path / "rooms")
     prepare_own(f"coco:{source}", Paths(tmp_path), Runtime(data_roots={}))
