@@ -31,15 +31,9 @@ def command(
     sha256: Sha256Option = None,
 ) -> None:
     """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
-<<<<<<< HEAD
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
     from repro.runs.own import train_own
 
     own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
     if not train_own("detect", SPEC, data, **own, gpus=gpus, without={"cell": cell, "random": random}):
-        train_cells("detect", SPEC, cell, gpus, random=random, epochs=epochs, seeds=seeds)
-=======
-    from repro.runs.cells import read_cells, train_cells
-
-    train_cells(read_cells("detect", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)
->>>>>>> main
+        train_cells(read_cells("detect", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)

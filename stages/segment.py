@@ -21,15 +21,9 @@ def command(
     sha256: Sha256Option = None,
 ) -> None:
     """Train a segmenter on a pretrained backbone, and measure mIoU; a stopped run continues where it was."""
-<<<<<<< HEAD
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
     from repro.runs.own import train_own
 
     own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
     if not train_own("segment", SPEC, data, **own, gpus=gpus, without={"cell": cell, "random": random}):
-        train_cells("segment", SPEC, cell, gpus, random=random, epochs=epochs, seeds=seeds)
-=======
-    from repro.runs.cells import read_cells, train_cells
-
-    train_cells(read_cells("segment", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)
->>>>>>> main
+        train_cells(read_cells("segment", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)

@@ -28,7 +28,7 @@ from ..tasks.detection.params import DetectParams, MaskRcnnParams
 from ..tasks.segmentation.params import SegmentationTransformSettings, SegmentParams, UperNetParams
 from ..tasks.spec import TaskSpec
 from ..training.params import InitParams, OptimParams
-from .cells import run_cells
+from .cells import train_cells
 from .job import Cell
 
 NANO = "vittt_nano_patch16_144"
@@ -75,14 +75,14 @@ def train_own(
         data: the set; None where the stage trains cells of params.yaml.
         model, source, epochs, seeds, flip: see `make_own_cell`.
         sha256: of the file `source`.
-        gpus: see `run_cells`.
+        gpus: see `train_cells`.
         without: option -> what was given, of those that do not go with `data`.
 
     Returns:
         Whether there was a set; False leaves the work to the caller.
 
     Raises:
-        UserError: options that do not go together; see also `make_own_cell` and `run_cells`.
+        UserError: options that do not go together; see also `make_own_cell` and `train_cells`.
     """
     own = {"model": model, "from": source, "flip": flip or None, "sha256": sha256}
     if data is None:
@@ -94,9 +94,8 @@ def train_own(
     if source is not None:
         require_hash(source, sha256)
     made = make_own_cell(stage, spec, data, model=model, source=source, epochs=epochs, seeds=seeds, flip=flip)
-    given = {**own, "epochs": epochs, "seeds": seeds, "flip": None}
-    flags = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-    if run_cells([made], gpus, [stage, "--data", data, *flags, *(["--flip"] if flip else [])]):
+    train_cells([made], gpus)
+    if gpus is None and "WORLD_SIZE" not in os.environ:
         print(f"use it: repro predict PICTURES --weights {made.folder / 'weights.safetensors'}")
     return True
 
