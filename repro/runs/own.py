@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import UserError
-from ..core.hashing import hash_file, require_hash
+from ..core.hashing import require_hash
 from ..core.paths import find_root
 from ..core.runtime import load_runtime
 from ..data.cells import manifest_path, open_cell
@@ -29,7 +29,7 @@ from ..tasks.segmentation.params import SegmentationTransformSettings, SegmentPa
 from ..tasks.spec import TaskSpec
 from ..training.params import InitParams, OptimParams
 from .cells import train_cells
-from .job import Cell
+from .job import Cell, describe_init
 
 NANO = "vittt_nano_patch16_144"
 SMALL = 20_000  # training pictures below which a set is small
@@ -140,7 +140,7 @@ def make_own_cell(
         checkpoint = open_weights(source, model=model).require_classifier()
         model, size = checkpoint.model, checkpoint.image_size
         options = {key: value for key, value in checkpoint.options.items() if key not in ("num_classes", "img_size")}
-        init = InitParams(weights=str(source.resolve()), sha256=hash_file(source, digits=64))
+        init = describe_init(paths, source)
     if model is not None:
         try:
             require_known(model)
