@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+import repro
+
 CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
 GpusOption = Annotated[
     int | None,
@@ -113,7 +115,7 @@ def load_stages() -> dict[str, Stage]:
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Purpose -> the names of its stages: those of the pipeline as dvc.yaml has them, the others in alphabetical order."""
-    text = (Path(__file__).parents[1] / "dvc.yaml").read_text(encoding="utf-8")
+    text = (Path(repro.__file__).parents[1] / "dvc.yaml").read_text(encoding="utf-8")
     order = {name: place for place, name in enumerate(re.findall(r"(?m)^  (\w+):$", text))}
     names = {purpose: [name for name, stage in table.items() if stage.purpose == purpose] for purpose in PURPOSES}
     return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}
@@ -123,7 +125,7 @@ def list_families() -> list[str]:
     """The modules of `repro.models`, found without importing them."""
     return [
         f"repro.models.{module.name}"
-        for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])
+        for module in pkgutil.iter_modules([str(Path(repro.__file__).parents[1] / "repro" / "models")])
     ]
 
 
