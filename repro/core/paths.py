@@ -33,7 +33,7 @@ class Paths:
         return self.results / stage / cell
 
     def measured(self, device: str) -> Path:
-        """`results/measured/<device>`: what was run by hand or on a GPU, never a DVC out."""
+        """`results/measured/<device>`: what was run outside the pipeline or on a GPU, never a DVC out."""
         return self.results / "measured" / device
 
     def run_state(self, stage: str, cell: str, key: str) -> Path:
