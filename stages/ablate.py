@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.papers.grid import load_grid, run_variants
-    from repro.runs.cells import train_cells
+    from repro.papers.grid import choose_variants, run_variants
+    from repro.runs.cells import read_cells, train_cells
 
     if not grid and variant is None:
         if paper != PAPER:
@@ -56,10 +56,12 @@ def command(
             )
         if teacher is not None:
             raise UserError("ablate: --teacher goes with --paper linearize and --all or --variant")
-        train_cells("ablate", SPEC, cell, gpus, recipe=describe_recipe)
+        train_cells(read_cells("ablate", SPEC, cell, recipe=describe_recipe), gpus)
         return
     if cell is not None or gpus is not None:
         raise UserError(
             "ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant"
         )
-    run_variants(load_grid(paper, teacher), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+    run_variants(
+        choose_variants(paper, teacher), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed
+    )

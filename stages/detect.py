@@ -25,6 +25,6 @@ def command(
     epochs: EpochsOption = None,
 ) -> None:
     """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
 
-    train_cells("detect", SPEC, cell, gpus, random=random, epochs=epochs, seeds=seeds)
+    train_cells(read_cells("detect", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)

@@ -85,8 +85,7 @@ def command(
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     ]
     if weights is None:
-        from repro.runs.cells import run_cells, train_cells
-        from repro.runs.from_weights import make_denoiser_cell
+        from repro.runs.cells import read_cells, train_cells
 
         if drawing := [name for name in given if name not in (*_TRAINING, "sha256")]:
             option = f"--{drawing[0].replace('_', '-')}"
@@ -96,12 +95,7 @@ def command(
         if cell is None:
             raise UserError("generate: nothing to do; train with --cell NAME, or draw with --weights FILE")
         require_hash(None if init is None else Path(init), sha256)
-        if init is None:
-            train_cells("generate", SPEC, cell, gpus, seeds=seeds, by_hand=True)
-            return
-        many = ["--seeds", str(seeds)] if seeds else []
-        many += ["--sha256", sha256] if sha256 else []
-        run_cells([make_denoiser_cell(cell, init, seeds)], gpus, ["generate", "--cell", cell, "--from", init, *many])
+        train_cells(read_cells("generate", SPEC, cell, init=init, seeds=seeds, by_hand=True), gpus)
         return
     if set(given) & set(_TRAINING):
         raise UserError("generate: --cell, --from, --gpus and --seeds train, and --weights draws; take one of them")

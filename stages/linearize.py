@@ -48,35 +48,19 @@ def command(
 ) -> None:
     """Replace a ViT's softmax attention by an inner learner, and train; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.runs.cells import run_cells, train_cells
+    from repro.runs.cells import read_cells, train_cells
     from repro.runs.from_weights import make_cell
 
     options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
-    lengths = {"epochs": epochs, "batch-size": batch_size}
     if source is None:
-        given = {"model": model, "data": data, **lengths, "sha256": sha256}
+        given = {"model": model, "data": data, "epochs": epochs, "batch-size": batch_size, "sha256": sha256}
         if unused := next((name for name, value in given.items() if value is not None), None):
             raise UserError(f"linearize: --{unused} goes with --from; the cells of params.yaml say it themselves")
-        train_cells("linearize", SPEC, cell, gpus, seeds=seeds, recipe=describe_recipe)
+        train_cells(read_cells("linearize", SPEC, cell, seeds=seeds, recipe=describe_recipe), gpus)
         return
     if cell is not None:
         raise UserError("linearize: --from and --cell: give one of them")
     require_hash(Path(source), sha256)
     sizes = {"epochs": epochs, "batch_size": batch_size, "seeds": seeds}
     made = make_cell(source, model=model, options=options, freeze=freeze, data=data, **sizes, recipe=describe_recipe)
-    arguments = {
-        "--from": source,
-        "--model": model,
-        "--inner": inner,
-        "--key-norm": key_norm,
-        "--dwc": dwc,
-        "--neighbours": neighbours,
-    }
-    arguments |= {
-        "--sha256": sha256,
-        "--data": data,
-        "--seeds": seeds,
-        **{f"--{name}": value for name, value in lengths.items()},
-    }
-    flags = [part for name, value in arguments.items() if value is not None for part in (name, str(value))]
-    run_cells([made], gpus, ["linearize", *flags, "--freeze" if freeze else "--finetune"])
+    train_cells([made], gpus)

@@ -1,5 +1,6 @@
 """`repro pretrain`: train a classifier (Table 1; on the embedded digits in the mini profile)."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +13,15 @@ from repro.tasks.classification.spec import SPEC
 from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
-ReplayOption = Annotated[
-    Path | None, typer.Option(help="Run the step of this dump again, and show what each layer gave.")
-]
 
 
 def command(
     cell: CellOption = None,
     gpus: GpusOption = None,
     seeds: SeedsOption = None,
-    replay_bad_step: ReplayOption = None,
+    replay_bad_step: Annotated[
+        Path | None, typer.Option(help="Run the step of this dump again, and show what each layer gave.")
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Train a classifier; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.runs.cells import replay, run_cells, train_cells
+    from repro.runs.cells import read_cells, replay, train_cells
 
     own = {"model": model, "from": source, "epochs": epochs, "flip": flip or None, "sha256": sha256}
     given = {name: value for name, value in own.items() if value is not None}
@@ -57,15 +57,14 @@ def command(
         if source is not None:
             require_hash(source, sha256)
         made = make_own_cell(data, model=model, source=source, epochs=epochs, seeds=seeds, flip=flip)
-        flags = [part for name, value in given.items() if name != "flip" for part in (f"--{name}", str(value))]
-        flags += (["--flip"] if flip else []) + (["--seeds", str(seeds)] if seeds else [])
-        if run_cells([made], gpus, ["pretrain", "--data", data, *flags]):
+        train_cells([made], gpus)
+        if gpus is None and "WORLD_SIZE" not in os.environ:
             print(f"use it: repro predict PICTURES --weights {made.folder / 'weights.safetensors'}")
     elif given:
         raise UserError(f"pretrain: --{next(iter(given))} goes with --data; the cells of params.yaml say it themselves")
-    elif replay_bad_step is not None:
-        if seeds is not None:
-            raise UserError("pretrain: --replay-bad-step runs the step of one seed; leave --seeds out")
-        replay("pretrain", SPEC, replay_bad_step, cell, gpus)
+    elif replay_bad_step is None:
+        train_cells(read_cells("pretrain", SPEC, cell, seeds=seeds, recipe=describe_recipe), gpus)
+    elif seeds is not None or gpus is not None:
+        raise UserError("pretrain: --replay-bad-step runs one step in one process; leave --seeds and --gpus out")
     else:
-        train_cells("pretrain", SPEC, cell, gpus, seeds=seeds, recipe=describe_recipe)
+        replay("pretrain", SPEC, replay_bad_step, cell)

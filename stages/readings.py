@@ -36,12 +36,13 @@ def command(
     accuracy.
     """
     from repro.papers.grid import run_variants
-    from repro.papers.vision_ttt.grid import GRID
+    from repro.papers.variants import Variant, load_variants
     from repro.papers.vision_ttt.readings import list_trained, record_fits
 
     if train:
-        variants = {name: {"reading": text} if text else {} for name, text in list_trained().items()}
-        grid = dataclasses.replace(GRID, stage="readings", variants=variants, folder="readings", flags=("--train",))
+        variants = {name: Variant(options={"reading": text} if text else {}) for name, text in list_trained().items()}
+        about = {"stage": "readings", "folder": "readings", "flags": ("--train",)}
+        grid = dataclasses.replace(load_variants("vision_ttt"), variants=variants, **about)
         run_variants(grid, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
     elif variant is not None or data is not None or epochs is not None:
         raise UserError("readings: --variant, --data and --epochs need --train")

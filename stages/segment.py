@@ -16,6 +16,6 @@ def command(
     epochs: EpochsOption = None,
 ) -> None:
     """Train a segmenter on a pretrained backbone, and measure mIoU; a stopped run continues where it was."""
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
 
-    train_cells("segment", SPEC, cell, gpus, random=random, epochs=epochs, seeds=seeds)
+    train_cells(read_cells("segment", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)

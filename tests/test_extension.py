@@ -150,9 +150,9 @@ STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [
 
 def command(cell: CellOption = None, gpus: GpusOption = None) -> None:
     """Train a classifier of halves."""
-    from repro.runs.cells import train_cells
+    from repro.runs.cells import read_cells, train_cells
 
-    train_cells("halve", SPEC, cell, gpus)
+    train_cells(read_cells("halve", SPEC, cell), gpus)
 '''
 CELL = {
     "model": "toy_nano_patch16_32",
@@ -178,7 +178,13 @@ PARAMS = {
     "halve": {"toy": CELL},
     "toy": {"three": {"times": 3}},
 }
-HALVE_IN_THE_GRAPH = STAGE_IN_THE_GRAPH.replace("toy", "halve")
+HALVE_IN_THE_GRAPH = """
+  halve:
+    foreach: ${halve}
+    do:
+      <<: *train
+      vars: [{stage: halve, score: top1_percent}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +242,8 @@ def test_a_family_is_one_file_and_its_cell_of_params(house):
 
 def test_a_task_is_its_room(house):
     """Which half a digit is of is easier than which digit it is: chance is 50 %, and top-2 of two is always right."""
+    run(house, "code")
+    assert (house / "results/code/halve/toy.json").is_file()
     run(house, "halve", "--cell", "toy")
     found = metrics(house, "halve", "toy")
     assert found["kind"] == "digits" and found["top1_percent"] > 40

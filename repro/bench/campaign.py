@@ -95,7 +95,7 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     from ..core.config import build
     from ..core.freshness import find_old
     from ..core.runtime import device_slug, find_peak, load_runtime, usable_cores
-    from ..runs.cells import run_cells
+    from ..runs.cells import train_cells
     from ..runs.job import Cell
     from ..tasks.classification.spec import SPEC
 
@@ -113,9 +113,7 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     )
     folder = paths.run_state(stage, name, "result")
     shutil.rmtree(folder, ignore_errors=True)  # a training that is recorded there would not be repeated
-    run_cells(
-        [Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)], None, []
-    )
+    train_cells([Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)])
     return True
 
 

@@ -1,17 +1,16 @@
-"""Variants that are trained by one recipe, over several seeds: what a paper ablates, or the readings of a paper. A room
-declares its own as `GRID`.
-"""
+"""Variants that are trained by one recipe, over several seeds: what a paper ablates, or the readings of a paper."""
 
 import dataclasses
 import importlib
-import importlib.util
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..bench.speed import RowSpec, measure
-from ..core.config import load_section, section_keys
+from ..core.config import build, load_section, section_keys
 from ..core.errors import RunError, UserError, did_you_mean
+from ..core.hashing import hash_file
 from ..core.noise import find_noise
 from ..core.paths import Paths, find_root
 from ..core.record import make_identity, read_record, write_record
@@ -20,21 +19,22 @@ from ..core.ui import print_table
 from ..data.cells import manifest_path, suggest_data
 from ..data.kinds import PrepareData
 from ..data.manifest import read_manifest
-from ..runs.cells import find_finished_seeds, remove_states, train_cell
+from ..runs.cells import find_finished_seeds, remove_states, train_cells
 from ..runs.job import Cell
 from ..runs.pool import Work, run_all
 from ..tasks.classification.params import ClassifierParams
-from ..tasks.classification.spec import SPEC
 from ..tasks.spec import TaskSpec
+from ..training.params import InitParams
 from . import describe_recipe, find_rooms
+from .variants import VariantSet, load_variants
 
 BATCHES = (64, 32, 16, 8, 4, 2, 1)  # the first is that of Fig. 6 of Vision-TTT
 DTYPE = {"cpu": "fp32", "cuda": "fp16"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A variant of a grid.
+class BuiltVariant:
+    """A variant with all that its trainings need.
 
     Args:
         cell: how it is trained, and its folder.
@@ -53,79 +53,52 @@ class Variant:
         return [seed for seed in self.cell.params.seeds if seed not in finished]
 
 
-# what the recipes of the rooms for the embedded digits have in common; a patch of 4 pixels is a pixel of the scanned
-# 8x8 digit
-ON_DIGITS: dict[str, Any] = {
-    "data": "digits",
-    "batch_size": 32,
-    "drop_path": 0.0,
-    "evaluate_every": 2,
-    "precision": "fp32",
-    "mix": {"mixup": 0.0, "cutmix": 0.0},
-    "transform": {"image_size": 32, "scale": [0.7, 1.0], "ratio": [0.85, 1.18], "hflip": 0.0, "crop_pct": 1.0},
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Variants that a stage trains.
+def choose_variants(paper: str, teacher: str | None = None) -> VariantSet:
+    """The variants of a paper's room, or the same for students of another softmax model, in a folder of their own.
 
     Args:
-        stage: its name.
-        variants: name -> the options of the model that it changes.
-        family: of the models whose recipe they share: that of the first one in `section`; None for `recipe` alone.
-        model: what the model without changes is called.
-        recipe: the recipe where `section` has no model of the family; None where it must have one.
-        folder: where the results go, below results/measured/<device>/.
-        flags: of the command line, with which the stage trains these variants.
-        section: of params.yaml, in which the recipe stands.
-        spec: the task of the variants.
-        adapt: (recipe on the data, name of a variant) -> the recipe with what a variant changes beside options; None
-            changes nothing.
-        of_teacher: a file of weights -> the same grid for students of that model; None where no variant inherits.
-    """
-
-    stage: str
-    variants: Mapping[str, Mapping[str, Any]]
-    family: str | None
-    model: str
-    recipe: ClassifierParams | None = None
-    folder: str
-    flags: tuple[str, ...] = ()
-    section: str = "pretrain"
-    spec: TaskSpec = SPEC
-    adapt: Callable[[Any, str], Any] | None = None
-    of_teacher: Callable[[str], "Grid"] | None = None
-
-
-def load_grid(paper: str, teacher: str | None = None) -> Grid:
-    """The `GRID` of a paper's room, or that for students of another teacher.
+        paper: a folder of repro/papers.
+        teacher: a file of weights.
 
     Raises:
-        UserError: an unknown paper, one whose room has no variants, or a teacher for variants that do not inherit.
+        UserError: an unknown paper, or one whose room has no variants; a teacher for variants that do not inherit, or
+            whose file is not of this project, or of no softmax ViT.
     """
     rooms = [room.split(".")[-2] for room in find_rooms()]
     if paper not in rooms:
         raise UserError(f"ablate: --paper {paper}: not known{did_you_mean(paper, rooms)}")
-    name = f"{__package__}.{paper}.grid"
-    if importlib.util.find_spec(name) is None:
+    found = load_variants(paper)
+    if found is None:
         raise UserError(f"ablate: --paper {paper}: its room declares no variants")
-    grid = importlib.import_module(name).GRID
     if teacher is None:
-        return grid
-    if grid.of_teacher is None:
+        return found
+    if not found.inherits:
         raise UserError(f"ablate: --teacher {teacher}: the variants of {paper} begin with random weights; leave it out")
-    return grid.of_teacher(teacher)
+    from ..models.checkpoints import open_weights
+    from ..models.linearize import choose_student, read_shell
+
+    path = Path(teacher)
+    if not path.is_file():
+        raise UserError(f"ablate: --teacher {teacher}: no such file")
+    model, options = choose_student(read_shell(open_weights(path).require_classifier().build(), teacher))
+    init = InitParams(weights=teacher, sha256=hash_file(path, digits=64))
+    of = path.parent.name if path.stem == "weights" else path.stem
+    return dataclasses.replace(
+        found,
+        changes={"model": model, "options": options, "init": init},
+        folder=f"{found.folder}_{of}",
+        flags=(*found.flags, "--teacher", teacher),
+    )
 
 
 def run_variants(
-    grid: Grid, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool
+    grid: VariantSet, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool
 ) -> None:
     """Train one variant in this process, or all in processes of their own, into
     results/measured/<device>/<folder>/<data>/<variant>/.
 
     Args:
-        grid: the stage and its variants.
+        grid: the variants.
         variant: the name of one; None trains all.
         data: a cell of prepare_data; None takes that of the shared recipe.
         seeds, epochs: trainings of each variant, with seeds 0, 1, ..., and their length; None takes that of the recipe.
@@ -147,22 +120,24 @@ def run_variants(
         train_one(variant, built[variant], speed=speed)
 
 
-def build_variant(grid: Grid, name: str, paths: Paths, *, data: str | None, seeds: int, epochs: int | None) -> Variant:
+def build_variant(
+    grid: VariantSet, name: str, paths: Paths, *, data: str | None, seeds: int, epochs: int | None
+) -> BuiltVariant:
     """A variant with its cell; see `run_variants` and `vary_recipe`."""
     params = vary_recipe(grid, name, paths, data=data, seeds=tuple(range(seeds)), epochs=epochs)
     runtime = load_runtime(paths)
     folder = paths.measured(device_slug(choose_device(runtime.device))) / grid.folder / params.data / name
     shared = {"paths": paths, "runtime": runtime, "folder": folder, "recipe": describe_recipe}
     places = [*grid.folder.split("/")[1:], params.data, name]  # two rooms may have variants of one name
-    cell = Cell(stage=grid.stage, name="_".join(places), params=params, spec=grid.spec, **shared)
-    changes = ", ".join(f"{key} {value}" for key, value in grid.variants[name].items()) or f"{grid.model} itself"
+    cell = Cell(stage=grid.stage, name="_".join(places), params=params, spec=_find_task(grid), **shared)
+    changes = ", ".join(f"{key} {value}" for key, value in grid.options[name].items()) or f"{grid.model} itself"
     options = {"--variant": name, "--data": params.data, "--seeds": seeds, "--epochs": params.epochs}
     arguments = (*grid.flags, *(str(part) for pair in options.items() for part in pair), "--no-speed")
-    return Variant(cell=cell, changes=changes, arguments=arguments)
+    return BuiltVariant(cell=cell, changes=changes, arguments=arguments)
 
 
 def vary_recipe(
-    grid: Grid, name: str, paths: Paths, *, data: str | None, seeds: tuple[int, ...], epochs: int | None
+    grid: VariantSet, name: str, paths: Paths, *, data: str | None, seeds: tuple[int, ...], epochs: int | None
 ) -> ClassifierParams:
     """The parameters of a variant, trained as `pretrain` trains its first model of the family on this data.
 
@@ -175,9 +150,10 @@ def vary_recipe(
     if name not in grid.variants:
         raise UserError(f"{grid.stage}: --variant {name}: not known{did_you_mean(name, grid.variants)}")
     cells = section_keys(paths.params, grid.section) if grid.family else []
-    every = [load_section(grid.spec.params, paths.params, grid.section, cell) for cell in cells]
+    kind = _find_task(grid).params
+    every = [load_section(kind, paths.params, grid.section, cell) for cell in cells]
     ours = [params for params in every if params.model.startswith(f"{grid.family}_")] or (
-        [grid.recipe] if grid.recipe else []
+        [build(kind, grid.recipe, f"the recipe of {grid.folder}")] if grid.recipe else []
     )
     if not ours:
         raise UserError(
@@ -199,13 +175,28 @@ def vary_recipe(
             ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0)
         )
     recipe = dataclasses.replace(recipe, data=data)
-    if grid.adapt is not None:
-        recipe = grid.adapt(recipe, name)
-    options, length = {**recipe.options, **grid.variants[name]}, epochs or recipe.epochs
+    variant = grid.variants[name]
+    elsewhere = variant.elsewhere is not None and data != ours[0].data
+    for changes in (grid.changes, variant.elsewhere if elsewhere else variant.changes):
+        recipe = _override(recipe, changes)
+    options, length = {**recipe.options, **variant.options}, epochs or recipe.epochs
     return dataclasses.replace(recipe, options=options, seeds=seeds, epochs=length, snapshot_epochs=())
 
 
-def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> None:
+def _find_task(grid: VariantSet) -> TaskSpec:
+    return importlib.import_module(f"repro.tasks.{grid.task}.spec").SPEC
+
+
+def _override(params: Any, changes: Mapping[str, Any]) -> Any:
+    """Parameters with some values changed; those of a nested section are given as a mapping."""
+    sections = {key: value for key, value in changes.items() if dataclasses.is_dataclass(getattr(params, key))}
+    nested = {
+        key: _override(getattr(params, key), value) for key, value in sections.items() if isinstance(value, Mapping)
+    }
+    return dataclasses.replace(params, **{**changes, **nested})
+
+
+def train_grid(variants: Mapping[str, BuiltVariant], *, jobs: int, speed: bool) -> None:
     """Show the plan, train what is missing, then measure the throughputs one after the other on the quiet machine.
 
     Args:
@@ -232,10 +223,10 @@ def train_grid(variants: Mapping[str, Variant], *, jobs: int, speed: bool) -> No
         raise RunError(f"{one.stage}: {len(failed)} of {len(variants)} failed, the others are done: {reasons}")
 
 
-def train_one(name: str, variant: Variant, *, speed: bool) -> None:
-    """Train one variant in this process. Raises as `train_cell`."""
+def train_one(name: str, variant: BuiltVariant, *, speed: bool) -> None:
+    """Train one variant in this process. Raises as `train_cells`."""
     if variant.missing:
-        train_cell(variant.cell)
+        train_cells([variant.cell])
     if speed:
         _measure(name, variant)
 
@@ -279,7 +270,7 @@ def measure_throughput(cell: Cell) -> float | None:
     return row["throughput_img_per_s"]
 
 
-def _make_work(variant: Variant) -> Work:
+def _make_work(variant: BuiltVariant) -> Work:
     cell = variant.cell
     return Work(arguments=(cell.stage, *variant.arguments), log=cell.paths.logs(cell.stage, cell.name) / "output.txt")
 
@@ -295,13 +286,13 @@ def _hash_weights(cell: Cell, record: str) -> str:
     return read_record(cell.folder / record)["metrics"]["weights_hash"]
 
 
-def _measure(name: str, variant: Variant) -> None:
+def _measure(name: str, variant: BuiltVariant) -> None:
     if not _has_throughput(variant.cell):
         rate = measure_throughput(variant.cell)
         print(f"{name}: {'no throughput' if rate is None else f'{rate:.0f} images/s'}", flush=True)
 
 
-def _show_plan(variants: Mapping[str, Variant]) -> None:
+def _show_plan(variants: Mapping[str, BuiltVariant]) -> None:
     rows, waiting = [], 0
     for name, variant in variants.items():
         missing = variant.missing

@@ -1,4 +1,4 @@
-"""Training the cells of a stage: here or under torchrun, with each of their seeds, and what is recorded of them."""
+"""Training cells: here or under torchrun, with each of their seeds, and what is recorded of them."""
 
 import contextlib
 import copy
@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,81 +25,116 @@ from ..core.record import atomic, make_identity, read_record, sweep, write_json,
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
-from .job import Cell, Job, Outcome, Recipe, build_job, require_resumable, run_job, split_batch, verify_init
+from .job import (
+    Cell,
+    Job,
+    Outcome,
+    Recipe,
+    build_job,
+    describe_init,
+    require_resumable,
+    run_job,
+    split_batch,
+    verify_init,
+)
 
 _FOLDERS = ("snapshots", "examples")  # of the first seed's files
 
 
-def train_cells(
+def read_cells(
     stage: str,
     spec: TaskSpec,
     cell: str | None,
-    gpus: int | None,
     *,
     recipe: Recipe | None = None,
+    init: str | None = None,
     random: bool = False,
     epochs: int | None = None,
     seeds: int | None = None,
     by_hand: bool = False,
 ) -> list[Cell]:
-    """Train one cell of a stage or all of them, here or, with `gpus`, in processes that torchrun starts.
+    """One cell of a section of params.yaml, or all of them.
 
     Args:
-        stage: the section of params.yaml.
+        stage: the section.
         spec: the task of its cells.
-        cell: the name of one cell, also of one in `by_hand`; None trains all of the section.
-        gpus: processes on this machine; None trains in this one.
+        cell: the name of one cell, also of one in `by_hand`; None reads all of the section.
         recipe: see `Cell`.
-        random, epochs, seeds: start from random weights; train this many epochs, or seeds 0, 1, ... of this many,
-            instead. The results stand under results/measured then.
-        by_hand: whether the stage is none of the graph, so that its results always stand there.
-
-    Returns:
-        The cells that this process trained, on rank 0.
+        init, random, epochs, seeds: start from the weights in this file, or from random ones; train this many epochs, or
+            seeds 0, 1, ... of this many, instead. The results are under results/measured then.
+        by_hand: whether the stage is none of the graph, so that its results are always there.
 
     Raises:
-        UserError: see `build_job`; with `gpus`, before any process is started.
+        UserError: no such cell, wrong parameters, or no such file.
     """
     paths = find_root()
     runtime = load_runtime(paths)
-    device = choose_device(runtime.device)
-    suffix = "".join(
-        ["_random" if random else "", f"_{epochs}epochs" if epochs else "", f"_{seeds}seeds" if seeds else ""]
-    )
+    if init is not None and not Path(init).is_file():
+        raise UserError(f"{stage}: --from {init}: no such file")
+    changes = {
+        "_inherited": init is not None,
+        "_random": random,
+        f"_{epochs}epochs": epochs is not None,
+        f"_{seeds}seeds": seeds is not None,
+    }
+    suffix = "".join(change for change, is_made in changes.items() if is_made)
     cells = []
     for name in [cell] if cell else section_keys(paths.params, stage):
         keys = find_cell(paths.params, stage, name)
-        is_by_hand = bool(suffix) or by_hand or keys[0] == BY_HAND
-        results = paths.measured(device_slug(device)) if is_by_hand else paths.results
         params = load_section(spec.params, paths.params, *keys)
-        if random:
-            params = dataclasses.replace(params, init=None)
+        if random or init is not None:
+            params = dataclasses.replace(params, init=None if random else describe_init(paths, Path(init)))
         if epochs:
             params = params.with_epochs(epochs)
         if seeds:
             params = dataclasses.replace(params, seeds=tuple(range(seeds)))
+        is_by_hand = bool(suffix) or by_hand or keys[0] == BY_HAND
+        results = paths.measured(device_slug(choose_device(runtime.device))) if is_by_hand else paths.results
         shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
         cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
-    changes = [*(["--random"] if random else []), *(["--epochs", str(epochs)] if epochs else [])]
-    changes += ["--seeds", str(seeds)] if seeds else []
-    return run_cells(cells, gpus, [stage.replace("_", "-"), *(["--cell", cell] if cell else []), *changes])
+    return cells
 
 
-def run_cells(cells: Sequence[Cell], gpus: int | None, arguments: Sequence[str]) -> list[Cell]:
-    """Train cells here or, with `gpus`, in processes of torchrun, each of which runs `repro` with these arguments.
+def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
+    """Train cells with each of their seeds, and write their results.
 
-    Returns and raises as `train_cells`.
+    A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
+    first seed; curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves
+    stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
+    by the same parameters, data and code, are not trained again.
+
+    Args:
+        cells: of one stage.
+        gpus: processes on this machine, in which torchrun runs this process's own command; None trains in this one.
+
+    Raises:
+        UserError: see `build_job`; with `gpus`, before any process is started. Or a record of another run lies in a
+            folder.
     """
     if gpus is not None and "WORLD_SIZE" not in os.environ:
-        for each in cells:
-            check_before_launch(each, gpus)
-        launch(gpus, list(arguments))
-        return []
+        for cell in cells:
+            check_before_launch(cell, gpus)
+        launch(gpus, sys.argv[1:])
+        return
     with joined(choose_device(cells[0].runtime.device).type) as ranks:
-        cells = [dataclasses.replace(each, ranks=ranks) for each in cells]
-        for each in cells:
-            train_cell(each)
-    return cells if ranks.first else []
+        for cell in (dataclasses.replace(each, ranks=ranks) for each in cells):
+            started, finished = time.monotonic(), find_finished_seeds(cell)
+            waiting = [seed for seed in cell.params.seeds if seed not in finished]
+            if ranks.first:  # what a call left that was killed at its end
+                sweep(cell.folder, *(cell.folder / part for part in _FOLDERS))
+                remove_states(cell, finished)
+            outcomes: dict[int, Outcome] = {}
+            for seed in waiting:
+                job = build_job(cell, seed)
+                if ranks.first:
+                    _announce(job, seed, first=seed == waiting[0])
+                if (outcome := run_job(job)) is not None:
+                    outcomes[seed] = outcome
+            if outcomes:
+                record_cell(job, outcomes, finished, started)
+            elif not waiting and ranks.first:
+                record = cell.folder.relative_to(cell.paths.root) / "metrics.json"
+                print(f"{cell.name}: every seed is trained; its record is {record}", flush=True)
 
 
 def check_before_launch(cell: Cell, processes: int) -> None:
@@ -116,44 +152,22 @@ def check_before_launch(cell: Cell, processes: int) -> None:
         require_resumable(cell.state_folder(seed), cell.inputs, processes)
 
 
-def train_cell(cell: Cell) -> None:
-    """Train a cell with each of its seeds, and write its results.
+def record_cell(
+    job: Job, outcomes: Mapping[int, Outcome], finished: Mapping[int, dict[str, Any]], started: float
+) -> None:
+    """Write the results of a cell whose seeds are all trained, and remove their states.
 
-    The folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
-    first seed; curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves
-    stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
-    by the same parameters, data and code, are not trained again.
-
-    Raises:
-        UserError: see `build_job`; or a record of another run lies in the folder.
+    Args:
+        job: one of those that gave the outcomes.
+        outcomes, finished: what each seed came to now, and the records of those that an earlier call trained.
+        started: when the call began, by `time.monotonic`.
     """
-    started, ranks = time.monotonic(), cell.ranks
-    finished = find_finished_seeds(cell)
-    if ranks.first:  # what a call left that was killed at its end
-        sweep(cell.folder, *(cell.folder / part for part in _FOLDERS))
-        remove_states(cell, finished)
-    outcomes: dict[int, Outcome] = {}
-    job: Job | None = None
-    for turn, seed in enumerate(cell.params.seeds, 1):
-        if seed in finished:
-            continue
-        job = build_job(cell, seed)
-        if ranks.first:
-            _announce(cell, job, seed, turn, first=not outcomes)
-        if (outcome := run_job(job)) is not None:
-            outcomes[seed] = outcome
-    if job is None and ranks.first:
-        print(
-            f"{cell.name}: every seed is trained; its record is {cell.folder.relative_to(cell.paths.root)}/metrics.json",
-            flush=True,
-        )
-    if job is None or not ranks.first:
-        return
+    cell = job.cell
     _collect_files(cell, outcomes, finished)
     metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
     place = find_place(job)
-    if ranks.world_size > 1:
-        place["device"] += f", {ranks.world_size} processes"
+    if cell.ranks.world_size > 1:
+        place["device"] += f", {cell.ranks.world_size} processes"
     identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
     seconds = time.monotonic() - started
     write_record(cell.folder, metrics, identity, seconds, scores=cell.spec.scores)
@@ -219,10 +233,10 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     return finished
 
 
-def _announce(cell: Cell, job: Job, seed: int, turn: int, *, first: bool) -> None:
+def _announce(job: Job, seed: int, *, first: bool) -> None:
     """Print what is about to be trained; the recipe and the load report once."""
-    if len(cell.params.seeds) > 1:
-        print(f"{cell.name}: seed {seed}, {turn} of {len(cell.params.seeds)}", flush=True)
+    if len(seeds := job.cell.params.seeds) > 1:
+        print(f"{job.cell.name}: seed {seed}, {seeds.index(seed) + 1} of {len(seeds)}", flush=True)
     if not first:
         return
     for line in _describe_recipe(job, seed)[1]:
@@ -354,7 +368,7 @@ def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
     return f"{label} {metrics[key]:.{places}f}{'' if std is None else f' ± {std:.{places}f}'}{unit}"
 
 
-def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int | None) -> None:
+def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None) -> None:
     """Run the step of a dump again, in this process alone, and print what each layer gave.
 
     The dump's folder says which cell and seed it is of.
@@ -365,19 +379,12 @@ def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int |
     from ..training.checkpoint import set_rng_state
     from ..training.guard import diagnose, load_dump
 
-    if gpus is not None:
-        raise UserError(f"{stage}: --replay-bad-step runs in one process; leave --gpus out")
-    paths = find_root()
     runs = file.absolute().parent
     known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
-    cell = cell or (runs.parent.name if known else None)
-    keys = find_cell(paths.params, stage, str(cell))
-    if keys[0] != BY_HAND and cell not in section_keys(paths.params, stage):
+    if cell is None and known is None:
         raise UserError(f"{stage}: {file} does not lie in the folder of a run; name its cell with --cell")
-    params = load_section(spec.params, paths.params, *keys)
-    shared = {"paths": paths, "runtime": load_runtime(paths), "folder": paths.cell(stage, cell)}
-    of_cell = Cell(stage=stage, name=cell, params=params, spec=spec, **shared)
-    seed = int(known[1]) if known else params.seeds[0]
+    (of_cell,) = read_cells(stage, spec, cell or runs.parent.name)
+    seed = int(known[1]) if known else of_cell.params.seeds[0]
     dump = load_dump(file)
     for rank, seen in enumerate(dump["ranks"]):
         job = build_job(dataclasses.replace(of_cell, ranks=Ranks(rank=rank, world_size=dump["world_size"])), seed)
@@ -393,7 +400,7 @@ def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None, gpus: int |
         try:
             if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
                 raise UserError(
-                    f"{file}: its batch holds other images than {cell} has there now; the data or the seed changed"
+                    f"{file}: its batch holds other images than {of_cell.name} has there now; the data or the seed changed"
                 )
             batch = next(iter(task.batches(dump["epoch"], dump["number"])))
             set_rng_state(seen["rng"])

@@ -1,22 +1,18 @@
-"""Cells that no section of params.yaml names: those of `repro linearize --from` and `repro generate --from`."""
+"""The cell of `repro linearize --from`, which no section of params.yaml names."""
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.config import find_cell, load_section, section_keys
+from ..core.config import load_section, section_keys
 from ..core.errors import UserError
-from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
 from ..data.cells import suggest_data
-from ..tasks.generation.params import GenerateParams
-from ..tasks.generation.spec import SPEC as GENERATE
 from ..tasks.linearization.params import LinearizeParams
 from ..tasks.linearization.spec import SPEC
-from ..training.params import InitParams
-from .job import Cell, Recipe
+from .job import Cell, Recipe, describe_init
 
 STAGE = "linearize"
 _VITS = {"timm.models.vision_transformer", "timm.models.deit"}
@@ -60,7 +56,7 @@ def make_cell(
     params = find_recipe(paths, data)
     name, of_shell = choose_student(shell)
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
-    changes["init"] = _init_of(paths, file)
+    changes["init"] = describe_init(paths, file)
     changes["freeze"] = freeze
     if params.data != (data or params.data):  # the images of other data, as the ViT saw its own
         changes |= {"data": data, "transform": dataclasses.replace(params.transform, image_size=opened.image_size)}
@@ -140,30 +136,3 @@ def _keep(checkpoint: Any, file: Path) -> None:
     options = {"num_classes": checkpoint.num_classes}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_weights(file, checkpoint.build(), name=checkpoint.model, options=options, preprocessing=shown, classes=classes)
-
-
-def make_denoiser_cell(cell: str, source: str, seeds: int | None) -> Cell:
-    """The cell of `generate:` that begins with the weights in a file, into a folder of its own.
-
-    Raises:
-        UserError: no such cell, or no such file.
-    """
-    paths = find_root()
-    file = Path(source)
-    if not file.is_file():
-        raise UserError(f"generate: --from {source}: no such file")
-    params = load_section(GenerateParams, paths.params, *find_cell(paths.params, "generate", cell))
-    params = dataclasses.replace(params, init=_init_of(paths, file))
-    if seeds:
-        params = dataclasses.replace(params, seeds=tuple(range(seeds)))
-    runtime = load_runtime(paths)
-    name = f"{cell}_inherited" + (f"_{seeds}seeds" if seeds else "")
-    folder = paths.measured(device_slug(choose_device(runtime.device))) / "generate" / name
-    return Cell(stage="generate", name=name, params=params, spec=GENERATE, paths=paths, runtime=runtime, folder=folder)
-
-
-def _init_of(paths: Paths, file: Path) -> InitParams:
-    """What a training from this file starts from; below the project's root the record names it by its place there."""
-    file = file.resolve()
-    named = file.relative_to(paths.root.resolve()) if file.is_relative_to(paths.root.resolve()) else file
-    return InitParams(weights=str(named), sha256=hash_file(file, digits=64))

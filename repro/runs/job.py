@@ -16,7 +16,7 @@ from ..core.record import read_json, read_record, require_writable, write_json, 
 from ..core.runtime import Runtime, choose_device, seed_everything
 from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
-from ..training.params import TrainParams
+from ..training.params import InitParams, TrainParams
 
 # the parameters of a training and facts about the run -> the recipe for recipe.json, and its lines for people
 Recipe = Callable[[TrainParams, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
@@ -249,6 +249,13 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     if runtime.compile:
         getattr(model, "backbone", model).compile()  # the shapes in a dense head depend on the data
     return model
+
+
+def describe_init(paths: Paths, file: Path) -> InitParams:
+    """What a training from this file starts from; below the project's root the record names it by its place there."""
+    file = file.resolve()
+    named = file.relative_to(paths.root.resolve()) if file.is_relative_to(paths.root.resolve()) else file
+    return InitParams(weights=str(named), sha256=hash_file(file, digits=64))
 
 
 def verify_init(cell: Cell) -> None:

@@ -111,7 +111,7 @@ def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: asked.extend(chosen))
+    monkeypatch.setattr(cells, "train_cells", lambda chosen: asked.extend(chosen))
     assert campaign.time_training(checkout, None)
     (cell,) = asked
     assert (cell.runtime.peak_tflops, cell.runtime.data_roots, len(cell.params.seeds)) == (

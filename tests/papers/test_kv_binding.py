@@ -14,11 +14,11 @@ from repro.core.paths import Paths
 from repro.models import fast_weights, inner
 from repro.models.registry import build_model
 from repro.papers import describe_recipe, load_papers
-from repro.papers.grid import load_grid, vary_recipe
+from repro.papers.grid import choose_variants, vary_recipe
 from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
 from repro.papers.kv_binding.sections import CHANGES, count_probed, list_changes, list_probes, weigh_learners
-from repro.papers.kv_binding.variants import ORDERS, ROWS, VARIANTS, find_family
+from repro.papers.variants import load_variants
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
@@ -27,6 +27,8 @@ from repro.tasks.classification.params import ClassifierParams
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
 
+SET = load_variants("kv_binding")
+VARIANTS, ROWS, ORDERS = SET.options, SET.rows, SET.orders
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["kv_binding"]
 FORMS = ("recurrent", "parallel")
@@ -215,8 +217,9 @@ def test_the_value_rows_are_those_of_the_heads():
 @pytest.mark.parametrize("data", ["digits", "connect"])
 @pytest.mark.parametrize("name", first(VARIANTS, 4))
 def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name, data):
-    params = vary_recipe(load_grid("kv_binding"), name, Paths(ROOT), data=data, seeds=(0,), epochs=None)
-    assert params.model.startswith(find_family(name)) and params.data == data
+    params = vary_recipe(choose_variants("kv_binding"), name, Paths(ROOT), data=data, seeds=(0,), epochs=None)
+    families = {"vit3": "ladder_vit3", "lact": "lact", "vittt": "ladder_vittt"}
+    assert params.model.startswith(families[name.split("_")[0]]) and params.data == data
     model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
     tokens = {"digits": {"vit3": 64, "lact": 64, "vittt": 81}, "connect": dict.fromkeys(("vit3", "lact", "vittt"), 16)}
     height, width = model.grid_size

@@ -19,13 +19,16 @@ from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.recipe import RELEASED
-from repro.papers.linearize.variants import FROZEN, ORDERS, ROWS, VARIANTS
+from repro.papers.variants import load_variants
 from repro.report.results import Results
 from repro.report.variants import find_orders, find_variant
 from repro.tasks.classification.params import ClassifierParams
 from tests.papers.conftest import find_statuses, judge_counts
 from tests.report.conftest import JUDGE, SCORES
 
+SET = load_variants("linearize")
+VARIANTS, ROWS, ORDERS = SET.options, SET.rows, SET.orders
+FROZEN = [name for name in VARIANTS if name.endswith("_frozen")]
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["linearize"]
 TINY = "t5_tiny_patch16_224"

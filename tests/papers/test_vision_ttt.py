@@ -5,8 +5,10 @@ import sys
 from fractions import Fraction
 
 from repro.papers import find_rooms, load_papers, load_primary
+from repro.papers.variants import load_variants
 from repro.papers.vision_ttt.formulas import vim_blocks_g, vit_g, vittt_g, vittt_trivial_g
-from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+
+VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 
 
 def test_formulas_by_hand():

@@ -18,10 +18,10 @@ from repro.core.paths import Paths
 from repro.data.kinds import list_wnids
 from repro.models.registry import build_model
 from repro.papers import load_papers
-from repro.papers.grid import load_grid, vary_recipe
+from repro.papers.grid import choose_variants, vary_recipe
+from repro.papers.variants import load_variants
 from repro.papers.vit3 import formulas
 from repro.papers.vit3.sections import compare_losses, find_losses
-from repro.papers.vit3.variants import ORDERS, ROWS, VARIANTS
 from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
@@ -33,6 +33,8 @@ from tests.papers.conftest import find_statuses, judge_counts
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
 
+SET = load_variants("vit3")
+VARIANTS, ROWS, ORDERS = SET.options, SET.rows, SET.orders
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["vit3"]
 # the official H-ViT3-T/S/B: parameters, and multiply-adds at 224 as fvcore counts them, from the authors' code
@@ -473,7 +475,7 @@ def test_the_orders_are_those_of_the_tables():
 
 @pytest.mark.parametrize("name", first(VARIANTS, 4))
 def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name):
-    params = vary_recipe(load_grid("vit3"), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
+    params = vary_recipe(choose_variants("vit3"), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
     model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
     assert (params.data, params.epochs, params.evaluate_every) == ("digits", 30, 2) and model.grid_size == (8, 8)
 
@@ -484,7 +486,7 @@ def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
     cell |= {"optim": {"lr": 1e-3}, "mix": {}, "transform": {"image_size": 144}}
     prepared = load_yaml(ROOT / "params.yaml")["prepare_data"]
     (tmp_path / "params.yaml").write_text(json.dumps({"pretrain": {"mine": cell}, "prepare_data": prepared}))
-    params = vary_recipe(load_grid("vit3"), "glu", Paths(tmp_path), data=None, seeds=(0, 1), epochs=None)
+    params = vary_recipe(choose_variants("vit3"), "glu", Paths(tmp_path), data=None, seeds=(0, 1), epochs=None)
     assert (params.model, params.epochs, params.seeds, params.options) == (
         "study_nano_patch16_144",
         3,

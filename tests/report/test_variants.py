@@ -4,7 +4,7 @@
 
 import pytest
 
-from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.papers.variants import load_variants
 from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
@@ -19,6 +19,7 @@ from repro.report.variants import (
     list_ablations,
 )
 
+VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
 

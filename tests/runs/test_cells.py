@@ -11,7 +11,8 @@ import pytest
 from repro.core.paths import Paths
 from repro.core.ranks import Ranks
 from repro.runs import cells
-from repro.runs.cells import _collect_files, record_speed, train_cell
+from repro.runs.cells import _collect_files, record_speed, train_cells
+from repro.runs.job import Cell
 
 UNTIMED = {"throughput_img_per_s": None, "throughput_img_per_s_reason": "no step was timed"}
 
@@ -90,9 +91,10 @@ def test_a_full_disk_leaves_the_earlier_run_whole(two_runs, monkeypatch, fails):
 
 def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatch):
     """It stays where a call is killed between its record and the removal."""
-    params, folder = SimpleNamespace(seeds=(0,)), tmp_path / "cell"
-    cell = SimpleNamespace(params=params, ranks=Ranks(), paths=Paths(tmp_path), name="nano", folder=folder)
-    cell.state_folder = lambda seed: tmp_path / f".runs/seed_{seed}"
+    params, runtime, folder = SimpleNamespace(seeds=(0,)), SimpleNamespace(device="cpu"), tmp_path / "cell"
+    monkeypatch.setattr(Cell, "state_folder", lambda self, seed: tmp_path / f".runs/seed_{seed}")
+    shared = {"paths": Paths(tmp_path), "runtime": runtime, "folder": folder}
+    cell = Cell(stage="pretrain", name="nano", params=params, spec=None, **shared)
     for file in (
         cell.state_folder(0) / "step_1.pt",
         cell.state_folder(1) / "step_1.pt",
@@ -101,7 +103,7 @@ def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatc
         file.parent.mkdir(parents=True)
         file.touch()
     monkeypatch.setattr(cells, "find_finished_seeds", lambda cell: {0: {}})
-    train_cell(cell)
+    train_cells([cell])
     assert set(list_files(tmp_path)) == {".runs/seed_1/step_1.pt"}
 
 

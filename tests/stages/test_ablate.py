@@ -17,20 +17,22 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from repro import papers
 from repro.bench.flops import cost
 from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.record import read_record
 from repro.core.runtime import load_runtime
-from repro.papers.grid import build_variant, load_grid, vary_recipe
-from repro.papers.vision_ttt.grid import GRID
-from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
-from repro.runs.cells import train_cell
+from repro.papers.grid import build_variant, choose_variants, vary_recipe
+from repro.papers.variants import load_variants
+from repro.runs.cells import train_cells
 from repro.runs.job import Cell
 from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
 
+VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 CELL = Path("results/ablate/conv1d")
 COMMAND = [sys.executable, "-m", "repro", "ablate"]
 # a Vittt of one block and two seeds, on images of four tokens
@@ -99,17 +101,10 @@ def test_parameters_of_the_variants_by_hand(name, thousands):
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
     paths, whole = Paths(ready), Path("whole")
     params = load_section(SPEC.params, paths.params, "ablate", "conv1d")
-    train_cell(
-        Cell(
-            stage="ablate",
-            name="whole",
-            params=params,
-            spec=SPEC,
-            paths=paths,
-            runtime=load_runtime(paths),
-            folder=whole,
-        )
+    cell = Cell(
+        stage="ablate", name="whole", params=params, spec=SPEC, paths=paths, runtime=load_runtime(paths), folder=whole
     )
+    train_cells([cell])
     for seed in (0, 1):
         process = subprocess.Popen([*COMMAND, "--cell", "conv1d"], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 1800
@@ -142,14 +137,27 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
+@pytest.mark.parametrize("paper", ["vision_ttt", "vit3", "linearize", "kv_binding"])
+def test_the_variants_are_those_of_the_paper_that_is_named(ready, monkeypatch, repro_cli, paper):
+    asked = []
+    monkeypatch.setattr("repro.papers.grid.run_variants", lambda *chosen, **lengths: asked.append(chosen))
+    assert repro_cli("ablate", "--paper", paper, "--all")[0] == 0
+    ((found, variant),) = asked
+    own = yaml.safe_load((Path(papers.__file__).parent / paper / "variants.yaml").read_text())
+    assert list(found.variants) == list(own["variants"]) and variant is None
+    # what each of its processes is asked to train, and where that goes
+    assert found.flags == ("--paper", paper) and found.folder == own["folder"]
+
+
 def test_two_jobs_stopped_continued_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     """Two variants in two processes, which a signal stops; then one finds its folder in the way; then it gets a seed
     more.
     """
     from repro.core.runtime import choose_device, device_slug
 
-    two = {name: VARIANTS[name] for name in ("conv1d", "head")}
-    monkeypatch.setattr("repro.papers.vision_ttt.grid.GRID", dataclasses.replace(GRID, variants=two))
+    every = load_variants("vision_ttt")
+    two = dataclasses.replace(every, variants={name: every.variants[name] for name in ("conv1d", "head")})
+    monkeypatch.setattr("repro.papers.grid.load_variants", lambda room: two)
     arguments = ("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
     stopper = threading.Thread(target=stop_when_begun, daemon=True)
     stopper.start()
@@ -192,10 +200,15 @@ def stop_when_begun() -> None:
 
 
 def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
-    params = vary_recipe(GRID, "head", Paths(ready), data="imagenet", seeds=(0,), epochs=None)
+    params = vary_recipe(choose_variants("vision_ttt"), "head", Paths(ready), data="imagenet", seeds=(0,), epochs=None)
     assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
     assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
-    assert vary_recipe(GRID, "head", Paths(ready), data=None, seeds=(0,), epochs=7).transform.re_prob == 0.25
+    assert (
+        vary_recipe(
+            choose_variants("vision_ttt"), "head", Paths(ready), data=None, seeds=(0,), epochs=7
+        ).transform.re_prob
+        == 0.25
+    )
 
 
 def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
@@ -215,7 +228,7 @@ def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
         and metrics["options"] == {"inner_model": "fc"}
         and metrics["image_size"] == 32
     )
-    built = build_variant(load_grid("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
+    built = build_variant(choose_variants("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
     assert built.cell.name == "vit3_digits_fc" and built.arguments[:4] == ("--paper", "vit3", "--variant", "fc")
     assert repro_cli(*arguments) == (0, "", "")  # it is there
 
@@ -261,16 +274,15 @@ def test_the_record_of_a_training_with_mesa_says_so(ready):
     params = dataclasses.replace(params, seeds=(0,))
     taught = dataclasses.replace(params, ema_decay=0.9, mesa=MesaParams(weight=1.5, start_fraction=0.0))
     for folder, each in ((Path("plain"), params), (Path("taught"), taught)):
-        train_cell(
-            Cell(
-                stage="ablate",
-                name=folder.name,
-                params=each,
-                spec=SPEC,
-                paths=paths,
-                runtime=load_runtime(paths),
-                folder=folder,
-            )
+        cell = Cell(
+            stage="ablate",
+            name=folder.name,
+            params=each,
+            spec=SPEC,
+            paths=paths,
+            runtime=load_runtime(paths),
+            folder=folder,
         )
+        train_cells([cell])
     assert "mesa" not in record(Path("plain"))["metrics"]
     assert record(Path("taught"))["metrics"]["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}

@@ -14,12 +14,13 @@ from repro.core.record import read_json, write_json, write_record
 from repro.core.runtime import cpu_name
 from repro.data.kinds import KINDS
 from repro.papers import load_primary
-from repro.papers.vision_ttt.variants import TABLES_AND_FIGURES, VARIANTS
+from repro.papers.variants import load_variants
 from repro.planning.planner import Rates, plan_costs
 from repro.report.demands import demands
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
 
+VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 ROOT = Path(__file__).parents[2]
 NANO = "vittt_nano_patch16_144"
 PAPER = load_yaml(ROOT / "profiles" / "paper.yaml")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...report.paper import Drawing, Variants, list_tables, load_paper
+from ..variants import load_variants
 from . import formulas
 from .forms import (
     PICTURE,
@@ -15,7 +16,8 @@ from .forms import (
     show_picture,
 )
 from .sections import compare_momenta, count_probed, list_changes, list_probes, list_residuals, weigh_learners
-from .variants import FAMILIES, ORDERS, ROWS, VARIANTS
+
+_VARIANTS = load_variants("kv_binding")
 
 PAPER = load_paper(
     Path(__file__).parent,
@@ -43,8 +45,8 @@ PAPER = load_paper(
         "probed": count_probed,
     },
     variants=Variants(
-        options=VARIANTS,
-        models={name: FAMILIES[name.split("_")[0]] for name in VARIANTS},
-        tables=list_tables(ROWS, ORDERS),
+        options=_VARIANTS.options,
+        models={name: each.changes["model"].partition("_nano")[0] for name, each in _VARIANTS.variants.items()},
+        tables=list_tables(_VARIANTS.rows, _VARIANTS.orders),
     ),
 )

@@ -14,9 +14,9 @@ from ...report.ordering import Pair, compare_pairs, round_off
 from ...report.records import Source
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
+from ..variants import load_variants
 from . import formulas
 from .forms import find_backbones
-from .variants import VARIANTS
 
 ROUNDING = 1e-12
 CHUNKS = (16, 32, 64, 256)
@@ -163,7 +163,7 @@ def _find_model(group: Group) -> str:
 def _compare(group: Group) -> dict[str, Pair]:
     """Variant -> its difference to the unchanged model; empty where they have no seed in common."""
     base, top1 = f"{_find_model(group)}_own", _find_scores(group)
-    orders = [(name, base) for name in VARIANTS if name in top1 and name != base]
+    orders = [(name, base) for name in load_variants("kv_binding").variants if name in top1 and name != base]
     images = group.common["held_out_images"]
     return {pair.better: pair for pair in compare_pairs(top1, orders, round_off(images))}
 

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from ...report.paper import Variants, list_tables, load_paper
+from ..variants import load_variants
 from . import formulas
 from .sections import find_attention, list_layers, list_students
-from .variants import FROZEN, ORDERS, ROWS, VARIANTS
+
+_VARIANTS = load_variants("linearize")
 
 PAPER = load_paper(
     Path(__file__).parent,
@@ -19,6 +21,8 @@ PAPER = load_paper(
     ),
     parts={"students": list_students, "attention": find_attention, "layers": list_layers},
     variants=Variants(
-        options=VARIANTS, recipes={name: {"freeze": True} for name in FROZEN}, tables=list_tables(ROWS, ORDERS)
+        options=_VARIANTS.options,
+        recipes={name: each.changes for name, each in _VARIANTS.variants.items() if each.changes},
+        tables=list_tables(_VARIANTS.rows, _VARIANTS.orders),
     ),
 )

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from ...report.paper import Variants, list_tables, load_paper
+from ..variants import load_variants
 from . import formulas
 from .sections import compare_losses, draw_depth, list_denoisers
-from .variants import ORDERS, ROWS, VARIANTS
+
+_VARIANTS = load_variants("vit3")
 
 PAPER = load_paper(
     Path(__file__).parent,
@@ -23,5 +25,8 @@ PAPER = load_paper(
         formulas.identity_error,
     ),
     parts={"losses": compare_losses, "denoisers": list_denoisers},
-    variants=Variants(options=VARIANTS, tables=list_tables(ROWS, ORDERS, {"Fig. 3": ("vit3_fig3", draw_depth)})),
+    variants=Variants(
+        options=_VARIANTS.options,
+        tables=list_tables(_VARIANTS.rows, _VARIANTS.orders, {"Fig. 3": ("vit3_fig3", draw_depth)}),
+    ),
 )

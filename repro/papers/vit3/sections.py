@@ -13,9 +13,9 @@ from ...report.ordering import compare_pairs
 from ...report.records import Source, describe_seeds, keep_best, show_mean
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
-from .variants import ROWS
+from ..variants import load_variants
 
-LAYERS = dict(zip(ROWS["Fig. 3"], ("one layer", "two layers", "three layers"), strict=True))
+LAYERS = dict(zip(load_variants("vit3").rows["Fig. 3"], ("one layer", "two layers", "three layers"), strict=True))
 LOSS = "train_loss"
 _LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")
