@@ -18,7 +18,7 @@ help:
 	@echo 'make reproduce      run the whole pipeline; then open results/tables.md'
 	@echo 'make test           run the tests, in minutes; ARGS="-k loader" selects some of them'
 	@echo 'make test-all       run them at every size, dtype and architecture too; a third of an hour or more'
-	@echo 'make measure-cpu    run by hand what takes hours: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
+	@echo 'make measure-cpu    run what takes hours outside the pipeline: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
 	@echo 'make measure-gpu    measure a CUDA GPU: kernels, training, every family over the image size; MINUTES=9 stops in time'
 	@echo 'make lint           check the style and the format of the Python code'
 	@echo 'make test-browser   test results/report.html in a real browser, with screenshots in .runs/browser'

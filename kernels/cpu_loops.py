@@ -51,7 +51,7 @@ def _float_of_bits(context: Any, bits: Any) -> Any:
 
 
 def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
-    """Of numba's type: the float, the integer of the same size, the bias of its exponent, and the bits of its mantissa."""
+    """The float, the integer of the same size, the exponent's bias and the mantissa's bits of a numba type."""
     known = {
         numba.types.float32: (np.float32, np.int32, 127, 23),
         numba.types.float64: (np.float64, np.int64, 1023, 52),

@@ -142,7 +142,7 @@ class CustomOp:
         return values[:count], self.arguments(*values[count:-1]), values[-1]
 
     def _tensors(self, values: Sequence[Any]) -> list[Any]:
-        """Of one value per argument, those of the tensors; a tensor may be None."""
+        """The values of the tensor arguments, from one value for each argument; a tensor may be None."""
         return [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
 
     def _run_forward(self, *values: Any) -> Any:

@@ -131,7 +131,7 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
 
 
 def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
-    """Why records are old -> those records under results/, the ones that were measured by hand among them, in the order
+    """Why records are old -> those records under results/, with those measured outside the pipeline, in the order
     of their paths.
 
     See `repro.core.freshness.find_old`.

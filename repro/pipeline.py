@@ -251,7 +251,7 @@ def _list_records(paths: Paths, pattern: str) -> list[str]:
 
 
 def _put_aside(paths: Paths, record: str) -> None:
-    """Move a record that was measured by hand to .runs/replaced, with its cell's folder; those of the graph are made
+    """Move a record that was measured outside the pipeline to .runs/replaced, with its cell's folder; those of the graph are made
     again in place.
     """
     file = paths.root / record

@@ -1,5 +1,5 @@
 """`repro generate`: train a denoiser, DiT, DiT3 or DiT5, or draw pictures with one. No stage of the pipeline: its
-results are those of runs by hand.
+results are those of runs outside the pipeline.
 """
 
 from pathlib import Path

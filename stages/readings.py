@@ -1,4 +1,4 @@
-"""`repro readings`: what each reading of the paper does to the printed counts, and, by hand, to the accuracy of a nano."""
+"""`repro readings`: what each reading of the paper does to the printed counts, and, outside the pipeline, to the accuracy of a nano."""
 
 import dataclasses
 from typing import Annotated

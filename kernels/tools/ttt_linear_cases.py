@@ -130,7 +130,7 @@ class TTTLinearCases(cases.Cases):
         return out, *triton_bwd.backward(dout, states, arguments, backward_config)
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[Any]]:
-        """Of both passes also the pairs of configs of their two launches."""
+        """Both passes also have pairs of configs, for their two launches."""
         forward, backward = super().configs(dtype)
         sizes = self.compile_time(dtype)[2]
         phases = zip(triton_phases.state_configs(*sizes), triton_phases.output_configs(*sizes), strict=True)

@@ -31,7 +31,7 @@ class RowGroup:
     """Rows to count: every model at every side of a square image in pixels with every combination of the options that
     `vary`.
 
-    Of a denoiser of latents, the sides are those of the latents, an eighth of the image's: 32 for 256 pixels.
+    A denoiser of latents has the sides of its latents, an eighth of the image's: 32 for 256 pixels.
     With `fvcore`, its rows also have the count of fvcore, see `repro.bench.fvcore`.
     """
 

@@ -113,7 +113,7 @@ def bounded(
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
-# the section of cells that no stage of the graph trains: stage -> name -> cell
+# the section of cells that are trained outside the pipeline alone: stage -> name -> cell
 BY_HAND = "by_hand"
 # sections of older files -> the section that their cells are in now
 _MOVED = {"baselines": "pretrain"}

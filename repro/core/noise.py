@@ -84,8 +84,9 @@ def find_spread(row: Row) -> float | None:
 def find_noise(row: Row) -> list[str]:
     """Why a row alone is noisy, in alphabetical order; empty for a quiet row, and for one that was not measured.
 
-    `load`: on a CPU, over the minute before the row, more threads wanted to run than there are cores. As many of
-    them as the row has itself do not count, for they are those of the row before. `spread`: its steps differ too much.
+    `load`: on a CPU, over the minute before the row, more threads wanted to run than there are cores. Among these threads,
+    as many as the row's own are not counted against it, for they are those of the row before. `spread`: its steps
+    differ too much.
     """
     if row.get("status") != "ok":
         return []

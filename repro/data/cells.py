@@ -85,8 +85,9 @@ class DataCell:
 
 def manifest_path(paths: Paths, name: str) -> Path:
     """Where the manifest of a cell, or of a set `KIND:PATH`, lies."""
-    own = parse_own(name)
-    return paths.cell("prepare_data", own.name if own else name) / "manifest.json"
+    if (own := parse_own(name)) is not None:  # no page reports it
+        return paths.results / "own" / own.name.removeprefix("own_") / "data" / "manifest.json"
+    return paths.cell("prepare_data", name) / "manifest.json"
 
 
 def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:

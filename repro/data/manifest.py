@@ -1,8 +1,8 @@
 """Manifests: what a data set holds, small enough for Git, so that no stage depends on the images and DVC never hashes
 them.
 
-A manifest names no absolute path and no date. A published data set is compared by names and
-sizes, not by contents: a check of ImageNet takes seconds, not hours. An embedded one is small, and contents count too.
+A manifest names no absolute path and no date. For a published data set, names and sizes are compared and contents are
+not: a check of ImageNet takes seconds, not hours. For an embedded one, which is small, contents are compared too.
 """
 
 import dataclasses

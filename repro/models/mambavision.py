@@ -146,7 +146,7 @@ class MambaVision(Hierarchy):
     """MambaVision in timm's conventions; no parameter depends on the image size or on the windows, but the result does
     on the windows.
 
-    Of a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
+    In a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
 
     Args:
         stem: channels of the first convolution.
@@ -280,7 +280,7 @@ class MambaVision(Hierarchy):
         return terms | {"head": self.num_features * self.num_classes}
 
     def _window_tokens(self, image_size: Grid) -> list[tuple[int, int]]:
-        """Of each stage with windows: the tokens of all windows of an image, and those of one window."""
+        """For each stage with windows: the tokens of all windows of an image, and those of one window."""
         grids = self.grids_of(*image_size)[FIRST_OF_WINDOWS:]
         return [
             (-(-h // side) * -(-w // side) * side**2, side**2) for (h, w), side in zip(grids, self.windows, strict=True)

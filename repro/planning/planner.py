@@ -216,7 +216,7 @@ class Planner:
         The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is
         one, the moving average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in
         addition there are one state that is being written, and the first seed's snapshots and weights in the results.
-        Of dense tasks, whose heads are not counted, the disk space is unknown, and estimated hours are a lower bound.
+        For dense tasks, whose heads are not counted, the disk space is unknown, and estimated hours are a lower bound.
         """
         kind, classes, images = self.find_data(stage, cell, params.data)
         dense_size = _find_dense_size(params.transform)

@@ -54,7 +54,7 @@ def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
 def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
     """The name of each file -> what draws it, and from which records.
 
-    The curves of a model, a task and a data set share a picture, those by hand in place of those of the pipeline where
+    The curves of a model, a task and a data set share a picture, those outside the pipeline in place of those in it where
     they have more seeds. What is confused is drawn for the first seed of each run of the pipeline. The models are those
     that stand on the paper's page.
     """

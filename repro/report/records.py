@@ -21,7 +21,7 @@ class Source:
     path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    # which stage of the graph wrote it, and for which of its cells; None for what was run by hand
+    # which stage of the graph wrote it, and for which of its cells; None for what was run outside the pipeline
     stage: str | None = None
     cell: str | None = None
     is_fresh: bool = True  # whether the code here would give the same numbers
@@ -66,7 +66,7 @@ class Source:
     def command(self) -> str:
         """The command that writes the record."""
         if self.stage is None:
-            return f"none: {self.path} was measured by hand"
+            return f"none: {self.path} was measured outside the pipeline"
         verb = self.stage.replace("_", "-")
         return f"repro {verb} --cell {self.cell}" if self.cell else f"repro {verb}"
 
@@ -133,7 +133,7 @@ def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: 
 
 
 def keep_best(sources: Iterable[Source], name: Callable[[Source], Hashable]) -> list[Source]:
-    """Of the records that have the same name, the first one with the most seeds."""
+    """The first record with the most seeds among those of the same name."""
     best: dict[Hashable, Source] = {}
     for source in sources:
         key = name(source)

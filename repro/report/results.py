@@ -110,7 +110,7 @@ class Results:
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
             speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row)]
             for row in name_keys(mark_noise(pool_runs(speeds)), f"{source.path}: metrics.rows"):
-                # a processor's threads come after a comma; a sweep by hand may have rows of several numbers of them
+                # a processor's threads come after a comma; a sweep outside the pipeline may have rows of several numbers of them
                 if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
                     why = f"a row names the device {row['device']}, and the record {source.device}"
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
@@ -292,7 +292,7 @@ class Results:
         if not source.is_trained:  # a training evaluates in fp32, `repro evaluate` in what it is told
             fits = dataclasses.replace(training, epochs=None, mesa=None, frozen=None).fits(record)
             return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
-        # the command line may have shortened a training by hand; and other first weights are another experiment
+        # the command line may have shortened a training; and other first weights are another experiment
         starts_pretrained = benchmark.starts_pretrained or training.frozen is not None
         return (
             training.fits(record) and source.stage is not None and (record.get("init") is not None) == starts_pretrained

@@ -63,7 +63,7 @@ class Group:
 
 
 def find_groups(results: Results, variants: Variants) -> list[Group]:
-    """The trained variants: those of the pipeline, then those by hand. Another recipe, model, data set or device is
+    """The trained variants: those of the pipeline, then those outside it. Another recipe, model, data set or device is
     another group.
 
     A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most
@@ -231,7 +231,7 @@ def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
 
 def _surpasses(other: Group, group: Group, where: VariantTable, root: Path) -> bool:
     """Whether another group has all variants of a group, on the same data by the same recipes with more seeds, as those
-    by hand may.
+    outside the pipeline may.
 
     The recipe is that of recipe.json. `recipe_hash` also covers what changes no weights, such as the epochs of
     snapshots.

@@ -227,7 +227,7 @@ def list_probes(report: Report) -> list[Block]:
 
 
 def count_probed(report: Report, what: str) -> int:
-    """Of the rows with more inner steps, those whose inner loss is `lower`, whose score is `worse`, or `both`; or all
+    """The rows with more inner steps whose inner loss is `lower`, whose score is `worse`, or `both`; or all
     `rows`.
     """
     rows = [source.metrics for source in _find_probes(report) if source.metrics["probe"].startswith("steps=")]

@@ -84,7 +84,7 @@ class Generation(Task):
         """The losses over a split, with the true classes, at one step and one noise for each image that are the same in
         every evaluation.
 
-        Of the reported split also `judged_percent`, the share of samples that the judge takes for the class they were
+        The reported split also has `judged_percent`, the share of samples that the judge takes for the class they were
         asked to be, and `real_judged_percent`, that share of the split's own images, which the judge sees at the size
         of the inputs.
         """
