@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+import repro
+
 CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
 GpusOption = Annotated[
     int | None,
@@ -34,6 +36,24 @@ Sha256Option = Annotated[
     typer.Option(
         "--sha256", help="The SHA-256 of the file of weights, or its first 8 digits or more; another file is refused."
     ),
+]
+
+OwnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Your own pictures in place of a cell: folder:PATH to classify, of class folders or a CSV of file,label; "
+        "coco:PATH to detect; ade20k:PATH to segment.",
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(help="With --data: a registered name; by default one that suits the number of pictures.")
+]
+FromOption = Annotated[
+    Path | None, typer.Option("--from", help="With --data: weights to start from; without, random ones.")
+]
+FlipOption = Annotated[
+    bool, typer.Option("--flip", help="With --data: also learn from mirrored pictures, which must mean the same.")
 ]
 
 # the headings under which the verbs are listed, in the order of use
@@ -95,7 +115,7 @@ def load_stages() -> dict[str, Stage]:
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Purpose -> the names of its stages: those of the pipeline as dvc.yaml has them, the others in alphabetical order."""
-    text = (Path(__file__).parents[1] / "dvc.yaml").read_text(encoding="utf-8")
+    text = (Path(repro.__file__).parents[1] / "dvc.yaml").read_text(encoding="utf-8")
     order = {name: place for place, name in enumerate(re.findall(r"(?m)^  (\w+):$", text))}
     names = {purpose: [name for name, stage in table.items() if stage.purpose == purpose] for purpose in PURPOSES}
     return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}
@@ -105,7 +125,7 @@ def list_families() -> list[str]:
     """The modules of `repro.models`, found without importing them."""
     return [
         f"repro.models.{module.name}"
-        for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "repro" / "models")])
+        for module in pkgutil.iter_modules([str(Path(repro.__file__).parents[1] / "repro" / "models")])
     ]
 
 

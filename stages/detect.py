@@ -6,14 +6,15 @@ import typer
 
 from repro.tasks.detection.spec import SPEC
 
-from . import CellOption, GpusOption, SeedsOption, Stage
+from . import CellOption, FlipOption, FromOption, GpusOption, ModelOption, OwnOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
 RandomOption = Annotated[
     bool, typer.Option("--random", help="Start from random weights; the results go to results/measured.")
 ]
 EpochsOption = Annotated[
-    int | None, typer.Option(min=1, help="Train this many epochs instead; the results go to results/measured.")
+    int | None,
+    typer.Option(min=1, help="Train this many epochs instead; without --data the results go to results/measured."),
 ]
 
 
@@ -23,8 +24,16 @@ def command(
     seeds: SeedsOption = None,
     random: RandomOption = False,
     epochs: EpochsOption = None,
+    data: OwnOption = None,
+    model: ModelOption = None,
+    source: FromOption = None,
+    flip: FlipOption = False,
+    sha256: Sha256Option = None,
 ) -> None:
     """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
     from repro.runs.cells import read_cells, train_cells
+    from repro.runs.own import train_own
 
-    train_cells(read_cells("detect", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)
+    own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
+    if not train_own("detect", SPEC, data, **own, gpus=gpus, without={"cell": cell, "random": random}):
+        train_cells(read_cells("detect", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import repro
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
@@ -100,7 +102,7 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     Raises:
         RuntimeError: the process ended in any other way; one line that names the row.
     """
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(repro.__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     command, asked = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(spec))
     try:

@@ -3,6 +3,8 @@
     <root>/images/{training,validation}/<stem>.jpg      <root>/annotations/{training,validation}/<stem>.png
     <root>/objectInfo150.txt: a heading and then a line for each class, with its name in the last column
 
+One's own set may have classes.txt in its place: a line for each class, which is its name.
+
 A label map has 8 bits: 0 where nothing is labelled, and 1..K for the classes.
 """
 
@@ -18,7 +20,9 @@ from .pixels import MAX_PIXELS, read_labels, read_pixels
 from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
-RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark (docs/data.md)"
+RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark, or correct your own files (docs/data.md)"
+CLASSES = "classes.txt"  # of one's own set
+_SURVEYED = 500  # pairs, enough for the share of each class
 
 
 class AdePairs:
@@ -83,6 +87,20 @@ def read_pair(
     return image, labels
 
 
+def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
+    """The sizes of at most 500 pairs, evenly chosen, and how many of their pixels each class has; raises as `read_pair`.
+
+    Returns:
+        (N, 2) int64, height and width in pixels; (K,) int64.
+    """
+    sizes, counts = [], np.zeros(len(pairs.classes) + 1, dtype=np.int64)
+    for place in np.linspace(0, len(pairs) - 1, min(len(pairs), _SURVEYED)).astype(int).tolist():
+        _, labels = pairs.read(place)
+        sizes.append(labels.shape)
+        counts += np.bincount(labels.ravel(), minlength=len(counts))
+    return np.array(sizes, dtype=np.int64).reshape(-1, 2), counts[1:]
+
+
 def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST) -> tuple[str, ...]:
     """The names of the classes 1..K; judges the pairs of these splits, and raises UserError as `AdePairs` does."""
     return [AdePairs(root, split, report).classes for split in splits][-1]
@@ -104,13 +122,17 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
 
 
 def _read_names(base: Path, report: Report) -> tuple[str, ...]:
-    """The names of the classes 1..K from objectInfo<K>.txt; none where the report lets the reading continue after an
-    error.
+    """The names of the classes 1..K from objectInfo<K>.txt or classes.txt; none where the report lets the reading
+    continue after an error.
     """
     files = sorted(base.glob("objectInfo*.txt"))
+    if not files and (base / CLASSES).is_file():
+        return _read_lines(base / CLASSES, report)
     if len(files) != 1:
         report.error(
-            base, f"expected one file objectInfo<K>.txt with the names of the classes, found {len(files)}", RELEASE
+            base,
+            f"expected one file objectInfo<K>.txt with the names of the classes, or {CLASSES}, found {len(files)}",
+            RELEASE,
         )
         return ()
     text = files[0].read_text(encoding="utf-8", errors="replace")
@@ -123,3 +145,13 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
         )
         return ()
     return tuple(row[-1].strip() for row in rows)
+
+
+def _read_lines(file: Path, report: Report) -> tuple[str, ...]:
+    names = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    while names and not names[-1]:
+        names.pop()
+    if not names or "" in names or len(set(names)) < len(names):
+        report.error(file, "expected a line for each class, with a name of its own", "name the classes 1, 2, 3, ...")
+        return ()
+    return tuple(names)

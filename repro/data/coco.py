@@ -1,6 +1,8 @@
 """The annotations of COCO detection: targets as mmdet takes them, in arrays.
 
 <root>/<split>2017/<image>      <root>/annotations/instances_<split>2017.json
+
+One's own set may leave out the 2017 in the names of folders and files.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from .manifest import ClassRecord, Folder
 from .pixels import MAX_PIXELS, explain_error, read_pixels
 from .tree import list_images, record_folder, show_few
 
-_RENEW = "unpack annotations_trainval2017.zip again"
+_RENEW = "unpack annotations_trainval2017.zip again, or correct your own file"
 _SLACK_PX = 1.0  # coordinates are rounded
 _MOST_OUTSIDE = 10  # how far from its origin a polygon may reach, in sides of the image
 # sorts of faults of annotations -> severity and advice; those that training survives are warnings
@@ -83,7 +85,7 @@ def read_instances(
     of their image; boxes that reach over the border are clipped.
 
     Args:
-        root, split: the folder that holds train2017, val2017 and annotations; see `Kind.splits`.
+        root, split: the folder that holds train2017, val2017 and annotations (see `find_parts`), and one of `Kind.splits`.
         report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to
             nothing, a target without a mask, images that are not in the folder; warnings for boxes without area or
             beyond their image. Where it lets the reading continue after an error that leaves nothing to read, None is
@@ -92,7 +94,7 @@ def read_instances(
     Raises:
         UserError: an error, if the report raises it.
     """
-    file, folder = root / f"annotations/instances_{split}2017.json", root / f"{split}2017"
+    folder, file = (root / part for part in find_parts(root, split))
     if (content := _read_json(file, report)) is None:
         return None
     categories = _index_rows(content, file, "categories", ("id", "name"), report)
@@ -147,7 +149,7 @@ def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST
 
 def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
     """The image folder and the annotation file of a split; see `ade20k.list_folders`."""
-    images, annotations = f"{split}2017", f"annotations/instances_{split}2017.json"
+    images, annotations = find_parts(root, split)
     try:
         content = (root / annotations).read_bytes()
     except OSError as error:
@@ -160,6 +162,16 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
             ClassRecord(images=0, bytes=len(content), hash=short_hash(content)),
         ),
     ]
+
+
+def find_parts(root: Path, split: str) -> tuple[str, str]:
+    """The image folder and the annotation file of a split below the root; without 2017 where only these are there."""
+    names = f"{split}2017", f"annotations/instances_{split}2017.json"
+    short = tuple(name.replace("2017", "") for name in names)
+    return tuple(
+        plain if (root / plain).exists() and not (root / dated).exists() else dated
+        for dated, plain in zip(names, short, strict=True)
+    )
 
 
 def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:

@@ -49,7 +49,11 @@ def parse_own(data: str) -> OwnData | None:
     path = Path(place).expanduser().resolve()
     if not place or not path.exists():
         raise UserError(f"--data {data}: {path}: no such file or folder")
-    return OwnData(kind, path, "own_" + re.sub(r"[^\w-]+", "_", path.stem if path.is_file() else path.name))
+    if kind != "folder" and not path.is_dir():
+        raise UserError(f"--data {data}: {path} is not a folder")
+    name = re.sub(r"[^\w-]+", "_", path.stem if path.is_file() else path.name)
+    # one folder may hold boxes and label maps of the same pictures
+    return OwnData(kind, path, f"own_{name}" if kind == "folder" else f"own_{name}_{kind}")
 
 
 def locate_own(paths: Paths, own: OwnData) -> Path:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from ..core.errors import UserError
 from ..core.hashing import short_hash
 from ..core.paths import Paths
@@ -19,6 +21,7 @@ from .own import parse_own, split_own
 from .settings import ExpectedCounts
 from .tree import scan_tree
 
+_LOOKED_AT = 500  # pictures of a split of scenes that are decoded before a training
 _IMBALANCE = 10  # between the largest class and the smallest, from which on it is said
 
 
@@ -51,19 +54,65 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
 
 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
-    """Split and prepare a set `KIND:PATH`, and say how its classes are filled. Raises as `prepare` and `split_own`."""
+    """Split and prepare a set `KIND:PATH`, and say how its classes are filled.
+
+    Raises as `prepare` and `split_own`, and where nothing could be learned from scenes, or a picture of a sample cannot
+    be read.
+    """
     own = parse_own(data)
     split_own(paths, own)
+    if own.kind == "coco":
+        counts, unit = _count_objects(own.path, runtime.max_pixels), "training objects"
+    elif own.kind == "ade20k":
+        counts, unit = _count_pixels(own.path, runtime.max_pixels), "pixels of training pictures"
     prepare(PrepareData(kind=own.kind), paths, runtime, data)
     if own.kind == "folder":
         folders = read_manifest(manifest_path(paths, data)).splits["train"].folders
-        counts = {name: record.images for name, record in folders.items()}
-        few, many = min(counts, key=counts.get), max(counts, key=counts.get)
-        if counts[many] >= _IMBALANCE * counts[few]:
+        counts, unit = {name: record.images for name, record in folders.items()}, "training pictures"
+    few, many = min(counts, key=counts.get), max(counts, key=counts.get)
+    if counts[many] >= _IMBALANCE * counts[few]:
+        print(f"{few}: {counts[few]:,} {unit}, {many}: {counts[many]:,}; training will favour {many}", flush=True)
+
+
+def _count_objects(root: Path, max_pixels: int) -> dict[str, int]:
+    """The targets of each category in `train`; says how many boxes are not used as they are.
+
+    Raises:
+        UserError: no category, a split without targets, or a picture of a sample that cannot be read.
+    """
+    for split in reversed(KINDS["coco"].splits):
+        instances = coco.read_instances(root, split, max_pixels=max_pixels)
+        if not len(instances.labels):
+            raise UserError(f"{instances.file}: has no object of a category; a detector needs some in each split")
+        for place in np.linspace(0, len(instances.names) - 1, min(len(instances.names), _LOOKED_AT)).astype(int):
+            coco.read_image(instances.path(place), tuple(instances.sizes[place].tolist()), instances.file, max_pixels)
+        if spoiled := instances.num_outside + instances.num_empty:
             print(
-                f"{few}: {counts[few]} training pictures, {many}: {counts[many]}; accuracy will favour {many}",
+                f"{instances.file}: boxes outside of the picture or without area: {spoiled:,}; training "
+                "takes what lies inside (`repro data check coco` names them)",
                 flush=True,
             )
+    return dict(
+        zip(instances.classes, np.bincount(instances.labels, minlength=len(instances.classes) + 1)[1:].tolist())
+    )
+
+
+def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
+    """The pixels of each class in a sample of `train`; raises UserError where a segmenter could not learn."""
+    for split in reversed(KINDS["ade20k"].splits):
+        pairs = ade20k.AdePairs(root, split, max_pixels=max_pixels)
+        if len(pairs.classes) < 2:
+            raise UserError(
+                f"{root}: has one class; name another, for what surrounds it (0 is where nothing is labelled)"
+            )
+        _, counts = ade20k.survey(pairs)
+        if not counts.any():
+            raise UserError(
+                f"{root}: every label map of {ade20k.FOLDERS[split]} is 0, which says nothing; label classes"
+            )
+    if len(pairs) < 2:
+        raise UserError(f"{root}: has one training picture; a segmenter's batch norm needs two or more")
+    return dict(zip(pairs.classes, counts.tolist()))
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:

@@ -384,7 +384,7 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
             each for base in model_class.__mro__ for each in inspect.signature(base.__init__).parameters.values()
         ]
         known = {each.name for each in parameters if each.name != "self" and each.kind != each.VAR_KEYWORD}
-        raise TypeError(f"{variant}: has no option {found[1]}{did_you_mean(found[1], known)}") from None
+        raise TypeError(f"no option {found[1]}{did_you_mean(found[1], known)}") from None
     model = built if isinstance(built, model_class) else built.model
     model.dynamic_img_size = dynamic
     if pooling is not None:

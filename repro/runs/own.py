@@ -1,48 +1,128 @@
-"""A classifier of one's own pictures, without an edit of params.yaml: the work of `repro pretrain --data folder:PATH`.
+"""Models of one's own pictures, without an edit of params.yaml: the work of `repro pretrain --data folder:PATH`,
+`repro detect --data coco:PATH` and `repro segment --data ade20k:PATH`.
 
-Only the weights to start from and the number of pictures decide the recipe. A small set from random weights needs a
-large rate and many passes; the rates are those that the nanos' searches chose, and DeiT's for larger models.
+Only the weights to start from, the number of pictures and, for scenes, the sizes of pictures and objects decide the
+recipe. A small set from random weights needs a large rate and many passes; the rates are those that the nanos' searches
+chose, and those of the published recipes for larger models.
 """
 
 import dataclasses
 import math
 import os
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ..core.errors import UserError
-from ..core.hashing import hash_file
+from ..core.hashing import require_hash
 from ..core.paths import find_root
 from ..core.runtime import load_runtime
-from ..data.cells import manifest_path
+from ..data.cells import manifest_path, open_cell
 from ..data.manifest import read_manifest
 from ..data.own import parse_own
 from ..data.prepare import prepare_own
-from ..data.settings import TransformSettings
+from ..data.settings import DetectionTransformSettings, TransformSettings
 from ..tasks.classification.params import ClassifierParams, MixParams
-from ..tasks.classification.spec import SPEC
+from ..tasks.detection.params import DetectParams, MaskRcnnParams
+from ..tasks.segmentation.params import SegmentationTransformSettings, SegmentParams, UperNetParams
+from ..tasks.spec import TaskSpec
 from ..training.params import InitParams, OptimParams
-from .job import Cell
+from .cells import train_cells
+from .job import Cell, describe_init
 
+NANO = "vittt_nano_patch16_144"
 SMALL = 20_000  # training pictures below which a set is small
 STEPS = 1500  # at least, of a training from random weights
 TUNED_STEPS = 400  # at least, from given weights
 _RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # of DeiT
+_KINDS = {"pretrain": "folder", "detect": "coco", "segment": "ade20k"}
+_SHORT_PX = (128, 512)  # bounds of the short side of scenes
+_MIDDLE_STRIDE = 16  # of the five levels with anchors
+_NANO_RCNN = {
+    "fpn_channels": 32,
+    "box_channels": 128,
+    "class_agnostic_boxes": True,
+    "mask_channels": 32,
+    "mask_layers": 1,
+    "rpn_samples": 64,
+    "train_candidates": 200,
+    "test_candidates": 200,
+    "train_proposals": 100,
+    "test_proposals": 100,
+    "roi_samples": 32,
+}
+
+
+def train_own(
+    stage: str,
+    spec: TaskSpec,
+    data: str | None,
+    *,
+    model: str | None,
+    source: Path | None,
+    epochs: int | None,
+    seeds: int | None,
+    flip: bool,
+    sha256: str | None,
+    gpus: int | None,
+    without: dict[str, Any],
+) -> bool:
+    """Train on a set `KIND:PATH` and say how to use what was learned.
+
+    Args:
+        stage, spec: the stage, and its task.
+        data: the set; None where the stage trains cells of params.yaml.
+        model, source, epochs, seeds, flip: see `make_own_cell`.
+        sha256: of the file `source`.
+        gpus: see `train_cells`.
+        without: option -> what was given, of those that do not go with `data`.
+
+    Returns:
+        Whether there was a set; False leaves the work to the caller.
+
+    Raises:
+        UserError: options that do not go together; see also `make_own_cell` and `train_cells`.
+    """
+    own = {"model": model, "from": source, "flip": flip or None, "sha256": sha256}
+    if data is None:
+        if single := [name for name, value in own.items() if value is not None]:
+            raise UserError(f"{stage}: --{single[0]} goes with --data; the cells of params.yaml say it themselves")
+        return False
+    if wrong := [name for name, value in without.items() if value]:
+        raise UserError(f"{stage}: --data trains on your own pictures; leave --{wrong[0]} out")
+    if source is not None:
+        require_hash(source, sha256)
+    made = make_own_cell(stage, spec, data, model=model, source=source, epochs=epochs, seeds=seeds, flip=flip)
+    train_cells([made], gpus)
+    if gpus is None and "WORLD_SIZE" not in os.environ:
+        print(f"use it: repro predict PICTURES --weights {made.folder / 'weights.safetensors'}")
+    return True
 
 
 def make_own_cell(
-    data: str, *, model: str | None, source: Path | None, epochs: int | None, seeds: int | None, flip: bool
+    stage: str,
+    spec: TaskSpec,
+    data: str,
+    *,
+    model: str | None,
+    source: Path | None,
+    epochs: int | None,
+    seeds: int | None,
+    flip: bool,
 ) -> Cell:
-    """The cell that trains a classifier of a set `folder:PATH`, which is split and prepared first.
+    """The cell that trains on a set `KIND:PATH`, which is split and prepared first.
 
     Args:
-        data: `folder:PATH`.
+        stage, spec: the stage, and its task.
+        data: `folder:PATH` to classify, `coco:PATH` to detect, `ade20k:PATH` to segment.
         model: registered name; None for that of `source`, or a small one for a small set.
-        source: weights to start from; None for random ones.
+        source: weights of a classifier to start from; None for random ones.
         epochs, seeds: instead of those of the recipe.
-        flip: whether a mirrored picture is of the same class.
+        flip: whether a mirrored picture means the same.
 
     Raises:
-        UserError: another kind of data, data or weights that cannot be read, an unknown model.
+        UserError: another kind of data, data or weights that cannot be read, a model that is unknown or unfit.
     """
     from timm.models import get_pretrained_cfg_value
 
@@ -50,32 +130,40 @@ def make_own_cell(
     from ..models.registry import require_known
 
     own = parse_own(data)
-    if own is None or own.kind != "folder":
-        raise UserError(f"pretrain: --data {data}: expected folder:PATH; cells of params.yaml are named by --cell")
+    if own is None or own.kind != _KINDS[stage]:
+        expected = f"expected {_KINDS[stage]}:PATH; cells of params.yaml are named by --cell"
+        raise UserError(f"{stage}: --data {data}: {expected}")
     paths = find_root()
     runtime = load_runtime(paths)
-    if "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
-        prepare_own(data, paths, runtime)
-    images = read_manifest(manifest_path(paths, data)).splits["train"].images
     options, init, size = {}, None, None
     if source is not None:
         checkpoint = open_weights(source, model=model).require_classifier()
         model, size = checkpoint.model, checkpoint.image_size
         options = {key: value for key, value in checkpoint.options.items() if key not in ("num_classes", "img_size")}
-        init = InitParams(weights=str(source.resolve()), sha256=hash_file(source, digits=64))
-    model = model or ("vittt_nano_patch16_144" if images < SMALL else "vittt_tiny_patch16_224")
-    try:
-        require_known(model)
-    except ValueError as error:
-        raise UserError(f"pretrain: --model {error}") from None
-    size = size or get_pretrained_cfg_value(model, "input_size")[-1]
-    params = choose_recipe(data, images, model, size, init=init, flip=flip, epochs=epochs)
+        init = describe_init(paths, source)
+    if model is not None:
+        try:
+            require_known(model)
+        except ValueError as error:
+            raise UserError(f"{stage}: --model {error}") from None
+    if "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
+        prepare_own(data, paths, runtime)
+    images = read_manifest(manifest_path(paths, data)).splits["train"].images
+    model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else NANO)
+    start = {"init": init, "flip": flip, "epochs": epochs}
+    if own.kind == "folder":
+        size = size or get_pretrained_cfg_value(model, "input_size")[-1]
+        params = choose_recipe(data, images, model, size, **start)
+    elif own.kind == "coco":
+        params = choose_detector(data, open_cell(paths, runtime, data).open_instances("train"), model, **start)
+    else:
+        params = choose_segmenter(data, open_cell(paths, runtime, data).open_pairs("train"), model, **start)
     params = dataclasses.replace(params, options=options, seeds=tuple(range(seeds or 1)))
     parts = [model, *([f"from_{source.stem}"] if source else []), *([f"{epochs}epochs"] if epochs else [])]
     parts += ([f"{seeds}seeds"] if seeds else []) + (["flipped"] if flip else [])
     name = "-".join(parts).replace(".", "_")
     folder = paths.results / "own" / own.name.removeprefix("own_") / name
-    cell = {"stage": "pretrain", "name": f"{own.name}-{name}", "params": params, "spec": SPEC, "folder": folder}
+    cell = {"stage": stage, "name": f"{own.name}-{name}", "params": params, "spec": spec, "folder": folder}
     return Cell(paths=paths, runtime=runtime, **cell)
 
 
@@ -93,8 +181,7 @@ def choose_recipe(
     """
     small, nano = images < SMALL, "nano" in model
     batch_size = max(1, min(32 if small else 256, images))
-    steps, passes = (TUNED_STEPS, 10) if init else (STEPS, 30)
-    epochs = epochs or min(300, max(passes, math.ceil(steps * batch_size / images)))
+    epochs = epochs or _count_epochs(images, batch_size, 10 if init else 30, init)
     rate = (1e-3 if nano else 1e-4) if init else (4e-3 if nano else 5e-4)
     warmup = max(1, epochs // 10)
     optim = OptimParams(lr=rate, min_lr=rate / 100, lr_batch_size=32 if small else 256, warmup_epochs=warmup)
@@ -113,3 +200,126 @@ def choose_recipe(
         mix=mixing,
         transform=TransformSettings(image_size=image_size, hflip=0.5 if flip else 0.0, **crops),
     )
+
+
+def choose_detector(
+    data: str, instances: Any, model: str, *, init: InitParams | None, flip: bool, epochs: int | None
+) -> DetectParams:
+    """The recipe for training on these annotated objects.
+
+    Args:
+        data, model, init: see `TrainParams`.
+        instances: of `train`, see `repro.data.coco.Instances`.
+        flip: whether to mirror half of the pictures.
+        epochs: instead of those that give `STEPS` or `TUNED_STEPS` steps, and 12 or 6 passes at least.
+
+    Raises:
+        UserError: no picture with an object, a model that gives no pyramid.
+    """
+    from ..data.detection import CocoDetection
+    from ..models.adapter import ViTAdapter
+
+    short, long = _choose_sides(instances.sizes)
+    transform = DetectionTransformSettings(min_size=(short,), max_size=long, hflip=0.5 if flip else 0.0)
+    images = len(CocoDetection(instances, transform, training=True))
+    enlarged = short / float(np.median(instances.sizes.min(axis=1)))
+    left, top, right, bottom = instances.boxes.T
+    middle = enlarged * float(np.median(np.sqrt((right - left) * (bottom - top))))
+    pyramid, small, nano = _build_pyramid("detect", model, "last"), images < SMALL, "nano" in model
+    batch_size = min(4 if small else 16, images)
+    epochs = epochs or _count_epochs(images, batch_size, 6 if init else 12, init)
+    rate = (1.3e-3 if init else 3e-3) if nano else 1e-4
+    anchors = round(min(8.0, max(1.0, middle / _MIDDLE_STRIDE)), 2)
+    return DetectParams(
+        model=model,
+        init=init,
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        drop_path=0.0 if nano else 0.1,
+        final_norm=isinstance(pyramid, ViTAdapter),  # a nano's tokens are many times larger than the adapter's features
+        evaluate_every=max(1, epochs // 5),
+        optim=_choose_optim(rate, epochs * (images // batch_size), 4 if small else 16, pyramid, init),
+        mask_rcnn=MaskRcnnParams(anchor_scale=anchors, **(_NANO_RCNN if nano else {})),
+        transform=transform,
+    )
+
+
+def choose_segmenter(
+    data: str, pairs: Any, model: str, *, init: InitParams | None, flip: bool, epochs: int | None
+) -> SegmentParams:
+    """The recipe for training on these pairs; arguments, but for `pairs`, and errors are those of `choose_detector`.
+
+    Args:
+        pairs: of `train`, see `repro.data.ade20k.AdePairs`.
+    """
+    from ..data.ade20k import survey
+
+    sizes, pixels = survey(pairs)
+    short, long = _choose_sides(sizes)
+    crop = max(64, short // 32 * 32)
+    pyramid, small, nano = _build_pyramid("segment", model, "each"), len(pairs) < SMALL, "nano" in model
+    batch_size = min(4 if small else 16, len(pairs))
+    epochs = epochs or _count_epochs(len(pairs), batch_size, 6 if init else 12, init)
+    heads = {"channels": 48, "aux_channels": 16, "dropout": 0.0} if nano else {}
+    steps, rate = epochs * (len(pairs) // batch_size), 4e-3 if nano else 1e-4
+    return SegmentParams(
+        model=model,
+        init=init,
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        drop_path=0.0 if nano else 0.1,
+        evaluate_every=max(1, epochs // 5),
+        optim=_choose_optim(rate, steps, 4 if small else 16, pyramid, init),
+        upernet=UperNetParams(class_weights=_weigh(pixels), **heads),
+        transform=SegmentationTransformSettings(
+            scale=(long, short),
+            ratio=(0.75, 1.33),
+            crop_size=crop,
+            stride=2 * crop // 3,
+            hflip=0.5 if flip else 0.0,
+            photometric=not small,  # a short training has no time for random changes of brightness and contrast
+        ),
+    )
+
+
+def _count_epochs(images: int, batch_size: int, passes: int, init: InitParams | None) -> int:
+    steps = TUNED_STEPS if init else STEPS
+    return min(300, max(passes, math.ceil(steps * batch_size / images)))
+
+
+def _choose_sides(sizes: np.ndarray) -> tuple[int, int]:
+    """Short and long side in pixels, of the median picture within bounds; `sizes` is (N, 2)."""
+    short, long = float(np.median(sizes.min(axis=1))), float(np.median(sizes.max(axis=1)))
+    smallest, largest = _SHORT_PX
+    side = round(min(largest, max(smallest, short)))
+    return side, max(side, round(side * min(3.0, long / short)))
+
+
+def _choose_optim(rate: float, steps: int, batch_size: int, pyramid: Any, init: InitParams | None) -> OptimParams:
+    """A rate that falls linearly, which needs no milestones; weights that are given learn slower in the lower layers."""
+    return OptimParams(
+        lr=rate,
+        warmup_lr=rate / 10,
+        lr_batch_size=batch_size,
+        schedule="poly",
+        warmup_epochs=0,
+        warmup_steps=min(100, steps // 10),
+        layer_decay=0.6 if init and hasattr(pyramid.backbone, "group_matcher") else None,
+    )
+
+
+def _weigh(pixels: np.ndarray) -> tuple[float, ...]:
+    """A weight for each class that falls with the root of its number of pixels, between a fifth and five."""
+    median = float(np.median(pixels[pixels > 0]))
+    return tuple(round(min(5.0, max(0.2, math.sqrt(median / max(count, 1)))), 2) for count in pixels.tolist())
+
+
+def _build_pyramid(stage: str, model: str, features: str) -> Any:
+    from ..models.pyramid import build_pyramid
+
+    try:
+        return build_pyramid(model, features=features)
+    except ValueError as error:
+        raise UserError(f"{stage}: --model {error}") from None

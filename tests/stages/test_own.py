@@ -1,6 +1,8 @@
 """One's own pictures without an edit of params.yaml: the split, the recipe, the training and what comes after it."""
 
 import csv
+import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -10,8 +12,13 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.paths import Paths
+from repro.core.runtime import Runtime
+from repro.data.ade20k import AdePairs
+from repro.data.coco import read_instances
 from repro.data.own import parse_own, split_own
-from repro.runs.own import SMALL, choose_recipe
+from repro.data.prepare import prepare_own
+from repro.runs.own import SMALL, choose_detector, choose_recipe, choose_segmenter
+from repro.training.params import InitParams
 
 
 def draw(folder: Path, counts: dict[str, int]) -> Path:
@@ -141,4 +148,182 @@ def test_imbalance_is_said(checkout, repro_cli, tmp_path):
 )
 def test_options_that_do_not_go_together_are_refused(checkout, repro_cli, arguments):
     code, _, err = repro_cli("pretrain", *arguments)
+    assert code == 2 and "--data" in err and err.count("\n") == 1
+
+
+SIDE = 64  # of a picture of scenes, in pixels
+
+
+def draw_scenes(root: Path, count: int = 4, classes: tuple[str, ...] = ("lamp", "door")) -> Path:
+    """`root` as COCO without the years and as ADE20K at once: a bright rectangle of one class in each picture."""
+    generator = np.random.default_rng(0)
+    listed = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(classes)]
+    for split, folder in (("train", "training"), ("val", "validation")):
+        images, annotations = [], []
+        for number in range(count):
+            kind, (x, y) = number % len(classes), generator.integers(0, SIDE - 24, 2).tolist()
+            pixels = generator.integers(0, 40, (SIDE, SIDE, 3)).astype(np.uint8)
+            labels = np.full((SIDE, SIDE), len(classes) + 1, np.uint8)
+            pixels[y : y + 24, x : x + 24] += 200 - 80 * kind
+            labels[y : y + 24, x : x + 24] = kind + 1
+            name = f"{number:03d}.png"
+            for place, content in ((split, pixels), (f"images/{folder}", pixels), (f"annotations/{folder}", labels)):
+                (root / place).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(content).save(root / place / name)
+            corners = [x, y, x + 24, y, x + 24, y + 24, x, y + 24]
+            shape = {"bbox": [x, y, 24, 24], "segmentation": [corners], "area": 576, "iscrowd": 0}
+            annotations.append({"id": number + 1, "image_id": number, "category_id": 3 * kind + 1, **shape})
+            images.append({"id": number, "file_name": name, "height": SIDE, "width": SIDE})
+        content = {"images": images, "annotations": annotations, "categories": listed}
+        (root / f"annotations/instances_{split}.json").write_text(json.dumps(content))
+    (root / "classes.txt").write_text("\n".join([*classes, "wall"]))
+    return root
+
+
+def edit(root: Path, change, split: str = "train") -> None:
+    file = root / f"annotations/instances_{split}.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("stage", "kind", "score"), [("detect", "coco", "box AP"), ("segment", "ade20k", "mIoU")])
+def test_from_scenes_to_a_prediction(checkout, repro_cli, tmp_path, stage, kind, score):
+    source = draw_scenes(tmp_path / "rooms")
+    code, out, err = repro_cli("data", "check", kind, str(source))
+    assert code == 0 and "no errors" in out and "of your own" in out, out + err
+    model = "vim_nano_patch16_144"
+    code, out, err = repro_cli(stage, "--data", f"{kind}:{source}", "--epochs", "1", "--model", model)
+    assert code == 0, err
+    weights = Path(os.getcwd()) / f"results/own/rooms_{kind}/{model}-1epochs/weights.safetensors"
+    assert weights.is_file() and str(weights) in out and score in out
+    picture = str(source / "val/000.png")
+    code, out, err = repro_cli("predict", picture, "--weights", str(weights), "--min-score", "0", "-o", "seen")
+    found = json.loads(Path("seen/predictions.json").read_text())["pictures"]["000.png"]
+    names = set(found) if stage == "segment" else {each["class"] for each in found}
+    assert code == 0 and names <= {"lamp", "door", "wall"} and (names or stage == "detect"), err
+    code, _, err = repro_cli(stage, "--data", f"{kind}:{source}", "--from", str(weights))
+    assert (code, err.count("\n")) == (2, 1) and "classifier" in err
+
+
+@pytest.mark.parametrize("count", [2, 5, 40, SMALL, 200_000])
+@pytest.mark.parametrize("given", [None, InitParams(weights="x")])
+def test_a_recipe_fits_any_number_of_scenes(tmp_path, monkeypatch, count, given):
+    source = draw_scenes(tmp_path / "rooms", 2)
+    instances, pairs = read_instances(source, "train"), AdePairs(source, "train")
+    monkeypatch.setattr("repro.data.detection.CocoDetection.__len__", lambda self: count)
+    monkeypatch.setattr(AdePairs, "__len__", lambda self: count)
+    monkeypatch.setattr("repro.data.ade20k.survey", lambda pairs: (np.array([[64, 64]]), np.array([10, 10, 1000])))
+    for choose, found in ((choose_detector, instances), (choose_segmenter, pairs)):
+        params = choose("x", found, "vim_nano_patch16_144", init=given, flip=False, epochs=None)
+        steps = params.epochs * (count // params.batch_size)
+        assert params.batch_size <= count and params.optim.warmup_steps < steps and not params.optim.milestones
+        assert steps >= min(300 * (count // params.batch_size), 400 if given else 1100)
+        assert (params.optim.layer_decay is None) == (given is None) and params.transform.hflip == 0
+    weights = params.upernet.class_weights
+    assert weights[0] == weights[1] > weights[2]
+
+
+@pytest.mark.parametrize(("side", "short"), [(64, 128), (200, 200), (3000, 512)])
+def test_the_median_picture_and_object_set_the_sizes(tmp_path, side, short):
+    """One odd picture changes nothing, and the middle one of five anchors is as large as the median object, up to the published 128."""
+    instances = read_instances(draw_scenes(tmp_path / "rooms", 5), "train")
+    sizes = np.array([[side, 2 * side]] * 4 + [[40, 9000]])
+    boxes = instances.boxes * side / SIDE
+    found = dataclasses.replace(instances, sizes=sizes, boxes=boxes)
+    params = choose_detector("x", found, "vim_nano_patch16_144", init=None, flip=True, epochs=3)
+    assert (params.transform.min_size, params.transform.max_size) == ((short,), 2 * short)
+    assert 16 * params.mask_rcnn.anchor_scale == pytest.approx(min(128, 24 * short / SIDE), rel=0.02)
+    assert params.transform.hflip == 0.5 and params.epochs == 3
+
+
+def test_one_class_can_be_detected_and_not_segmented(tmp_path):
+    source = draw_scenes(tmp_path / "rooms", classes=("lamp",))
+    prepare_own(f"coco:{source}", Paths(tmp_path), Runtime(data_roots={}))
+    (source / "classes.txt").write_text("lamp")
+    with pytest.raises(UserError, match="one class"):
+        prepare_own(f"ade20k:{source}", Paths(tmp_path), Runtime(data_roots={}))
+
+
+def move_box(content):
+    content["annotations"][0]["bbox"] = [-9, 5, 24, 24]
+
+
+def drop_doors(content):
+    content["annotations"] = [row for row in content["annotations"] if row["category_id"] == 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(move_box, "outside of the picture or without area: 1"), (drop_doors, "door: 0 training objects")],
+)
+def test_what_training_survives_is_said(tmp_path, capsys, change, words):
+    source = draw_scenes(tmp_path / "rooms")
+    prepare_own(f"coco:{source}", Paths(tmp_path), Runtime(data_roots={}))
+    said = capsys.readouterr().out
+    assert words not in said and said.count("\n") == 1
+    edit(source, change)
+    prepare_own(f"coco:{source}", Paths(tmp_path), Runtime(data_roots={}))
+    assert words in capsys.readouterr().out
+
+
+def test_rare_pixels_are_said(tmp_path, capsys):
+    draw_scenes(tmp_path / "rooms", 2)
+    (tmp_path / "rooms/classes.txt").write_text("lamp\ndoor\nwall\nsky")
+    prepare_own(f"ade20k:{tmp_path / 'rooms'}", Paths(tmp_path), Runtime(data_roots={}))
+    assert "sky: 0 pixels" in capsys.readouterr().out
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def blank(path: Path) -> None:
+    for file in path.iterdir():
+        Image.new("L", (SIDE, SIDE)).save(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "word"),
+    [
+        ("coco", lambda root: cut(root / "train/001.png"), "001.png"),
+        ("coco", lambda root: (root / "val/001.png").unlink(), "001.png: no such file"),
+        ("coco", lambda root: edit(root, lambda content: content.update(categories=[])), "category_id"),
+        ("coco", lambda root: edit(root, lambda content: content.update(annotations=[]), "val"), "val.json: has no"),
+        ("coco", lambda root: edit(root, lambda content: content["categories"].pop(), "val"), "category_id"),
+        (
+            "coco",
+            lambda root: edit(root, lambda content: content["annotations"][1].pop("segmentation")),
+            "segmentation",
+        ),
+        ("coco", lambda root: (root / "annotations/instances_val.json").unlink(), "instances_val2017.json"),
+        ("ade20k", lambda root: cut(root / "annotations/training/001.png"), "001.png"),
+        ("ade20k", lambda root: cut(root / "images/validation/001.png"), "001.png"),
+        ("ade20k", lambda root: (root / "annotations/training/001.png").unlink(), "no label map"),
+        ("ade20k", lambda root: (root / "classes.txt").write_text("lamp\nwall"), "label 3"),
+        ("ade20k", lambda root: (root / "classes.txt").write_text("lamp\nlamp\nwall"), "classes.txt"),
+        ("ade20k", lambda root: (root / "classes.txt").unlink(), "classes.txt"),
+        ("ade20k", lambda root: blank(root / "annotations/training"), "training"),
+    ],
+)
+def test_scenes_that_cannot_be_learned_are_one_line_and_leave_nothing(tmp_path, kind, spoil, word):
+    source = draw_scenes(tmp_path / "rooms", 3)
+    spoil(source)
+    with pytest.raises(UserError, match=word) as caught:
+        prepare_own(f"{kind}:{source}", Paths(tmp_path / "checkout"), Runtime(data_roots={}))
+    assert "\n" not in str(caught.value) and not (tmp_path / "checkout").exists()
+
+
+def test_one_scene_is_too_few_to_segment(tmp_path):
+    with pytest.raises(UserError, match="one training picture"):
+        prepare_own(f"ade20k:{draw_scenes(tmp_path / 'rooms', 1)}", Paths(tmp_path), Runtime(data_roots={}))
+
+
+@pytest.mark.parametrize("stage", ["detect", "segment"])
+@pytest.mark.parametrize(
+    "arguments", [("--flip",), ("--model", "vim_nano"), ("--data", "folder:."), ("--data", "{}", "--random")]
+)
+def test_options_of_scenes_that_do_not_go_together_are_refused(checkout, repro_cli, stage, arguments):
+    own = {"detect": "coco:.", "segment": "ade20k:."}[stage]
+    code, _, err = repro_cli(stage, *(argument.format(own) for argument in arguments))
     assert code == 2 and "--data" in err and err.count("\n") == 1

@@ -17,6 +17,7 @@ from ..settings import ExpectedCounts
 from ..tree import list_entries
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
+_OWN = "its classes are not those of {}: judged as a set of your own, with its own counts"
 _SHIFTED = "labels were already shifted down by one (0 to 255), which training does by itself"
 
 
@@ -49,9 +50,15 @@ def check_coco(
 ) -> None:
     """Check images, annotations, and that they belong together; categories and boxes of every annotation.
 
-    Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting.
+    Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting. Those
+    of a set whose categories are not COCO's are its own.
     """
     found = {split: instances for split in splits if (instances := read_instances(root, split, report)) is not None}
+    if found and expected and all(_is_own(instances.classes, expected) for instances in found.values()):
+        expected = None
+        report.ok(root, _OWN.format("COCO 2017"))
+    if expected is None and len({(instances.category_ids, instances.classes) for instances in found.values()}) > 1:
+        report.error(root / "annotations", "the splits differ in their categories", "give all splits the same list")
     for split, instances in found.items():
         _compare_with_release(instances, split, report, expected)
     picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)
@@ -74,14 +81,18 @@ def check_ade20k(
 ) -> None:
     """Check the release, the pairs of image and label map, and the label maps themselves.
 
-    Arguments and errors are those of `check_coco`; `root` is ADEChallengeData2016, or the folder that holds it.
+    Arguments and errors are those of `check_coco`; `root` is ADEChallengeData2016, or the folder that holds it. The
+    counts of a set with another number of classes are its own.
     """
     base = find_base(root)
     if evidence := _find_other_release(base, report):
         report.error(base, f"is the full ADE20K ({evidence}), with thousands of classes in other files", RELEASE)
         return
     pairs = {split: AdePairs(base, split, report) for split in splits}
-    if named := len(pairs["train"].classes):
+    if (named := len(pairs["train"].classes)) and expected and named != expected.classes:
+        expected = None
+        report.ok(base, _OWN.format("ADE20K"))
+    if named:
         compare_counts(report, base, "classes", named, expected and expected.classes, RELEASE)
     num_classes = named or ADE20K.classes
     for split, of_split in pairs.items():
@@ -118,6 +129,14 @@ def check_scenes(root: Path, report: Report, depth: Depth) -> None:
     check_ade20k(root / "ade20k", report, depth, splits=splits, expected=None)
 
 
+def _is_own(classes: Sequence[str], expected: CocoCounts) -> bool:
+    """Whether fewer than half of these categories, or of those expected, have names of COCO's."""
+    from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
+
+    shared = set(classes) & set(MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"])
+    return 2 * len(shared) < max(len(classes), len(expected.category_ids))
+
+
 def _compare_with_release(instances: Instances, split: str, report: Report, expected: CocoCounts | None) -> None:
     """Compare the counts of one annotation file with those of the release."""
     file, advice = instances.file, "take the instances_ file of COCO 2017 as it is"
@@ -135,10 +154,10 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
         )
     compare_counts(report, file, "images", len(instances.names), expected and expected.images[split], advice)
     compare_counts(report, file, "instances", instances.num_annotations, expected and expected.instances[split], advice)
-    if instances.num_empty > (expected.empty_boxes[split] if expected else 0):
-        known = f", {expected.empty_boxes[split]} in the original" if expected else ""
-        report.error(file, f"boxes without area: {instances.num_empty}{known}", advice)
-    if instances.num_outside:
+    # in a set of one's own these are the warnings of the reader, and no more
+    if expected and instances.num_empty > (known := expected.empty_boxes[split]):
+        report.error(file, f"boxes without area: {instances.num_empty}, {known} in the original", advice)
+    if expected and instances.num_outside:
         report.error(file, f"boxes that leave their images: {instances.num_outside}, none in the original", advice)
     report.ok(file, f"{np.count_nonzero(np.diff(instances.starts)):,} of {len(instances.names):,} images have targets")
 
