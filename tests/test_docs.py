@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from dvc.utils.hydra import apply_overrides
 
 import stages
 from repro.cli import app
-from repro.core.config import build, load_yaml
+from repro.core.config import build, load_section, load_yaml
 from repro.core.paths import Paths
 from repro.pipeline import read_steps
+from repro.tasks.classification.params import ClassifierParams
 from tests.test_layout import imported, tracked
 
 ROOT = Path(__file__).parents[1]
@@ -205,6 +207,21 @@ def test_the_examples_of_params_are_valid():
     build(PrepareData, own["prepare_data"]["pets_latents"], "prepare_data.pets_latents")
     params = build(GenerateParams, own["generate"]["dit3_small_patch2_pets"], "generate.dit3_small_patch2_pets")
     assert params.transform.shape == (4, 32, 32) and params.data in own["runtime"]["data_roots"]
+
+
+def test_an_override_that_is_shown_changes_its_value_to_a_valid_one(tmp_path):
+    """DVC drops an override of a mapping that cells share by an anchor."""
+    shown = [word for page in PAGES for words in commands(page) if words[0] == "dvc" for word in words if "=" in word]
+    known = load_yaml(ROOT / "params.yaml")["pretrain"]
+    overrides = [each for each in shown if each.split(".")[1] in known]
+    assert overrides
+    for override in overrides:
+        params = tmp_path / "params.yaml"
+        shutil.copy(ROOT / "params.yaml", params)
+        apply_overrides(params, [override])
+        section, cell, _ = override.split(".", 2)
+        changed = load_section(ClassifierParams, params, section, cell)
+        assert changed != load_section(ClassifierParams, ROOT / "params.yaml", section, cell), override
 
 
 def test_the_example_of_a_paper_loads(tmp_path):

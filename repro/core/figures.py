@@ -105,7 +105,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
 
 
 def new_figure(panels: int) -> tuple[Any, Any]:
-    """A figure and its panels, which stand in a row."""
+    """A figure and its panels, side by side."""
     import matplotlib
 
     matplotlib.use("Agg")

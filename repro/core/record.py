@@ -196,7 +196,7 @@ def find_command(root: Path, argv: Sequence[str]) -> str | None:
     """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for
     another program.
 
-    An absolute path is written from the checkout at `root` on; `.../` and the last part stand for one elsewhere.
+    An absolute path is written from the checkout at `root` on; one elsewhere becomes `.../` and its last part.
     """
     program = Path(argv[0])
     if program.stem != "repro" and program.parts[-2:] != ("repro", "__main__.py"):  # the script, or `python -m repro`

@@ -38,7 +38,7 @@ def clip_share(interval: Sequence[float]) -> tuple[float, float]:
 
 
 def share_interval(percent: float, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval, in percent, of a share that was seen in so many independent trials."""
+    """Wilson's 95 % interval, in percent, of a share that was seen in `trials` independent trials."""
     z, p = statistics.NormalDist().inv_cdf((1 + 0.95) / 2), percent / 100
     middle, half = p + z**2 / (2 * trials), z * math.sqrt(p * (1 - p) / trials + (z / (2 * trials)) ** 2)
     return clip_share([100 * end / (1 + z**2 / trials) for end in (middle - half, middle + half)])

@@ -50,7 +50,7 @@ class Progress:
 
     Args:
         label, total, done: what is being done, how many units there are, and how many of them were finished before.
-        unit: what is counted, e.g. `images`; it stands in the lines of a log.
+        unit: what is counted, e.g. `images`, for the lines of a log.
         log: takes the lines of a log.
         every_s: seconds between two lines of a log; 0 writes one at every update.
         shown: False shows nothing, as on all ranks but the first.

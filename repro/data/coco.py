@@ -135,9 +135,11 @@ def read_instances(
 
 
 def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST) -> tuple[str, ...]:
-    """The names of the categories in the order of their ids; judges these splits, and raises UserError as
-    `read_instances` does, or
-    where their categories differ."""
+    """The names of the categories in the order of their ids; judges these splits.
+
+    Raises:
+        UserError: as `read_instances`, or categories that differ between the splits.
+    """
     first, *others = (read_instances(root, split, report) for split in splits)
     for other in others:
         if (first.category_ids, first.classes) != (other.category_ids, other.classes):
@@ -270,9 +272,9 @@ def _check_mask(segmentation: Any, height: int, width: int) -> None:
 
 
 def _parse_counts(text: str) -> list[int]:
-    """The counts of a compressed RLE: groups of five bits, the lowest first, each from the third on as the difference
-    to the last but
-    one."""
+    """The counts of a compressed RLE: groups of five bits, the lowest first; from the third on, each count is the
+    difference to the last but one.
+    """
     counts, value, shift = [], 0, 0
     for character in text.encode("ascii"):
         bits = character - 48

@@ -1,6 +1,5 @@
-"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Report`: training
-raises the first
-error, `repro data check` prints everything and reads on.
+"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Report`:
+training raises the first error, `repro data check` prints everything and reads on.
 """
 
 import abc
@@ -91,7 +90,7 @@ RAISE_FIRST = RaiseFirst()
 
 
 class PrintAll(Report):
-    """The report of `repro data check`: a line for each finding; of more than ten of one sort the rest are counted.
+    """The report of `repro data check`: a line for each finding, but at most ten of one sort; the rest are counted.
 
     `emit` takes a line, whose first word is the severity. Places are shown relative to `root`.
     """

@@ -15,9 +15,16 @@ from ..core.config import bounded
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
 
-def _check_pair(name: str, pair: tuple[float, ...], wanted: str) -> None:
+def check_pair(name: str, pair: tuple[float, ...], wanted: str = "[smallest, largest]") -> None:
+    """Raise ValueError where these are not two ascending numbers."""
     if len(pair) != 2 or pair[0] > pair[1]:
         raise ValueError(f"{name}: expected {wanted}, got {list(pair)}")
+
+
+def check_channels(name: str, values: tuple[float, ...]) -> None:
+    """Raise ValueError where there is not one number for each channel."""
+    if len(values) != 3:
+        raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(values)}")
 
 
 def _check_fractions(tune: float, test: float) -> None:
@@ -48,11 +55,10 @@ class TransformSettings:
     std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
 
     def __post_init__(self) -> None:
-        _check_pair("scale", self.scale, "[smallest, largest]")
-        _check_pair("ratio", self.ratio, "[smallest, largest]")
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != 3:
-                raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
+        check_pair("scale", self.scale)
+        check_pair("ratio", self.ratio)
+        check_channels("mean", self.mean)
+        check_channels("std", self.std)
         if self.auto_augment is not None and not _RAND_AUGMENT.fullmatch(self.auto_augment):
             raise ValueError(
                 f"auto_augment: {self.auto_augment!r} is not a RandAugment string; write rand-m9-n2-mstd0.5-inc1, or null"
@@ -105,7 +111,7 @@ class DrawnDigits:
 
     def __post_init__(self) -> None:
         for name in ("side_px", "contrast", "texture_contrast"):
-            _check_pair(name, getattr(self, name), "[smallest, largest]")
+            check_pair(name, getattr(self, name))
 
     def _check_room(self, image_size: int) -> None:
         turned = math.radians(min(self.angle_degrees, 45))
@@ -161,7 +167,7 @@ class ScenesSettings(DrawnDigits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_pair("digits", self.digits, "[fewest, most]")
+        check_pair("digits", self.digits, "[fewest, most]")
         _check_fractions(self.tune_fraction, self.test_fraction)
         if self.overlap is not None:
             self._check_room(self.image_size)
@@ -196,7 +202,7 @@ class ConnectSettings:
     def __post_init__(self) -> None:
         if self.image_size % 16:
             raise ValueError(f"image_size: expected a multiple of 16, got {self.image_size}")
-        _check_pair("dashes", self.dashes, "[fewest, most]")
+        check_pair("dashes", self.dashes, "[fewest, most]")
         if self.gap_px < self.thickness_px + 1:
             raise ValueError(
                 f"gap_px: dashes touch, expected at least thickness_px + 1 = {self.thickness_px + 1:g}, got {self.gap_px}"
@@ -237,7 +243,7 @@ class DetectionTransformSettings:
             raise ValueError(
                 f"min_size: expected short sides of at most max_size = {self.max_size}, got {list(self.min_size)}"
             )
-        _check_pair("crop_size", self.crop_size, "[smallest, largest]")
+        check_pair("crop_size", self.crop_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

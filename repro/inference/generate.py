@@ -54,7 +54,7 @@ class Drawer:
 def draw_pictures(request: DrawRequest) -> None:
     """Write `<number>_<class>.png`, `grid.png` of the first pictures, and `samples.json` into the request's folder.
 
-    With a judge or an Inception file, the scores stand in samples.json and in a record under
+    With a judge or an Inception file, the scores go to samples.json and to a record under
     results/measured/<device>/draw.
 
     Raises:

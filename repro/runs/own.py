@@ -311,9 +311,9 @@ def _choose_optim(rate: float, steps: int, batch_size: int, pyramid: Any, init: 
 
 
 def _weigh(pixels: np.ndarray) -> tuple[float, ...]:
-    """A weight for each class that falls with the root of its number of pixels, between a fifth and five."""
+    """A weight for each class that falls with the root of its number of pixels, between a fiftieth and five."""
     median = float(np.median(pixels[pixels > 0]))
-    return tuple(round(min(5.0, max(0.2, math.sqrt(median / max(count, 1)))), 2) for count in pixels.tolist())
+    return tuple(round(min(5.0, max(0.02, math.sqrt(median / max(count, 1)))), 3) for count in pixels.tolist())
 
 
 def _build_pyramid(stage: str, model: str, features: str) -> Any:

@@ -75,9 +75,10 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
 
 
 def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
-    """Of `sizes`, split -> number of files, the sorted indices to decode: an equal share of the sample for each split,
-    or more where
-    another has too few."""
+    """Draw the sorted indices to decode; `sizes` has the number of files of each split.
+
+    Each split gets an equal share of the sample, or more where another has too few.
+    """
     chosen, left = {}, depth.sample
     for place, split in enumerate(sorted(sizes, key=lambda split: (sizes[split], split))):
         share = sizes[split] if depth.full else min(sizes[split], left // (len(sizes) - place))

@@ -262,7 +262,7 @@ class Heads(RoIHeads):
             proposals, matched, labels, regression = self.select_training_samples(proposals, targets)
         box_features = self.box_head(self.box_roi_pool(features, proposals, image_shapes))
         logits, deltas = (output.float() for output in self.box_predictor(box_features))
-        deltas = deltas.repeat(1, 4 * logits.shape[1] // deltas.shape[1])  # one box of all classes stands for each
+        deltas = deltas.repeat(1, 4 * logits.shape[1] // deltas.shape[1])  # one box of all classes counts for each
         if not self.training:
             boxes, scores, labels = self.postprocess_detections(logits, deltas, proposals, image_shapes)
             masks = self._masks(features, boxes, labels, image_shapes).sigmoid().split([len(own) for own in boxes])

@@ -49,7 +49,7 @@ class Diffusion:
         self._of_start = betas * self.alphas_bar_before.sqrt() / rest
         self._of_x = (1 - self.alphas_bar_before) * (1 - betas).sqrt() / rest
         variance = betas * (1 - self.alphas_bar_before) / rest
-        # the second step's stands for that 0, which has no logarithm
+        # that 0 has no logarithm: the second step's is taken
         self._least_log_variance = torch.cat((variance[1:2], variance[1:])).log()
         # where the denoiser predicts no variance
         self._fixed_log_variance = torch.cat((variance[1:2], betas[1:])).log()
@@ -63,7 +63,7 @@ class Diffusion:
         )
 
     def respaced(self, steps: int) -> Self:
-        """A chain of fewer steps over the same ᾱ: step i stands for step round(i·(n - 1) / (steps - 1)) of this one.
+        """A chain of fewer steps over the same ᾱ: step i is step round(i·(n - 1) / (steps - 1)) of this one.
 
         Raises ValueError for fewer than 2 steps or more than n.
         """

@@ -3,6 +3,7 @@
 import dataclasses
 
 from ...core.config import bounded
+from ...data.settings import check_channels, check_pair
 from ..dense.base import DenseParams
 
 
@@ -58,13 +59,11 @@ class SegmentationTransformSettings:
     def __post_init__(self) -> None:
         if len(self.scale) != 2 or self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: expected [long, short], got {list(self.scale)}")
-        if len(self.ratio) != 2 or self.ratio[0] > self.ratio[1]:
-            raise ValueError(f"ratio: expected [smallest, largest], got {list(self.ratio)}")
+        check_pair("ratio", self.ratio)
         if self.stride is not None and self.stride > self.crop_size:
             raise ValueError(f"stride: {self.stride} leaves gaps between windows of crop_size {self.crop_size}")
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != 3:
-                raise ValueError(f"{name}: expected three numbers (red, green, blue), got {list(getattr(self, name))}")
+        check_channels("mean", self.mean)
+        check_channels("std", self.std)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
