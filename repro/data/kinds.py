@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .own import OWN_KINDS
 from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings, WildDigitsSettings
 
 Format = Literal["folders", "coco", "ade20k"]
+OWN_KINDS = ("folder", "coco", "ade20k")  # that users bring, and a command may name by path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

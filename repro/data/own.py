@@ -19,10 +19,10 @@ from typing import NamedTuple
 from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
+from .kinds import OWN_KINDS
+from .tree import EXTENSIONS
 
-OWN_KINDS = ("folder", "coco", "ade20k")
-HELD_OUT = 5  # one picture of so many is held out
-_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+HELD_OUT = 5  # one picture in this many is held out
 
 
 class OwnData(NamedTuple):
@@ -109,7 +109,7 @@ def _list_classes(folder: Path) -> dict[str, str]:
         for top in sorted(folder.iterdir())
         if top.is_dir() and not top.name.startswith(".")
         for file in sorted(top.rglob("*"))
-        if file.suffix.lower() in _SUFFIXES
+        if file.suffix.lower() in EXTENSIONS
     }
 
 

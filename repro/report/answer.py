@@ -152,7 +152,7 @@ def _describe_run(pipeline: Path) -> str:
     took = f": {read_json(pipeline)['seconds'] / 60:.0f} minutes" if pipeline.is_file() else ""
     lines = (
         f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}",
-        "make test        # the tests: under 8 minutes",
+        "make test        # the tests",
         "make test-all    # the tests at every size and dtype too",
     )
     return "\n".join(["```", *lines, "```"])

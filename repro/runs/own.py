@@ -2,8 +2,8 @@
 `repro detect --data coco:PATH` and `repro segment --data ade20k:PATH`.
 
 Only the weights to start from, the number of pictures and, for scenes, the sizes of pictures and objects decide the
-recipe. A small set from random weights needs a large rate and many passes; the rates are those that the nanos' searches
-chose, and those of the published recipes for larger models.
+recipe. A small set from random weights needs a large rate and many passes. The rate of a nano that classifies is that of
+its search on digits; the other rates, and the recipes for scenes, were not searched.
 """
 
 import dataclasses
