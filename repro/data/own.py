@@ -79,7 +79,8 @@ def split_own(paths: Paths, own: OwnData) -> None:
     root = locate_own(paths, own)
     if root.exists() and not (root / "split.csv").is_file():
         raise UserError(f"{root}: is in the way; move it, or rename {own.path.name}")
-    shutil.rmtree(root, ignore_errors=True)  # links alone
+    unfinished = root.with_name(f"{root.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # links alone
     rows = []
     for label, files in _group(labels).items():
         held_out = {file for file in files if _is_held_out(file)} or {max(files, key=_draw)}
@@ -87,11 +88,15 @@ def split_own(paths: Paths, own: OwnData) -> None:
             held_out.remove(min(files, key=_draw))
         for file in files:
             split = "val" if file in held_out else "train"
-            link = root / split / label / file.replace("/", "__")
+            link = unfinished / split / label / file.replace("/", "__")
             link.parent.mkdir(parents=True, exist_ok=True)
+            if link.is_symlink():
+                raise UserError(f"{own.path}: two pictures would be {link.name} here, one of them {file}; rename it")
             link.symlink_to(_base(own) / file)
             rows.append({"file": file, "label": label, "split": split})
-    write_csv(root / "split.csv", rows)
+    write_csv(unfinished / "split.csv", rows)
+    shutil.rmtree(root, ignore_errors=True)
+    unfinished.rename(root)
 
 
 def _needs_split(own: OwnData) -> bool:
