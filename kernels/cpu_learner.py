@@ -6,31 +6,71 @@ not overlap, and keeps several of them in flight. A chunk has rows of zeros up t
 `ttt_linear.torch_path`, but for rows normalised to mean square 1. Shape letters as in `ttt_linear.reference`.
 """
 
+from typing import Any
+
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .cpu_loops import OPTIONS, compile_loop
 
 SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
-_ROWS, _DEPTH = 4, 4  # rows of a product that are computed together, and how many of its sums' terms
+_ROWS, _TILE, _LANES = 4, 64, 16  # rows and columns of a product that are computed together, and a vector's columns
+
+
+@intrinsic
+def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C: Any) -> Any:
+    """C += A B, of the 4 rows of A and C from row i on: sums stay in registers, as vectors, until all terms are there."""
+    kind, flags = A.dtype, tuple(OPTIONS["fastmath"])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        scalar, lane, arrays = context.get_value_type(kind), ir.IntType(32), {}
+        for name, place in (("A", 1), ("B", 3), ("C", 5)):
+            array = context.make_array(signature.args[place])(context, builder, values[place])
+            arrays[name] = array.data, cgutils.unpack_tuple(builder, array.strides, 2)
+
+        def point(name: str, row: Any, column: Any, to: Any) -> Any:
+            data, strides = arrays[name]
+            offset = builder.add(builder.mul(row, strides[0]), builder.mul(column, strides[1]))
+            return cgutils.pointer_add(builder, data, offset, to.as_pointer())
+
+        index, align = values[2].type, kind.bitwidth // 8
+        rows = [builder.add(values[2], index(row)) for row in range(_ROWS)]
+        for start in range(0, constant.count, _TILE):
+            columns = range(start, min(start + _TILE, constant.count), _LANES)
+            vectors = [ir.VectorType(scalar, min(_LANES, constant.count - column)) for column in columns]
+            tile = list(zip(columns, vectors, strict=True))
+            sums = [[cgutils.alloca_once(builder, v) for v in vectors] for _ in rows]
+            for each, v in [(each, v) for row in sums for each, v in zip(row, vectors, strict=True)]:
+                builder.store(v([0.0] * v.count), each)
+            with cgutils.for_range(builder, values[4]) as loop:
+                terms = [builder.load(point("B", loop.index, index(c), v), align=align) for c, v in tile]
+                for row, own in zip(rows, sums, strict=True):
+                    factor = builder.load(point("A", row, loop.index, scalar))
+                    for total, term, v in zip(own, terms, vectors, strict=True):
+                        same = builder.insert_element(v(ir.Undefined), factor, lane(0))
+                        same = builder.shuffle_vector(
+                            same, v(ir.Undefined), ir.VectorType(lane, v.count)([0] * v.count)
+                        )
+                        product = builder.fmul(same, term, flags=flags)
+                        builder.store(builder.fadd(builder.load(total), product, flags=flags), total)
+            for row, own in zip(rows, sums, strict=True):
+                for total, (c, v) in zip(own, tile, strict=True):
+                    target = point("C", row, index(c), v)
+                    total = builder.fadd(builder.load(target, align=align), builder.load(total))
+                    builder.store(total, target, align=align)
+        return context.get_dummy_value()
+
+    return numba.void(constant, A, numba.intp, B, numba.intp, C), generate
 
 
 @numba.njit(**OPTIONS)
 def _multiply(constant, A, rows, B, terms, C):
-    """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums."""
-    D = len(constant)
+    """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums; A has any strides."""
     for i in range(0, rows, _ROWS):
-        for d in range(0, terms, _DEPTH):
-            a00, a01, a02, a03 = A[i, d], A[i, d + 1], A[i, d + 2], A[i, d + 3]
-            a10, a11, a12, a13 = A[i + 1, d], A[i + 1, d + 1], A[i + 1, d + 2], A[i + 1, d + 3]
-            a20, a21, a22, a23 = A[i + 2, d], A[i + 2, d + 1], A[i + 2, d + 2], A[i + 2, d + 3]
-            a30, a31, a32, a33 = A[i + 3, d], A[i + 3, d + 1], A[i + 3, d + 2], A[i + 3, d + 3]
-            for c in range(D):
-                b0, b1, b2, b3 = B[d, c], B[d + 1, c], B[d + 2, c], B[d + 3, c]
-                C[i, c] += a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-                C[i + 1, c] += a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-                C[i + 2, c] += a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
-                C[i + 3, c] += a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+        _add_rows(constant, A, i, B, terms, C)
 
 
 @numba.njit(**OPTIONS)
@@ -109,15 +149,15 @@ def _descend(constant, rows, K, V, weight, bias, eps, x, G, norms, along):
 
 @numba.njit(**OPTIONS)
 def _update(constant, K, G, rows, scale, rate, P, S):
-    """S −= [scale rate ⊙ K 1]ᵀ G; P (D,rows) is scratch memory."""
+    """S −= [scale rate ⊙ K 1]ᵀ G; P (rows,D) is scratch memory."""
     D = len(constant)
     for i in range(rows):
         weight = -scale * rate[i]
         for d in range(D):
-            P[d, i] = weight * K[i, d]
+            P[i, d] = weight * K[i, d]
         for c in range(D):
             S[D, c] += weight * G[i, c]
-    _multiply(constant, P, D, G, rows, S)
+    _multiply(constant, P.T, D, G, rows, S)
 
 
 @numba.njit(**OPTIONS)
@@ -153,7 +193,7 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
     # keys, then queries; and what the state makes of them
     X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     V, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
-    QK, P, S = np.zeros((held, held), dtype), np.zeros((D, held), dtype), np.zeros((D + 1, D), dtype)
+    QK, P, S = np.zeros((held, held), dtype), np.zeros((held, D), dtype), np.zeros((D + 1, D), dtype)
     rate, norms, along = np.zeros(held, dtype), np.zeros(held, dtype), np.zeros(held, dtype)
     for task in range(first, last):
         b, r, h = task // (R * H), task // H % R, task % H
@@ -232,30 +272,22 @@ def learn_backward(
         np.zeros((chunks, held, D), dtype),
         np.zeros((chunks, held, D), dtype),
     )
-    norms, alongs, rates = (
+    rates, norms, alongs = (
         np.zeros((chunks, held), dtype),
         np.zeros((chunks, held), dtype),
         np.zeros((chunks, held), dtype),
     )
     # keys, then queries; and the gradients of what the state makes of them, and of them
     X, dY, dX = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
-    V, O, u, dP = (
-        np.zeros((held, D), dtype),
-        np.zeros((held, D), dtype),
-        np.zeros((held, D), dtype),
-        np.zeros((held, D), dtype),
-    )
-    QK, A, AT, dA = (
-        np.zeros((held, held), dtype),
-        np.zeros((held, held), dtype),
-        np.zeros((held, held), dtype),
-        np.zeros((held, held), dtype),
-    )
-    XT, of_rate = np.zeros((D, 2 * held), dtype), np.zeros(held, dtype)
+    work, square = np.zeros((4, held, D), dtype), np.zeros((3, held, held), dtype)
+    V, O, u, dP = work[0], work[1], work[2], work[3]
+    sums = np.zeros((3, D), dtype)  # of a chunk, which alone are rounded less
+    of_start, of_weight, of_bias = sums[0], sums[1], sums[2]
+    QK, A, dA, of_rate = square[0], square[1], square[2], np.zeros(held, dtype)
     for task in range(first, last):
         b, r, h = task // (R * H), task // H % R, task % H
         weight, bias, forth, scales = gamma[r, h], mu[r, h], 1 - 2 * back[r], scale[r]
-        dS, of_scale, of_weight, of_bias = dstate[b, r, h], dscale[b, r, h], dgamma[b, r, h], dmu[b, r, h]
+        dS, of_scale = dstate[b, r, h], dscale[b, r, h]
         for begin in range((T - 1) // span * span, -1, -span):
             kept[0] = states[b, r, h, begin // span - 1] if begin else state[r, h]
             end = min(T, begin + span)
@@ -270,7 +302,7 @@ def learn_backward(
                 _descend(constant, rows, X, V, weight, bias, eps, xs[m], Gs[m], norms[m], alongs[m])
                 if start + chunk < end:
                     kept[m + 1] = kept[m]
-                    _update(constant, X, Gs[m], rows, scales[n - 1], rates[m], XT, kept[m + 1])
+                    _update(constant, X, Gs[m], rows, scales[n - 1], rates[m], u, kept[m + 1])
             for m in range((end - begin - 1) // chunk, -1, -1):
                 start = begin + m * chunk
                 n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
@@ -281,16 +313,16 @@ def learn_backward(
                 _take(constant, q, b, r, h, origin, forth, n, Q)
                 _take(constant, v, b, r, h, origin, forth, n, V[:rows])
                 _take(constant, dout, b, r, h, origin, forth, n, dO)
-                QK[:], dA[:], dP[:] = 0, 0, 0
+                QK[:], dA[:], dP[:], sums[:] = 0, 0, 0, 0
                 _multiply_transposed(constant, Q, rows, K, rows, QK)
                 _mask(rows, n, scales, rate, QK, A)
                 _apply(constant, S, Q, rows, O)
                 _multiply(constant, A, rows, G, rows, O)
                 for j in range(rows):  # through the last LayerNorm
-                    square, mean, along = nothing, nothing, nothing
+                    power, mean, along = nothing, nothing, nothing
                     for c in range(D):
-                        square += O[j, c] * O[j, c]
-                    norm = np.sqrt(square / width + eps)
+                        power += O[j, c] * O[j, c]
+                    norm = np.sqrt(power / width + eps)
                     for c in range(D):
                         y = O[j, c] / norm
                         O[j, c] = y
@@ -309,9 +341,7 @@ def learn_backward(
                     last_rate = -scales[n - 1] * rate[i]
                     for c in range(D):
                         u[i, c] *= last_rate
-                    for j in range(rows):
-                        AT[i, j] = A[j, i]
-                _multiply(constant, AT, rows, dO, rows, u)
+                _multiply(constant, A.T, rows, dO, rows, u)
                 for j in range(rows):  # through G and the LayerNorm of Z
                     norm, mean, along, of_G = norms[m, j], nothing, nothing, nothing
                     for c in range(D):
@@ -354,17 +384,18 @@ def learn_backward(
                             of_rate[i] += scales[j] * of_A
                             of_scale[j] += rate[i] * of_A
                             A[j, i] = -scales[j] * rate[i] * dA[j, i]
-                        AT[i, j] = A[j, i]
-                _multiply(constant, AT, rows, Q, rows, dX)
+                _multiply(constant, A.T, rows, Q, rows, dX)
                 _multiply(constant, A, rows, K, rows, dX[rows:])
                 # through Z and QW + β
                 _multiply_transposed(constant, dY, 2 * rows, S, D, dX)
                 for i in range(2 * rows):
-                    for d in range(D):
-                        XT[d, i] = X[i, d]
                     for c in range(D):
-                        dS[D, c] += dY[i, c]
-                _multiply(constant, XT, D, dY, 2 * rows, dS)
+                        of_start[c] += dY[i, c]
+                _multiply(constant, X.T, D, dY, 2 * rows, dS)
+                for c in range(D):
+                    dS[D, c] += of_start[c]
+                    dgamma[b, r, h, c] += of_weight[c]
+                    dmu[b, r, h, c] += of_bias[c]
                 for j in range(n):
                     t = origin + forth * j
                     dq_row, dk_row, dv_row = dq[b, t, r, h], dk[b, t, r, h], dv[b, t, r, h]
