@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
@@ -75,6 +76,21 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
 def test_the_report_follows_every_stage_that_it_shows():
     shown = {f"results/{stage}" for stage in GRAPH if "deps" in definition(stage)} - {"results/report"}
     assert {dep for dep in definition("report")["deps"] if (ROOT / dep).suffix == ""} == {*shown, "results/measured"}
+
+
+def test_a_value_of_a_cell_is_changed_by_dvc_in_this_cell_alone(tmp_path):
+    """`dvc exp run -S` goes over the cells one after another: in a mapping that two share, the last one's values win."""
+    file = tmp_path / "params.yaml"
+    file.write_bytes((ROOT / "params.yaml").read_bytes())
+    before, changed = load_yaml(file), {}
+    for stage in (stage for stage in GRAPH if TABLE[stage].task):
+        for cell, params in before[stage].items():
+            for key in (key for key, value in params.items() if isinstance(value, dict)):
+                changed[stage, cell, key, next(iter(params[key]))] = f"new{len(changed)}"
+    apply_overrides(file, [f"{'.'.join(path)}={value}" for path, value in changed.items()])
+    for (stage, cell, key, name), value in changed.items():
+        before[stage][cell][key] = before[stage][cell][key] | {name: value}
+    assert len(changed) > 30 and load_yaml(file) == before
 
 
 def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
