@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
@@ -72,6 +73,21 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
         assert sections == ([f"{stage}.${{key}}" if per_cell else stage] if TABLE[stage].params else [])
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
+
+
+def test_a_value_of_a_cell_is_changed_by_dvc_in_this_cell_alone(tmp_path):
+    """`dvc exp run -S` goes over the cells one after another: in a mapping that two share, the last one's values win."""
+    file = tmp_path / "params.yaml"
+    file.write_bytes((ROOT / "params.yaml").read_bytes())
+    before, changed = load_yaml(file), {}
+    for stage in (stage for stage in GRAPH if TABLE[stage].task):
+        for cell, params in before[stage].items():
+            for key in (key for key, value in params.items() if isinstance(value, dict)):
+                changed[stage, cell, key, next(iter(params[key]))] = f"new{len(changed)}"
+    apply_overrides(file, [f"{'.'.join(path)}={value}" for path, value in changed.items()])
+    for (stage, cell, key, name), value in changed.items():
+        before[stage][cell][key] = before[stage][cell][key] | {name: value}
+    assert len(changed) > 30 and load_yaml(file) == before
 
 
 def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
