@@ -440,7 +440,7 @@ def test_identities_refuse_a_name_that_is_none():
 def test_the_variants_are_31_models_of_the_tables():
     assert len(VARIANTS) == 31 and len({json.dumps(options) for options in VARIANTS.values()}) == 31
     assert {name for rows in ROWS.values() for name in rows} == set(VARIANTS)
-    tables = {table.place: table for table in PAPER.variants.tables}
+    tables = {table.place: table for table in PAPER.compared}
     assert list(tables) == list(ROWS) and set(ORDERS) <= set(ROWS)
     for place, rows in ROWS.items():
         assert all(f"{row}.top1_percent" in PAPER.ledger.entries for row in rows.values())
@@ -453,7 +453,7 @@ def test_the_variants_are_31_models_of_the_tables():
 
 
 def test_the_orders_are_those_of_the_tables():
-    orders = {table.place: find_orders(table, PAPER.ledger) for table in PAPER.variants.tables}
+    orders = {table.place: find_orders(table, PAPER.ledger) for table in PAPER.compared}
     assert {place: len(found) for place, found in orders.items()} == {
         "Table 1": 10,
         "Table 2, batch size": 6,
