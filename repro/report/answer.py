@@ -207,18 +207,16 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     """How many of a question's verdicts match, after the numbers that it shows."""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
-    computed = "computed from the equations" if any(verdict.ours is not None for verdict in own) else "–"
-    reason = (
-        next((verdict.reason for verdict in own if verdict.reason and verdict.ours is None), "–")
-        if computed == "–"
-        else computed
-    )
-    origin = describe_origin(sources, report.named) if sources else reason
+    is_measured = any(verdict.ours is not None for verdict in own)
+    reason = next((verdict.reason for verdict in own if verdict.reason), "–")
+    origin = "computed from the equations" if is_measured else reason
+    if sources:
+        origin = describe_origin(sources, report.named)
     truncated, fitted = (sum(verdict.status == each.word for verdict in own) for each in (TRUNCATED, FITTED))
     matched = sum(verdict.status == MATCHED.word for verdict in own) + truncated
     text = f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
     text += f", {fitted} agree by a fitted convention" if fitted else ""
-    if computed == "–":
+    if not is_measured:
         text = f"not measured ({len(own)})"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):

@@ -70,6 +70,10 @@ class Source:
         """Whether it records trainings, one for each seed."""
         return "by_seed" in self.metrics
 
+    def by_seed(self, key: str) -> dict[int, Any]:
+        """Seed -> a number of its training."""
+        return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
+
     @property
     def command(self) -> str:
         """The command that writes the record."""

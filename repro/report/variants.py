@@ -108,12 +108,12 @@ def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) ->
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
-    runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
-    top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
-    ends = {name: {run["seed"]: find_ends(run) for run in of_variant} for name, of_variant in runs.items()}
-    return judge_ordering(
-        top1, ends, find_orders(where, ledger), group.common["held_out_images"], group.common["classes"]
-    )
+    members, m = group.at(where), group.common
+    top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
+    ends = {
+        name: {run["seed"]: find_ends(run) for run in source.metrics["by_seed"]} for name, source in members.items()
+    }
+    return judge_ordering(top1, ends, find_orders(where, ledger), m["held_out_images"], m["classes"])
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:

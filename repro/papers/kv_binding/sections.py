@@ -172,9 +172,7 @@ def _compare(group: Group) -> dict[str, Pair]:
 
 
 def _find_scores(group: Group) -> dict[str, dict[int, float]]:
-    return {
-        name: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for name, source in group.variants.items()
-    }
+    return {name: source.by_seed(TOP1) for name, source in group.variants.items()}
 
 
 def _count_learners(group: Group) -> list[Block]:
