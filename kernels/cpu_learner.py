@@ -1,38 +1,175 @@
-"""TTT-Linear's forward pass as a loop that numba compiles for CPUs: a head's state stays in the cache from its first
-chunk to its last.
+"""TTT-Linear as loops that numba compiles for CPUs: a head's state stays in the cache from its first chunk to its last,
+and in the backward pass from a segment's last chunk to its first.
 
 See `cpu_loops` for what such loops are. The head's width is a constant to the compiler, which then sees that rows do
-not overlap, and keeps several of them in flight. Shape letters as in `ttt_linear.reference`.
+not overlap, and keeps several of them in flight. A chunk has rows of zeros up to a multiple of 4. Symbols as in
+`ttt_linear.torch_path`, but for rows normalised to mean square 1. Shape letters as in `ttt_linear.reference`.
 """
+
+from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .cpu_loops import OPTIONS, compile_loop
 
-_ROWS, _DEPTH = 4, 4  # rows of a product that are computed together, and how many of its sums' terms
+SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
+_ROWS, _TILE, _LANES = 4, 64, 16  # rows and columns of a product that are computed together, and a vector's columns
+
+
+@intrinsic
+def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C: Any) -> Any:
+    """C += A B, of the 4 rows of A and C from row i on: sums stay in registers, as vectors, until all terms are there."""
+    kind, flags = A.dtype, tuple(OPTIONS["fastmath"])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        scalar, lane, arrays = context.get_value_type(kind), ir.IntType(32), {}
+        for name, place in (("A", 1), ("B", 3), ("C", 5)):
+            array = context.make_array(signature.args[place])(context, builder, values[place])
+            arrays[name] = array.data, cgutils.unpack_tuple(builder, array.strides, 2)
+
+        def point(name: str, row: Any, column: Any, to: Any) -> Any:
+            data, strides = arrays[name]
+            offset = builder.add(builder.mul(row, strides[0]), builder.mul(column, strides[1]))
+            return cgutils.pointer_add(builder, data, offset, to.as_pointer())
+
+        index, align = values[2].type, kind.bitwidth // 8
+        rows = [builder.add(values[2], index(row)) for row in range(_ROWS)]
+        for start in range(0, constant.count, _TILE):
+            columns = range(start, min(start + _TILE, constant.count), _LANES)
+            vectors = [ir.VectorType(scalar, min(_LANES, constant.count - column)) for column in columns]
+            tile = list(zip(columns, vectors, strict=True))
+            sums = [[cgutils.alloca_once(builder, v) for v in vectors] for _ in rows]
+            for each, v in [(each, v) for row in sums for each, v in zip(row, vectors, strict=True)]:
+                builder.store(v([0.0] * v.count), each)
+            with cgutils.for_range(builder, values[4]) as loop:
+                terms = [builder.load(point("B", loop.index, index(c), v), align=align) for c, v in tile]
+                for row, own in zip(rows, sums, strict=True):
+                    factor = builder.load(point("A", row, loop.index, scalar))
+                    for total, term, v in zip(own, terms, vectors, strict=True):
+                        same = builder.insert_element(v(ir.Undefined), factor, lane(0))
+                        same = builder.shuffle_vector(
+                            same, v(ir.Undefined), ir.VectorType(lane, v.count)([0] * v.count)
+                        )
+                        product = builder.fmul(same, term, flags=flags)
+                        builder.store(builder.fadd(builder.load(total), product, flags=flags), total)
+            for row, own in zip(rows, sums, strict=True):
+                for total, (c, v) in zip(own, tile, strict=True):
+                    target = point("C", row, index(c), v)
+                    total = builder.fadd(builder.load(target, align=align), builder.load(total))
+                    builder.store(total, target, align=align)
+        return context.get_dummy_value()
+
+    return numba.void(constant, A, numba.intp, B, numba.intp, C), generate
 
 
 @numba.njit(**OPTIONS)
 def _multiply(constant, A, rows, B, terms, C):
-    """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums."""
-    D = len(constant)
+    """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums; A has any strides."""
     for i in range(0, rows, _ROWS):
-        for d in range(0, terms, _DEPTH):
-            a00, a01, a02, a03 = A[i, d], A[i, d + 1], A[i, d + 2], A[i, d + 3]
-            a10, a11, a12, a13 = A[i + 1, d], A[i + 1, d + 1], A[i + 1, d + 2], A[i + 1, d + 3]
-            a20, a21, a22, a23 = A[i + 2, d], A[i + 2, d + 1], A[i + 2, d + 2], A[i + 2, d + 3]
-            a30, a31, a32, a33 = A[i + 3, d], A[i + 3, d + 1], A[i + 3, d + 2], A[i + 3, d + 3]
+        _add_rows(constant, A, i, B, terms, C)
+
+
+@numba.njit(**OPTIONS)
+def _multiply_transposed(constant, A, rows, B, columns, C):
+    """C += A Bᵀ, of the first `rows` rows of A and C and `columns` rows of B, multiples of 4."""
+    D, nothing = len(constant), A.dtype.type(0)
+    for i in range(0, rows, 4):
+        for j in range(0, columns, 4):
+            s00, s01, s02, s03 = nothing, nothing, nothing, nothing
+            s10, s11, s12, s13 = nothing, nothing, nothing, nothing
+            s20, s21, s22, s23 = nothing, nothing, nothing, nothing
+            s30, s31, s32, s33 = nothing, nothing, nothing, nothing
             for c in range(D):
-                b0, b1, b2, b3 = B[d, c], B[d + 1, c], B[d + 2, c], B[d + 3, c]
-                C[i, c] += a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-                C[i + 1, c] += a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-                C[i + 2, c] += a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
-                C[i + 3, c] += a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+                a0, a1, a2, a3 = A[i, c], A[i + 1, c], A[i + 2, c], A[i + 3, c]
+                b0, b1, b2, b3 = B[j, c], B[j + 1, c], B[j + 2, c], B[j + 3, c]
+                s00, s01, s02, s03 = s00 + a0 * b0, s01 + a0 * b1, s02 + a0 * b2, s03 + a0 * b3
+                s10, s11, s12, s13 = s10 + a1 * b0, s11 + a1 * b1, s12 + a1 * b2, s13 + a1 * b3
+                s20, s21, s22, s23 = s20 + a2 * b0, s21 + a2 * b1, s22 + a2 * b2, s23 + a2 * b3
+                s30, s31, s32, s33 = s30 + a3 * b0, s31 + a3 * b1, s32 + a3 * b2, s33 + a3 * b3
+            for row, sums in enumerate(
+                ((s00, s01, s02, s03), (s10, s11, s12, s13), (s20, s21, s22, s23), (s30, s31, s32, s33))
+            ):
+                for column in range(4):
+                    C[i + row, j + column] += sums[column]
+
+
+@numba.njit(**OPTIONS)
+def _take(constant, source, b, r, h, origin, forth, n, X):
+    """X = n rows of source (B,T,R,H,D) from token `origin` on, then zeros."""
+    for j in range(len(X)):
+        if j < n:
+            row = source[b, origin + forth * j, r, h]
+            for c in range(len(constant)):
+                X[j, c] = row[c]
+        else:
+            X[j] = 0
+
+
+@numba.njit(**OPTIONS)
+def _apply(constant, S, X, rows, Y):
+    """Y = [X 1] S."""
+    D = len(constant)
+    for j in range(rows):
+        for c in range(D):
+            Y[j, c] = S[D, c]
+    _multiply(constant, X, rows, S, D, Y)
+
+
+@numba.njit(**OPTIONS)
+def _descend(constant, rows, K, V, weight, bias, eps, x, G, norms, along):
+    """From x = Z the inner gradient G, with x normalised, and of each row Z's norm h and the mean of g x."""
+    D, nothing = len(constant), G.dtype.type(0)
+    width = G.dtype.type(D)
+    for j in range(rows):
+        square, offset, mean, product = nothing, nothing, nothing, nothing
+        # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
+        for c in range(D):
+            offset += x[j, c]
+        offset /= width
+        for c in range(D):
+            x[j, c] -= offset
+            square += x[j, c] * x[j, c]
+        norm = np.sqrt(square / width + eps)
+        for c in range(D):
+            x[j, c] /= norm
+        for c in range(D):
+            G[j, c] = weight[c] * (weight[c] * x[j, c] + bias[c] + K[j, c] - V[j, c])
+        for c in range(D):
+            mean += G[j, c]
+            product += G[j, c] * x[j, c]
+        mean, product = mean / width, product / width
+        for c in range(D):
+            G[j, c] = (G[j, c] - mean - product * x[j, c]) / norm
+        norms[j], along[j] = norm, product
+
+
+@numba.njit(**OPTIONS)
+def _update(constant, K, G, rows, scale, rate, P, S):
+    """S −= [scale rate ⊙ K 1]ᵀ G; P (rows,D) is scratch memory."""
+    D = len(constant)
+    for i in range(rows):
+        weight = -scale * rate[i]
+        for d in range(D):
+            P[i, d] = weight * K[i, d]
+        for c in range(D):
+            S[D, c] += weight * G[i, c]
+    _multiply(constant, P.T, D, G, rows, S)
+
+
+@numba.njit(**OPTIONS)
+def _mask(rows, n, scale, rate, QK, A):
+    """A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1)."""
+    for j in range(rows):
+        for i in range(rows):
+            A[j, i] = -scale[j] * rate[i] * (QK[j, i] + 1) if i <= j < n else 0
 
 
 @compile_loop
-def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, back, eps):
+def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, states, back, eps):
     """TTT-Linear: task = (image, direction, head).
 
     Args:
@@ -41,84 +178,229 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, back
         q, k, v: (B,T,R,H,D). lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
         out: (B,T,R,H,D), which is written.
+        states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
+            elements.
         back: (R,), 1 for a direction that starts with the last token, else 0.
         eps: added to variances.
     """
     _, T, R, H, _ = q.shape
-    D = len(constant)
-    chunk, dtype = scale.shape[1], q.dtype
-    chunk = min(chunk, T)
+    D, dtype = len(constant), q.dtype
+    chunk = min(scale.shape[1], T)
+    span = (SEGMENT + chunk - 1) // chunk * chunk
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
     zeros = np.zeros(2, dtype)
     nothing, width = zeros[0], zeros[1] + D
     # keys, then queries; and what the state makes of them
     X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
-    target, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
-    P, S = np.zeros((D, held), dtype), np.zeros((D + 1, D), dtype)
+    V, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
+    QK, P, S = np.zeros((held, held), dtype), np.zeros((held, D), dtype), np.zeros((D + 1, D), dtype)
+    rate, norms, along = np.zeros(held, dtype), np.zeros(held, dtype), np.zeros(held, dtype)
     for task in range(first, last):
         b, r, h = task // (R * H), task // H % R, task % H
-        weight, bias = gamma[r, h], mu[r, h]
+        weight, bias, forth = gamma[r, h], mu[r, h], 1 - 2 * back[r]
         S[:] = state[r, h]
         for start in range(0, T, chunk):
-            n = min(chunk, T - start)
+            if states.size and start and start % span == 0:
+                states[b, r, h, start // span - 1] = S
+            n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
             rows = (n + _ROWS - 1) // _ROWS * _ROWS
-            for j in range(rows):  # beyond the end keys, queries and rates are 0
-                t = T - 1 - start - j if back[r] else start + j
-                inside = j < n
-                t = t if inside else start
-                k_row, q_row, v_row = k[b, t, r, h], q[b, t, r, h], v[b, t, r, h]
-                for c in range(D):
-                    X[j, c] = k_row[c] if inside else nothing
-                    X[rows + j, c] = q_row[c] if inside else nothing
-                    target[j, c] = weight[c] * (bias[c] + X[j, c] - v_row[c])
-                for c in range(D):
-                    Y[j, c] = S[D, c]
-                    Y[rows + j, c] = S[D, c]
-            _multiply(constant, X, 2 * rows, S, D, Y)
-            for j in range(rows):
-                square, offset, mean, along = nothing, nothing, nothing, nothing
-                # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
-                for c in range(D):
-                    offset += Y[j, c]
-                offset /= width
-                for c in range(D):
-                    Y[j, c] -= offset
-                    square += Y[j, c] * Y[j, c]
-                norm = np.sqrt(square / width + eps)
-                for c in range(D):
-                    Y[j, c] /= norm
-                for c in range(D):
-                    G[j, c] = weight[c] * weight[c] * Y[j, c] + target[j, c]
-                for c in range(D):
-                    mean += G[j, c]
-                    along += G[j, c] * Y[j, c]
-                mean, along = mean / width, along / width
-                for c in range(D):
-                    G[j, c] = (G[j, c] - mean - along * Y[j, c]) / norm
-            for j in range(rows):
-                for i in range(rows):
-                    A[j, i] = nothing
-                for i in range(min(j + 1, n) if j < n else 0):
-                    dot = nothing
-                    for c in range(D):
-                        dot += X[rows + j, c] * X[i, c]
-                    t = T - 1 - start - i if back[r] else start + i
-                    A[j, i] = -scale[r, j] * lr[b, t, h] * (dot + 1)
-            _multiply(constant, A, rows, G, rows, Y[rows:])
+            K, Q = X[:rows], X[rows : 2 * rows]
+            _take(constant, k, b, r, h, origin, forth, n, K)
+            _take(constant, q, b, r, h, origin, forth, n, Q)
+            _take(constant, v, b, r, h, origin, forth, n, V[:rows])
             for i in range(rows):
-                t = T - 1 - start - i if back[r] else start + i
-                rate = -scale[r, n - 1] * lr[b, t, h] if i < n else nothing
-                for d in range(D):
-                    P[d, i] = rate * X[i, d]
-                if i < n:
-                    for c in range(D):
-                        S[D, c] += rate * G[i, c]
-            _multiply(constant, P, D, G, rows, S)
+                rate[i] = lr[b, origin + forth * i, h] if i < n else nothing
+            _apply(constant, S, X, 2 * rows, Y)
+            _descend(constant, rows, K, V, weight, bias, eps, Y, G, norms, along)
+            QK[:] = 0
+            _multiply_transposed(constant, Q, rows, K, rows, QK)
+            _mask(rows, n, scale[r], rate, QK, A)
+            O = Y[rows : 2 * rows]
+            _multiply(constant, A, rows, G, rows, O)
+            _update(constant, K, G, rows, scale[r, n - 1], rate, P, S)
             for j in range(n):
-                t = T - 1 - start - j if back[r] else start + j
-                q_row, out_row, square = q[b, t, r, h], out[b, t, r, h], nothing
+                out_row, square = out[b, origin + forth * j, r, h], nothing
                 for c in range(D):
-                    square += Y[rows + j, c] * Y[rows + j, c]
+                    square += O[j, c] * O[j, c]
                 norm = np.sqrt(square / width + eps)
                 for c in range(D):
-                    out_row[c] = q_row[c] + bias[c] + weight[c] * Y[rows + j, c] / norm
+                    out_row[c] = Q[j, c] + bias[c] + weight[c] * O[j, c] / norm
+
+
+@compile_loop
+def learn_backward(
+    first,
+    last,
+    constant,
+    q,
+    k,
+    v,
+    lr,
+    scale,
+    state,
+    gamma,
+    mu,
+    dout,
+    states,
+    dq,
+    dk,
+    dv,
+    drate,
+    dscale,
+    dstate,
+    dgamma,
+    dmu,
+    back,
+    eps,
+):
+    """The gradients of `learn`, with its tasks: a segment's chunks once more, then back through them.
+
+    dout, dq, dk, dv: (B,T,R,H,D). What tasks share is written apart: drate (B,T,R,H), and of each image dscale
+    (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.
+    """
+    _, T, R, H, _ = q.shape
+    D, dtype = len(constant), q.dtype
+    chunk = min(scale.shape[1], T)
+    span = (SEGMENT + chunk - 1) // chunk * chunk
+    held = (chunk + _ROWS - 1) // _ROWS * _ROWS
+    zeros = np.zeros(2, dtype)
+    nothing, width = zeros[0], zeros[1] + D
+    chunks = (min(span, T) + chunk - 1) // chunk
+    # of each chunk of a segment
+    kept, xs, Gs = (
+        np.zeros((chunks, D + 1, D), dtype),
+        np.zeros((chunks, held, D), dtype),
+        np.zeros((chunks, held, D), dtype),
+    )
+    rates, norms, alongs = (
+        np.zeros((chunks, held), dtype),
+        np.zeros((chunks, held), dtype),
+        np.zeros((chunks, held), dtype),
+    )
+    # keys, then queries; and the gradients of what the state makes of them, and of them
+    X, dY, dX = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
+    work, square = np.zeros((4, held, D), dtype), np.zeros((3, held, held), dtype)
+    V, O, u, dP = work[0], work[1], work[2], work[3]
+    sums = np.zeros((3, D), dtype)  # of a chunk, which alone are rounded less
+    of_start, of_weight, of_bias = sums[0], sums[1], sums[2]
+    QK, A, dA, of_rate = square[0], square[1], square[2], np.zeros(held, dtype)
+    for task in range(first, last):
+        b, r, h = task // (R * H), task // H % R, task % H
+        weight, bias, forth, scales = gamma[r, h], mu[r, h], 1 - 2 * back[r], scale[r]
+        dS, of_scale = dstate[b, r, h], dscale[b, r, h]
+        for begin in range((T - 1) // span * span, -1, -span):
+            kept[0] = states[b, r, h, begin // span - 1] if begin else state[r, h]
+            end = min(T, begin + span)
+            for m, start in enumerate(range(begin, end, chunk)):
+                n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
+                rows = (n + _ROWS - 1) // _ROWS * _ROWS
+                _take(constant, k, b, r, h, origin, forth, n, X[:rows])
+                _take(constant, v, b, r, h, origin, forth, n, V[:rows])
+                for i in range(rows):
+                    rates[m, i] = lr[b, origin + forth * i, h] if i < n else nothing
+                _apply(constant, kept[m], X, rows, xs[m])
+                _descend(constant, rows, X, V, weight, bias, eps, xs[m], Gs[m], norms[m], alongs[m])
+                if start + chunk < end:
+                    kept[m + 1] = kept[m]
+                    _update(constant, X, Gs[m], rows, scales[n - 1], rates[m], u, kept[m + 1])
+            for m in range((end - begin - 1) // chunk, -1, -1):
+                start = begin + m * chunk
+                n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
+                rows = (n + _ROWS - 1) // _ROWS * _ROWS
+                S, x, G, rate = kept[m], xs[m], Gs[m], rates[m]
+                K, Q, dZ, dO = X[:rows], X[rows : 2 * rows], dY[:rows], dY[rows : 2 * rows]
+                _take(constant, k, b, r, h, origin, forth, n, K)
+                _take(constant, q, b, r, h, origin, forth, n, Q)
+                _take(constant, v, b, r, h, origin, forth, n, V[:rows])
+                _take(constant, dout, b, r, h, origin, forth, n, dO)
+                QK[:], dA[:], dP[:], sums[:] = 0, 0, 0, 0
+                _multiply_transposed(constant, Q, rows, K, rows, QK)
+                _mask(rows, n, scales, rate, QK, A)
+                _apply(constant, S, Q, rows, O)
+                _multiply(constant, A, rows, G, rows, O)
+                for j in range(rows):  # through the last LayerNorm
+                    power, mean, along = nothing, nothing, nothing
+                    for c in range(D):
+                        power += O[j, c] * O[j, c]
+                    norm = np.sqrt(power / width + eps)
+                    for c in range(D):
+                        y = O[j, c] / norm
+                        O[j, c] = y
+                        dX[rows + j, c] = dO[j, c]
+                        of_weight[c] += dO[j, c] * y
+                    for c in range(D):
+                        of_bias[c] += dO[j, c]
+                        dO[j, c] *= weight[c]
+                        mean += dO[j, c]
+                        along += dO[j, c] * O[j, c]
+                    mean, along = mean / width, along / width
+                    for c in range(D):
+                        dO[j, c] = (dO[j, c] - mean - along * O[j, c]) / norm
+                _apply(constant, dS, K, rows, u)
+                for i in range(rows):
+                    last_rate = -scales[n - 1] * rate[i]
+                    for c in range(D):
+                        u[i, c] *= last_rate
+                _multiply(constant, A.T, rows, dO, rows, u)
+                for j in range(rows):  # through G and the LayerNorm of Z
+                    norm, mean, along, of_G = norms[m, j], nothing, nothing, nothing
+                    for c in range(D):
+                        mean += u[j, c]
+                        along += u[j, c] * x[j, c]
+                        of_G += u[j, c] * G[j, c]
+                    mean, along, of_G = mean / width, along / width, of_G / width
+                    for c in range(D):
+                        u[j, c] = (u[j, c] - mean - along * x[j, c]) / norm
+                    of_x, mean, product = along, nothing, nothing
+                    for c in range(D):
+                        dZ[j, c] = weight[c] * weight[c] * u[j, c]
+                        mean += dZ[j, c]
+                        product += dZ[j, c] * x[j, c]
+                    mean, product = mean / width + nothing, product / width + of_G
+                    for c in range(D):
+                        dZ[j, c] = (
+                            dZ[j, c] - mean - product * x[j, c] - alongs[m, j] * u[j, c] - of_x * G[j, c]
+                        ) / norm
+                    for c in range(D):
+                        of_weight[c] += u[j, c] * (2 * weight[c] * x[j, c] + bias[c] + K[j, c] - V[j, c])
+                    for c in range(D):
+                        u[j, c] *= weight[c]
+                        of_bias[c] += u[j, c]
+                # through the state's update
+                _multiply_transposed(constant, G, rows, dS, D, dP)
+                for i in range(rows):
+                    last_rate, sum_rate = -scales[n - 1] * rate[i], nothing
+                    for c in range(D):
+                        sum_rate += dP[i, c] * K[i, c] + G[i, c] * dS[D, c]
+                        dX[i, c] = u[i, c] + last_rate * dP[i, c]
+                    of_rate[i] = -scales[n - 1] * sum_rate
+                    of_scale[n - 1] -= rate[i] * sum_rate
+                # through A
+                _multiply_transposed(constant, dO, rows, G, rows, dA)
+                for j in range(rows):
+                    for i in range(rows):
+                        if i <= j < n:
+                            of_A = -dA[j, i] * (QK[j, i] + 1)
+                            of_rate[i] += scales[j] * of_A
+                            of_scale[j] += rate[i] * of_A
+                            A[j, i] = -scales[j] * rate[i] * dA[j, i]
+                _multiply(constant, A.T, rows, Q, rows, dX)
+                _multiply(constant, A, rows, K, rows, dX[rows:])
+                # through Z and QW + β
+                _multiply_transposed(constant, dY, 2 * rows, S, D, dX)
+                for i in range(2 * rows):
+                    for c in range(D):
+                        of_start[c] += dY[i, c]
+                _multiply(constant, X.T, D, dY, 2 * rows, dS)
+                for c in range(D):
+                    dS[D, c] += of_start[c]
+                    dgamma[b, r, h, c] += of_weight[c]
+                    dmu[b, r, h, c] += of_bias[c]
+                for j in range(n):
+                    t = origin + forth * j
+                    dq_row, dk_row, dv_row = dq[b, t, r, h], dk[b, t, r, h], dv[b, t, r, h]
+                    drate[b, t, r, h] = of_rate[j]
+                    for c in range(D):
+                        dq_row[c] = dX[rows + j, c]
+                        dk_row[c] = dX[j, c]
+                        dv_row[c] = -u[j, c]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .core.config import load_section, load_sections, load_yaml
 from .core.errors import RunError, UserError
 from .core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_old
-from .core.hashing import hash_sources, import_closure
+from .core.hashing import hash_sources, import_closure, short_hash
 from .core.paths import Paths
 from .core.record import DETAILS_FILE, read_record, write_json
 
@@ -70,7 +70,11 @@ def write_code_hashes(paths: Paths, table: Mapping[str, Any]) -> None:
         sources = find_sources(paths, table, name, params)
         # what a stage names itself it reads as text: the report shows the docstrings of the verbs
         code_hash = hash_sources(paths.root, sources, whole=_find_named_files(paths, table[name]))
-        write_json(file, {"code_hash": code_hash, "files": len(sources)})
+        written = {"code_hash": code_hash, "files": len(sources)}
+        if table[name].all_sections:
+            sections = {key: each for key, each in load_sections(paths.params).items() if key != "runtime"}
+            written["params_hash"] = short_hash(json.dumps(sections, sort_keys=True, default=str))
+        write_json(file, written)
     if wrong is not None:
         raise wrong
 

@@ -80,6 +80,7 @@ class Stage:
         modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement
             names.
         files: patterns of other files than modules on which its results depend, from the checkout's root.
+        all_sections: whether its results depend on every section of params.yaml but `runtime`.
         alone: whether other work on the machine would change its results, since they are times.
     """
 
@@ -90,6 +91,7 @@ class Stage:
     models: Callable[[Any], Iterable[str]] = lambda params: ()
     modules: Callable[[Any], Iterable[str]] = lambda params: ()
     files: tuple[str, ...] = ()
+    all_sections: bool = False
     alone: bool = False
 
     @property

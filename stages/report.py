@@ -1,6 +1,8 @@
 """`repro report`: the papers' numbers beside ours, and the status of each, from the records under results/."""
 
 import dataclasses
+import importlib
+import re
 from functools import partial
 from typing import Annotated, Literal
 
@@ -25,11 +27,13 @@ class ReportParams:
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
 
-# what the papers' rooms and the pages say, and the verbs with their scores
+# what the papers' rooms and the pages say, the verbs with their scores, the graph, and the settings of the papers
 _FILES = (
     *(f"repro/papers/*/*.{end}" for end in ("yaml", "md")),
     *(f"repro/report/*.{end}" for end in ("html", "md")),
     "stages/*.py",
+    "dvc.yaml",
+    "profiles/*.yaml",
 )
 
 
@@ -38,7 +42,7 @@ def _list_modules(params: ReportParams) -> list[str]:
     return [*find_rooms(), *list_families(), *(f"stages.{name}" for name in stage_names())]
 
 
-STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES)
+STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES, all_sections=True)
 
 
 def command(
@@ -75,6 +79,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
         ("README.md", "verbs", describe_verbs()),
         ("docs/training.md", "faults", describe_faults(paths)),
         ("docs/export.md", "exports", describe_exports(paths)),
+        ("docs/models.md", "families", describe_families()),
         *campaign.make_passages(paths),
         *kernels.make_passages(paths),
     ]
@@ -103,3 +108,27 @@ def describe_verbs() -> str:
         for purpose, names in list_verbs(load_stages()).items()
     ]
     return "\n".join(["| purpose | `repro` ... |", "|---|---|", *lines])
+
+
+def describe_families() -> str:
+    """The families with the sizes of their models beside nanos, as Markdown, by the first sentence of each module."""
+    import timm
+
+    import repro.models
+    from repro.models.registry import family_module, list_denoisers
+
+    found: dict[str, dict[str, list[str]]] = {}
+    order = "tiny", "small", "base", "large", "xlarge"
+    for name in sorted({*timm.list_models(), *list_denoisers()}):
+        module, size = family_module(name), re.search("|".join(reversed(order)), name)
+        if module.startswith(f"{repro.models.__name__}.") and size and not re.search("_nano|_deep", name):
+            sizes = found.setdefault(module, {}).setdefault(name.replace(size[0], "*"), [])
+            sizes.append(size[0])
+    lines = ["| names: sizes | what it is |", "|---|---|"]
+    for module, patterns in sorted(found.items()):
+        names = "; ".join(
+            f"`{pattern}`: {', '.join(sorted(sizes, key=order.index))}" for pattern, sizes in patterns.items()
+        )
+        about = str(importlib.import_module(module).__doc__).split("\n\n")[0]
+        lines.append(f"| {names} | {' '.join(about.split())} |")
+    return "\n".join(lines)

@@ -3,7 +3,6 @@ the diagram of
 imports is the one that the code follows."""
 
 import ast
-import fnmatch
 import itertools
 import re
 import shutil
@@ -27,7 +26,6 @@ from repro.tasks.classification.params import ClassifierParams
 from tests.test_layout import imported, tracked
 
 ROOT = Path(__file__).parents[1]
-SIZES = "tiny|small|base|xlarge|large"
 PAGES = [
     ROOT / "README.md",
     ROOT / "results/measured/README.md",
@@ -358,23 +356,3 @@ def test_every_number_that_is_allowed_is_there():
     """A list that only grows would in the end allow everything."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES_WITH_RESULTS)
     assert not [allowed for allowed in ALLOWED if not re.search(allowed.replace(" ", r"\s+"), text)]
-
-
-def test_the_page_of_models_names_them_all():
-    """A row for each family, with its sizes; nanos stand below."""
-    import timm
-
-    import repro.models  # noqa: F401
-    from repro.models.registry import list_denoisers
-
-    rows = re.findall(
-        r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.M
-    )
-    own = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("repro.models.")]
-    left = {name for name in (*own, *list_denoisers()) if not re.search("_nano|_deep", name)}
-    for pattern, sizes in rows:
-        named = set(fnmatch.filter(left, pattern))
-        found = {re.search(SIZES, name)[0] for name in named}
-        assert named and ("same" in sizes or found == set(re.findall(SIZES, sizes))), pattern
-        left -= named
-    assert not left

@@ -1,17 +1,21 @@
-"""The house takes in a new stage, a new task and a new family without a change anywhere else: in a copy of the tree
-each gets its one room.
+"""The house takes in a new stage, a new task and a new family: a copy of the tree gets what docs/extending.md lists and
+nothing else, and then passes its own tests of the layout, the graph and the families.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
 from repro.core.record import read_record
+from repro.pipeline import read_units
+from tests.test_layout import tracked
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,9 +52,7 @@ def command(cell: CellOption = None) -> None:
     for name in [cell] if cell else section_keys(paths.params, "toy"):
         started, params = time.monotonic(), load_section(ToyParams, paths.params, "toy", name)
         identity = make_identity(paths.root, ["stages.toy"], params, device="cpu", dtype="none", backend="none")
-        write_record(
-            paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started, scores=["counted"]
-        )
+        write_record(paths.cell("toy", name), {"counted": params.times}, identity, time.monotonic() - started)
 '''
 STAGE_IN_THE_GRAPH = """
   toy:
@@ -60,8 +62,6 @@ STAGE_IN_THE_GRAPH = """
       deps: ["results/code/toy/${key}.json"]
       params: ["toy.${key}"]
       outs:
-        - results/toy/${key}/details.json: {cache: false}
-      metrics:
         - results/toy/${key}/metrics.json: {cache: false}
 """
 FAMILY = '''
@@ -165,19 +165,6 @@ CELL = {
     "mix": {"mixup": 0.0, "cutmix": 0.0},
     "transform": {"image_size": 32, "hflip": 0.0, "re_prob": 0.0, "crop_pct": 1.0},
 }
-PARAMS = {
-    "runtime": {"device": "cpu", "threads": 1, "data_roots": {"digits": "data/digits"}},
-    "prepare_data": {
-        "digits": {
-            "kind": "digits",
-            "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
-            "generate": {"image_size": 32, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0},
-        }
-    },
-    "pretrain": {"toy": CELL},
-    "halve": {"toy": CELL},
-    "toy": {"three": {"times": 3}},
-}
 HALVE_IN_THE_GRAPH = """
   halve:
     foreach: ${halve}
@@ -187,36 +174,50 @@ HALVE_IN_THE_GRAPH = """
 """
 
 
+FILES = {
+    "stages/toy.py": STAGE,
+    "stages/halve.py": TASK_STAGE,
+    "repro/models/toy.py": FAMILY,
+    "repro/tasks/halves/__init__.py": '"""Halves of the classes."""',
+    "repro/tasks/halves/spec.py": TASK,
+}
+SECTIONS = {"toy": {"three": {"times": 3}}, "halve": {"toy": CELL}}
+
+
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Path:
     """A copy of the tree with the three rooms added."""
     root = tmp_path_factory.mktemp("house")
-    for name in ("repro", "kernels", "stages", "profiles"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "stages/toy.py").write_text(STAGE.lstrip())
-    (root / "stages/halve.py").write_text(TASK_STAGE.lstrip())
-    (root / "repro/models/toy.py").write_text(FAMILY.lstrip())
-    (root / "repro/tasks/halves").mkdir()
-    (root / "repro/tasks/halves/__init__.py").write_text('"""Halves of the classes."""\n')
-    (root / "repro/tasks/halves/spec.py").write_text(TASK.lstrip())
-    (root / "dvc.yaml").write_text((ROOT / "dvc.yaml").read_text() + STAGE_IN_THE_GRAPH + HALVE_IN_THE_GRAPH)
-    (root / "params.yaml").write_text(yaml.safe_dump(PARAMS))
+    for name in tracked():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(f"{text.strip()}\n")
+    graph = (root / "dvc.yaml").read_text() + STAGE_IN_THE_GRAPH + HALVE_IN_THE_GRAPH
+    shown = "      - results/measured\n"
+    (root / "dvc.yaml").write_text(graph.replace(shown, f"{shown}      - results/toy\n      - results/halve\n"))
+    for profile in (root / "profiles").iterdir():
+        cell = textwrap.indent(yaml.safe_dump({"toy": CELL}), "  ")
+        profile.write_text(
+            profile.read_text().replace("\npretrain:\n", f"\npretrain:\n{cell}") + yaml.safe_dump(SECTIONS)
+        )
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    run(root, "profile", "use", "mini", "--force")
     run(root, "prepare-data", "--cell", "digits")
     return root
 
 
-def run(root: Path, *arguments: str) -> str:
+def run(root: Path, *arguments: str, module: str = "repro") -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "repro", *arguments], cwd=root, capture_output=True, text=True, env=environment(root)
+        [sys.executable, "-m", module, *arguments],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def environment(root: Path) -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": str(root)}
 
 
 def metrics(root: Path, stage: str, cell: str) -> dict:
@@ -229,6 +230,17 @@ def test_a_stage_is_its_module_and_its_entry_in_the_graph(house):
     assert metrics(house, "toy", "three") == {"counted": 3}
     run(house, "code")
     assert len(json.loads((house / "results/code/toy/three.json").read_text())["code_hash"]) == 16
+
+
+def test_the_report_runs_after_a_new_stage(house):
+    (report,) = [unit for unit in read_units(house) if unit.stage == "report"]
+    assert {"toy@three", "halve@toy", "pretrain@toy"} <= set(report.needs)
+
+
+def test_the_tests_of_layout_and_graph_pass_with_the_new_rooms(house):
+    chosen = "layout or one_way or backend or graph or settings or belong or report_follows or scores or depends_on"
+    files = "tests/test_layout.py", "tests/stages/test_dvc.py", "tests/stages/test_profile.py"
+    run(house, "-q", "-p", "no:cacheprovider", *files, "-k", f"({chosen}) and not every_section", module="pytest")
 
 
 @pytest.mark.slow

@@ -1,32 +1,66 @@
-"""TTT-Linear on CPUs: inference by the loop of `cpu_learner`; what autograd has to know, by the operations of
-`torch_path`.
+"""TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`."""
 
-Shape letters as in `reference`.
-"""
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import threads
-from ..cpu_learner import learn
+from ..cpu_learner import SEGMENT, learn, learn_backward
 from ..dispatch import compute_dtype
-from . import torch_path
 from .reference import Arguments
-from .torch_path import backward as backward
-from .torch_path import states_shape as states_shape
+
+
+def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
+    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment except the first. Takes symbolic
+    sizes.
+    """
+    B, T, R, H, D = shape
+    n = torch.sym_min(chunk_size, T)
+    span = (SEGMENT + n - 1) // n * n
+    return B, R, H, (T - 1) // span if keep_states else 0, D + 1, D
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
-    if keep_states or x.q.shape[-1] % 4:
-        return torch_path.forward(x, keep_states)
-    dtype, (B, _, R, H, D) = compute_dtype(x.q.dtype), x.q.shape
+    given, options = _prepare(x)
+    out = torch.empty_like(given[0])
+    states = out.new_empty(states_shape(out.shape, x.chunk_size, keep_states))
+    _run(learn, x, *given, out, states, *options)
+    return out.to(x.q.dtype), states
+
+
+def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
+    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s
+    states.
+    """
+    given, options = _prepare(x)
+    B, T, R, H, D = x.q.shape
+    dq, dk, dv = (torch.empty_like(given[0]) for _ in range(3))
+    drate = dq.new_empty(B, T, R, H)
+    dscale, dstate, dgamma, dmu = (dq.new_zeros(B, R, H, *shape) for shape in ((x.chunk_size,), (D + 1, D), (D,), (D,)))
+    results = dq, dk, dv, drate, dscale, dstate, dgamma, dmu
+    _run(learn_backward, x, *given, dout.to(dq.dtype).contiguous(), states, *results, *options)
+    dstate = dstate.sum(0)
+    sums = drate.sum(2), dscale.sum((0, 2)), dstate[:, :, :D], dstate[:, :, D], dgamma.sum(0), dmu.sum(0)
+    # copies, since the results of an operator must not share memory
+    return tuple(
+        like.new_empty(like.shape).copy_(gradient) for like, gradient in zip(x[:9], (dq, dk, dv, *sums), strict=True)
+    )
+
+
+def _prepare(x: Arguments) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """What the loops take before and behind their results: contiguous, in the compute dtype."""
+    dtype = compute_dtype(x.q.dtype)
     q, k, v, lr, scale, W, b, gamma, mu = (each.to(dtype).contiguous() for each in x[:9])
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     state = (state - state.mean(-1, keepdim=True)).contiguous()
-    out, back = torch.empty_like(q), np.array(x.reverse, np.int64)
-    threads.run(
-        learn, B * R * H, (False,) * D, q, k, v, lr, scale, state, gamma, mu, out, back, q.numpy().dtype.type(x.eps)
-    )
-    return out.to(x.q.dtype), q.new_empty(states_shape(q.shape, x.chunk_size, False))
+    options = np.array(x.reverse, np.int64), q.numpy().dtype.type(x.eps)
+    return [q, k, v, lr, scale, state, gamma, mu], options
+
+
+def _run(loop, x: Arguments, *arguments: Any) -> None:
+    B, _, R, H, D = x.q.shape
+    threads.run(loop, B * R * H, (False,) * D, *arguments)

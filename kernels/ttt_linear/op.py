@@ -136,19 +136,18 @@ def selected_backend(
     """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
     `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
-    slowly, for the CPU under Triton's interpreter). `numba` is a loop for inference on CPUs, and what `torch` is where
-    there will be a backward pass. `torch` is batched PyTorch operations with a hand-written backward pass, for any
-    device and any size. `reference` is the dual form under autograd: the same function and FLOP count, but slower, and
-    with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU where
-    it is installed, else `torch`.
+    slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs and heads whose width
+    is a multiple of 4. `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any
+    size. `reference` is the dual form under autograd: the same function and FLOP count, but slower, and
+    with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU that
+    has it and can run them, else `torch`.
     `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of
     `dispatch.choose_backend`.
     """
     gpu = dispatch.find_gpu(device)
     shared_kib = gpu.shared_memory_per_block_optin // 1024 if gpu else None
-    return dispatch.choose_backend(
-        backend, device, "q", _load_triton, int(head_dim), int(chunk_size), dtype, shared_kib, has_loops=True
-    )
+    sizes = int(head_dim), int(chunk_size), dtype, shared_kib
+    return dispatch.choose_backend(backend, device, "q", _load_triton, *sizes, has_loops=int(head_dim) % 4 == 0)
 
 
 def _reference(x: Arguments) -> Tensor:

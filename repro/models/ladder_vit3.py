@@ -1,5 +1,4 @@
-"""The steps of paper 004 ("Test-Time Training with KV Binding Is Secretly Linear Attention") from ViT3 to linear
-attention.
+"""The steps of the paper on KV binding from ViT3 to linear attention.
 
 Each is ViT3 with another inner loop in its heads (`repro.models.vit3.STEPS`). The paper's V2, V4 and V5 take away what
 ViT3 does not have. `import repro.models` registers the models with timm.

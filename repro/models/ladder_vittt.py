@@ -1,4 +1,4 @@
-"""Vittt with other inner learners: what paper 004 does to LaCT and ViT3, where it carries over
+"""Vittt with other inner learners: what the paper on KV binding does to LaCT and ViT3, where it carries over
 (`repro.models.ttt_mixer.STEPS`).
 
 Vittt's learner does not reduce to linear attention, for its LayerNorm; those of `plain` and `dot` do, and have a

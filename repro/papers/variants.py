@@ -66,6 +66,23 @@ class VariantSet:
         return {name: variant.options for name, variant in self.variants.items()}
 
     @property
+    def recipes(self) -> dict[str, Mapping[str, Any]]:
+        """Variant -> the settings of the recipe that tell it from others; none for one that names its own model, whose
+        recipe they are.
+        """
+        return {name: {} if "model" in each.changes else each.changes for name, each in self.variants.items()}
+
+    @functools.cached_property
+    def changed(self) -> frozenset[str]:
+        """The options that tell variants apart."""
+        return frozenset().union(*self.options.values())
+
+    @functools.cached_property
+    def changed_recipe(self) -> frozenset[str]:
+        """The settings of the recipe that tell variants apart; one that is off need not be in a record."""
+        return frozenset().union(*self.recipes.values())
+
+    @property
     def rows(self) -> dict[str, dict[str, str | None]]:
         """Table -> variant -> its row in the ledger."""
         return {place: table["rows"] for place, table in self.tables.items()}

@@ -43,13 +43,13 @@ PIPELINE_FILE = "pipeline.json"
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was measured on
 
 
-def lead_blocks(report: Report) -> tuple[Block, ...]:
+def lead_blocks(report: Report) -> list[Block]:
     """The opening of a paper's page: its claim, our verdict in sentences, a picture, and our answer in numbers."""
     paper, about = report.paper, report.paper.ledger.paper
-    drawn = [picture_blocks(f"figures/{each.file}", each.file, report) for each in paper.drawings if each.find(report)]
+    drawn = [picture_blocks(f"figures/{each}", each, report) for each in paper.drawings(report)]
     shown = _contest_picture(report) or [block for blocks in drawn for block in blocks]
     claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
-    return claim, verdict_block(report), *shown, *answer_blocks(report)
+    return [claim, verdict_block(report), *shown, *answer_blocks(report)]
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:

@@ -75,6 +75,11 @@ def list_headlines(report: Report) -> list[Block]:
     return [_claim_table(chosen, report, with_reasons=True)] if report.paper.headlines else []
 
 
+def list_tables(report: Report) -> list[Section]:
+    """Every table of the paper, each number beside ours."""
+    return [table_section(each, report) for each in report.paper.ledger.tables]
+
+
 def table_section(about: Table, report: Report) -> Section:
     """A table of the paper, each number beside ours."""
     header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.figures import against_resolution
 from .claims import Report
-from .paper import Contest
+from .paper import Contest, Drawings
 from .records import Source, describe_age
 from .results import Results, SpeedGroup
 
@@ -41,20 +41,22 @@ class Speeds:
         return f"{self.group}, {self.group.mode}{describe_age([self.source])}"
 
 
-def draw_contest(report: Report, folder: Path) -> None:
-    """Draw the picture of a paper's contest into `folder`, if its rows were measured."""
+def plan_contest(report: Report) -> Drawings:
+    """The picture of a paper's contest, if its rows were measured."""
     contest = report.paper.contest
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
-        return
-    series = {
+        return {}
+    of_model = {
         family: [row for key, row in speeds.rows.items() if key[:2] == model]
         for family, model in contest.series.items()
     }
+    series = {family: rows for family, rows in of_model.items() if rows}
     title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
-    path = folder / contest.picture.removesuffix(".png")
-    against_resolution(
-        path, {family: rows for family, rows in series.items() if rows}, title, ("latency_ms", "peak_memory_mib")
-    )
+
+    def draw(path: Path) -> None:
+        against_resolution(path.with_suffix(""), series, title, ("latency_ms", "peak_memory_mib"))
+
+    return {contest.picture: ([speeds.source], draw)}
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:

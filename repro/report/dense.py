@@ -12,10 +12,10 @@ from ..core.csvfile import read_csv
 from ..core.figures import new_figure, save_png
 from .claims import Report
 from .measured import format_scores
+from .paper import Drawings
 from .records import Source, describe_seeds, find_score_interval
 from .results import Results
 
-Draw = Callable[[Path, Sequence[Source]], Path]
 Runs = dict[tuple[str, str, str], list[Source]]
 _PANELS = 2  # scores of a task that are drawn, the most telling ones first
 _STYLES = {"pretrained": ("#D55E00", "o"), "random": ("#0072B2", "s")}
@@ -40,25 +40,14 @@ def name_first_weights(source: Source) -> str:
     return "pretrained" if source.metrics.get("init") else "random"
 
 
-def draw_dense(report: Report, folder: Path) -> None:
-    """Draw every figure of `find_dense_drawn` into a folder."""
-    for name, (draw, sources) in _plan(report).items():
-        draw(folder / name, sources)
-
-
-def find_dense_drawn(report: Report) -> dict[str, list[Source]]:
-    """The name of each file that `draw_dense` makes -> the records that it shows."""
-    return {name: sources for name, (_, sources) in _plan(report).items()}
-
-
-def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
-    """The name of each file -> what draws it, and from which records.
+def plan_dense(report: Report) -> Drawings:
+    """The learning curves, and what is confused.
 
     The curves of a model, a task and a data set share a picture, those outside the pipeline in place of those in it where
     they have more seeds. What is confused is drawn for the first seed of each run of the pipeline. The models are those
     that stand on the paper's page.
     """
-    drawn: dict[str, tuple[Draw, list[Source]]] = {}
+    drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
         runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
         best: dict[str, dict[str, Source]] = {}
@@ -70,11 +59,12 @@ def _plan(report: Report) -> dict[str, tuple[Draw, list[Source]]]:
                 of_model[first] = source
         for model, chosen in best.items():
             if chosen:
-                curves = partial(_draw_curves, stage=stage, results=report.results)
-                drawn.setdefault(f"learning_{stage}_{model}_{data}.png", (curves, list(chosen.values())))
+                shown = list(chosen.values())
+                curves = partial(_draw_curves, sources=shown, stage=stage, results=report.results)
+                drawn.setdefault(f"learning_{stage}_{model}_{data}.png", (shown, curves))
         for source in runs:
             if source.stage and (source.metrics["by_seed"][0].get("confusion")):
-                drawn[f"confusion_{stage}_{source.cell}.png"] = _draw_confusion, [source]
+                drawn[f"confusion_{stage}_{source.cell}.png"] = [source], partial(_draw_confusion, source=source)
     return drawn
 
 
@@ -133,9 +123,8 @@ def _mark_score(panel: Any, epoch: int, score: float, interval: Sequence[float] 
     )
 
 
-def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
+def _draw_confusion(path: Path, source: Source) -> Path:
     """A matrix of shares: each row, the truth, adds up to 100 %."""
-    (source,) = sources
     confusion: Mapping[str, Any] = source.metrics["by_seed"][0]["confusion"]
     names, counts = confusion["classes"], confusion["counts"]
     shares = [[100 * count / max(sum(row), 1) for count in row] for row in counts]

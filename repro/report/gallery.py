@@ -1,16 +1,16 @@
 """The paper's figures in its order, each with our pictures of it or the command that draws them; and example pictures."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .claims import Report
-from .contest import find_speeds
-from .dense import find_dense_drawn
+from .contest import plan_contest
+from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
-from .paper import Figure
+from .paper import Drawings, Figure
 from .records import Source, describe_age
 from .results import Results
-from .variants import find_drawn
+from .variants import plan_figures
 from .verdicts import format_counts
 
 OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
@@ -39,7 +39,7 @@ def list_examples(report: Report) -> list[Block]:
         if all(results.stands_on(report.paper, source.metrics["model"]) for source in beside):
             pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
             blocks += [_origin_line(run, beside, report), table([""] * len(pictures), [pictures])]
-    for name, sources in find_dense_drawn(report).items():
+    for name, (sources, _) in plan_dense(report).items():
         blocks += [
             (Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),),
             _origin_line(f"figures/{name}", sources, report),
@@ -50,15 +50,13 @@ def list_examples(report: Report) -> list[Block]:
 def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
     is_ours = name.startswith("figures/")  # drawn by the report itself
-    contest = report.paper.contest
-    drawing = next((each for each in report.paper.drawings if name == f"figures/{each.file}"), None)
-    if drawing is not None:
-        sources = list(drawing.find(report))
-    elif contest and name == f"figures/{contest.picture}" and (speeds := find_speeds(contest, report.results)):
-        sources = [speeds.source]
-    else:
-        sources = find_drawn(report).get(Path(name).name, []) if is_ours else find_beside(name, report.results)
+    sources = list_drawings(report).get(Path(name).name, ([],))[0] if is_ours else find_beside(name, report.results)
     return (Picture(name, alt),), _origin_line(name, sources, report)
+
+
+def list_drawings(report: Report) -> Drawings:
+    """All pictures that the report draws from records."""
+    return {**plan_figures(report), **plan_contest(report), **plan_dense(report), **report.paper.drawings(report)}
 
 
 def find_pictures(results: Results, pattern: str) -> list[str]:
@@ -73,7 +71,7 @@ def find_beside(name: str, results: Results) -> list[Source]:
     return [source for source in results.sources if source.path in beside]
 
 
-def describe_origin(sources: list[Source], named: str) -> str:
+def describe_origin(sources: Sequence[Source], named: str) -> str:
     """The devices of records, the profile that they were made with, and whether older code made them."""
     if not sources:
         return "no record beside it"
@@ -89,7 +87,7 @@ def describe_profile(sources: Iterable[Source], named: str) -> str:
     return " and ".join(dict.fromkeys(named if source.stage else OUTSIDE for source in sources))
 
 
-def _origin_line(name: str, sources: list[Source], report: Report) -> Line:
+def _origin_line(name: str, sources: Sequence[Source], report: Report) -> Line:
     return code(name), f": {describe_origin(sources, report.named)}"
 
 

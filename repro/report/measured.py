@@ -7,16 +7,17 @@ from ..core.noise import find_interval
 from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
 from .records import Source, describe_age, find_missing_records, find_score_interval
-from .results import Missing, Results, SpeedGroup
+from .results import Missing, SpeedGroup
+from .variants import find_shown
 from .verdicts import significant
 
 Rows = Sequence[tuple[Mapping[str, Any], Source]]
 
 
-def missing_records(results: Results) -> list[Section]:
+def missing_records(report: Report) -> list[Section]:
     """Records that the pipeline would write with these params and that are missing; no section if none is."""
-    missing = find_missing_records(results.paths)
-    if not missing:
+    missing = find_missing_records(report.results.paths)
+    if not missing or not report.paper.primary:
         return []
     rows = [[code(record), code(command)] for record, command in missing]
     text = (
@@ -56,13 +57,12 @@ def list_speeds(report: Report) -> list[Block]:
     return blocks
 
 
-def list_runs(report: Report, shown_elsewhere: set[str]) -> list[Block]:
-    """The runs that no paper's number is next to and that belong on this paper's page, but for the paths that are
-    `shown_elsewhere`.
+def list_runs(report: Report) -> list[Block]:
+    """The runs that no paper's number is next to and that belong on this paper's page and to no other part of it.
 
     A page that has none says so where it is the primary paper's.
     """
-    results, paper = report.results, report.paper
+    results, paper, shown_elsewhere = report.results, report.paper, find_shown(report)
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
     others = (
         source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere
@@ -95,11 +95,13 @@ def list_runs(report: Report, shown_elsewhere: set[str]) -> list[Block]:
     return [table(header, rows)]
 
 
-def over_resolution(results: Results) -> list[Section]:
+def over_resolution(report: Report) -> list[Section]:
     """Classifiers at larger images than those of their training; no section without `repro resolution`."""
     sections = []
-    for source in (source for source in results.sources if "evaluated" in source.metrics):
+    for source in report.results.sources if report.paper.primary else ():
         m = source.metrics
+        if "evaluated" not in m:
+            continue
         cells = {(row["family"], row["image_size"][0]): row for row in m["evaluated"]}
         families, sizes = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
         header = ["model", *(f"{size}² ({size / m['train_image_size']:.2g}×)" for size in sorted(sizes))]

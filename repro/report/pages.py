@@ -9,20 +9,17 @@ from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import replace_block, sweep, write_json, write_text
-from . import comparison, measured
-from .answer import lead_blocks, note_pipeline, readme_blocks
+from . import answer, comparison, gallery, measured, variants
+from .answer import note_pipeline, readme_blocks
 from .claims import Report
-from .contest import draw_contest
-from .dense import draw_dense
 from .document import Line, PageLink, Section, join
-from .gallery import list_examples, list_figures
+from .gallery import list_drawings
 from .html import render_html
 from .markdown import render_blocks, render_markdown
-from .paper import Paper
+from .paper import Paper, list_functions
 from .prose import read_page
 from .records import Source
 from .results import Results
-from .variants import draw_variants, find_shown, find_words, list_ablations
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
 PAGE = Path(__file__).with_name("page.md")
@@ -97,12 +94,8 @@ def _build_pages(
         reports = [judge(paper, results) for paper in papers]
         for report in reports:
             paper = report.paper
-            draw_variants(report, figures)
-            draw_contest(report, figures)
-            draw_dense(report, figures)
-            for drawing in paper.drawings:
-                if drawing.find(report):
-                    drawing.draw(report, figures / drawing.file)
+            for name, (_, draw) in list_drawings(report).items():
+                draw(figures / name)
             pages.append((report, build_document(report, reports)))
             documents |= {
                 each.file: render_markdown(read_page(each.text, report, paper.parts), _find_results(each.file))
@@ -151,35 +144,14 @@ def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Secti
     Args:
         reports: those on all papers, to which the page links.
     """
-    paper, results = report.paper, report.results
+    paper = report.paper
     parts: dict[str, Callable] = {
+        **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
         "links": lambda report: link_pages([each.paper for each in reports or (report,)]),
-        "lead": lambda report: list(lead_blocks(report)),
         "settings": lambda report: report.named,
-        "claims_files": comparison.find_claims_files,
-        "legend": comparison.list_marks,
-        "speed_rule": comparison.describe_speed_rule,
-        "missing_cells": lambda report: measured.missing_records(results) if paper.primary else [],
-        "headlines": comparison.list_headlines,
-        "tables": lambda report: [comparison.table_section(table, report) for table in paper.ledger.tables],
-        "figures": list_figures,
-        "variants": find_words,
-        "ablations": list_ablations,
-        "speeds": measured.list_speeds,
-        "runs": lambda report: measured.list_runs(report, find_shown(report)),
-        "searches": measured.list_searches,
-        "resolutions": lambda report: measured.over_resolution(results) if paper.primary else [],
-        "examples": list_examples,
         "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
-        "claims": comparison.list_claims,
-        "counts": comparison.count_kinds,
-        "relations": comparison.count_relations,
-        "contradictions": comparison.list_contradictions,
-        "differences": comparison.list_differences,
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
-        "not_measurable": comparison.not_measurable,
-        "not_measured": comparison.list_unmeasured,
     }
     return read_page(PAGE, report, parts)
 

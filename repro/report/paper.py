@@ -4,10 +4,10 @@ by name.
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import ModuleType
 from typing import Any
 
 from ..core.config import build, load_yaml
@@ -28,67 +28,24 @@ class Figure:
 
 # draws a picture: (path, the trained variants, the printed number of a row and column) -> path
 DrawVariants = Callable[[Path, Any, Callable[[str | None, str], str]], Path]
+# name of a picture under results/figures -> the records that it shows, and what draws it at a path
+Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantTable:
-    """A table or a figure of the paper that compares variants of its model."""
+    """A table or a figure of the paper that compares variants of its model.
 
-    place: str  # e.g. `Table 3` or `Fig. 7(a)`
-    # variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper prints no
-    # number
+    Args:
+        place: e.g. `Table 3` or `Fig. 7(a)`.
+        rows: variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper
+            prints no number.
+        orders: (better, worse) by the paper's text; None takes its printed Top-1.
+    """
+
+    place: str
     rows: Mapping[str, str | None]
-    # (better, worse) by the paper's text; None takes its printed Top-1
     orders: tuple[tuple[str, str], ...] | None = None
-    figure: str | None = None  # begins the name of the picture, `{figure}_{data}.png`
-    draw: DrawVariants | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variants:
-    """What the paper ablates."""
-
-    # variant -> the options of the model that it changes; {} for the plain model
-    options: Mapping[str, Mapping[str, Any]]
-    tables: tuple[VariantTable, ...]  # where they are compared
-    # variant -> settings of the recipe that it changes, as its record has them; a setting that is off need not stand in
-    # a record
-    recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    # variant -> the beginning of the registered names of the models that it is of, where the paper ablates several
-    # models
-    models: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @cached_property
-    def changed(self) -> frozenset[str]:
-        """The options that tell variants apart."""
-        return frozenset().union(*self.options.values())
-
-    @cached_property
-    def changed_recipe(self) -> frozenset[str]:
-        """The settings of the recipe that tell variants apart."""
-        return frozenset().union(*self.recipes.values())
-
-    def changes(self, name: str) -> dict[str, Any]:
-        """All that a variant changes."""
-        return {**self.options[name], **self.recipes.get(name, {})}
-
-
-def list_tables(
-    rows: Mapping[str, Mapping[str, str | None]],
-    orders: Mapping[str, tuple[tuple[str, str], ...]],
-    pictures: Mapping[str, tuple[str, DrawVariants]] = MappingProxyType({}),
-) -> tuple[VariantTable, ...]:
-    """The tables of variants, by place: rows, orders by the text, and (beginning of the picture's name, what draws it)."""
-    return tuple(
-        VariantTable(
-            place=place,
-            rows=of_place,
-            orders=orders.get(place),
-            figure=pictures[place][0] if place in pictures else None,
-            draw=pictures[place][1] if place in pictures else None,
-        )
-        for place, of_place in rows.items()
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,16 +86,6 @@ class Contest:
     def title(self) -> str:
         """`Ours against theirs`."""
         return f"{self.ours[1]} against {self.theirs[1]}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """A picture that the report draws from records, beside those of variants and of the contest."""
-
-    file: str  # its name under results/figures
-    # of a `repro.report.claims.Report`: the records that it shows; without any it is not drawn
-    find: Callable[[Any], Sequence[Any]]
-    draw: Callable[[Any, Path], object]  # (report, path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,8 +137,12 @@ class Paper(About):
     ledger_file: Path  # its ledger.yaml
     # functions that its ledger's expressions may call
     formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
-    drawings: tuple[Drawing, ...] = ()  # further pictures
-    variants: Variants | None = None  # what it ablates
+    # of a `repro.report.claims.Report`: further pictures
+    drawings: Callable[[Any], Drawings] = lambda _: {}
+    variants: Any = None  # what it ablates, a `repro.papers.variants.VariantSet`
+    # a table or figure that compares variants -> the beginning of its picture's name, `{name}_{data}.png`, and what
+    # draws it
+    pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
     text: Path | None = None  # what its page also says: Markdown that `repro.report.prose` fills
     # what the expressions of its texts may call, beside what those of its ledger may: functions of a
     # `repro.report.claims.Report` and of the expression's constants
@@ -211,17 +162,24 @@ class Paper(About):
         """Its ledger, read once."""
         return load_ledger(self.ledger_file)
 
+    @cached_property
+    def compared(self) -> tuple[VariantTable, ...]:
+        """Its tables and figures that compare variants."""
+        rows, orders = (self.variants.rows, self.variants.orders) if self.variants else ({}, {})
+        return tuple(VariantTable(place=place, rows=of, orders=orders.get(place)) for place, of in rows.items())
+
     @property
     def train_command(self) -> str:
         """The command that trains its variants, with `--all` or for one of them."""
         return f"repro ablate {self.ablations.flags}".strip()
 
 
-def load_paper(room: Path, formulas: Iterable[Callable] = (), **more: Any) -> Paper:
+def load_paper(room: Path, formulas: ModuleType | None = None, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
     """The paper of a room, a folder with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
     Args:
-        formulas: functions that its ledger's expressions may call, by their names.
+        formulas: the module whose public functions the ledger's expressions may call.
+        parts: the modules whose public functions the expressions of its texts may call as well.
         more: further fields of `Paper`.
 
     Raises:
@@ -233,6 +191,17 @@ def load_paper(room: Path, formulas: Iterable[Callable] = (), **more: Any) -> Pa
         **vars(about),
         ledger_file=room / "ledger.yaml",
         text=text if text.is_file() else None,
-        formulas={function.__name__: function for function in formulas},
+        formulas=list_functions(formulas) if formulas else {},
+        parts=list_functions(*parts),
         **more,
     )
+
+
+def list_functions(*modules: ModuleType) -> dict[str, Callable]:
+    """The public functions that modules define, by name."""
+    return {
+        name: each
+        for module in modules
+        for name, each in vars(module).items()
+        if callable(each) and each.__module__ == module.__name__ and not name.startswith("_")
+    }

@@ -14,7 +14,7 @@ from .claims import Report
 from .document import Block, Heading, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
-from .paper import Variants, VariantTable
+from .paper import Drawings, VariantTable
 from .records import Source, describe_age, describe_seeds
 from .results import Missing, Results
 
@@ -62,7 +62,7 @@ class Group:
         return None if speed is None or speed.metrics.get("noisy") else speed.metrics["throughput_img_per_s"]
 
 
-def find_groups(results: Results, variants: Variants) -> list[Group]:
+def find_groups(results: Results, variants: Any) -> list[Group]:
     """The trained variants: those of the pipeline, then those outside it. Another recipe, model, data set or device is
     another group.
 
@@ -93,7 +93,7 @@ def find_groups(results: Results, variants: Variants) -> list[Group]:
     return groups
 
 
-def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any]) -> str | None:
+def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) -> str | None:
     """Which variant a record is of; None for another combination of options, or of a recipe's settings."""
     defaults = results.families.get(metrics["model"].split("_")[0], {})
     options = {
@@ -103,8 +103,8 @@ def find_variant(results: Results, variants: Variants, metrics: Mapping[str, Any
     }
     recipe = {key: metrics[key] for key in variants.changed_recipe if metrics.get(key)}
     for name, changes in variants.options.items():
-        is_of_model = metrics["model"].startswith(variants.models.get(name, ""))
-        if is_of_model and changes == options and variants.recipes.get(name, {}) == recipe:
+        model = variants.variants[name].changes.get("model", "").partition("_nano")[0]
+        if metrics["model"].startswith(model) and changes == options and variants.recipes[name] == recipe:
             return name
     return None
 
@@ -148,7 +148,7 @@ def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]
     """The verdict on each table and figure for each group that has two of its variants; of a table, the group with the
     most seeds first.
     """
-    tables = report.paper.variants.tables if report.paper.variants else ()
+    tables = report.paper.compared
     pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
 
@@ -186,15 +186,16 @@ def list_ablations(report: Report) -> list[Block]:
     return blocks
 
 
-def draw_variants(report: Report, folder: Path) -> None:
-    """Draw the figures that compare variants, one for each data set: from the group with most of a figure's variants."""
-    for name, (group, where) in _to_draw(report).items():
-        where.draw(folder / name, group, partial(find_printed, report.paper.ledger))
-
-
-def find_drawn(report: Report) -> dict[str, list[Source]]:
-    """The name of each file that `draw_variants` makes -> the records that it shows."""
-    return {name: list(group.at(where).values()) for name, (group, where) in _to_draw(report).items()}
+def plan_figures(report: Report) -> Drawings:
+    """The figures that compare variants, one for each data set: from the group with most of a figure's variants."""
+    printed = partial(find_printed, report.paper.ledger)
+    return {
+        name: (
+            list(group.at(where).values()),
+            partial(report.paper.pictures[where.place][1], group=group, printed=printed),
+        )
+        for name, (group, where) in _to_draw(report).items()
+    }
 
 
 def find_shown(report: Report) -> set[str]:
@@ -224,9 +225,8 @@ def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
-    variants = report.paper.variants
-    groups = find_groups(report.results, variants) if variants else []
-    return [(group, where) for group in groups for where in variants.tables if len(group.at(where)) > 1]
+    groups = find_groups(report.results, report.paper.variants) if report.paper.variants else []
+    return [(group, where) for group in groups for where in report.paper.compared if len(group.at(where)) > 1]
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable, root: Path) -> bool:
@@ -255,8 +255,9 @@ def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
     """
     rivals: dict[str, list[tuple[Group, VariantTable]]] = {}
     for group, where in _pair(report):
-        if where.draw is not None:
-            rivals.setdefault(f"{where.figure}_{group.common['data']}.png", []).append((group, where))
+        if where.place in report.paper.pictures:
+            begins, _ = report.paper.pictures[where.place]
+            rivals.setdefault(f"{begins}_{group.common['data']}.png", []).append((group, where))
     return {
         name: max(pairs, key=lambda pair: (len(pair[0].at(pair[1])), pair[0].common["epochs"]))
         for name, pairs in rivals.items()
@@ -279,7 +280,8 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     rows: list[list[Piece]] = []
     for name, source in members.items():
         m, scores = source.metrics, downstream[name]
-        changes = ", ".join(f"{key} {value or 'all'}" for key, value in paper.variants.changes(name).items())
+        all_changes = {**paper.variants.options[name], **paper.variants.recipes[name]}
+        changes = ", ".join(f"{key} {value or 'all'}" for key, value in all_changes.items())
         spread = m.get("top1_std_percent")
         rows.append(
             [

@@ -150,14 +150,14 @@ def make_own_cell(
         prepare_own(data, paths, runtime)
     images = read_manifest(manifest_path(paths, data)).splits["train"].images
     model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else NANO)
-    start = {"init": init, "flip": flip, "epochs": epochs}
+    start = Start(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
         size = size or get_pretrained_cfg_value(model, "input_size")[-1]
-        params = choose_recipe(data, images, model, size, **start)
+        params = choose_recipe(start, images, size)
     elif own.kind == "coco":
-        params = choose_detector(data, open_cell(paths, runtime, data).open_instances("train"), model, **start)
+        params = choose_detector(start, open_cell(paths, runtime, data).open_instances("train"))
     else:
-        params = choose_segmenter(data, open_cell(paths, runtime, data).open_pairs("train"), model, **start)
+        params = choose_segmenter(start, open_cell(paths, runtime, data).open_pairs("train"))
     params = dataclasses.replace(params, options=options, seeds=tuple(range(seeds or 1)))
     parts = [model, *([f"from_{source.stem}"] if source else []), *([f"{epochs}epochs"] if epochs else [])]
     parts += ([f"{seeds}seeds"] if seeds else []) + (["flipped"] if flip else [])
@@ -167,51 +167,69 @@ def make_own_cell(
     return Cell(paths=paths, runtime=runtime, **cell)
 
 
-def choose_recipe(
-    data: str, images: int, model: str, image_size: int, *, init: InitParams | None, flip: bool, epochs: int | None
-) -> ClassifierParams:
-    """The recipe for this many training pictures.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What does not depend on the pictures.
 
     Args:
         data, model, init: see `TrainParams`.
-        images: training pictures.
-        image_size: side of the model's input in pixels.
         flip: whether to mirror half of the pictures.
-        epochs: instead of those that give `STEPS` or `TUNED_STEPS` steps, and 30 or 10 passes at least.
+        epochs: instead of those that give `STEPS` steps and 30 passes at least, 12 of scenes; from given weights,
+            `TUNED_STEPS` steps and 10 passes, 6 of scenes.
     """
-    small, nano = images < SMALL, "nano" in model
-    batch_size = max(1, min(32 if small else 256, images))
-    epochs = epochs or _count_epochs(images, batch_size, 10 if init else 30, init)
+
+    data: str
+    model: str
+    init: InitParams | None = None
+    flip: bool = False
+    epochs: int | None = None
+
+    @property
+    def nano(self) -> bool:
+        """Whether the model is one for embedded data."""
+        return "nano" in self.model
+
+    @property
+    def hflip(self) -> float:
+        """The share of pictures that are mirrored."""
+        return 0.5 if self.flip else 0.0
+
+    def choose_length(self, images: int, largest: int, passes: int, evaluations: int) -> dict[str, Any]:
+        """What all recipes share; batches have at most `largest` pictures."""
+        batch_size = max(1, min(largest, images))
+        steps = TUNED_STEPS if self.init else STEPS
+        epochs = self.epochs or min(300, max(passes, math.ceil(steps * batch_size / images)))
+        return {
+            "model": self.model,
+            "init": self.init,
+            "data": self.data,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "drop_path": 0.0 if self.nano else 0.1,
+            "evaluate_every": max(1, epochs // evaluations),
+        }
+
+
+def choose_recipe(start: Start, images: int, image_size: int) -> ClassifierParams:
+    """The recipe for this many training pictures; `image_size` is the side of the model's input in pixels."""
+    small, nano, init = images < SMALL, start.nano, start.init
+    largest = 32 if small else 256
+    shared = start.choose_length(images, largest, 10 if init else 30, 10)
     rate = (1e-3 if nano else 1e-4) if init else (4e-3 if nano else 5e-4)
-    warmup = max(1, epochs // 10)
-    optim = OptimParams(lr=rate, min_lr=rate / 100, lr_batch_size=32 if small else 256, warmup_epochs=warmup)
+    warmup = max(1, shared["epochs"] // 10)
     crops = {"scale": (0.7, 1.0), "ratio": (0.85, 1.18), "crop_pct": 1.0} if small else {"auto_augment": _RAND_AUGMENT}
     mixing = MixParams(mixup=0.0, cutmix=0.0) if small else MixParams()
     return ClassifierParams(
-        model=model,
-        init=init,
-        data=data,
-        epochs=epochs,
-        batch_size=batch_size,
-        drop_path=0.0 if nano else 0.1,
-        evaluate_every=max(1, epochs // 10),
+        **shared,
         max_unreadable=images // 100,
-        optim=optim,
+        optim=OptimParams(lr=rate, min_lr=rate / 100, lr_batch_size=largest, warmup_epochs=warmup),
         mix=mixing,
-        transform=TransformSettings(image_size=image_size, hflip=0.5 if flip else 0.0, **crops),
+        transform=TransformSettings(image_size=image_size, hflip=start.hflip, **crops),
     )
 
 
-def choose_detector(
-    data: str, instances: Any, model: str, *, init: InitParams | None, flip: bool, epochs: int | None
-) -> DetectParams:
-    """The recipe for training on these annotated objects.
-
-    Args:
-        data, model, init: see `TrainParams`.
-        instances: of `train`, see `repro.data.coco.Instances`.
-        flip: whether to mirror half of the pictures.
-        epochs: instead of those that give `STEPS` or `TUNED_STEPS` steps, and 12 or 6 passes at least.
+def choose_detector(start: Start, instances: Any) -> DetectParams:
+    """The recipe for training on these annotated objects, the `repro.data.coco.Instances` of `train`.
 
     Raises:
         UserError: no picture with an object, a model that gives no pyramid.
@@ -220,73 +238,64 @@ def choose_detector(
     from ..models.adapter import ViTAdapter
 
     short, long = _choose_sides(instances.sizes)
-    transform = DetectionTransformSettings(min_size=(short,), max_size=long, hflip=0.5 if flip else 0.0)
+    transform = DetectionTransformSettings(min_size=(short,), max_size=long, hflip=start.hflip)
     images = len(CocoDetection(instances, transform, training=True))
     enlarged = short / float(np.median(instances.sizes.min(axis=1)))
     left, top, right, bottom = instances.boxes.T
     middle = enlarged * float(np.median(np.sqrt((right - left) * (bottom - top))))
-    pyramid, small, nano = _build_pyramid("detect", model, "last"), images < SMALL, "nano" in model
-    batch_size = min(4 if small else 16, images)
-    epochs = epochs or _count_epochs(images, batch_size, 6 if init else 12, init)
-    rate = (1.3e-3 if init else 3e-3) if nano else 1e-4
+    pyramid = _build_pyramid("detect", start.model, "last")
+    rate = (1.3e-3 if start.init else 3e-3) if start.nano else 1e-4
     anchors = round(min(8.0, max(1.0, middle / _MIDDLE_STRIDE)), 2)
     return DetectParams(
-        model=model,
-        init=init,
-        data=data,
-        epochs=epochs,
-        batch_size=batch_size,
-        drop_path=0.0 if nano else 0.1,
+        **_choose_dense(start, images, rate, pyramid),
         final_norm=isinstance(pyramid, ViTAdapter),  # a nano's tokens are many times larger than the adapter's features
-        evaluate_every=max(1, epochs // 5),
-        optim=_choose_optim(rate, epochs * (images // batch_size), 4 if small else 16, pyramid, init),
-        mask_rcnn=MaskRcnnParams(anchor_scale=anchors, **(_NANO_RCNN if nano else {})),
+        mask_rcnn=MaskRcnnParams(anchor_scale=anchors, **(_NANO_RCNN if start.nano else {})),
         transform=transform,
     )
 
 
-def choose_segmenter(
-    data: str, pairs: Any, model: str, *, init: InitParams | None, flip: bool, epochs: int | None
-) -> SegmentParams:
-    """The recipe for training on these pairs; arguments, but for `pairs`, and errors are those of `choose_detector`.
-
-    Args:
-        pairs: of `train`, see `repro.data.ade20k.AdePairs`.
-    """
+def choose_segmenter(start: Start, pairs: Any) -> SegmentParams:
+    """The recipe for training on these `repro.data.ade20k.AdePairs` of `train`. Raises as `choose_detector`."""
     from ..data.ade20k import survey
 
     sizes, pixels = survey(pairs)
     short, long = _choose_sides(sizes)
     crop = max(64, short // 32 * 32)
-    pyramid, small, nano = _build_pyramid("segment", model, "each"), len(pairs) < SMALL, "nano" in model
-    batch_size = min(4 if small else 16, len(pairs))
-    epochs = epochs or _count_epochs(len(pairs), batch_size, 6 if init else 12, init)
-    heads = {"channels": 48, "aux_channels": 16, "dropout": 0.0} if nano else {}
-    steps, rate = epochs * (len(pairs) // batch_size), 4e-3 if nano else 1e-4
+    pyramid = _build_pyramid("segment", start.model, "each")
+    heads = {"channels": 48, "aux_channels": 16, "dropout": 0.0} if start.nano else {}
     return SegmentParams(
-        model=model,
-        init=init,
-        data=data,
-        epochs=epochs,
-        batch_size=batch_size,
-        drop_path=0.0 if nano else 0.1,
-        evaluate_every=max(1, epochs // 5),
-        optim=_choose_optim(rate, steps, 4 if small else 16, pyramid, init),
+        **_choose_dense(start, len(pairs), 4e-3 if start.nano else 1e-4, pyramid),
         upernet=UperNetParams(class_weights=_weigh(pixels), **heads),
         transform=SegmentationTransformSettings(
             scale=(long, short),
             ratio=(0.75, 1.33),
             crop_size=crop,
             stride=2 * crop // 3,
-            hflip=0.5 if flip else 0.0,
-            photometric=not small,  # a short training has no time for random changes of brightness and contrast
+            hflip=start.hflip,
+            photometric=len(pairs)
+            >= SMALL,  # a short training has no time for random changes of brightness and contrast
         ),
     )
 
 
-def _count_epochs(images: int, batch_size: int, passes: int, init: InitParams | None) -> int:
-    steps = TUNED_STEPS if init else STEPS
-    return min(300, max(passes, math.ceil(steps * batch_size / images)))
+def _choose_dense(start: Start, images: int, rate: float, pyramid: Any) -> dict[str, Any]:
+    """What the recipes for scenes share.
+
+    The rate falls linearly, which needs no milestones; weights that are given learn slower in the lower layers.
+    """
+    largest = 4 if images < SMALL else 16
+    shared = start.choose_length(images, largest, 6 if start.init else 12, 5)
+    steps = shared["epochs"] * (images // shared["batch_size"])
+    optim = OptimParams(
+        lr=rate,
+        warmup_lr=rate / 10,
+        lr_batch_size=largest,
+        schedule="poly",
+        warmup_epochs=0,
+        warmup_steps=min(100, steps // 10),
+        layer_decay=0.6 if start.init and hasattr(pyramid.backbone, "group_matcher") else None,
+    )
+    return shared | {"optim": optim}
 
 
 def _choose_sides(sizes: np.ndarray) -> tuple[int, int]:
@@ -295,19 +304,6 @@ def _choose_sides(sizes: np.ndarray) -> tuple[int, int]:
     smallest, largest = _SHORT_PX
     side = round(min(largest, max(smallest, short)))
     return side, max(side, round(side * min(3.0, long / short)))
-
-
-def _choose_optim(rate: float, steps: int, batch_size: int, pyramid: Any, init: InitParams | None) -> OptimParams:
-    """A rate that falls linearly, which needs no milestones; weights that are given learn slower in the lower layers."""
-    return OptimParams(
-        lr=rate,
-        warmup_lr=rate / 10,
-        lr_batch_size=batch_size,
-        schedule="poly",
-        warmup_epochs=0,
-        warmup_steps=min(100, steps // 10),
-        layer_decay=0.6 if init and hasattr(pyramid.backbone, "group_matcher") else None,
-    )
 
 
 def _weigh(pixels: np.ndarray) -> tuple[float, ...]:

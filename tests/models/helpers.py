@@ -9,7 +9,12 @@ from torch import Tensor, nn
 import repro.models  # noqa: F401  registers the models
 from repro.models.weights import adapt_to_size, load_state, translate_official
 
-HIERARCHICAL = ("hvit3", "mambavision", "vmamba")  # families of `Hierarchy`
+# families of `Hierarchy`, and those whose tokens have one grid but for timm's own: all that have a nano for these tests
+HIERARCHICAL = tuple(name.removesuffix("_nano_144") for name in timm.list_models("*_nano_144"))
+OWN = tuple(
+    name.removesuffix("_nano_patch16_144")
+    for name in timm.list_models("*_nano_patch16_144", exclude_filters=["deit_*", "t5_softmax_*"])
+)
 
 
 def nano_name(family: str) -> str:

@@ -13,15 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from repro.models.backbone import PlainBackbone, remove_tokens
 from repro.models.hierarchy import Hierarchy
-from tests.models.helpers import HIERARCHICAL, nano, nano_name, relative, shaken
+from tests.models.helpers import HIERARCHICAL, OWN, nano, nano_name, relative, shaken
 from tests.slow import first
 
-SIZES = "tiny_patch16_224", "small_patch16_224", "base_patch16_224", "nano_patch16_144"
-OWN = "vittt", "vim", "vrwkv", "vit3", "study", "t5", "lact", "ladder_vit3", "ladder_vittt"
-OWN_SIZES = dict.fromkeys(OWN, SIZES) | {"study": ("small_patch16_224", "nano_patch4_32", "nano_patch16_144")}
-T5_SHELLS = (*SIZES, "vit_base_patch16_224", "vit_large_patch16_224", "nano_patch4_32", "deep_patch4_32")
-OWN_SIZES |= {"t5": (*T5_SHELLS, *(f"softmax_{shell}" for shell in T5_SHELLS))}
-OWN_SIZES |= dict.fromkeys(("lact", "ladder_vit3"), (*SIZES, "nano_patch4_32"))
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
 PLAIN_VARIANTS = [
@@ -68,16 +62,6 @@ def frozen_statistics(model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
     return model
-
-
-def test_registered_names():
-    for family in OWN:
-        assert set(timm.list_models(f"{family}_*")) == {f"{family}_{size}" for size in OWN_SIZES[family]}
-    for family in HIERARCHICAL:
-        assert set(timm.list_models(f"{family}_*")) == {
-            *(f"{family}_{size}_224" for size in ("tiny", "small", "base")),
-            nano_name(family),
-        }
 
 
 @pytest.mark.parametrize(("family", "options"), named([case for case in PLAIN_VARIANTS if case is not DEIT]))
@@ -171,7 +155,7 @@ def test_an_option_that_changes_nothing_is_refused(family, option):
 @pytest.mark.parametrize("family", OWN)
 def test_entry_points_are_functions_of_the_familys_module(family):
     module = sys.modules[f"repro.models.{family}"]
-    assert set(module.__all__) == {f"{family}_{size}" for size in OWN_SIZES[family]}
+    assert set(module.__all__) == set(timm.list_models(f"{family}_*"))
     assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 

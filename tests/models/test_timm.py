@@ -9,8 +9,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from tests.models.helpers import HIERARCHICAL, shaken
-from tests.models.test_all_families import OWN, frozen_statistics
+from tests.models.helpers import HIERARCHICAL, OWN, shaken
+from tests.models.test_all_families import frozen_statistics
 
 MODELS = [
     name

@@ -51,7 +51,7 @@ def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, l
         checkout.write(f"results/{folder}/recipe.json", "{}")
     results = Results(checkout.paths, [checkout.paper, paper], SCORES)
     (group,) = find_groups(results, paper.variants)
-    where = next(table for table in paper.variants.tables if table.place == place)
+    where = next(table for table in paper.compared if table.place == place)
     found = judge_group(group, where, paper.ledger)
     assert set(group.variants) == set(ladder)
     assert (found.word, len(found.pairs), found.tau) == ("ordering seen", pairs, 1.0)

@@ -25,7 +25,7 @@ def test_formulas_by_hand():
 def test_variants_are_17_models_in_20_places():
     places = [name for names in TABLES_AND_FIGURES.values() for name in names]
     assert len(VARIANTS) == 17 and len(places) == 20 and set(places) == set(VARIANTS)
-    assert [table.place for table in load_primary().variants.tables] == list(TABLES_AND_FIGURES)
+    assert [table.place for table in load_primary().compared] == list(TABLES_AND_FIGURES)
 
 
 def test_every_question_is_about_the_papers_own_model():

@@ -26,7 +26,7 @@ from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
-from repro.report.variants import draw_variants, find_groups, find_orders
+from repro.report.variants import find_groups, find_orders, plan_figures
 from repro.tasks.generation.params import SamplingParams
 from repro.tasks.generation.scores import INCEPTION_SHA256
 from tests.papers.conftest import find_statuses, judge_counts
@@ -324,9 +324,10 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
             f"| {two_layers - 1:+.4f} [{two_layers - 1 - 0.0248:+.4f}, {two_layers - 1 + 0.0248:+.4f}] |" in row
             and word in row
         )
-    folder = checkout.paths.root / "drawn"
-    draw_variants(report, folder)
-    assert {"vit3_fig3_digits.png", "vit3_fig3_other.png"} <= {file.name for file in folder.iterdir()}
+    drawn = plan_figures(report)
+    assert {"vit3_fig3_digits.png", "vit3_fig3_other.png"} <= drawn.keys()
+    _, draw = drawn["vit3_fig3_digits.png"]
+    assert draw(checkout.paths.root / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_page_is_written_from_it(judged):
@@ -439,7 +440,7 @@ def test_identities_refuse_a_name_that_is_none():
 def test_the_variants_are_31_models_of_the_tables():
     assert len(VARIANTS) == 31 and len({json.dumps(options) for options in VARIANTS.values()}) == 31
     assert {name for rows in ROWS.values() for name in rows} == set(VARIANTS)
-    tables = {table.place: table for table in PAPER.variants.tables}
+    tables = {table.place: table for table in PAPER.compared}
     assert list(tables) == list(ROWS) and set(ORDERS) <= set(ROWS)
     for place, rows in ROWS.items():
         assert all(f"{row}.top1_percent" in PAPER.ledger.entries for row in rows.values())
@@ -452,7 +453,7 @@ def test_the_variants_are_31_models_of_the_tables():
 
 
 def test_the_orders_are_those_of_the_tables():
-    orders = {table.place: find_orders(table, PAPER.ledger) for table in PAPER.variants.tables}
+    orders = {table.place: find_orders(table, PAPER.ledger) for table in PAPER.compared}
     assert {place: len(found) for place, found in orders.items()} == {
         "Table 1": 10,
         "Table 2, batch size": 6,

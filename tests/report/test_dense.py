@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from repro.core.csvfile import write_csv
-from repro.report.dense import draw_dense, find_dense_drawn
+from repro.report.dense import plan_dense
 from repro.report.gallery import list_examples
 from repro.report.markdown import render_blocks
 
@@ -29,7 +29,7 @@ def detector(checkout, path="detect/nano_scenes", seeds=1, **more):
 
 
 def drawn(checkout) -> dict[str, list[str]]:
-    return {name: [source.path for source in sources] for name, sources in find_dense_drawn(checkout.report()).items()}
+    return {name: [source.path for source in sources] for name, (sources, _) in plan_dense(checkout.report()).items()}
 
 
 def test_nothing_is_drawn_without_a_curve_or_without_the_method_that_learns_nothing(checkout):
@@ -64,7 +64,8 @@ def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypa
     monkeypatch.setattr(dense, "save_png", lambda figure, path: figures.append(figure) or save(figure, path))
     detector(checkout, "measured/cpu/detect/nano_scenes_3seeds", seeds=3)
     detector(checkout)
-    draw_dense(checkout.report(), tmp_path / "drawn")
+    for name, (_, draw) in plan_dense(checkout.report()).items():
+        draw(tmp_path / "drawn" / name)
     curves, confusion = figures
     panel = curves.axes[0]
     lines = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
@@ -94,5 +95,6 @@ def test_a_damaged_curve_is_an_error_of_one_line(checkout, tmp_path):
 
     detector(checkout)
     checkout.write("results/detect/nano_scenes/curve.csv", "")
+    _, draw = plan_dense(checkout.report())["learning_detect_nano_scenes.png"]
     with pytest.raises(UserError, match="curve.csv: not valid CSV"):
-        draw_dense(checkout.report(), tmp_path)
+        draw(tmp_path / "curve.png")

@@ -24,12 +24,12 @@ def record(checkout, noisy=()):
 
 
 def test_without_a_record_there_is_no_section(checkout):
-    assert over_resolution(checkout.results()) == []
+    assert over_resolution(checkout.report()) == []
 
 
 def test_accuracies_and_times_stand_in_a_row_for_each_model(checkout):
     record(checkout, noisy=["spread"])
-    (section,) = over_resolution(checkout.results())
+    (section,) = over_resolution(checkout.report())
     text = render_blocks(section.blocks)
     assert (
         "| model | 64² (1×) | 96² (1.5×) |" in text

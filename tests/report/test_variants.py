@@ -9,15 +9,7 @@ from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
 from repro.report.results import Missing
-from repro.report.variants import (
-    draw_variants,
-    find_drawn,
-    find_ends,
-    find_groups,
-    find_orders,
-    find_shown,
-    list_ablations,
-)
+from repro.report.variants import find_ends, find_groups, find_orders, find_shown, list_ablations, plan_figures
 
 VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
@@ -81,7 +73,7 @@ def part(checkout, title):
 
 def test_the_papers_orders_are_its_tables(paper):
     """Tables 3 and 4 have no two equal Top-1, so every two variants are ordered."""
-    orders = {table.place: find_orders(table, paper.ledger) for table in paper.variants.tables}
+    orders = {table.place: find_orders(table, paper.ledger) for table in paper.compared}
     assert {place: len(found) for place, found in orders.items()} == {
         "Table 3": 15,
         "Table 4": 10,
@@ -184,10 +176,11 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
     train(checkout, "chunk8", [71, 72], folder="measured/elsewhere/ablate/digits")  # one alone makes no figure
 
     def draw():
-        draw_variants(checkout.report(), folder)
+        for name, (_, draw_picture) in plan_figures(checkout.report()).items():
+            draw_picture(folder / name)
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
-    files, shown = draw(), find_drawn(checkout.report())
+    files, shown = draw(), {name: sources for name, (sources, _) in plan_figures(checkout.report()).items()}
     assert sorted(files) == sorted(shown) == ["fig7a_digits.png", "fig7b_digits.png"]
     assert not any("elsewhere" in source.path for of_figure in shown.values() for source in of_figure)
     assert draw() == files and files["fig7a_digits.png"].startswith(b"\x89PNG")
@@ -198,8 +191,7 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
 def test_nothing_trained_says_how(checkout):
     with pytest.raises(Missing, match="repro ablate --all"):
         parts(checkout)
-    draw_variants(checkout.report(), checkout.paths.results / "figures")
-    assert not (checkout.paths.results / "figures").exists()
+    assert plan_figures(checkout.report()) == {}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def outs_of(stage: str) -> list[str]:
 
 def test_the_graph_is_short_and_lists_no_sources():
     text = (ROOT / "dvc.yaml").read_text()
-    assert len(text.splitlines()) <= 160 and not re.search(r"- \S+\.py\b", text)
+    assert len(text.splitlines()) <= 11 * len(GRAPH) and not re.search(r"- \S+\.py\b", text)
 
 
 @pytest.mark.parametrize("file", ["dvc.yaml", "params.yaml", *(f"profiles/{name}.yaml" for name in ("mini", "paper"))])
@@ -67,12 +67,15 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
             else f"results/code/{stage}.json" in definition(stage)["deps"]
         )
     sections = definition(stage).get("params", [])
-    if stage == "report":  # it says which profile the results are of
-        assert set(sections) == set(load_yaml(ROOT / "params.yaml")) - {"runtime"}
-    else:
-        assert sections == ([f"{stage}.${{key}}" if per_cell else stage] if TABLE[stage].params else [])
+    named = TABLE[stage].params and not TABLE[stage].all_sections
+    assert sections == ([f"{stage}.${{key}}" if per_cell else stage] if named else [])
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
+
+
+def test_the_report_follows_every_stage_that_it_shows():
+    shown = {f"results/{stage}" for stage in GRAPH if "deps" in definition(stage)} - {"results/report"}
+    assert {dep for dep in definition("report")["deps"] if (ROOT / dep).suffix == ""} == {*shown, "results/measured"}
 
 
 def test_a_value_of_a_cell_is_changed_by_dvc_in_this_cell_alone(tmp_path):
@@ -192,6 +195,19 @@ def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
     assert changed_by("repro/models/vim.py", "edited = 1\n", "edited = 1  # a comment\n") == set()
     # the report shows the help of the verbs, which is their docstring
     assert changed_by("stages/pretrain.py", '    """', '    """Edited. ') == {"report.json"}
+
+
+def test_the_report_depends_on_every_section_but_runtime(tmp_path):
+    """A new one among them, which no list names."""
+    for name in ("repro", "kernels", "stages", "profiles"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "dvc.yaml").write_text("stages: {report: {cmd: repro report}}\n")
+    written = []
+    for sections in ("", "runtime: {workers: 3}\n", "toy: {three: {times: 3}}\n"):
+        (tmp_path / "params.yaml").write_text(f"report: {{}}\n{sections}")
+        write_code_hashes(Paths(tmp_path), TABLE)
+        written.append((tmp_path / "results/code/report.json").read_text())
+    assert written[0] == written[1] != written[2]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if "plots" in definition(stage)])

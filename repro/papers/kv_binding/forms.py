@@ -3,6 +3,7 @@ whole backbones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ...core.figures import new_figure, save_png
 from ...report.claims import Report
 from ...report.document import Block, Heading, Picture, Piece, code, number, prose, table
 from ...report.gallery import describe_origin
+from ...report.paper import Drawings
 from ...report.records import Source
 from ...report.results import Missing
 
@@ -124,9 +126,14 @@ def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, An
     return {}
 
 
-def draw_forms(report: Report, path: Path) -> Path:
-    """The ratios over the tokens, a panel for each mode, of the first record."""
-    source = find_forms(report)[0]
+def plan_drawings(report: Report) -> Drawings:
+    """The picture of the ratios, where there are any."""
+    sources = find_forms(report)
+    return {PICTURE: (sources, partial(_draw_forms, source=sources[0]))} if sources else {}
+
+
+def _draw_forms(path: Path, source: Source) -> Path:
+    """The ratios over the tokens, a panel for each mode."""
     figure, panels = new_figure(len(MODES))
     for panel, (mode, words) in zip(panels, MODES.items(), strict=True):
         for learner, (colour, marker) in _STYLES.items():

@@ -16,7 +16,7 @@ def _draw_fig7(
     were measured.
 
     `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see
-    `VariantTable.draw`.
+    `repro.report.paper.DrawVariants`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
     speeds = {name: group.throughput(name) for name in ticks if group.throughput(name) is not None}

@@ -25,7 +25,7 @@ _ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "
 
 
 def draw_depth(path: Path, group: Group, printed: Callable[[str | None, str], str]) -> Path:
-    """Training loss and accuracy over the epochs, the means over the seeds; for the arguments see `VariantTable.draw`."""
+    """Training loss and accuracy over the epochs, the means over the seeds; for the arguments see `repro.report.paper.DrawVariants`."""
     figure, panels = new_figure(2)
     for panel, (key, label) in zip(panels, ((LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
         for colour, (name, layers) in zip(_COLOURS, LAYERS.items(), strict=True):
