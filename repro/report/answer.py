@@ -22,9 +22,9 @@ from .gallery import OUTSIDE, describe_origin, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
 from .paper import Contest, Question
-from .records import describe_age, describe_seeds
+from .records import describe_age, describe_seeds, group_by
 from .results import Results
-from .variants import Group, judge_variants
+from .variants import judge_variants
 from .verdicts import (
     EXPLAINED,
     FITTED,
@@ -138,10 +138,8 @@ def _papers_table(reports: Sequence[Report]) -> Table:
     """A row for each paper: the verdict in a few words, and its page."""
     rows = []
     for report in reports:
-        subjects: dict[str, list[str]] = {}
-        for question, own in _said_questions(report):
-            subjects.setdefault(judge_question(own)[0], []).append(question.says)
-        words = "; ".join(f"{' and '.join(names)} {verb}" for verb, names in subjects.items())
+        said = group_by(_said_questions(report), lambda asked: judge_question(asked[1])[0])
+        words = "; ".join(f"{' and '.join(each.says for each, _ in own)} {verb}" for verb, own in said.items())
         file = report.paper.page
         rows.append([report.paper.name, words, (PageLink(file.rpartition("/")[2], file),)])
     return table(["paper", "verdict", "page"], rows)
@@ -209,18 +207,16 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     """How many of a question's verdicts match, after the numbers that it shows."""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
-    computed = "computed from the equations" if any(verdict.ours is not None for verdict in own) else "–"
-    reason = (
-        next((verdict.reason for verdict in own if verdict.reason and verdict.ours is None), "–")
-        if computed == "–"
-        else computed
-    )
-    origin = describe_origin(sources, report.named) if sources else reason
+    is_measured = any(verdict.ours is not None for verdict in own)
+    reason = next((verdict.reason for verdict in own if verdict.reason), "–")
+    origin = "computed from the equations" if is_measured else reason
+    if sources:
+        origin = describe_origin(sources, report.named)
     truncated, fitted = (sum(verdict.status == each.word for verdict in own) for each in (TRUNCATED, FITTED))
     matched = sum(verdict.status == MATCHED.word for verdict in own) + truncated
     text = f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
     text += f", {fitted} agree by a fitted convention" if fitted else ""
-    if computed == "–":
+    if not is_measured:
         text = f"not measured ({len(own)})"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
@@ -234,16 +230,12 @@ def _orderings(report: Report) -> list[Fact]:
     """How many of the pairs that the paper orders are seen, a row for each data set; of each table the group with the
     most seeds.
     """
-    best: dict[tuple[str, str], tuple[Group, Ordering]] = {}
-    for group, where, found in judge_variants(report):
-        key = group.common["data"], where.place
-        if key not in best or group.most_seeds > best[key][0].most_seeds:
-            best[key] = group, found
+    judged = group_by(judge_variants(report), lambda each: (each[0].common["data"], each[1].place))
     facts: list[Fact] = []
-    for data in dict.fromkeys(data for data, _ in best):
-        of_data = {place: each for (of, place), each in best.items() if of == data}
-        words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, found) in of_data.items())
-        sources = [source for group, _ in of_data.values() for source in group.variants.values()]
+    for data, keys in group_by(judged, lambda key: key[0]).items():
+        best = {place: max(judged[data, place], key=lambda each: each[0].most_seeds) for _, place in keys}
+        words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, _, found) in best.items())
+        sources = [source for group, *_ in best.values() for source in group.variants.values()]
         scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
         facts.append((f"pairs that the paper orders, seen on embedded {data}", words, scope))
     return facts

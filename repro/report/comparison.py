@@ -6,6 +6,7 @@ from .claims import Report
 from .demands import COUNTS
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry, Table
+from .records import group_by
 from .verdicts import (
     EXPLAINED,
     INCONSISTENT,
@@ -63,7 +64,7 @@ def count_relations(report: Report, what: str) -> int:
     """
     checks = sum(verdict.checks for verdict in report.all)
     violations = sum(verdict.violations for verdict in report.all)
-    own = [verdict for verdict in report.all if verdict.status == NOT_MEASURED.word]
+    own = _find_status(report, NOT_MEASURED.word)
     consistent = sum(bool(verdict.checks) and not verdict.violations for verdict in own)
     found = {"checked": checks, "hold": checks - violations, "broken": violations}
     return (found | {"unmeasured": len(own), "consistent": consistent})[what]
@@ -140,24 +141,15 @@ def list_claims(report: Report) -> list[Block]:
 
 def list_contradictions(report: Report) -> list[Block]:
     """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
-    groups: dict[tuple, list[Entry]] = {}
-    for verdict in report.all:
-        if verdict.status == INCONSISTENT.word:
-            entry = verdict.entry
-            groups.setdefault((entry.printed or entry.id, entry.unit, verdict.evidence), []).append(entry)
-    rows = [
-        ["; ".join(dict.fromkeys(entry.place for entry in entries)), _prints(entries[-1]), evidence]
-        for (_, _, evidence), entries in groups.items()
-    ]
-    return [table(["where", "it prints", "but"], rows)]
+    own = _find_status(report, INCONSISTENT.word)
+    groups = group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence))
+    return [_evidence_table((_prints(alike[-1].entry), alike) for alike in groups.values())]
 
 
 def list_differences(report: Report) -> list[Block]:
     """Every number of ours that differs, with the reason; entries of one reason share a row."""
-    groups: dict[str, list[Verdict]] = {}
-    for verdict in report.all:
-        if verdict.compared in (EXPLAINED.word, UNEXPLAINED.word) and verdict.status != INCONSISTENT.word:
-            groups.setdefault(verdict.explanation or "", []).append(verdict)
+    differing = (each for each in report.all if each.compared in (EXPLAINED.word, UNEXPLAINED.word))
+    groups = group_by((each for each in differing if each.status != INCONSISTENT.word), lambda each: each.explanation)
     rows: list[list[Piece | Line]] = []
     for why, own in sorted(groups.items(), key=lambda item: not item[0]):
         shown = [(f"{each.entry.printed or each.entry.says} → ", format_ours(each)) for each in own]
@@ -167,31 +159,34 @@ def list_differences(report: Report) -> list[Block]:
 
 def not_measurable(report: Report) -> list[Section]:
     """What nobody can have measured as the paper describes it; no section without such entries."""
-    groups: dict[str | None, list[Verdict]] = {}
-    for verdict in report.all:
-        if verdict.status == NOT_MEASURABLE.word:
-            groups.setdefault(verdict.evidence, []).append(verdict)
-    if not groups:
-        return []
+    groups = group_by(_find_status(report, NOT_MEASURABLE.word), lambda each: each.evidence).values()
+    shown = [(join([_prints(each.entry) for each in alike], "; "), alike) for alike in groups]
+    return [Section("Not measurable as described", [_evidence_table(shown)])] if shown else []
+
+
+def _find_status(report: Report, word: str) -> list[Verdict]:
+    return [verdict for verdict in report.all if verdict.status == word]
+
+
+def _evidence_table(groups: Iterable[tuple[Line, Sequence[Verdict]]]) -> Block:
+    """A row for each group of verdicts that share their evidence, with what is shown of their numbers."""
     rows = [
-        [
-            "; ".join(dict.fromkeys(each.entry.place for each in own)),
-            join([_prints(each.entry) for each in own], "; "),
-            why or "",
-        ]
-        for why, own in groups.items()
+        ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
+        for prints, alike in groups
     ]
-    return [Section("Not measurable as described", [table(["where", "it prints", "but"], rows)])]
+    return table(["where", "it prints", "but"], rows)
 
 
 def list_unmeasured(report: Report) -> list[Block]:
     """The reasons for which there is no number of ours, the most frequent first."""
-    groups: dict[tuple[str, bool], list[str]] = {}  # what nothing would measure stands apart
-    for verdict in report.all:
-        if verdict.status == NOT_MEASURED.word:
-            groups.setdefault((verdict.reason, _is_remark(verdict.command)), []).append(verdict.command)
+    own = _find_status(report, NOT_MEASURED.word)
+    # what nothing would measure is apart
+    groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    rows = [[number(len(commands)), reason, _first_command(commands, report)] for (reason, _), commands in ranked]
+    rows = [
+        [number(len(alike)), reason, _first_command([each.command for each in alike], report)]
+        for (reason, _), alike in ranked
+    ]
     return [table(["entries", "reason", "what would measure it"], rows)]
 
 
@@ -215,31 +210,26 @@ def _is_headline(claim: Claim, report: Report) -> bool:
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
     """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
-    rows: dict[tuple[str, ...], list[Piece | Line]] = {}
-    places: dict[tuple[str, ...], list[str]] = {}
-    for claim in claims:
+
+    def show(claim: Claim) -> tuple[str, Line, Line, Line]:
         own = report.of_claim(claim)
-        elsewhere = [
-            f"{_key(claim, verdict)}{', '.join(map(str, verdict.elsewhere))}" for verdict in own if verdict.elsewhere
-        ]
+        elsewhere = [f"{_key(claim, each)}{', '.join(map(str, each.elsewhere))}" for each in own if each.elsewhere]
         notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
         if with_reasons:
-            notes += [(verdict.reason,) for verdict in own if verdict.status == NOT_MEASURED.word and verdict.reason]
-            if any(verdict.status == INCONSISTENT.word for verdict in own):
+            notes += [(each.reason,) for each in own if each.status == NOT_MEASURED.word and each.reason]
+            if any(each.status == INCONSISTENT.word for each in own):
                 notes.append((Link("⚠ why", CONTRADICTIONS),))
-            if any(verdict.compared in (EXPLAINED.word, UNEXPLAINED.word) for verdict in own):
+            if any(each.compared in (EXPLAINED.word, UNEXPLAINED.word) for each in own):
                 notes.append((Link("≠ why", DIFFERENCES),))
-            notes += [
-                (verdict.evidence,) for verdict in own if verdict.status == NOT_MEASURABLE.word and verdict.evidence
-            ]
-        ours = _merge([(format_ours(verdict),) for verdict in own])
-        statuses = _merge([status_line(verdict) for verdict in own])
-        note = join(dict.fromkeys(notes), "; ")
-        key = claim.says, plain(*ours), plain(*statuses), plain(*note)
-        rows.setdefault(key, [claim.says, ours, statuses, note])
-        places.setdefault(key, []).append(claim.place)
-    header = ["where", "the paper says", "ours", "status", "note"]
-    return table(header, ([", ".join(dict.fromkeys(places[key])), *row] for key, row in rows.items()))
+            notes += [(each.evidence,) for each in own if each.status == NOT_MEASURABLE.word and each.evidence]
+        ours, statuses = _merge([(format_ours(each),) for each in own]), _merge([status_line(each) for each in own])
+        return claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")
+
+    rows = [
+        [", ".join(dict.fromkeys(claim.place for claim in alike)), *row]
+        for row, alike in group_by(claims, show).items()
+    ]
+    return table(["where", "the paper says", "ours", "status", "note"], rows)
 
 
 def _merge(lines: Sequence[Line]) -> Line:

@@ -13,7 +13,7 @@ from ..core.figures import new_figure, save_png
 from .claims import Report
 from .measured import format_scores
 from .paper import Drawings
-from .records import Source, describe_seeds, find_score_interval
+from .records import Source, describe_seeds, find_score_interval, group_by, keep_best
 from .results import Results
 
 Runs = dict[tuple[str, str, str], list[Source]]
@@ -50,26 +50,15 @@ def plan_dense(report: Report) -> Drawings:
     drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
         runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
-        best: dict[str, dict[str, Source]] = {}
-        for source in runs:
-            of_model, first = best.setdefault(source.metrics["model"], {}), name_first_weights(source)
-            if _curve_file(source, report.results).is_file() and len(source.metrics["by_seed"]) > _count_seeds(
-                of_model.get(first)
-            ):
-                of_model[first] = source
-        for model, chosen in best.items():
-            if chosen:
-                shown = list(chosen.values())
-                curves = partial(_draw_curves, sources=shown, stage=stage, results=report.results)
-                drawn.setdefault(f"learning_{stage}_{model}_{data}.png", (shown, curves))
+        drawable = [source for source in runs if source.most_seeds and _curve_file(source, report.results).is_file()]
+        best = keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source)))
+        for model, shown in group_by(best, lambda source: source.metrics["model"]).items():
+            curves = partial(_draw_curves, sources=shown, stage=stage, results=report.results)
+            drawn.setdefault(f"learning_{stage}_{model}_{data}.png", (shown, curves))
         for source in runs:
             if source.stage and (source.metrics["by_seed"][0].get("confusion")):
                 drawn[f"confusion_{stage}_{source.cell}.png"] = [source], partial(_draw_confusion, source=source)
     return drawn
-
-
-def _count_seeds(source: Source | None) -> int:
-    return len(source.metrics["by_seed"]) if source else 0
 
 
 def _curve_file(source: Source, results: Results) -> Path:

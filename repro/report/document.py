@@ -133,9 +133,9 @@ def prose(text: str) -> Line:
     return tuple(piece for piece in (*line, text[place:]) if piece != "")
 
 
-def number(value: object, form: str = "") -> Piece:
-    """A number as text, or formatted; `–` where there is none."""
-    return "–" if value in (None, "–") else Text(format(value, form), "number")
+def number(value: object, form: str = "", unit: str = "") -> Piece:
+    """A number as text, or formatted, and its unit; `–` where there is none."""
+    return "–" if value in (None, "–", "") else Text(format(value, form) + unit, "number")
 
 
 def strong(text: object) -> Text:
@@ -152,6 +152,23 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Piece | Line]]) -> Tabl
 def tabulate(columns: Mapping[str, Callable[[Any], Piece | Line]], rows: Iterable[Any]) -> Table:
     """A table of a row for each of `rows`: title of a column -> what its cell shows of a row."""
     return table(columns, ([show(row) for show in columns.values()] for row in rows))
+
+
+def cross(
+    title: str,
+    cells: Mapping[tuple[str, Any], Any],
+    show: Callable[[Any], Piece | Line],
+    name: Callable[[Any], str] = "{}²".format,
+) -> Table:
+    """A table of (row, column) -> what `show` makes a cell of, or None where there is nothing; the columns in order.
+
+    `title`: of the rows; `name`: of a column.
+    """
+    columns = sorted({column for _, column in cells})
+    rows = (
+        [row, *(show(cells.get((row, column))) for column in columns)] for row in dict.fromkeys(r for r, _ in cells)
+    )
+    return table([title, *map(name, columns)], rows)
 
 
 def show_interval(value: float, interval: Sequence[float] | None, form: str, unit: str = "") -> str:

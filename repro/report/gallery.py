@@ -1,6 +1,6 @@
 """The paper's figures in its order, each with our pictures of it or the command that draws them; and example pictures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .claims import Report
@@ -8,7 +8,7 @@ from .contest import plan_contest
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
 from .paper import Drawings, Figure
-from .records import Source, describe_age
+from .records import Source, describe_age, group_by
 from .results import Results
 from .variants import plan_figures
 from .verdicts import format_counts
@@ -29,12 +29,9 @@ def list_examples(report: Report) -> list[Block]:
     """
     results = report.results
     blocks: list[Block] = []
-    runs: dict[str, list[str]] = {}
-    for stage in results.scores:
-        for pattern in (f"{stage}/*/examples/*.png", f"measured/*/{stage}/*/examples/*.png"):
-            for name in find_pictures(results, pattern):
-                runs.setdefault(name.rpartition("/examples/")[0], []).append(name)
-    for run, names in runs.items():
+    patterns = (f"{where}{stage}/*/examples/*.png" for stage in results.scores for where in ("", "measured/*/"))
+    files = (name for pattern in patterns for name in find_pictures(results, pattern))
+    for run, names in group_by(files, lambda name: name.rpartition("/examples/")[0]).items():
         beside = find_beside(names[0], results)
         if all(results.stands_on(report.paper, source.metrics["model"]) for source in beside):
             pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
@@ -72,19 +69,17 @@ def find_beside(name: str, results: Results) -> list[Source]:
 
 
 def describe_origin(sources: Sequence[Source], named: str) -> str:
-    """The devices of records, the profile that they were made with, and whether older code made them."""
+    """The devices of records, the profile that they were made with, whose name is `named`, or that a person ran their
+    commands, and whether older code made them.
+    """
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
     # on no device, and by no parameters that a run would have
     if all(device.startswith("none: ") for device in devices):
         return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
-    return f"{', '.join(devices)}; {describe_profile(sources, named)}{describe_age(sources)}"
-
-
-def describe_profile(sources: Iterable[Source], named: str) -> str:
-    """The profile that records were made with, whose name is `named`; or that a person ran their commands; or both."""
-    return " and ".join(dict.fromkeys(named if source.stage else OUTSIDE for source in sources))
+    profiles = dict.fromkeys(named if source.stage else OUTSIDE for source in sources)
+    return f"{', '.join(devices)}; {' and '.join(profiles)}{describe_age(sources)}"
 
 
 def _origin_line(name: str, sources: Sequence[Source], report: Report) -> Line:

@@ -1,11 +1,26 @@
 """What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..core.noise import find_interval
 from .claims import Report
-from .document import Block, Bullets, Heading, Line, Picture, Piece, Section, code, number, prose, table
+from .document import (
+    Block,
+    Bullets,
+    Heading,
+    Line,
+    Picture,
+    Piece,
+    Section,
+    code,
+    cross,
+    number,
+    prose,
+    table,
+    tabulate,
+)
 from .records import Source, describe_age, find_missing_records, find_score_interval
 from .results import Missing, SpeedGroup
 from .variants import find_shown
@@ -35,23 +50,11 @@ def list_speeds(report: Report) -> list[Block]:
     if not results.speed_rows:
         raise Missing("nothing is measured yet", "repro efficiency")
     blocks: list[Block] = []
-    header = [
-        "model",
-        "attention",
-        "pixels",
-        "images/s",
-        "step (ms)",
-        "range (ms)",
-        "peak memory (MiB)",
-        "multiply-adds (G)",
-    ]
     for group, rows in results.speed_rows.items():
-        age = describe_age(source for _, source in rows)
-        blocks.append(Heading(f"{group}, {group.mode}{age}"))
+        blocks.append(Heading(f"{group}, {group.mode}{describe_age(source for _, source in rows)}"))
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
-        listed = [_speed_row(row) for row, source in rows if "compared" not in source.metrics]
-        if listed:
-            blocks += [table(header, listed), *_ratios(rows)]
+        if listed := [row for row, source in rows if "compared" not in source.metrics]:
+            blocks += [tabulate(_SPEEDS, listed), *_ratios(rows)]
         if swept:
             blocks += _sweep(group, swept)
     return blocks
@@ -77,20 +80,16 @@ def list_runs(report: Report) -> list[Block]:
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in sorted(runs, key=lambda each: -len(each.metrics.get("by_seed", ()))):
-        m = source.metrics
-        run, seeds = code(source.folder.removeprefix("results/")), len(m.get("by_seed", ()))
-        images = number(f"{m['held_out_images']:.0f}") if m.get("held_out_images") is not None else "–"
-        about = [number(m["epochs"]) if "epochs" in m else "–", number(seeds) if seeds else "–", images]
-        rows.append(
-            [run, results.model_key(m, source.path), m["data"], *about, format_scores(m, labels), source.origin]
-        )
+        m, run = source.metrics, code(source.folder.removeprefix("results/"))
+        images, seeds = number(m.get("held_out_images"), ".0f"), number(len(m.get("by_seed", ())) or None)
+        about = [m["data"], number(m.get("epochs")), seeds, images]
+        rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), source.origin])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
             unlearned.add(found)
-            rows.append(
-                [run, "without learning: threshold, nearest example", m["data"], "–", "–", images, found[1], "–"]
-            )
+            method = "without learning: threshold, nearest example"
+            rows.append([run, method, m["data"], "–", "–", images, found[1], "–"])
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
     return [table(header, rows)]
 
@@ -102,14 +101,14 @@ def over_resolution(report: Report) -> list[Section]:
         m = source.metrics
         if "evaluated" not in m:
             continue
-        cells = {(row["family"], row["image_size"][0]): row for row in m["evaluated"]}
-        families, sizes = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-        header = ["model", *(f"{size}² ({size / m['train_image_size']:.2g}×)" for size in sorted(sizes))]
-        accuracies, times = [], []
-        for family in families:
-            rows = [cells[family, size] for size in sorted(sizes)]
-            accuracies.append([rows[0]["model"], *(number(f"{row['top1_percent']:.1f}") for row in rows)])
-            times.append([rows[0]["model"], *(_cell({**row, "status": "ok"}, "latency_ms") for row in rows)])
+        models = {row["family"]: row["model"] for row in reversed(m["evaluated"])}
+        cells = {(models[row["family"]], row["image_size"][0]): {**row, "status": "ok"} for row in m["evaluated"]}
+
+        def name(size: int, trained: int = m["train_image_size"]) -> str:
+            return f"{size}² ({size / trained:.2g}×)"
+
+        accuracies = cross("model", cells, lambda row: number(row["top1_percent"], ".1f"), name)
+        times = cross("model", cells, partial(_cell, key="latency_ms"), name)
         text = (
             f"The classifiers of the pipeline, trained at {m['train_image_size']}² pixels with one seed, on the {m['held_out_images']} "
             f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
@@ -118,7 +117,7 @@ def over_resolution(report: Report) -> list[Section]:
         origin = code(source.path), f": {source.origin}. Top-1 (%):"
         picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
         timed = ("Time of a forward pass for each image (ms):",)
-        blocks = [(text,), picture, origin, table(header, accuracies), timed, table(header, times)]
+        blocks = [(text,), picture, origin, accuracies, timed, times]
         sections.append(Section("Beyond the image size of the training", blocks))
     return sections
 
@@ -126,22 +125,20 @@ def over_resolution(report: Report) -> list[Section]:
 def list_searches(report: Report) -> list[Block]:
     """How learning rates and warm-ups were chosen, a row for each cell; nothing without `repro tune`."""
     results = report.results
-    found = [
-        source for source in results.sources if source.metrics.get("split") == "tune" and "trials" in source.metrics
-    ]
+    found = [each for each in results.sources if each.metrics.get("split") == "tune" and "trials" in each.metrics]
     if not found or not report.paper.primary:
         return []
     rows: list[list[Piece | Line]] = []
     for source in found:
-        m = source.metrics
-        chosen, score = m["chosen"], m["score"]
+        m, chosen = source.metrics, source.metrics["chosen"]
         tried = sorted(m["trials"], key=lambda trial: (trial["lr"], trial["warmup_epochs"]))
         scores = "; ".join(
-            f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[score]:.1f}") for t in tried
+            f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[m['score']]:.1f}")
+            for t in tried
         )
-        at_edge = chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"])
-        rate = f"{chosen['lr']:g}" + (", at the edge" if at_edge else "")
-        rows.append([code(m["cell"]), number(rate), number(chosen["warmup_epochs"]), scores, source.origin])
+        edge = ", at the edge" if chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"]) else ""
+        rate = number(chosen["lr"], "g", edge)
+        rows.append([code(m["cell"]), rate, number(chosen["warmup_epochs"]), scores, source.origin])
     m = found[0].metrics
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
@@ -153,18 +150,19 @@ def list_records(report: Report) -> list[Block]:
     rows = []
     for source in report.results.sources:
         identity = source.identity
-        if "code_hash" in identity:  # not that of the machine itself
-            versions = ", ".join(
-                f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version
-            )
-            dtype, backend, *hashes = (
-                str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash")
-            )
-            command, vector = identity.get("command"), (identity.get("machine") or {}).get("vector")
-            device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
-            made_by = code(command) if command else "–"
-            device += describe_age([source])
-            rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
+        if "code_hash" not in identity:  # that of the machine itself
+            continue
+        versions = ", ".join(
+            f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version
+        )
+        dtype, backend, *hashes = (
+            str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash")
+        )
+        vector = (identity.get("machine") or {}).get("vector")
+        device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
+        made_by = code(identity["command"]) if identity.get("command") else "–"
+        device += describe_age([source])
+        rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
         raise Missing("no record was found under results/", "dvc repro")
     header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
@@ -189,29 +187,27 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     """Time and memory of every model over the image size, and what the sweep says of them together."""
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
-    names = list(dict.fromkeys(name for name, _ in cells))
-    sizes = sorted({size for _, size in cells})
     blocks: list[Block] = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
-        lines = [[name, *(_cell(cells.get((name, size)), key) for size in sizes)] for name in names]
-        blocks += [(f"{label}, by image size:",), table(["model", *(f"{size}²" for size in sizes)], lines)]
+        blocks += [(f"{label}, by image size:",), cross("model", cells, partial(_cell, key=key))]
     metrics = rows[0][1].metrics
-    compared = [_compared_row(each) for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
+    compared = [each for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
     if compared:
         text = (
             "Ours against each other family at the largest size where both ran, and from which size on ours is faster:"
         )
-        blocks += [(text,), table(["size", "against", "pixels", "speed-up", "memory saved", "faster"], compared)]
-    grown = [
-        each
-        for each in metrics["growth"]
-        if SpeedGroup.of(each, group.device) == group and len(each["image_sizes"]) > 1
-    ]
-    if grown:
-        powers = "macs_exponent", "latency_exponent", "memory_exponent"
-        lines = [[_with_attention(each), *(number(significant(each[power])) for power in powers)] for each in grown]
+        header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
+        blocks += [(text,), table(header, map(_compared_row, compared))]
+    grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group]
+    if grown := [each for each in grown if len(each["image_sizes"]) > 1]:
+        columns = {
+            "model": _with_attention,
+            "multiply-adds": lambda each: number(significant(each["macs_exponent"])),
+            "time": lambda each: number(significant(each["latency_exponent"])),
+            "memory": lambda each: number(significant(each["memory_exponent"])),
+        }
         text = "Growth with the number of tokens from 512 pixels on, as fitted exponents (1 is linear, 2 is quadratic):"
-        blocks += [(text,), table(["model", "multiply-adds", "time", "memory"], lines)]
+        blocks += [(text,), tabulate(columns, grown)]
     return blocks
 
 
@@ -220,8 +216,8 @@ def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
         return "–"
     if row["status"] != "ok":
         return row["status"]
-    is_time = key in ("latency_ms", "throughput_img_per_s")
-    return number(f"{significant(row[key])} (noisy)" if row["noisy"] and is_time else significant(row[key]))
+    is_noisy = row["noisy"] and key in ("latency_ms", "throughput_img_per_s")
+    return number(significant(row[key]), unit=" (noisy)" if is_noisy else "")
 
 
 def _with_attention(row: Mapping[str, Any]) -> str:
@@ -233,28 +229,22 @@ def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     place, saved = found["crossover_image_size"], found["memory_saved_percent"]
     faster = (found["crossover"] or "–") if place is None else f"{found['crossover']} {place:.0f}²"
-    speedup = (
-        f"no ratio: {found['speedup_reason']}"
-        if found["speedup"] is None
-        else number(f"{significant(found['speedup'])}×")
-    )
-    memory = "–" if saved is None else number(f"{significant(saved)} %")
+    why = found.get("speedup_reason")
+    speedup = f"no ratio: {why}" if found["speedup"] is None else number(significant(found["speedup"]), unit="×")
+    memory = "–" if saved is None else number(significant(saved), unit=" %")
     return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, faster]
 
 
-def _speed_row(row: Mapping[str, Any]) -> list[Piece]:
-    height, width = row["image_size"]
-    interval = " – ".join(map(significant, find_interval(row) or ())) or "–"
-    return [
-        row["model"],
-        row["attention"] or "–",
-        f"{height}×{width}",
-        _cell(row, "throughput_img_per_s"),
-        number(significant(row["latency_ms"])),
-        number(interval),
-        number(significant(row["peak_memory_mib"])),
-        number(significant(row["macs_g"])),
-    ]
+_SPEEDS: dict[str, Callable[[Mapping[str, Any]], Piece]] = {
+    "model": lambda row: row["model"],
+    "attention": lambda row: row["attention"] or "–",
+    "pixels": lambda row: "{}×{}".format(*row["image_size"]),
+    "images/s": lambda row: _cell(row, "throughput_img_per_s"),
+    "step (ms)": lambda row: number(significant(row["latency_ms"])),
+    "range (ms)": lambda row: number(" – ".join(map(significant, find_interval(row) or ()))),
+    "peak memory (MiB)": lambda row: number(significant(row["peak_memory_mib"])),
+    "multiply-adds (G)": lambda row: number(significant(row["macs_g"])),
+}
 
 
 def _ratios(rows: Rows) -> list[Block]:
@@ -270,11 +260,8 @@ def _ratios(rows: Rows) -> list[Block]:
                 lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:
-            lines.append(
-                prose(
-                    f"The op `ttt_linear_bidir` alone reaches {100 * share:.0f} % of the machine's matrix-product rate."
-                )
-            )
+            reached = f"{100 * share:.0f} % of the machine's matrix-product rate"
+            lines.append(prose(f"The op `ttt_linear_bidir` alone reaches {reached}."))
     return [Bullets(lines)] if lines else []
 
 

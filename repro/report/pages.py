@@ -122,7 +122,9 @@ def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[
     for name, text in documents.items():
         write_text(paths.root / name, text)
     for name, marker, text in passages:
-        write_passage(paths.root / name, marker, text)
+        file = paths.root / name
+        if file.is_file() and f"<!-- {marker} -->\n" in file.read_text(encoding="utf-8"):
+            replace_block(file, marker, text)
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
@@ -201,9 +203,3 @@ def _write_page(report: Report, page: list[Section], paths: Paths) -> None:
         return
     write_json(folder / "claims.json", claims)
     write_csv(folder / "claims.csv", export_rows(report.all))
-
-
-def write_passage(file: Path, marker: str, text: str) -> None:
-    """Write what stands between two markers, where the file has them."""
-    if file.is_file() and f"<!-- {marker} -->\n" in file.read_text(encoding="utf-8"):
-        replace_block(file, marker, text)

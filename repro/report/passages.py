@@ -1,5 +1,6 @@
 """What code writes of our measurements into pages that people write."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from ..core.noise import find_spread
@@ -30,17 +31,16 @@ def compare_without_learning(report: Report) -> list[Block]:
     for (stage, data, _), own in runs.items():
         labels = results.scores[stage]
         reference = own[0].metrics["without_learning"]
-        rows: list[list[Piece | Line]] = [_run_row(source, labels, report) for source in own]
+        rows: list[list[Piece | Line]] = []
+        for source in own:
+            m = source.metrics
+            counts = (number(count, ".0f") for count in (m["epochs"], len(m["by_seed"]), m["held_out_images"]))
+            scores = (format_scores(m, {key: ""}, 1) for key in labels)
+            origin = describe_origin([source], report.named)
+            rows.append([_name(source), name_first_weights(source), *counts, *scores, origin])
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
-        header = [
-            f"{stage}, {data}",
-            "first weights",
-            "epochs",
-            "seeds",
-            "held-out images",
-            *labels.values(),
-            "measured on",
-        ]
+        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
+        header += [*labels.values(), "measured on"]
         blocks += [
             table(header, rows),
             Bullets([_against(source, reference, labels) for source in own]),
@@ -72,18 +72,6 @@ def count_noisy_rows(report: Report) -> list[Block]:
     return blocks
 
 
-def _run_row(source: Source, labels: Mapping[str, str], report: Report) -> list[Piece | Line]:
-    m = source.metrics
-    counts = (number(f"{count:.0f}") for count in (m["epochs"], len(m["by_seed"]), m["held_out_images"]))
-    return [
-        _name(source),
-        name_first_weights(source),
-        *counts,
-        *(format_scores(m, {key: ""}, 1) for key in labels),
-        describe_origin([source], report.named),
-    ]
-
-
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> Line:
     """A sentence: by which scores a run is ahead of the method without learning."""
     m = source.metrics
@@ -92,31 +80,30 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
         interval = find_score_interval(m, key) or [m[key]] * 2
         word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
-    parts = [f"{word} in {_list(names)}" for word, names in said.items() if names]
+    parts = []
+    for word, names in said.items():
+        if names:
+            *others, last = names
+            parts.append(f"{word} in {' and '.join(filter(None, (', '.join(others), last)))}")
     return _name(source), f", against the method without learning: {'; '.join(parts)} ({describe_seeds([source])})."
 
 
 def _class_scores(sources: Sequence[Source]) -> list[Block]:
     """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
-    found = {
-        source.path: [run["class_iou_percent"] for run in source.metrics["by_seed"] if "class_iou_percent" in run]
+    found = [
+        (source, [run["class_iou_percent"] for run in source.metrics["by_seed"] if "class_iou_percent" in run])
         for source in sources
-    }
-    own = [source for source in sources if found[source.path]]
+    ]
+    own = [(source, runs) for source, runs in found if runs]
     if not own:
         return []
-    names = [name for name in found[own[0].path][0] if not name.endswith("_reason")]
+    names = [name for name in own[0][1][0] if not name.endswith("_reason")]
     rows: list[list[Piece | Line]] = []
-    for source in own:
-        scores = [[run[name] for run in found[source.path] if isinstance(run.get(name), int | float)] for name in names]
-        rows.append([_name(source), *(number(f"{sum(each) / len(each):.1f}") if each else "–" for each in scores)])
+    for source, runs in own:
+        scores = [[run[name] for run in runs if isinstance(run.get(name), int | float)] for name in names]
+        rows.append([_name(source), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])
     return [table(["IoU (%) by class", *names], rows)]
 
 
 def _name(source: Source) -> Piece:
     return code(source.folder.removeprefix("results/"))
-
-
-def _list(words: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
@@ -12,6 +12,9 @@ from ..core.paths import Paths
 from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import clip_share, describe_sample
 from .document import show_interval
+
+Item = TypeVar("Item")
+Trained = TypeVar("Trained")  # has `most_seeds`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +61,18 @@ class Source:
         return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
+    def most_seeds(self) -> int:
+        """Over how many seeds it records a training; 0 where it records none."""
+        return len(self.metrics.get("by_seed", ()))
+
+    @property
     def is_trained(self) -> bool:
         """Whether it records trainings, one for each seed."""
         return "by_seed" in self.metrics
+
+    def by_seed(self, key: str) -> dict[int, Any]:
+        """Seed -> a number of its training."""
+        return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
 
     @property
     def command(self) -> str:
@@ -119,7 +131,7 @@ def describe_seeds(sources: Iterable[Source]) -> str:
     """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds` where they are over different
     numbers.
     """
-    counts = sorted({len(source.metrics.get("by_seed", ())) for source in sources})
+    counts = sorted({source.most_seeds for source in sources})
     return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
 
 
@@ -132,14 +144,17 @@ def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: 
     return show_interval(sample.mean, sample.ci95, form, unit)
 
 
-def keep_best(sources: Iterable[Source], name: Callable[[Source], Hashable]) -> list[Source]:
-    """The first record with the most seeds among those of the same name."""
-    best: dict[Hashable, Source] = {}
-    for source in sources:
-        key = name(source)
-        if key not in best or len(source.metrics["by_seed"]) > len(best[key].metrics["by_seed"]):
-            best[key] = source
-    return list(best.values())
+def keep_best(found: Iterable[Trained], name: Callable[[Trained], Hashable]) -> list[Trained]:
+    """The first record, or group of records, with the most seeds among those of the same name."""
+    return [max(alike, key=lambda each: each.most_seeds) for alike in group_by(found, name).values()]
+
+
+def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """The items by their key, in the order in which the keys come first."""
+    found: dict[Any, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, float] | None:

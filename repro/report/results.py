@@ -217,14 +217,6 @@ class Results:
         """The record at a path; None where a number was read from another file."""
         return next((source for source in self.sources if source.path == path), None)
 
-    def command_for(self, path: str) -> str:
-        """The command that makes a file that a number was read from."""
-        if source := self.find(path):
-            return source.command
-        if path.startswith("results/prepare_data/"):
-            return f"repro prepare-data --cell {path.split('/')[2]}"
-        return "repro profile show paper"
-
     def _complexity(self, key: str, size: str) -> float:
         for source in self.sources:
             if source.stage == "complexity":

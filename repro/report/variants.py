@@ -15,7 +15,7 @@ from .document import Block, Heading, Picture, Piece, Table, code, number, stron
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Drawings, VariantTable
-from .records import Source, describe_age, describe_seeds
+from .records import Source, describe_age, describe_seeds, group_by
 from .results import Missing, Results
 
 TOP1 = "top1_percent"
@@ -37,7 +37,7 @@ class Group:
     @property
     def most_seeds(self) -> int:
         """The seeds of the variant that was trained most often."""
-        return max(len(source.metrics["by_seed"]) for source in self.variants.values())
+        return max(source.most_seeds for source in self.variants.values())
 
     @property
     def title(self) -> str:
@@ -69,24 +69,21 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
     A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most
     seeds.
     """
-    found: dict[tuple, dict[str, Source]] = {}
+    trained: list[tuple[str, tuple, Source]] = []
     for source in results.sources:
         m = source.metrics
-        if not source.is_trained or TOP1 not in m or (name := find_variant(results, variants, m)) is None:
-            continue
-        origin = "the graph" if source.stage else source.path.split("/")[2]
-        rest = tuple(sorted((key, str(value)) for key, value in m["options"].items() if key not in variants.changed))
-        of_group = found.setdefault((origin, m["data"], m["model"], rest, m["recipe_hash"]), {})
-        if name not in of_group or len(m["by_seed"]) > len(of_group[name].metrics["by_seed"]):
-            of_group[name] = source
-    has_speed = (
-        source
-        for source in results.sources
-        if source.path.endswith("/speed.json") and source.metrics.get("throughput_img_per_s")
-    )
-    speeds = {source.folder: source for source in has_speed}
+        if source.is_trained and TOP1 in m and (name := find_variant(results, variants, m)):
+            origin = "the graph" if source.stage else source.path.split("/")[2]
+            rest = tuple(
+                sorted((key, str(value)) for key, value in m["options"].items() if key not in variants.changed)
+            )
+            trained.append((name, (origin, m["data"], m["model"], rest, m["recipe_hash"]), source))
+    has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
+    speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
     groups = []
-    for members in found.values():
+    for alike in group_by(trained, lambda each: each[1]).values():
+        of_name = {name: [each for _, _, each in own] for name, own in group_by(alike, lambda each: each[0]).items()}
+        members = {name: max(of_name[name], key=lambda each: each.most_seeds) for name in of_name}
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
         groups.append(Group(variants=ordered, speeds=measured, root=results.paths.root))
@@ -111,12 +108,12 @@ def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) ->
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
-    runs = {name: source.metrics["by_seed"] for name, source in group.at(where).items()}
-    top1 = {name: {run["seed"]: run[TOP1] for run in of_variant} for name, of_variant in runs.items()}
-    ends = {name: {run["seed"]: find_ends(run) for run in of_variant} for name, of_variant in runs.items()}
-    return judge_ordering(
-        top1, ends, find_orders(where, ledger), group.common["held_out_images"], group.common["classes"]
-    )
+    members, m = group.at(where), group.common
+    top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
+    ends = {
+        name: {run["seed"]: find_ends(run) for run in source.metrics["by_seed"]} for name, source in members.items()
+    }
+    return judge_ordering(top1, ends, find_orders(where, ledger), m["held_out_images"], m["classes"])
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:

@@ -2,17 +2,18 @@
 whole backbones.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Heading, Picture, Piece, code, number, prose, table
+from ...report.document import Block, Heading, Picture, Piece, code, cross, number, prose, show_interval, table
 from ...report.gallery import describe_origin
 from ...report.paper import Drawings
-from ...report.records import Source
+from ...report.records import Source, group_by
 from ...report.results import Missing
 
 PICTURE = "kv_binding_forms.png"
@@ -25,32 +26,23 @@ NAMES = {
     "vittt_plain": "Vittt, plain",
     "vittt_dot": "Vittt, dot",
 }
-_STYLES = dict(
-    zip(
-        ("lact_v2", "lact_v3", "lact_v4", "lact_v5", "lact_v6", "vittt_plain", "vittt_dot"),
-        (
-            ("#E69F00", "o"),
-            ("#56B4E9", "s"),
-            ("#009E73", "^"),
-            ("#CC79A7", "v"),
-            ("#0072B2", "D"),
-            ("#D55E00", "P"),
-            ("#000000", "x"),
-        ),
-        strict=True,
-    )
-)
+_STYLES = {
+    "lact_v2": ("#E69F00", "o"),
+    "lact_v3": ("#56B4E9", "s"),
+    "lact_v4": ("#009E73", "^"),
+    "lact_v5": ("#CC79A7", "v"),
+    "lact_v6": ("#0072B2", "D"),
+    "vittt_plain": ("#D55E00", "P"),
+    "vittt_dot": ("#000000", "x"),
+}
 FORMS = ("recurrent", "parallel")
 MODES = {"infer": "forward", "train": "forward and backward"}
 
 
 def find_forms(report: Report) -> list[Source]:
     """The records of `repro forms`, those of GPUs first."""
-    found = [
-        source
-        for source in report.results.sources
-        if source.path.endswith("/forms.json") and "ratios" in source.metrics
-    ]
+    sources = report.results.sources
+    found = [each for each in sources if each.path.endswith("/forms.json") and "ratios" in each.metrics]
     return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
 
 
@@ -92,13 +84,18 @@ def list_backbones(report: Report) -> list[Block]:
     for source in _require_forms(report):
         rows = source.metrics["backbones"]
         sides = sorted({row["image_size"][0] for row in rows})
-        by_learner: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-        for row in rows:
-            by_learner.setdefault((row["options"].get("step", "own"), row["backend"]), {})[row["image_size"][0]] = row
         body: list[list[Piece]] = []
-        for (step, form), of_side in by_learner.items():
-            cells = [cell for side in sides for cell in _time_and_memory(of_side.get(side))]
-            body.append(["unchanged" if step == "own" else step, form, *cells])
+        for (step, form), alike in group_by(
+            rows, lambda row: (row["options"].get("step", "own"), row["backend"])
+        ).items():
+            of_side = {row["image_size"][0]: row for row in alike}
+            body.append(["unchanged" if step == "own" else step, form])
+            for row in map(of_side.get, sides):
+                was_timed = row is not None and row["latency_ms"] is not None
+                body[-1] += [
+                    number(row["latency_ms"], ".1f", " (noisy)" if row["noisy"] else "") if was_timed else "–",
+                    number(row["peak_memory_mib"] or None, ".0f") if was_timed else "–",
+                ]
         header = ["learner", "form", *(text for side in sides for text in (f"{side}² (ms)", f"{side}² (MiB)"))]
         origin = describe_origin([source], report.named)
         blocks += [(f"Vittt-T, one image, fp32; {origin}.",), table(header, body)] if rows else []
@@ -137,11 +134,9 @@ def _draw_forms(path: Path, source: Source) -> Path:
     figure, panels = new_figure(len(MODES))
     for panel, (mode, words) in zip(panels, MODES.items(), strict=True):
         for learner, (colour, marker) in _STYLES.items():
-            rows = [
-                row
-                for row in source.metrics["ratios"]
-                if (row["setting"], row["learner"], row["mode"]) == ("vision", learner, mode)
-            ]
+            asked = ("vision", learner, mode)
+            ratios = source.metrics["ratios"]
+            rows = [row for row in ratios if (row["setting"], row["learner"], row["mode"]) == asked]
             if not rows:
                 continue
             x, y = [row["tokens"] for row in rows], [row["ratio"] for row in rows]
@@ -187,34 +182,22 @@ def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
     )
 
 
-def _ratios(rows: Iterable[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Block:
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["learner"], []).append(row)
-    lengths = sorted({row["tokens"] for of_learner in found.values() for row in of_learner})
-    body: list[list[Piece]] = []
-    for learner, of_learner in found.items():
-        by_tokens = {row["tokens"]: row for row in of_learner}
-        body.append(
-            [
-                NAMES[learner],
-                *(_ratio(by_tokens.get(tokens), metrics) for tokens in lengths),
-                find_crossover(of_learner),
-            ]
-        )
-    return table(["learner", *(f"T {tokens:,}" for tokens in lengths), "crossover"], body)
+def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Block:
+    """The ratio of each learner and length, and from how many tokens on the parallel form is ahead."""
 
+    def show(cell: Mapping[str, Any] | str | None) -> Piece:
+        if cell is None or isinstance(cell, str):
+            return cell or "–"
+        keys = ("setting", "learner", "mode", "tokens")
+        alike = {each["form"]: each for each in metrics["rows"] if all(each[key] == cell[key] for key in keys)}
+        memory = alike["parallel"]["peak_memory_mib"] / alike["recurrent"]["peak_memory_mib"]
+        noisy = "; noisy" if any(each["noisy"] for each in alike.values()) else ""
+        return number(f"{show_interval(cell['ratio'], cell['ratio_ci95'], '.2f')} ({memory:.1f}×{noisy})")
 
-def _ratio(row: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> Piece:
-    if row is None:
-        return "–"
-    keys = ("setting", "learner", "mode", "tokens")
-    alike = {each["form"]: each for each in metrics["rows"] if all(each[key] == row[key] for key in keys)}
-    interval = row["ratio_ci95"]
-    text = f"{row['ratio']:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-    memory = alike["parallel"]["peak_memory_mib"] / alike["recurrent"]["peak_memory_mib"]
-    noisy = "; noisy" if any(each["noisy"] for each in alike.values()) else ""
-    return number(f"{text} ({memory:.1f}×{noisy})")
+    cells: dict[tuple[str, float], Any] = {(NAMES[row["learner"]], row["tokens"]): row for row in rows}
+    for learner, alike in group_by(rows, lambda row: NAMES[row["learner"]]).items():
+        cells[learner, math.inf] = find_crossover(alike)
+    return cross("learner", cells, show, lambda tokens: "crossover" if tokens == math.inf else f"T {tokens:,}")
 
 
 def compare_setting(report: Report) -> list[Block]:
@@ -223,34 +206,19 @@ def compare_setting(report: Report) -> list[Block]:
     for source in _require_forms(report):
         rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
         ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
-        body = []
+        body: list[list[Piece]] = []
         for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
             row, learner = "baseline" if step == "own" else step, f"lact_{step}"
             theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in FORMS]
-            printed = [None if entry is None else float(entry.printed) for entry in theirs]
-            ours = [rows.get((learner, form)) for form in FORMS]
-            body.append(
-                [
-                    NAMES[learner],
-                    *(number("–" if value is None else f"{value:g}") for value in printed),
-                    number("–" if None in printed else f"{printed[1] / printed[0]:.2f}"),
-                    *(number("–" if each is None else f"{each['tokens_m_per_s']:.3f}") for each in ours),
-                    number(f"{ratios[learner]:.2f}" if learner in ratios else "–"),
-                ]
-            )
+            printed = [entry and float(entry.printed) for entry in theirs]
+            speeds = [rows[learner, form]["tokens_m_per_s"] if (learner, form) in rows else None for form in FORMS]
+            shown = [number(value, "g") for value in printed]
+            shown += [number(None if None in printed else printed[1] / printed[0], ".2f")]
+            shown += [number(speed, ".3f") for speed in speeds]
+            body.append([NAMES[learner], *shown, number(ratios.get(learner), ".2f")])
         header = [
             f"{whose}: {name}" for whose in ("paper", "ours") for name in (*(f"{f} (M/s)" for f in FORMS), "ratio")
         ]
         origin = code(source.path), f": {describe_origin([source], report.named)}"
         blocks += [origin, table(["", *header], body)] if rows else []
     return blocks
-
-
-def _time_and_memory(row: Mapping[str, Any] | None) -> list[Piece]:
-    if row is None or row["latency_ms"] is None:
-        return [number("–"), number("–")]
-    noisy = " (noisy)" if row["noisy"] else ""
-    return [
-        number(f"{row['latency_ms']:.1f}{noisy}"),
-        number(f"{row['peak_memory_mib']:.0f}" if row["peak_memory_mib"] else "–"),
-    ]

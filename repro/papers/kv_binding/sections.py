@@ -2,7 +2,8 @@
 learner does to its model, and trained models that run with another inner loop.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.statistics import share_interval
@@ -11,7 +12,7 @@ from ...report.document import Block, Heading, Piece, code, join, number, table,
 from ...report.expressions import Call
 from ...report.gallery import describe_origin
 from ...report.ordering import Pair, compare_pairs, round_off
-from ...report.records import Source
+from ...report.records import Source, keep_best
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants
@@ -106,13 +107,16 @@ def list_changes(report: Report) -> list[Block]:
         model, top1, pairs = _find_model(group), _find_scores(group), _compare(group)
         rows: list[list[Piece]] = []
         for name in (f"{model}_own", *pairs):
-            mean = number(sum(top1[name].values()) / len(top1[name]), ".1f")
+            row = [
+                CHANGES[name.removeprefix(f"{model}_")],
+                code(name),
+                number(statistics.fmean(top1[name].values()), ".1f"),
+            ]
             said: list[Piece] = ["–", "–", "–"]
-            if name in pairs:
-                pair = pairs[name]
+            if pair := pairs.get(name):
                 tested = [pair.show(2), number(pair.p, ".3f")] if pair.interval else ["–", "–"]
                 said = [*tested, pair.name_side("better", "worse")]
-            rows.append([CHANGES[name.removeprefix(f"{model}_")], code(name), mean, *said])
+            rows.append([*row, *said])
         header = ["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""]
         blocks += [Heading(f"{NAMES[model]}: {group.title}"), table(header, rows), *_count_learners(group)]
         origin = describe_origin(list(group.variants.values()), report.named)
@@ -143,16 +147,15 @@ def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[G
     """Groups that have the unchanged model and another variant, in the order of `NAMES`; of two of one model and data
     the one with more seeds.
     """
-    best: dict[tuple[str, str], Group] = {}
-    for group in find_groups(report.results, report.paper.variants):
-        model = _find_model(group)
-        if model in models and f"{model}_own" in group.variants and len(group.variants) > 1:
-            key = (model, group.common["data"])
-            if key not in best or group.most_seeds > best[key].most_seeds:
-                best[key] = group
-    if not best:
+    found = [
+        group
+        for group in find_groups(report.results, report.paper.variants)
+        if _find_model(group) in models and f"{_find_model(group)}_own" in group.variants and len(group.variants) > 1
+    ]
+    if not found:
         raise Missing("no variant is trained yet", f"{report.paper.train_command} --all --data digits --seeds 5")
-    return [best[key] for key in sorted(best, key=lambda key: (list(NAMES).index(key[0]), key[1] != "digits"))]
+    best = keep_best(found, lambda group: (_find_model(group), group.common["data"]))
+    return sorted(best, key=lambda group: (list(NAMES).index(_find_model(group)), group.common["data"] != "digits"))
 
 
 def _find_model(group: Group) -> str:
@@ -169,9 +172,7 @@ def _compare(group: Group) -> dict[str, Pair]:
 
 
 def _find_scores(group: Group) -> dict[str, dict[int, float]]:
-    return {
-        name: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for name, source in group.variants.items()
-    }
+    return {name: source.by_seed(TOP1) for name, source in group.variants.items()}
 
 
 def _count_learners(group: Group) -> list[Block]:
@@ -192,38 +193,19 @@ def _count_learners(group: Group) -> list[Block]:
 def list_probes(report: Report) -> list[Block]:
     """A row for each model and probe: accuracy and inner loss without and with it."""
 
-    def show(state: str, key: str, form: str, unit: str = "") -> Callable[[Source], Piece]:
-        return lambda source: number(f"{source.metrics[state][key]:{form}}{unit}")
-
-    def name(source: Source) -> Piece:
-        options = ",".join(f"{key}={value}" for key, value in source.metrics["options"].items())
-        return code(source.metrics["model"] + (f"[{options}]" if options else ""))
-
-    def images(source: Source) -> str:
+    header = ["model", "data, images", "probe", "top-1", "with it"]
+    header += ["inner loss after the steps", "with it", "measured on"]
+    rows: list[list[Piece]] = []
+    for source in _find_probes(report):
         m = source.metrics
-        return f"{m['data']}, {m['unchanged']['held_out_images']} of {m['split']}"
-
-    header = [
-        "model",
-        "data, images",
-        "probe",
-        "top-1",
-        "with it",
-        "inner loss after the steps",
-        "with it",
-        "measured on",
-    ]
-    shows = [
-        name,
-        images,
-        lambda source: source.metrics["probe"],
-        show("unchanged", "top1_percent", ".2f", " %"),
-        show("probed", "top1_percent", ".2f", " %"),
-        show("unchanged", "inner_loss_after", ".3g"),
-        show("probed", "inner_loss_after", ".3g"),
-        lambda source: describe_origin([source], report.named),
-    ]
-    return [table(header, ([cell(source) for cell in shows] for source in _find_probes(report)))]
+        options = ",".join(f"{key}={value}" for key, value in m["options"].items())
+        model = code(m["model"] + (f"[{options}]" if options else ""))
+        states = (m["unchanged"], m["probed"])
+        scores = [number(each["top1_percent"], ".2f", " %") for each in states]
+        losses = [number(each["inner_loss_after"], ".3g") for each in states]
+        images = f"{m['data']}, {m['unchanged']['held_out_images']} of {m['split']}"
+        rows.append([model, images, m["probe"], *scores, *losses, describe_origin([source], report.named)])
+    return [table(header, rows)]
 
 
 def count_probed(report: Report, what: str) -> int:

@@ -9,8 +9,7 @@ from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
 from ...report.gallery import describe_origin
-from ...report.records import Source, describe_seeds, keep_best, show_mean
-from ...report.results import Missing
+from ...report.records import Source, describe_seeds, group_by, keep_best, show_mean
 
 SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
 COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
@@ -22,13 +21,20 @@ def list_students(report: Report) -> list[Block]:
     random weights.
     """
     sources = report.results.sources
-    found = [each for each in sources if each.is_trained and UNTRAINED in each.metrics and each.metrics.get("init")]
-    if not found:
-        raise Missing("no model is linearised yet", "repro linearize --cell t5_nano_digits")
-    best = keep_best(found, lambda each: (_find_teacher(each), name_student(each.metrics), *_find_length(each.metrics)))
+    found = report.results.require(
+        lambda each: each.is_trained and UNTRAINED in each.metrics and each.metrics.get("init"),
+        "no model is linearised yet",
+        "repro linearize --cell t5_nano_digits",
+    )
+
+    def name(each: Source) -> tuple:
+        m = each.metrics
+        return _find_teacher(each), name_student(m), m.get("freeze", False), m["steps"], m["data"]
+
+    best = keep_best(found, name)
     blocks: list[Block] = []
-    for init in dict.fromkeys(map(_find_teacher, found)):
-        students = sorted((each for each in best if _find_teacher(each) == init), key=lambda each: -each.metrics[SCORE])
+    for init, alike in group_by(best, _find_teacher).items():
+        students = sorted(alike, key=lambda each: -each.metrics[SCORE])
         teacher = next((source for source in sources if source.metrics.get("weights_hash") == init), None)
         m = students[0].metrics
         known: list[Piece] = ["Students of the softmax model ", code(m["init"]["weights"])]
@@ -112,10 +118,6 @@ def _find_layers(report: Report) -> list[tuple[Source, int]]:
 
 def _find_teacher(source: Source) -> str:
     return source.metrics["init"]["weights_hash"]
-
-
-def _find_length(metrics: Mapping[str, Any]) -> tuple:
-    return metrics.get("freeze", False), metrics["steps"], metrics["data"]
 
 
 def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[[Source], Piece]]:

@@ -19,7 +19,19 @@ Trained = Mapping[str, Source]  # text of a reading -> the record of its trainin
 
 def describe_choices(report: Report) -> list[Block]:
     """Each choice under a heading: what the paper says, what was taken and why, and the alternatives."""
-    return [block for choice in load_choices() for block in (Heading(choice.asks), *_explain(choice))]
+    blocks: list[Block] = []
+    for choice in load_choices():
+        says = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
+        others = zip(choice.alternatives, list(choice.values)[1:], strict=True)
+        shown = [(code(text), f", {choice.values[value]}") for text, value in others]
+        blocks += [
+            Heading(choice.asks),
+            says if choice.says else ("The paper says nothing.",),
+            (strong("We take"), f" {choice.values[choice.default]}. {choice.because}"),
+            (strong("Instead"), ": ", *join(shown, "; "), "."),
+            (strong("Refuted by"), f" {choice.refuted_by}."),
+        ]
+    return blocks
 
 
 def list_readings(report: Report) -> list[Block]:
@@ -110,7 +122,7 @@ def find_trained(report: Report) -> Trained:
 
 def _compare_trained(trained: Trained) -> dict[str, Pair]:
     """Text of a reading -> how much better it is than ours, over the seeds that all have; empty without two seeds."""
-    top1 = {text: {run["seed"]: run[TOP1] for run in source.metrics["by_seed"]} for text, source in trained.items()}
+    top1 = {text: source.by_seed(TOP1) for text, source in trained.items()}
     others = [text for text in top1 if text]
     if not others or len(find_seeds(top1)) < 2:
         return {}
@@ -119,28 +131,15 @@ def _compare_trained(trained: Trained) -> dict[str, Pair]:
     return dict(zip(others, found, strict=True))
 
 
-def _explain(choice: Choice) -> list[Block]:
-    says: Block = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
-    others = [
-        (code(text), f", {choice.values[value]}")
-        for text, value in zip(choice.alternatives, list(choice.values)[1:], strict=True)
-    ]
-    return [
-        says if choice.says else ("The paper says nothing.",),
-        (strong("We take"), f" {choice.values[choice.default]}. {choice.because}"),
-        (strong("Instead"), ": ", *join(others, "; "), "."),
-        (strong("Refuted by"), f" {choice.refuted_by}."),
-    ]
-
-
 def _value_row(
     choice: Choice, value: str, fits: Mapping[str, Any], trained: Trained, pairs: Mapping[str, Pair]
 ) -> list[Piece | Line]:
     text = "" if value == choice.default else f"{choice.switch}={value}"
-    row: list[Piece | Line] = [(code(f"{choice.switch}={value}"), "" if text else " (ours)"), choice.values[value]]
     found = fits["readings"][text]
-    row += [number(f"{found['params_m']:.4f}"), number(f"{found['params_fit']} of {fits['params_entries']}")]
-    row += [number(f"{found['macs_g']:.4f}"), number(f"{found['macs_fit']} of {fits['macs_entries']}")]
+    row: list[Piece | Line] = [(code(f"{choice.switch}={value}"), "" if text else " (ours)"), choice.values[value]]
+    for count, kind in (("params_m", "params"), ("macs_g", "macs")):
+        row.append(number(found[count], ".4f"))
+        row.append(number(found[f"{kind}_fit"], "", f" of {fits[f'{kind}_entries']}"))
     if trained:
         source, pair = trained.get(text), pairs.get(text)
         row.append(number(format_scores(source.metrics, {TOP1: ""}, 1) if source else None))

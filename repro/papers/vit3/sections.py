@@ -10,7 +10,7 @@ from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
 from ...report.gallery import describe_origin, find_pictures
 from ...report.ordering import compare_pairs
-from ...report.records import Source, describe_seeds, keep_best, show_mean
+from ...report.records import Source, describe_seeds, group_by, keep_best, show_mean
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants
@@ -102,8 +102,8 @@ def list_denoisers(report: Report) -> list[Block]:
     )
     best = keep_best(trained, lambda source: (alike(source), name(source)))
     blocks: list[Block] = []
-    for key in dict.fromkeys(map(alike, trained)):
-        group = sorted((each for each in best if alike(each) == key), key=lambda each: each.metrics[HELD_OUT])
+    for of_key in group_by(best, alike).values():
+        group = sorted(of_key, key=lambda each: each.metrics[HELD_OUT])
         m = group[0].metrics
         size, sampling = m["image_size"], m["by_seed"][0]["sampling"]
         about = (
@@ -132,9 +132,7 @@ def _count_judged(group: Sequence[Source]) -> str:
 
 def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> Line:
     """A sentence about two losses, seed by seed: both saw the same held-out images with the same noise."""
-    losses = {
-        name(source): {run["seed"]: run[HELD_OUT] for run in source.metrics["by_seed"]} for source in (worse, better)
-    }
+    losses = {name(source): source.by_seed(HELD_OUT) for source in (worse, better)}
     pairs = compare_pairs(losses, [tuple(losses)], 0.0)
     said = code(name(better)), " against ", code(name(worse))
     if not pairs:
