@@ -1,6 +1,6 @@
 """TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,9 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
     results = dq, dk, dv, drate, dscale, dstate, dgamma, dmu
     _run(learn_backward, x, *given, dout.to(dq.dtype).contiguous(), states, *results, *options)
     dstate = dstate.sum(0)
-    sums = drate.sum(2), dscale.sum((0, 2)), dstate[:, :, :D], dstate[:, :, D], dgamma.sum(0), dmu.sum(0)
-    # copies, since the results of an operator must not share memory
-    return tuple(
-        like.new_empty(like.shape).copy_(gradient) for like, gradient in zip(x[:9], (dq, dk, dv, *sums), strict=True)
-    )
+    dW, db = dstate[:, :, :D].clone(), dstate[:, :, D].clone()  # the results of an operator must not share memory
+    gradients = dq, dk, dv, drate.sum(2), dscale.sum((0, 2)), dW, db, dgamma.sum(0), dmu.sum(0)
+    return tuple(gradient.to(like.dtype) for gradient, like in zip(gradients, x[:9], strict=True))
 
 
 def _prepare(x: Arguments) -> tuple[list[Tensor], tuple[Any, ...]]:
@@ -61,6 +59,6 @@ def _prepare(x: Arguments) -> tuple[list[Tensor], tuple[Any, ...]]:
     return [q, k, v, lr, scale, state, gamma, mu], options
 
 
-def _run(loop, x: Arguments, *arguments: Any) -> None:
+def _run(loop: Callable, x: Arguments, *arguments: Any) -> None:
     B, _, R, H, D = x.q.shape
     threads.run(loop, B * R * H, (False,) * D, *arguments)

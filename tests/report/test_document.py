@@ -17,10 +17,9 @@ def test_a_crossed_table_has_its_columns_in_order_and_says_where_nothing_is():
 
 
 def test_the_first_with_the_most_seeds_is_kept_of_each_name():
-    found = [
-        types.SimpleNamespace(name=name, most_seeds=seeds) for name, seeds in (("a", 1), ("b", 2), ("a", 3), ("a", 3))
-    ]
-    assert keep_best(found, lambda each: each.name) == [found[2], found[1]]
+    listed = (("a", 1, 0), ("a", 3, 1), ("b", 2, 2), ("a", 3, 3), ("a", 2, 4))
+    found = [types.SimpleNamespace(name=name, most_seeds=seeds, place=place) for name, seeds, place in listed]
+    assert [each.place for each in keep_best(found, lambda each: each.name)] == [1, 2]
     assert list(group_by("bab", str.upper).items()) == [("B", ["b", "b"]), ("A", ["a"])]
 
 
