@@ -27,7 +27,7 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, _, _ = values
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
-    m = -(-T // n)
+    m = (T + n - 1) // n  # ONNX divides integers towards 0, so nothing negative
 
     def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
         return x.expand(B, *x.shape).flatten(0, 2)

@@ -31,6 +31,9 @@ def command(
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")
     ] = None,
+    any_size: Annotated[
+        bool, typer.Option("--any-size", help="One graph for all image sizes, where the model has one.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")
     ] = True,
@@ -50,7 +53,7 @@ def command(
     if weights is None or format is None:
         raise UserError("export: --weights FILE and --format are needed")
     require_hash(weights, sha256)
-    exporting.export(weights, format, output, image_size, verify)
+    exporting.export(weights, format, output, image_size, verify, any_size)
 
 
 def describe_exports(paths: Paths) -> str:

@@ -38,7 +38,8 @@ def command(
         bool, typer.Option("--freeze/--finetune", help="With --from: train new parameters alone, or all.")
     ] = False,
     data: Annotated[
-        str | None, typer.Option(help="With --from: a cell of prepare_data; by default that of the recipe.")
+        str | None,
+        typer.Option(help="With --from: a cell of prepare_data, or folder:PATH; by default that of the recipe."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="With --from: epochs of the training.")] = None,
     batch_size: Annotated[

@@ -4,6 +4,7 @@ There is no peer: what they replace is plain PyTorch, which is the backend `torc
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from .cases import ROUNDING, TOKENS, normal_drawer
 
 WIDTHS = (192, 384, 768)  # Vittt-T, S, B
 EPS = 1e-6
+ACTIVATIONS = {"conv_norm": ("tokens",), "scan_convs": ("x",), "gated_norm": ("z", "gate"), "gated_linear": ("x",)}
+ARGUMENTS = {"conv_norm": ConvNorm, "scan_convs": ScanConvs, "gated_norm": GatedNorm, "gated_linear": GatedLinear}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,22 +37,37 @@ class Sizes(cases.Sizes):
     def hidden(self) -> int:
         return int(8 * self.channels / 3)
 
-    def tensor_bytes(self) -> tuple[int, int]:
-        D, F = self.channels, self.hidden
-        inputs, out = {
-            "conv_norm": (D, 2 * D),
-            "scan_convs": (2 * D, 4 * D),
-            "gated_norm": (3 * D, D),
-            "gated_linear": (D, F),
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the operator takes beside its tensors."""
+        return {"conv_norm": {"height": self.height, "eps": EPS}, "gated_norm": {"eps": EPS}}.get(self.kind, {})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each input and of the output, which of `gated_linear` is without its ones."""
+        B, T, D, F = self.batch, self.tokens, self.channels, self.hidden
+        return {
+            "conv_norm": {"tokens": (B, T, D), "weight": (D, 3, 3), "gamma": (D,), "beta": (D,), "out": (2, B, T, D)},
+            "scan_convs": {
+                "x": (B, T, 2 * D),
+                "k_weight": (2 * D, 4),
+                "k_bias": (2 * D,),
+                "q_weight": (2 * D, 4),
+                "q_bias": (2 * D,),
+                "out": (2, B, T, 2 * D),
+            },
+            "gated_norm": {"z": (B, T, 2, D), "gate": (B, T, D), "weight": (D,), "bias": (D,), "out": (B, T, D)},
+            "gated_linear": {"x": (B, T, D), "weight": (2 * F, D), "bias": (2 * F,), "out": (B, T, F)},
         }[self.kind]
-        return 2 * self.batch * self.tokens * inputs, 2 * self.batch * self.tokens * out
+
+    def tensor_bytes(self) -> tuple[int, int]:
+        """Those of the activations."""
+        found = {name: 2 * math.prod(shape) for name, shape in self.shapes().items()}
+        return sum(found[name] for name in ACTIVATIONS[self.kind]), found["out"]
 
     def flop_of(self, passes: str) -> int:
         D = self.channels
-        macs = {"conv_norm": 9 * D, "scan_convs": 16 * D, "gated_norm": 0, "gated_linear": 2 * D * self.hidden}[
-            self.kind
-        ]
-        return 2 * self.batch * self.tokens * macs * (1 if passes == "forward" else 2)
+        macs = {"conv_norm": 9 * D, "scan_convs": 16 * D, "gated_norm": 0, "gated_linear": 2 * D * self.hidden}
+        return 2 * self.batch * self.tokens * macs[self.kind] * (1 if passes == "forward" else 2)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -64,54 +82,27 @@ class AroundCases(cases.Cases):
 
     def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
         """Activations with values of bf16, the others with values of fp32; norms' weights near 1."""
-        normal = normal_drawer(seed, dtype=torch.float64)
-        B, T, D, F = sizes.batch, sizes.tokens, sizes.channels, sizes.hidden
-        shapes: Mapping[str, tuple] = {
-            "tokens": (B, T, D),
-            "x": (B, T, D if sizes.kind == "gated_linear" else 2 * D),
-            "z": (B, T, 2, D),
-            "gate": (B, T, D),
-        }
-        others = {
-            "conv_norm": {"weight": (D, 3, 3), "gamma": (D,), "beta": (D,)},
-            "scan_convs": {"k_weight": (2 * D, 4), "k_bias": (2 * D,), "q_weight": (2 * D, 4), "q_bias": (2 * D,)},
-            "gated_norm": {"weight": (D,), "bias": (D,)},
-            "gated_linear": {"weight": (2 * F, D), "bias": (2 * F,)},
-        }[sizes.kind]
-        outs = {
-            "conv_norm": (2, B, T, D),
-            "scan_convs": (2, B, T, 2 * D),
-            "gated_norm": (B, T, D),
-            "gated_linear": (B, T, F + ONES),
-        }
-        found = []
-        for name in self.INPUTS:
-            if name in self.ACTIVATIONS:
-                found.append(normal(*shapes[name]).bfloat16().double())
+        normal, drawn = normal_drawer(seed, dtype=torch.float64), []
+        shapes = sizes.shapes()
+        if sizes.kind == "gated_linear":
+            shapes["out"] = (*shapes["out"][:2], sizes.hidden + ONES)
+        for name, shape in shapes.items():
+            if name in (*self.ACTIVATIONS, "out"):
+                drawn.append(normal(*shape).bfloat16())
             else:
                 mean = 1.0 if name == "gamma" or (name, sizes.kind) == ("weight", "gated_norm") else 0.0
-                found.append(normal(*others[name], scale=0.2, mean=mean).float().double())
-        return [x.to(device) for x in (*found, normal(*outs[sizes.kind]).bfloat16().double())]
+                drawn.append(normal(*shape, scale=0.2, mean=mean).float())
+        return [x.double().to(device) for x in drawn]
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
-        options: dict[str, Any] = {"conv_norm": {"height": sizes.height, "eps": EPS}, "gated_norm": {"eps": EPS}}.get(
-            sizes.kind, {}
-        )
-        return partial(getattr(op, sizes.kind), **options)
+        return partial(getattr(op, sizes.kind), **sizes.options)
 
     def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Any:
-        if sizes.kind == "conv_norm":
-            return ConvNorm(*inputs, sizes.height, EPS)
-        if sizes.kind == "gated_norm":
-            return GatedNorm(*inputs, EPS)
-        return {"scan_convs": ScanConvs, "gated_linear": GatedLinear}[sizes.kind](*inputs)
+        return ARGUMENTS[sizes.kind](*inputs, **sizes.options)
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
-        lengths = (
-            ((1, 1), (2, 1), (35, 5), (81, 9))
-            if interpreted
-            else ((1, 1), (2, 1), (3, 3), (35, 5), (81, 9), (196, 14), (197, 1), (4200, 60))
-        )
+        lengths = ((1, 1), (2, 1), (3, 3), (35, 5), (81, 9), (196, 14), (197, 1), (4200, 60))
+        lengths = [each for each in lengths if not interpreted or each[0] in (1, 2, 35, 81)]
         return [dataclasses.replace(self.PLAIN, tokens=tokens, height=height) for tokens, height in lengths]
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
@@ -147,14 +138,7 @@ class AroundCases(cases.Cases):
         return out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)
 
 
-def make(
-    name: str,
-    custom_op: Any,
-    inputs: tuple[str, ...],
-    activations: tuple[str, ...],
-    kernels: Mapping[str, tuple],
-    operands: tuple[str, ...],
-) -> AroundCases:
+def make(name: str, custom_op: Any, kernels: Mapping[str, tuple], operands: tuple[str, ...]) -> AroundCases:
     """The cases of the operator of that name. `kernels`: name -> candidates, kernel."""
     plain = Sizes(batch=2, tokens=35, height=5, channels=24, kind=name)
     return AroundCases(
@@ -164,8 +148,8 @@ def make(
         ),
         triton_fwd=triton_fwd,
         triton_bwd=triton_bwd,
-        INPUTS=inputs,
-        ACTIVATIONS=activations,
+        INPUTS=tuple(plain.shapes())[:-1],
+        ACTIVATIONS=ACTIVATIONS[name],
         PLAIN=plain,
         OUT_BATCH=int(name in ("conv_norm", "scan_convs")),
         SMALL=dataclasses.replace(plain, tokens=6, height=2, channels=16),
@@ -175,7 +159,7 @@ def make(
         GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 60, " %")},
         AT="B 64, T 6400, 192 channels, bf16",
         KERNELS={f"{name}_{part}": (configs, kernel, {}) for part, (configs, kernel) in kernels.items()},
-        OPERANDS=(*activations, *operands, "out", "dout"),
+        OPERANDS=(*ACTIVATIONS[name], *operands, "out", "dout"),
         TYPES={"eps": "fp32", "size": "i64"},
     )
 
@@ -184,8 +168,6 @@ CASES = (
     make(
         "conv_norm",
         op.CONV_NORM,
-        ("tokens", "weight", "gamma", "beta"),
-        ("tokens",),
         {
             "forward": (triton_fwd.row_configs, triton_fwd.conv_norm_kernel),
             "backward_norm": (triton_bwd.row_configs, triton_bwd.norm_backward_kernel),
@@ -196,8 +178,6 @@ CASES = (
     make(
         "scan_convs",
         op.SCAN_CONVS,
-        ("x", "k_weight", "k_bias", "q_weight", "q_bias"),
-        ("x",),
         {
             "forward": (triton_fwd.block_configs, triton_fwd.scan_convs_kernel),
             "backward": (triton_bwd.block_configs, triton_bwd.scan_convs_backward_kernel),
@@ -207,8 +187,6 @@ CASES = (
     make(
         "gated_norm",
         op.GATED_NORM,
-        ("z", "gate", "weight", "bias"),
-        ("z", "gate"),
         {
             "forward": (triton_fwd.row_configs, triton_fwd.gated_norm_kernel),
             "backward": (triton_bwd.row_configs, triton_bwd.gated_norm_backward_kernel),
@@ -218,8 +196,6 @@ CASES = (
     make(
         "gated_linear",
         op.GATED_LINEAR,
-        ("x", "weight", "bias"),
-        ("x",),
         {
             "forward": (triton_fwd.product_configs, triton_fwd.gated_linear_kernel),
             "backward": (triton_bwd.activation_configs, triton_bwd.activation_backward_kernel),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..bi_wkv import bi_wkv, op, triton_bwd, triton_fwd
 from ..bi_wkv.reference import Arguments
+from ..bi_wkv.triton_fwd import SEGMENT, configs, forward_kernel
 from . import cases
 from .cases import ROUNDING, TOKENS, normal_drawer
 
@@ -104,20 +105,12 @@ CASES = BiWKVCases(
     GOALS={"forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 30, " %")},
     AT="B 64, T 6400, 192 channels, bf16",
     KERNELS={
-        "bi_wkv_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False, "SEGMENT": 0}),
-        "bi_wkv_forward_segments": (
-            triton_fwd.configs,
-            triton_fwd.forward_kernel,
-            {"KEEP": False, "SEGMENT": triton_fwd.SEGMENT},
-        ),
-        "bi_wkv_forward_keeping_states": (
-            triton_fwd.configs,
-            triton_fwd.forward_kernel,
-            {"KEEP": True, "SEGMENT": triton_fwd.SEGMENT},
-        ),
-        "bi_wkv_forward_sums": (triton_fwd.configs, triton_fwd.sums_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
-        "bi_wkv_forward_ends": (triton_fwd.ends_configs, triton_fwd.ends_kernel, {"SEGMENT": triton_fwd.SEGMENT}),
-        "bi_wkv_backward": (triton_fwd.configs, triton_bwd.backward_kernel, {}),
+        "bi_wkv_forward": (configs, forward_kernel, {"KEEP": False, "SEGMENT": 0}),
+        "bi_wkv_forward_segments": (configs, forward_kernel, {"KEEP": False, "SEGMENT": SEGMENT}),
+        "bi_wkv_forward_keeping_states": (configs, forward_kernel, {"KEEP": True, "SEGMENT": SEGMENT}),
+        "bi_wkv_forward_sums": (configs, triton_fwd.sums_kernel, {"SEGMENT": SEGMENT}),
+        "bi_wkv_forward_ends": (triton_fwd.ends_configs, triton_fwd.ends_kernel, {"SEGMENT": SEGMENT}),
+        "bi_wkv_backward": (configs, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("k", "v", "out", "dout", "dk", "dv"),
 )

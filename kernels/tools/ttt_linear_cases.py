@@ -17,6 +17,8 @@ from torch import Tensor
 from ..ttt_linear import op, triton_bwd, triton_fwd, triton_phases, ttt_linear, ttt_linear_bidir
 from ..ttt_linear.op import one_direction
 from ..ttt_linear.reference import Arguments
+from ..ttt_linear.triton_bwd import back_configs, backward_kernel, replay_configs
+from ..ttt_linear.triton_phases import ROWS, output_configs, output_kernel, state_configs, state_kernel
 from . import cases, peers
 from .cases import BOTH, DTYPES, TOKENS, Check, Maker, in_directions, normal_drawer
 from .check import failure, judge_peer, make_row
@@ -133,9 +135,9 @@ class TTTLinearCases(cases.Cases):
         """Both passes also have pairs of configs, for their two launches."""
         forward, backward = super().configs(dtype)
         sizes = self.compile_time(dtype)[2]
-        phases = zip(triton_phases.state_configs(*sizes), triton_phases.output_configs(*sizes), strict=True)
+        phases = zip(state_configs(*sizes), output_configs(*sizes), strict=True)
         forward = [*forward, *(triton_phases.TwoPhases(*pair) for pair in phases)]
-        pairs = zip(triton_bwd.replay_configs(*sizes), triton_bwd.back_configs(*sizes), strict=True)
+        pairs = zip(replay_configs(*sizes), back_configs(*sizes), strict=True)
         return forward, [*backward, *(triton_bwd.TwoPasses(*pair) for pair in pairs)]
 
     def peers(self, sizes: Sizes) -> dict[str, Maker]:
@@ -202,32 +204,12 @@ CASES = TTTLinearCases(
     KERNELS={
         "ttt_linear_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False}),
         "ttt_linear_forward_keeping_states": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": True}),
-        "ttt_linear_forward_state": (
-            triton_phases.state_configs,
-            triton_phases.state_kernel,
-            {"ROWS": triton_phases.ROWS, "KEEP": False},
-        ),
-        "ttt_linear_forward_state_keeping_states": (
-            triton_phases.state_configs,
-            triton_phases.state_kernel,
-            {"ROWS": triton_phases.ROWS, "KEEP": True},
-        ),
-        "ttt_linear_forward_output": (
-            triton_phases.output_configs,
-            triton_phases.output_kernel,
-            {"ROWS": triton_phases.ROWS},
-        ),
-        "ttt_linear_backward_replay": (
-            triton_bwd.replay_configs,
-            triton_bwd.backward_kernel,
-            {"PASS": triton_bwd.REPLAY.value},
-        ),
-        "ttt_linear_backward_back": (
-            triton_bwd.back_configs,
-            triton_bwd.backward_kernel,
-            {"PASS": triton_bwd.BACK.value},
-        ),
-        "ttt_linear_backward": (triton_bwd.configs, triton_bwd.backward_kernel, {"PASS": triton_bwd.BOTH.value}),
+        "ttt_linear_forward_state": (state_configs, state_kernel, {"ROWS": ROWS, "KEEP": False}),
+        "ttt_linear_forward_state_keeping_states": (state_configs, state_kernel, {"ROWS": ROWS, "KEEP": True}),
+        "ttt_linear_forward_output": (output_configs, output_kernel, {"ROWS": ROWS}),
+        "ttt_linear_backward_replay": (replay_configs, backward_kernel, {"PASS": triton_bwd.REPLAY.value}),
+        "ttt_linear_backward_back": (back_configs, backward_kernel, {"PASS": triton_bwd.BACK.value}),
+        "ttt_linear_backward": (triton_bwd.configs, backward_kernel, {"PASS": triton_bwd.BOTH.value}),
     },
     OPERANDS=("q", "k", "v", "out", "dout", "dq", "dk", "dv", "G", "S", "tiles", "squares"),
     TYPES={"eps": "fp32"},

@@ -137,7 +137,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     if not store.rows:
         raise RunError("efficiency: nothing was measured")
     print(f"{len(store.rows)} rows in {record.relative_to(paths.root)}")
-    for side, seconds in left_out.items():
+    for side, seconds in sorted(left_out.items()):
         print(f"left out: {side}², expected to take {seconds:.0f} s; --minutes gives more time")
     return not left_out
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import timm
 import torch
@@ -59,17 +59,32 @@ class BenchParams:
     samples: int = 5
 
 
-def export(weights: Path, format: Format, output: Path | None, image_size: int | None, verify: bool) -> None:
+class Sides(NamedTuple):
+    """The images that a graph takes, in pixels: squares of `size`, or, with `step`, all sides that are multiples of it."""
+
+    size: int
+    step: int | None = None
+
+    def list_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes (B, 3, H, W) on which a file is compared with its model."""
+        squares = [(count, 3, self.size, self.size) for count in COMPARED_BATCHES]
+        return squares if self.step is None else [*squares, (2, 3, self.size + self.step, self.size + 4 * self.step)]
+
+
+def export(
+    weights: Path, format: Format, output: Path | None, image_size: int | None, verify: bool, any_size: bool = False
+) -> None:
     """Write one file (for `safetensors` a folder with model.safetensors and config.json), whole or not at all.
 
-    ONNX and torch.export take images (B, 3, S, S) for any B and one S, normalised as the metadata say, and return
-    logits (B, classes). Both hold the model's fp32 graph in plain operations, which need no code of this project.
+    ONNX and torch.export take images (B, 3, S, S) for any B and one S, or (B, 3, H, W) for any sides that the model
+    takes, normalised as the metadata say, and return logits (B, classes). Both hold the model's fp32 graph in plain operations, which need no code of this project.
 
     Args:
         weights: a file of a classifier of this project.
         output: by default <model>_<size> in the working directory.
         image_size: side S in pixels, by default that of the training.
         verify: read the file back with its own runtime and compare the logits.
+        any_size: one graph for all sides.
 
     Raises:
         UserError: weights that are not a classifier's, an output that exists, a size that the model does not take, a
@@ -78,20 +93,25 @@ def export(weights: Path, format: Format, output: Path | None, image_size: int |
     """
     if format == "onnx":
         _require_onnx()
-    if image_size and format == "safetensors":
-        raise UserError("export: --image-size is for onnx and torch_export; weights alone are for any size")
+    if (image_size or any_size) and format == "safetensors":
+        option = "--image-size" if image_size else "--any-size"
+        raise UserError(f"export: {option} is for onnx and torch_export; weights alone are for any size")
     read_metadata(weights)  # refuses files of other projects, which name neither model nor classes
     checkpoint = open_weights(weights).require_classifier()
     size = image_size or checkpoint.image_size
-    path = output or Path(f"{checkpoint.model}{f'_{size}' if SUFFIXES[format] else ''}{SUFFIXES[format]}")
+    suffix = f"_{'any' if any_size else size}{SUFFIXES[format]}" if SUFFIXES[format] else ""
+    path = output or Path(f"{checkpoint.model}{suffix}")
     if path.exists():
         raise UserError(f"{path}: already exists; remove it, or choose another name with -o")
     model = _build(checkpoint, size)
     facts = {"model": checkpoint.model, "options": dict(checkpoint.options), "classes": list(checkpoint.classes)}
     facts |= _find_origin(checkpoint) | {"preprocessing": {**checkpoint.preprocessing, "input_size": [3, size, size]}}
+    sides = Sides(size, model.feature_info[-1]["reduction"] if any_size else None)
+    if any_size:
+        facts["sides_multiple_of"] = sides.step
     with (_new_folder if format == "safetensors" else atomic)(path) as temporary:
-        load = _write(format, model, size, facts, temporary)
-        compared = f"; {_compare(model, load(), size, format, path)}" if verify else ""
+        load = _write(format, model, sides, facts, temporary)
+        compared = f"; {_compare(model, load(), sides, format, path)}" if verify else ""
     print(f"{path}: {checkpoint.model}, {checkpoint.num_classes} classes{compared}")
 
 
@@ -145,11 +165,11 @@ def _measure(name: str, side: int, format: Format, count: int) -> dict[str, Any]
     model, load = build_model(name, img_size=side).eval(), read_load()
     with tempfile.TemporaryDirectory() as folder:
         file, started = Path(folder) / f"model{SUFFIXES[format]}", time.perf_counter()
-        loading = _write(format, model, side, {"model": name}, file)
+        loading = _write(format, model, Sides(side), {"model": name}, file)
         row = {"model": name, "side": side, "format": format, "write_s": time.perf_counter() - started}
         row["file_mib"] = file.stat().st_size / 2**20
         program = loading()
-    difference, largest = _find_difference(model, program, side)
+    difference, largest = _find_difference(model, program, Sides(side))
     image = torch.zeros(1, 3, side, side)
     with torch.no_grad():
         steps = {"eager": lambda: model(image), "exported": lambda: program(image)}
@@ -201,15 +221,16 @@ def _new_folder(path: Path) -> Iterator[Path]:
         os.rename(folder, path)
 
 
-def _write(format: Format, model: nn.Module, size: int, facts: dict[str, Any], path: Path) -> Callable[[], Classify]:
-    """Write a format's file or fill its folder, for images of a side in pixels; returns what reads it back."""
+def _write(format: Format, model: nn.Module, sides: Sides, facts: dict[str, Any], path: Path) -> Callable[[], Classify]:
+    """Write a format's file or fill its folder; returns what reads it back."""
     write = {"safetensors": _write_timm, "onnx": _write_onnx, "torch_export": _write_torch_export}[format]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters warn about their own code
-        return write(model, size, facts, path)
+        logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # what fails is one line of ours
+        return write(model, sides, facts, path)
 
 
-def _write_timm(model: nn.Module, size: int, facts: dict[str, Any], folder: Path) -> Callable[[], Classify]:
+def _write_timm(model: nn.Module, sides: Sides, facts: dict[str, Any], folder: Path) -> Callable[[], Classify]:
     """Write what `timm.create_model("local-dir:...", pretrained=True)` reads; its weights are also a weights file of
     this project.
     """
@@ -233,37 +254,44 @@ def _write_timm(model: nn.Module, size: int, facts: dict[str, Any], folder: Path
     return lambda: timm.create_model(f"local-dir:{folder.absolute()}", pretrained=True).eval()
 
 
-def _trace(model: nn.Module, size: int, facts: dict[str, Any]) -> torch.export.ExportedProgram:
+def _trace(model: nn.Module, sides: Sides, facts: dict[str, Any]) -> torch.export.ExportedProgram:
     """The model's graph for any number of images, with this project's operators written as plain ones."""
-    images = {0: torch.export.Dim("batch")}
-    with torch.no_grad(), _one_line_errors(facts):
+    free, height, width = {0: torch.export.Dim("batch")}, sides.size, sides.size
+    if step := sides.step:
+        free |= {2: step * torch.export.Dim("rows"), 3: step * torch.export.Dim("columns")}
+        # where a side equals the model's own, or the other, the tracer takes one for the other
+        height, width = height + 2 * step, width + 3 * step
+    with torch.no_grad(), _one_line_errors(facts, " for --any-size" if step else ""):
         # strict, because the other mode takes len() of a tensor for a constant
-        program = torch.export.export(model, (torch.zeros(2, 3, size, size),), dynamic_shapes=(images,), strict=True)
-        return program.run_decompositions(DECOMPOSITIONS)
+        program = torch.export.export(model, (torch.zeros(2, 3, height, width),), dynamic_shapes=(free,), strict=True)
+        program = program.run_decompositions(DECOMPOSITIONS)
+        if step:
+            program.module()(torch.zeros(1, 3, sides.size, sides.size))  # its guards refuse what it took for a constant
+    return program
 
 
 @contextlib.contextmanager
-def _one_line_errors(facts: dict[str, Any]) -> Iterator[None]:
+def _one_line_errors(facts: dict[str, Any], option: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a model outside this project's families may hit in there
         raise RunError(
-            f"export: {facts['model']} has no such graph: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"export: {facts['model']} has no such graph{option}: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _write_torch_export(model: nn.Module, size: int, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
+def _write_torch_export(model: nn.Module, sides: Sides, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
     with open(file, "wb") as stream:  # given a name, it would insist on one that ends in .pt2
         torch.export.save(
-            _trace(model, size, facts), stream, extra_files={f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)}
+            _trace(model, sides, facts), stream, extra_files={f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)}
         )
     return lambda: torch.export.load(file.open("rb")).module()
 
 
-def _write_onnx(model: nn.Module, size: int, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
+def _write_onnx(model: nn.Module, sides: Sides, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
     import onnxscript.optimizer
 
-    program = _trace(model, size, facts)
+    program = _trace(model, sides, facts)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with _one_line_errors(facts):
         names = {"input_names": ["images"], "output_names": ["logits"]}
@@ -285,13 +313,13 @@ def _write_onnx(model: nn.Module, size: int, facts: dict[str, Any], file: Path) 
     return load
 
 
-def _compare(model: Classify, loaded: Classify, size: int, format: Format, path: Path) -> str:
+def _compare(model: Classify, loaded: Classify, sides: Sides, format: Format, path: Path) -> str:
     """What `_find_difference` finds, in words.
 
     Raises:
         RunError: the difference is larger than the format's tolerance.
     """
-    difference, largest = _find_difference(model, loaded, size)
+    difference, largest = _find_difference(model, loaded, sides)
     allowed = TOLERANCES[format] * largest
     found = f"read back, logits differ by at most {difference:.1e} (allowed: {allowed:.1e})"
     if not difference <= allowed:  # also for NaN
@@ -299,11 +327,13 @@ def _compare(model: Classify, loaded: Classify, size: int, format: Format, path:
     return found
 
 
-def _find_difference(model: Classify, loaded: Classify, size: int) -> tuple[float, float]:
-    """The largest difference of logits over batches of several lengths, and the model's largest logit."""
-    images = torch.randn(max(COMPARED_BATCHES), 3, size, size, generator=torch.Generator().manual_seed(0))
+def _find_difference(model: Classify, loaded: Classify, sides: Sides) -> tuple[float, float]:
+    """The largest difference of logits over batches of several lengths and sides, and the model's largest logit."""
+    generator, pairs = torch.Generator().manual_seed(0), []
     with torch.no_grad():
-        pairs = [(model(images[:count]), loaded(images[:count])) for count in COMPARED_BATCHES]
+        for shape in sides.list_shapes():
+            images = torch.randn(shape, generator=generator)
+            pairs.append((model(images), loaded(images)))
     # PyTorch's maximum is NaN where one is
     difference = torch.stack([(ours - theirs).abs().max() for ours, theirs in pairs]).max()
     return float(difference), max(float(ours.abs().max()) for ours, _ in pairs)

@@ -15,10 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed, to_2tuple
+from timm.layers import calculate_drop_path_rates, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..core.errors import UserError, did_you_mean
 from .image_model import Grid, ImageModel, check_rates
@@ -271,10 +272,11 @@ def resample_positions(
     """A position embedding (1, T, D) for another grid of patches, bicubically; class tokens keep theirs, which move to
     `new_rows`.
     """
-    if before == after:
+    # a graph for all sizes resamples to any of them, the model's own too, where that changes nothing
+    if all(statically_known_true(old == new) for old, new in zip(before, after, strict=True)):
         return embedding
-    patches = remove_tokens(embedding, rows)
-    patches = resample_abs_pos_embed(patches, list(after), list(before), num_prefix_tokens=0, antialias=False)
+    patches = remove_tokens(embedding, rows).float().unflatten(1, before).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, after, mode="bicubic").flatten(2).mT.to(embedding.dtype)
     return insert_tokens(patches, embedding[:, list(rows)], new_rows) if rows else patches
 
 

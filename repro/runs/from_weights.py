@@ -1,6 +1,7 @@
 """The cell of `repro linearize --from`, which no section of params.yaml names."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from ..core.errors import UserError
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
 from ..data.cells import suggest_data
+from ..data.own import parse_own
+from ..data.prepare import prepare_own
 from ..tasks.linearization.params import LinearizeParams
 from ..tasks.linearization.spec import SPEC
 from .job import Cell, Recipe, describe_init
@@ -37,7 +40,7 @@ def make_cell(
         model: registered name of the ViT, where its file does not say it.
         options: of the student, see `repro.models.t5.T5`.
         freeze: whether only new parameters learn.
-        data: a cell of `prepare_data`; None for that of the recipe.
+        data: a cell of `prepare_data`, or `folder:PATH`; None for that of the recipe.
         epochs, batch_size, seeds: instead of those of the recipe.
         recipe: see `Cell`.
 
@@ -53,7 +56,10 @@ def make_cell(
     file, teacher = find_weights(paths, source, model)
     opened = open_checkpoint(file, teacher)
     shell = read_shell(opened.build(), source)
-    params = find_recipe(paths, data)
+    own = parse_own(data or "")
+    if own and own.kind != "folder":
+        raise UserError(f"linearize: --data {data}: expected folder:PATH, or a cell of prepare_data")
+    params = find_recipe(paths, None if own else data)
     name, of_shell = choose_student(shell)
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
     changes["init"] = describe_init(paths, file)
@@ -71,11 +77,17 @@ def make_cell(
         build_model(name, img_size=params.transform.image_size, **params.options)
     except ValueError as error:
         raise UserError(f"linearize: {error}") from None
+    if own and "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
+        prepare_own(data, paths, runtime)
     stem = file.parent.name if file.stem == "weights" else file.stem
-    parts = [stem, *(f"{key}_{value}" for key, value in options.items()), params.data, *(["frozen"] if freeze else [])]
+    parts = [stem, *(f"{key}_{value}" for key, value in options.items()), own.name if own else params.data]
+    parts += ["frozen"] if freeze else []
     parts += [f"{epochs}epochs"] if epochs else []
     cell = "-".join(parts).replace(".", "_")
-    folder = paths.measured(device_slug(choose_device(runtime.device))) / STAGE / cell
+    if own:
+        folder = paths.results / "own" / own.name.removeprefix("own_") / cell
+    else:
+        folder = paths.measured(device_slug(choose_device(runtime.device))) / STAGE / cell
     return Cell(
         stage=STAGE, name=cell, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder, recipe=recipe
     )

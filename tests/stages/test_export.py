@@ -9,7 +9,6 @@ import timm
 import torch
 
 import repro.inference.export
-from kernels.decompositions import DECOMPOSITIONS
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
 from repro.core.record import read_record
@@ -181,7 +180,8 @@ def test_what_cannot_be_exported_is_one_line(saved, tmp_path, repro_cli, monkeyp
     assert "image size 47x47: height and width must be positive multiples" in refused(
         "--format", "torch_export", "--image-size", "47"
     )
-    assert "--image-size is for onnx and torch_export" in refused("--format", "safetensors", "--image-size", "64")
+    for option in (["--image-size", "64"], ["--any-size"]):
+        assert f"{option[0]} is for onnx and torch_export" in refused("--format", "safetensors", *option)
     (tmp_path / "there.pt2").write_text("somebody's")
     assert "there.pt2: already exists" in refused("--format", "torch_export", "-o", "there.pt2")
     assert (tmp_path / "there.pt2").read_text() == "somebody's"
@@ -206,34 +206,32 @@ def test_pytorch_exports_a_model_for_any_batch(family, gradients):
         torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-5)
 
 
-# family -> why its graph in plain operations is of one side; the others take any multiples of the patch
-FIXED_SIDES = {
-    "deit": "timm's patch embedding asserts its size",
-    "ladder_vittt": "a reshape keeps the number of rows that was traced",
-    "study": "a reshape keeps the number of rows that was traced",
-    "t5": "a reshape keeps the number of rows that was traced",
-    "vittt": "a reshape keeps the number of rows that was traced",
-    "vrwkv": "a reshape keeps the number of rows that was traced",
-    "vim": "the class token's place, the middle, is the one that was traced",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["vit3", "ladder_vit3", *FIXED_SIDES])
-def test_which_graphs_have_free_sides(family):
-    model = nano(family, img_size=48, depth=1)
-    sides = {2: 16 * torch.export.Dim("rows", max=64), 3: 16 * torch.export.Dim("columns", max=64)}
-    images = torch.randn(2, 3, 32, 80)
+@pytest.mark.parametrize("family", ["vittt", "vit3", "vrwkv", "t5", "study", "ladder_vittt", "ladder_vit3"])
+def test_one_graph_takes_all_sides(saved, repro_cli, family):
+    path = saved(family)
+    for format, file in (("torch_export", "any.pt2"), ("onnx", "any.onnx")):
+        code, _, err = repro_cli("export", "--weights", str(path), "--format", format, "--any-size", "-o", file)
+        assert code == 0, err
+    images = torch.randn(3, 3, 32, 80)
+    truth = expected(path, images)
+    torch.testing.assert_close(torch.export.load("any.pt2").module()(images), truth, rtol=1e-4, atol=1e-5)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession("any.onnx", providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"images": images.numpy()})
+    np.testing.assert_allclose(logits, truth.numpy(), rtol=1e-4, atol=1e-5)
+    facts = json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
+    assert facts["sides_multiple_of"] == 16
 
-    def run():
-        program = torch.export.export(model, (torch.zeros(2, 3, 48, 64),), dynamic_shapes=(sides,), strict=True)
-        return program.run_decompositions(DECOMPOSITIONS).module()(images)
 
-    if family in FIXED_SIDES:
-        with pytest.raises((AssertionError, RuntimeError)):
-            run()
-    else:
-        torch.testing.assert_close(run(), model(images), rtol=1e-4, atol=1e-5)
+# Vim's class token is in the middle, at the place that was traced; LaCT cuts the tokens that were traced into chunks;
+# timm's DeiT asserts its size
+@pytest.mark.parametrize("family", ["vim", slow("lact"), slow("deit")])
+def test_a_graph_of_one_size_is_refused_for_all(saved, tmp_path, repro_cli, family):
+    arguments = ("--weights", str(saved(family)), "--format", "torch_export", "--any-size")
+    code, out, err = repro_cli("export", *arguments)
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--any-size" in err
+    assert [each.name for each in tmp_path.iterdir()] == ["trained"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from repro.tasks.classification.task import Classification
 from tests.models.helpers import shaken
+from tests.stages.test_own import draw
 
 TEACHER = Path("weights/vit.safetensors")
 CELL = {
@@ -183,6 +184,18 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
 
 
 @pytest.mark.slow
+def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repro_cli):
+    draw(Path("pets"), {"cat": 6, "dog": 6})
+    code, _, err = repro_cli(
+        "linearize", "--from", str(TEACHER), "--data", "folder:pets", "--epochs", "1", "--batch-size", "4"
+    )
+    assert code == 0, err
+    (weights,) = Path("results/own/pets").glob("*/weights.safetensors")
+    code, out, err = repro_cli("predict", "pets/cat", "--weights", str(weights))
+    assert code == 0 and "cat" in out, err
+
+
+@pytest.mark.slow
 def test_from_a_file_with_options_and_an_export(ready, repro_cli):
     code, out, err = repro_cli(
         "linearize", "--from", str(TEACHER), "--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1"
@@ -231,6 +244,7 @@ def test_from_a_file_with_options_and_an_export(ready, repro_cli):
             ["--from", str(TEACHER), "--inner", "linear", "--dwc", "none", "--freeze"],
             "freeze: inner linear with dwc none has no parameters of its own",
         ),
+        (["--from", str(TEACHER), "--data", "coco:."], "--data coco:.: expected folder:PATH"),
         (["--from", str(TEACHER), "--cell", "student"], "linearize: --from and --cell: give one of them"),
         (["--data", "digits"], "linearize: --data goes with --from"),
         (["--cell", "studnet"], "linearize.studnet"),
