@@ -23,7 +23,9 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Folder for the annotated pictures and predictions.json; default: predictions/<task>."
+            "--output",
+            "-o",
+            help="Folder for the annotated pictures and predictions.json; default: predictions/<task>.",
         ),
     ] = None,
     json: Annotated[
