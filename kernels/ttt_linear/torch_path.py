@@ -1,4 +1,4 @@
-"""TTT-Linear in batched PyTorch operations, forward and hand-written backward: what CPUs run, and any other device.
+"""TTT-Linear in batched PyTorch operations, forward and hand-written backward: for any device and any size.
 
 The scan over chunks is sequential and each chunk is small: the number of operations per chunk decides the speed.
 
@@ -35,13 +35,10 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 from .reference import Arguments
 
-# Sizes that keep scratch memory in the cache and make operations large enough to pay for their dispatch. Images are
-# taken in blocks of at most _BLOCK_GROUPS groups, and a block's chunks in segments of about _SEGMENT_ROWS rows (a chunk
-# counts as at least 16 tokens, because of the memory of its state), but of no fewer than _SEGMENT_TOKENS tokens: the
-# states that are kept for the backward pass, D + 1 rows per group and segment, then take at most half the memory of the
-# output at D = 64.
+# Images are taken in blocks of at most _BLOCK_GROUPS groups, which bounds scratch memory, and a block's chunks in segments
+# of at least _SEGMENT_TOKENS tokens: the states that are kept for the backward pass, D + 1 rows per group and segment,
+# then take at most half the memory of the output at D = 64.
 _BLOCK_GROUPS = 48
-_SEGMENT_ROWS = 4096
 _SEGMENT_TOKENS = 128
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -113,26 +110,20 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
     )
 
 
-def _images_per_block(shape: Sequence[int]) -> int:
-    B, _, R, H, _ = shape
-    return torch.sym_min(B, torch.sym_max(1, _BLOCK_GROUPS // (R * H)))
-
-
 def _blocks(shape: Sequence[int]) -> list[slice]:
     """The batch in blocks of nearly equal length."""
-    B = shape[0]
-    count = -(-B // _images_per_block(shape))
+    B, _, R, H, _ = shape
+    count = -(-B // max(1, _BLOCK_GROUPS // (R * H)))
     even = -(-B // count)
     return [slice(first, min(first + even, B)) for first in range(0, B, even)]
 
 
 def _split(shape: Sequence[int], chunk_size: int) -> tuple[int, int, int, int]:
     """Tokens of a full chunk, full chunks, segments of full chunks, and 1 where a shorter chunk follows, else 0."""
-    _, T, R, H, _ = shape
+    T = shape[1]
     n = torch.sym_min(chunk_size, T)
     full = T // n
-    rows = _images_per_block(shape) * R * H * torch.sym_max(n, 16)
-    per_segment = torch.sym_max((_SEGMENT_TOKENS + n - 1) // n, _SEGMENT_ROWS // rows)
+    per_segment = (_SEGMENT_TOKENS + n - 1) // n
     return n, full, (full + per_segment - 1) // per_segment, (T + n - 1) // n - full
 
 

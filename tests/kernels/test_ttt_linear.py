@@ -14,7 +14,7 @@ from kernels.tools import check
 from kernels.tools.check import differentiate, relative_error, relative_errors
 from kernels.tools.ttt_linear_cases import CASES as cases
 from kernels.tools.ttt_linear_cases import Sizes, one_direction
-from kernels.ttt_linear import numba_path, torch_path
+from kernels.ttt_linear import torch_path
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
@@ -69,24 +69,17 @@ def test_one_direction_and_any_chunk_size(chunk_size, reverse, backend):
     assert_near_reference(sizes, backend)
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens", "chunk_size"), [(1, 403, 4), (1, 150, 1), (11, 70, 16)], ids=["segments", "chunk 1", "blocks"]
-)
-def test_segments_and_blocks_join(monkeypatch, batch, tokens, chunk_size):
-    """Sizes at which the scan is cut into segments, and the batch into blocks, of unequal lengths."""
-    monkeypatch.setattr(torch_path, "_SEGMENT_ROWS", 512)
-    monkeypatch.setattr(torch_path, "_SEGMENT_TOKENS", 10)
-    monkeypatch.setattr(torch_path, "_BLOCK_GROUPS", 20)
-    assert torch_path.states_shape((batch, tokens, 2, 2, 8), chunk_size, True)[0] > 0
-    assert_near_reference(Sizes(batch=batch, tokens=tokens, heads=2, head_dim=8, chunk_size=chunk_size), "torch")
-
-
+@FASTER
 @pytest.mark.parametrize("chunk_size", [1, 7, 150])
-def test_segments_of_the_loops_join(chunk_size):
-    """Three segments, the last of which is not whole; and two of a single chunk."""
+def test_segments_join(chunk_size, backend):
+    """Segments of unequal lengths, and of a single chunk."""
     sizes = Sizes(batch=1, tokens=290, heads=2, head_dim=8, chunk_size=chunk_size)
-    assert numba_path.states_shape((1, 290, 2, 2, 8), chunk_size, True)[3] == (1 if chunk_size == 150 else 2)
-    assert_near_reference(sizes, "numba")
+    assert_near_reference(sizes, backend)
+
+
+def test_blocks_of_images_join():
+    """Of unequal lengths."""
+    assert_near_reference(Sizes(batch=11, tokens=20, heads=10, head_dim=8), "torch")
 
 
 def test_segments_join_at_the_sizes_that_run():
