@@ -15,7 +15,7 @@ NEED_GB := 10
 .PHONY: help setup lint test test-all test-browser test-gpu reproduce measure-cpu measure-gpu
 
 help:
-	@echo 'make reproduce      run the whole pipeline; then open results/tables.md'
+	@echo 'make reproduce      run the whole pipeline, and compare its scores with the committed ones; then open results/tables.md'
 	@echo 'make test           run the tests, in minutes; ARGS="-k loader" selects some of them'
 	@echo 'make test-all       run them at every size, dtype and architecture too; a third of an hour or more'
 	@echo 'make measure-cpu    run what takes hours outside the pipeline: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
@@ -53,6 +53,8 @@ reproduce: setup
 	@# DVC wants a Git repository unless told otherwise, and an unpacked archive is not one
 	@[ -e .git ] || $(VENV)/bin/dvc config --local core.no_scm true
 	$(VENV)/bin/repro run --force
+	@# an archive holds no commit to compare with
+	@[ ! -e .git ] || $(VENV)/bin/repro verify
 
 REPRO := $(VENV)/bin/repro
 

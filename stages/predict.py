@@ -21,8 +21,13 @@ def command(
         Literal["classify", "detect", "segment"] | None, typer.Option(help="Refuse weights of another task.")
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the annotated pictures and predictions.json.")
-    ] = Path("predictions"),
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for the annotated pictures and predictions.json; default: predictions/<task>.",
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(help="File for the predictions; without it, classes are only printed.")
     ] = None,

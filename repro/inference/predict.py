@@ -22,7 +22,7 @@ from ..tasks.spec import Predictor
 
 
 def predict_pictures(
-    given: list[Path], weights: Path, task: str | None, output: Path, json: Path | None, min_score: float
+    given: list[Path], weights: Path, task: str | None, output: Path | None, json: Path | None, min_score: float
 ) -> None:
     """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write
     <output>/<picture>.png.
@@ -30,7 +30,7 @@ def predict_pictures(
     Args:
         given: pictures and folders of pictures.
         weights: a file of this project, for `task` where that is not None.
-        output: the folder for drawings.
+        output: the folder for drawings; None for predictions/<task>.
         json: the file for the predictions; None writes those of detection and segmentation to
             <output>/predictions.json.
         min_score: detections below are not drawn.
@@ -47,6 +47,7 @@ def predict_pictures(
     own_task = (checkpoint.task or {"name": "classify"})["name"]
     if task not in (None, own_task):
         raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")
+    output = output or Path("predictions", own_task)
     try:
         predictor = load_tasks()[own_task].open_predictor(checkpoint, device, min_score)
     except ValueError as error:

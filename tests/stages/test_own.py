@@ -212,8 +212,8 @@ def test_from_scenes_to_a_prediction(checkout, repro_cli, tmp_path, stage, kind,
     weights = Path(os.getcwd()) / f"results/own/rooms_{kind}/{model}-1epochs/weights.safetensors"
     assert weights.is_file() and str(weights) in out and score in out
     picture = str(source / "val/000.png")
-    code, out, err = repro_cli("predict", picture, "--weights", str(weights), "--min-score", "0", "-o", "seen")
-    found = json.loads(Path("seen/predictions.json").read_text())["pictures"]["000.png"]
+    code, out, err = repro_cli("predict", picture, "--weights", str(weights), "--min-score", "0")
+    found = json.loads(Path("predictions", stage, "predictions.json").read_text())["pictures"]["000.png"]
     names = set(found) if stage == "segment" else {each["class"] for each in found}
     assert code == 0 and names <= {"lamp", "door", "wall"} and (names or stage == "detect"), err
     code, _, err = repro_cli(stage, "--data", f"{kind}:{source}", "--from", str(weights))
