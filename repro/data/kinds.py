@@ -89,7 +89,7 @@ def list_wnids() -> tuple[str, ...]:
 @functools.cache
 def list_imagenet100() -> tuple[str, ...]:
     """The wnids of ImageNet-100 in sorted order."""
-    from .embedded.imagenet100 import WNIDS
+    from .imagenet100 import WNIDS
 
     return tuple(sorted(WNIDS))
 
