@@ -225,8 +225,13 @@ def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Ite
         f"equals the {profile} profile" if profile else "edited, equals no profile",
     )
     users: dict[str, list[str]] = {key: [] for key in runtime.data_roots}
+    sources = set()  # of published files from which a set is still to be written
     for cell, params in cells.items():
-        users.setdefault(cell if cell in runtime.data_roots else params.kind, []).append(cell)
+        key, kind = cell if cell in runtime.data_roots else params.kind, KINDS[params.kind]
+        users.setdefault(key, []).append(cell)
+        if kind.source and not (key in runtime.data_roots and runtime.data_root(paths, key).exists()):
+            sources.add(kind.source)
+            users.setdefault(kind.source, []).append(cell)
     for key, needed_by in users.items():
         subject, folder = f"runtime.data_roots.{key}", runtime.data_roots.get(key)
         used = ", ".join(f"prepare_data.{cell}" for cell in needed_by)
@@ -236,7 +241,7 @@ def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Ite
             yield "note", subject, f"{state}; no prepare_data cell uses it"
         elif exists:
             yield "ok", subject, f"{state}, used by {used}"
-        elif folder is not None and any(cells[cell].settings for cell in needed_by):
+        elif folder is not None and key not in sources and any(cells[cell].settings for cell in needed_by):
             yield "note", subject, f"{state} yet; `repro prepare-data` writes it for {used}"
         else:
             yield (

@@ -1,7 +1,12 @@
 """What tests of every folder share."""
 
+import hashlib
+import pickle
+import struct
 import sys
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 
@@ -22,3 +27,47 @@ def repro_cli(monkeypatch, capsys):
         return code, out, err
 
     return call
+
+
+class Python2Pickler(pickle._Pickler):
+    """Writes text and bytes as Python 2 wrote its strings, as the files of CIFAR-100 have them."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def save_string(self, text):
+        content = text.encode("latin1") if isinstance(text, str) else text
+        self.write(pickle.BINSTRING + struct.pack("<i", len(content)) + content)
+        self.memoize(text)
+
+    dispatch[str] = dispatch[bytes] = save_string
+
+
+@pytest.fixture
+def cifar100_files(tmp_path, monkeypatch):
+    """A folder with the files of CIFAR-100, two classes instead of a hundred, and torchvision's MD5 sums set to theirs.
+
+    Training image i is of class i % 2 and has the grey value i; test image i, of class i % 2, has 255 - i.
+    """
+    source = tmp_path / "downloads"
+    folder = source / "cifar-100-python"
+    folder.mkdir(parents=True)
+    contents = {"meta": {"fine_label_names": ["apple", "fish"], "coarse_label_names": ["fruit", "animal"]}}
+    for name, greys in (("train", np.arange(12)), ("test", 255 - np.arange(4))):
+        contents[name] = {
+            "filenames": [f"{grey}.png" for grey in greys.tolist()],
+            "batch_label": f"{name}ing batch 1 of 1",
+            "fine_labels": (np.arange(len(greys)) % 2).tolist(),
+            "coarse_labels": [7] * len(greys),
+            "data": np.repeat(greys.astype(np.uint8)[:, None], 3 * 32 * 32, axis=1),
+        }
+    sums = {}
+    for name, content in contents.items():
+        with open(folder / name, "wb") as stream:
+            Python2Pickler(stream, protocol=2).dump(content)
+        sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+    from torchvision.datasets import CIFAR100
+
+    monkeypatch.setattr(CIFAR100, "train_list", [["train", sums["train"]]])
+    monkeypatch.setattr(CIFAR100, "test_list", [["test", sums["test"]]])
+    monkeypatch.setattr(CIFAR100, "meta", {**CIFAR100.meta, "md5": sums["meta"]})
+    return source

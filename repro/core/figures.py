@@ -89,15 +89,13 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
     figure, axes = new_figure(len(bars))
     for panel, (key, values) in zip(axes, bars.items(), strict=True):
         for place, (family, value) in enumerate(values.items()):
-            panel.bar(place, value, color=STYLES[family][1])
-            panel.annotate(
-                f"{value:.0f}" if value >= 100 else f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize=8
-            )
-        panel.set_xticks(
-            range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8, rotation=30
-        )
-        panel.set_ylabel(LABELS[key])
-        panel.margins(y=0.15)
+            panel.barh(place, value, color=STYLES[family][1])
+            text = f" {value:.0f}" if value >= 100 else f" {value:.3g}"
+            panel.annotate(text, (value, place), va="center", fontsize=8)
+        panel.set_yticks(range(len(values)), [STYLES[family][0].replace(", ", "\n") for family in values], fontsize=8)
+        panel.invert_yaxis()
+        panel.set_xlabel(LABELS[key])
+        panel.margins(x=0.15)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()

@@ -31,6 +31,7 @@ class DataCell:
     manifest: Manifest
     root: Path  # the folder that holds the data set
     max_pixels: int = Runtime.max_pixels  # of an image that is read
+    source: Path | None = None  # of the published files, where a missing set is written from them
 
     @property
     def kind(self) -> str:
@@ -46,7 +47,9 @@ class DataCell:
         """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
         tree = scan_tree(self._find_part("folders"), self.kind)
         verify(
-            self.manifest, self.root, {split: tree.list_folders(split, self.row.embedded) for split in self.row.splits}
+            self.manifest,
+            self.root,
+            {split: tree.list_folders(split, self.row.compares_contents) for split in self.row.splits},
         )
         return dataclasses.replace(tree, max_pixels=self.max_pixels)
 
@@ -68,7 +71,11 @@ class DataCell:
 
     def _open(self, part: Format, reader: str, split: str) -> Any:
         base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
-        verify(self.manifest, self.root, {split: list_folders(base, split, self.row.parts[part], self.row.embedded)})
+        verify(
+            self.manifest,
+            self.root,
+            {split: list_folders(base, split, self.row.parts[part], self.row.compares_contents)},
+        )
         return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels)
 
     def _find_part(self, part: Format) -> Path:
@@ -79,7 +86,7 @@ class DataCell:
                 f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}"
             )
         if self.manifest.generated is not None and not self.root.exists():
-            load_function(self.row.writer)(self.root, self.manifest.generated)
+            write_embedded(self.row, self.root, self.manifest.generated, self.source)
         return self.root / self.row.parts[part]
 
 
@@ -101,6 +108,18 @@ def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
         hint = did_you_mean(name, runtime.data_roots)
         raise UserError(f"runtime.data_roots: has neither {name} nor {kind}; say where the data set lies{hint}")
     return runtime.data_root(paths, key)
+
+
+def find_source(paths: Paths, runtime: Runtime, kind: Kind) -> Path | None:
+    """The folder of the published files from which a kind is written; raises UserError where runtime.data_roots lacks
+    it.
+    """
+    return runtime.data_root(paths, kind.source) if kind.source else None
+
+
+def write_embedded(kind: Kind, root: Path, settings: Any, source: Path | None) -> None:
+    """Write an embedded data set at `root`, from the published files in `source` where the kind has any."""
+    load_function(kind.writer)(root, settings, *([source] if kind.source else []))
 
 
 def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
@@ -126,4 +145,7 @@ def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
         raise UserError(f"{name}: prepare_data in params.yaml has no such cell{suggest_data(paths, name, known)}")
     manifest = read_manifest(file)
     root = find_root(paths, runtime, name, manifest.kind)
-    return DataCell(name=name, manifest_path=file, manifest=manifest, root=root, max_pixels=runtime.max_pixels)
+    source = None if root.exists() else find_source(paths, runtime, KINDS[manifest.kind])
+    return DataCell(
+        name=name, manifest_path=file, manifest=manifest, root=root, max_pixels=runtime.max_pixels, source=source
+    )

@@ -9,7 +9,14 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .settings import ConnectSettings, DigitsSettings, ExpectedCounts, ScenesSettings, WildDigitsSettings
+from .settings import (
+    ConnectSettings,
+    DigitsSettings,
+    ExpectedCounts,
+    ScenesSettings,
+    TuneSplitSettings,
+    WildDigitsSettings,
+)
 
 Format = Literal["folders", "coco", "ade20k"]
 OWN_KINDS = ("folder", "coco", "ade20k")  # that users bring, and a command may name by path
@@ -36,7 +43,11 @@ class Kind:
     size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
     settings_key: str | None = None  # of an embedded kind, the key of its settings in a cell of prepare_data
     settings: type | None = None  # of an embedded kind, their class
-    writer: str | None = None  # of an embedded kind, called with (root, settings)
+    writer: str | None = None  # of an embedded kind, called with (root, settings), and with the folder of `source`
+    # of what is written from published files, the key in runtime.data_roots of the folder that has them
+    source: str | None = None
+    download: str | None = None  # gets the published files, called with that folder
+    linked: bool = False  # the writer links the published files, which are too large to compare their contents
     # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
     upright: bool = False
     paired: bool = False  # training images of the same name belong in one batch
@@ -57,6 +68,11 @@ class Kind:
         return self.writer is not None
 
     @property
+    def compares_contents(self) -> bool:
+        """Whether a manifest's hashes cover what the files hold."""
+        return self.embedded and not self.linked
+
+    @property
     def modules(self) -> list[str]:
         """The modules whose sources determine the content of an embedded data set."""
         return [f"{__package__}.{self.writer.rpartition('.')[0]}"] if self.embedded else []
@@ -68,6 +84,14 @@ def list_wnids() -> tuple[str, ...]:
     from timm.data import ImageNetInfo
 
     return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+@functools.cache
+def list_imagenet100() -> tuple[str, ...]:
+    """The wnids of ImageNet-100 in sorted order."""
+    from .imagenet100 import WNIDS
+
+    return tuple(sorted(WNIDS))
 
 
 _TUNED = ("train", "tune", "test")
@@ -105,6 +129,30 @@ KINDS = {
             sorting=f"sort them into one folder per class, named by its wnid; {GROUND_TRUTH}",
             official=("ImageNet-1K", IMAGENET_1K),
             size_gb=150,
+        ),
+        Kind(
+            name="imagenet100",
+            layout="train/<wnid>/, tune/<wnid>/ and test/<wnid>/, a hundred folders each",
+            splits=_TUNED,
+            check="check.folders.check_imagenet100",
+            class_names=list_imagenet100,
+            settings_key="tune_split",
+            settings=TuneSplitSettings,
+            writer="embedded.imagenet100.write_imagenet100",
+            source="imagenet",
+            linked=True,
+        ),
+        Kind(
+            name="cifar100",
+            layout="train/<class>/, tune/<class>/ and test/<class>/",
+            splits=_TUNED,
+            check="check.folders.check_cifar100",
+            size_gb=0.2,
+            settings_key="tune_split",
+            settings=TuneSplitSettings,
+            writer="embedded.cifar100.write_cifar100",
+            source="torchvision",
+            download="embedded.cifar100.download_cifar100",
         ),
         Kind(
             name="latents",
@@ -173,13 +221,15 @@ class PrepareData:
     wild: WildDigitsSettings | None = None  # how `digits_wild` is written; only there
     draw: ScenesSettings | None = None  # how `scenes` is written; only there
     curves: ConnectSettings | None = None  # how `connect` is written; only there
+    tune_split: TuneSplitSettings | None = None  # how `cifar100` and `imagenet100` are split; only there
 
     def __post_init__(self) -> None:
         if self.expected is None and self.kind not in OWN_KINDS:
             raise ValueError(f"expected: missing; say how many classes and images {self.kind} must have")
-        for kind in KINDS.values():
-            if kind.settings_key and (self.kind == kind.name) != (getattr(self, kind.settings_key) is not None):
-                raise ValueError(f"{kind.settings_key}: needed for kind {kind.name}, and for no other")
+        for key in filter(None, dict.fromkeys(kind.settings_key for kind in KINDS.values())):
+            users = [kind.name for kind in KINDS.values() if kind.settings_key == key]
+            if (self.kind in users) != (getattr(self, key) is not None):
+                raise ValueError(f"{key}: needed for kind {' and '.join(users)}, and for no other")
         splits = KINDS[self.kind].splits
         if self.expected is not None and (wrong := self.expected.splits ^ set(splits)):
             what = "missing" if min(wrong) in splits else "no such split"

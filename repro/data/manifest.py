@@ -105,7 +105,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
         problem = "this annotation file differs from the one in the manifest"
     elif found.bytes != recorded.bytes:
         problem = f"{found.bytes} bytes in {found.images} images, the manifest has {recorded.bytes}: a file was changed or cut short"
-    elif KINDS[manifest.kind].embedded:
+    elif KINDS[manifest.kind].compares_contents:
         problem = "a file was changed or renamed"
     else:
         problem = "a file was renamed, or two were swapped"

@@ -13,7 +13,7 @@ from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
-from .cells import find_root, manifest_path
+from .cells import find_root, find_source, manifest_path, write_embedded
 from .findings import RAISE_FIRST, RaiseFirst, Report
 from .kinds import KINDS, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
@@ -34,7 +34,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     started = time.monotonic()
     kind, root = KINDS[params.kind], find_root(paths, runtime, cell, params.kind)
     if params.settings is not None:
-        load_function(kind.writer)(root, params.settings)
+        write_embedded(kind, root, params.settings, find_source(paths, runtime, kind))
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
     if params.expected is not None:
         check_expected(manifest, root, params.expected, f"prepare_data.{cell}.expected")
@@ -51,6 +51,21 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     write_record(path.parent, metrics, identity, time.monotonic() - started)
     counted = ", ".join(f"{metrics[f'{split}_images']:,} {split}" for split in kind.splits)
     print(f"{cell}: {metrics['classes']} classes; images: {counted}", flush=True)
+
+
+def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
+    """Get the published files of a cell, and nothing where they are there.
+
+    Raises:
+        UserError: the kind is not one whose files can be had so, or they cannot be fetched.
+    """
+    kind = KINDS[params.kind]
+    if kind.download is None:
+        names = ", ".join(kind.name for kind in KINDS.values() if kind.download)
+        raise UserError(
+            f"--download: prepare_data.{cell} is of kind {kind.name}, and serves {names} alone; docs/data.md says how to get it"
+        )
+    load_function(kind.download)(find_source(paths, runtime, kind))
 
 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
@@ -127,11 +142,14 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     for part, prefix in row.parts.items():
         if part == "folders":
             tree = scan_tree(root, kind, report)
-            classes, listed = tree.classes, {split: tree.list_folders(split, row.embedded) for split in row.splits}
+            classes = tree.classes
+            listed = {split: tree.list_folders(split, row.compares_contents) for split in row.splits}
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
             classes = reader.read_classes(root / prefix, row.splits, report)
-            listed = {split: reader.list_folders(root / prefix, split, prefix, row.embedded) for split in row.splits}
+            listed = {
+                split: reader.list_folders(root / prefix, split, prefix, row.compares_contents) for split in row.splits
+            }
         for split in row.splits:
             folders[split] += listed[split]
     splits = {}

@@ -98,6 +98,14 @@ class DigitsSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneSplitSettings:
+    """How many training images of each class go to `tune`, and the seed that draws them."""
+
+    images_per_class: int = bounded(50, ge=1)
+    seed: int = bounded(0, ge=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawnDigits:
     """How digits look on textures, see `embedded.drawing`; the defaults are those of hard scenes."""
 

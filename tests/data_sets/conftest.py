@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from repro.data.kinds import list_imagenet100
+
 CLASSES = {"ant": 5, "bee": 9, "cat": 6}
 
 
@@ -21,3 +23,22 @@ def root(tmp_path: Path) -> Path:
                 Image.new("RGB", (16, 16), grey).save(folder / split / name / f"{i:03d}.png")
                 place += 1
     return folder
+
+
+@pytest.fixture
+def imagenet_folder(tmp_path: Path) -> Path:
+    """ImageNet's layout with the classes of ImageNet-100 and one more: three training images and one of val each."""
+    folder = tmp_path / "imagenet"
+    for wnid in (*list_imagenet100(), "n01440764"):
+        for split, count in (("train", 3), ("val", 1)):
+            place = folder / split / wnid
+            place.mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (4, 4), number).save(place / f"{wnid}_{number}.JPEG")
+    return folder
+
+
+@pytest.fixture
+def published_files(cifar100_files: Path, imagenet_folder: Path) -> dict[str, Path]:
+    """Key in runtime.data_roots -> the folder of published files from which a data set is written."""
+    return {"torchvision": cifar100_files, "imagenet": imagenet_folder}

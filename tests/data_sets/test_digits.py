@@ -12,8 +12,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from repro.core.errors import UserError
+from repro.data.cells import write_embedded
 from repro.data.embedded.digits import write_digits
-from repro.data.kinds import KINDS, load_function
+from repro.data.kinds import KINDS
 from repro.data.settings import DigitsSettings
 
 SMALL = DigitsSettings(image_size=16)
@@ -88,13 +89,17 @@ def test_new_settings_replace_the_old_tree_and_leave_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.embedded], ids=lambda kind: kind.name)
-def test_a_folder_with_other_files_is_refused(tmp_path, kind):
-    (tmp_path / "thesis.tex").write_text("mine")
+def test_a_folder_with_other_files_is_refused(tmp_path, kind, request):
+    source = request.getfixturevalue("published_files")[kind.source] if kind.source else None
+    root = tmp_path / "mine"
+    root.mkdir()
+    (root / "thesis.tex").write_text("mine")
     needed = {"image_size": 96, "train_pairs": 1, "tune_pairs": 1, "test_pairs": 1, "dashes": (1, 1)}
-    settings = kind.settings(**(needed if kind.name == "connect" else {}))
+    needed = needed if kind.name == "connect" else {"images_per_class": 1} if kind.source else {}
+    settings = kind.settings(**needed)
     with pytest.raises(UserError, match=rf"did not write; .*runtime\.data_roots\.{kind.name}"):
-        load_function(kind.writer)(tmp_path, settings)
-    assert (tmp_path / "thesis.tex").read_text() == "mine"
+        write_embedded(kind, root, settings, source)
+    assert (root / "thesis.tex").read_text() == "mine"
 
 
 KILLED = """

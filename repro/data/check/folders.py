@@ -22,6 +22,7 @@ from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
+CIFAR100_IMAGES = 60_000
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _TRAIN_NAME = re.compile(r"(n\d{8})_")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
@@ -70,6 +71,20 @@ def check_digits(root: Path, report: Report, depth: Depth) -> None:
         found = sum(len(files.names) for files in tree.splits.values())
         compare_counts(report, root, "images in all splits together", found, DIGITS_IMAGES, _WRITE_AGAIN)
     _check_files(tree, report, depth, _WRITE_AGAIN)
+
+
+def check_cifar100(root: Path, report: Report, depth: Depth) -> None:
+    """Check CIFAR-100 as it was written from the published files; arguments and errors as `check_imagenet`."""
+    tree = _check_classes(root, "cifar100", report)
+    if len(tree.splits) == len(tree.kind.splits):
+        found = sum(len(files.names) for files in tree.splits.values())
+        compare_counts(report, root, "images in all splits together", found, CIFAR100_IMAGES, _WRITE_AGAIN)
+    _check_files(tree, report, depth, _WRITE_AGAIN)
+
+
+def check_imagenet100(root: Path, report: Report, depth: Depth) -> None:
+    """Check the links of ImageNet-100; arguments and errors as `check_imagenet`."""
+    _check_files(_check_classes(root, "imagenet100", report), report, depth, _WRITE_AGAIN)
 
 
 def check_connect(root: Path, report: Report, depth: Depth) -> None:

@@ -1,4 +1,6 @@
-"""The data sets that the project writes itself. Each writer leaves a complete tree or nothing."""
+"""The data sets that the project writes itself, some of them from published files. Each writer leaves a complete tree or
+nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -8,8 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...core.errors import UserError
 from ...core.record import write_json
+from ..settings import TuneSplitSettings
 
 _MARKER = "generated.json"
 
@@ -44,3 +49,22 @@ def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> It
             # another process has put its own tree there in the meantime; the comparison with the manifest judges it
             if not (root / _MARKER).is_file():
                 raise
+
+
+def choose_tune(targets: np.ndarray, settings: TuneSplitSettings, where: Path) -> np.ndarray:
+    """(N,) whether a training image goes to `tune`, given the classes `targets` (N,); of each class equally many do.
+
+    Raises:
+        UserError: a class, at `where`, would keep no image for training.
+    """
+    chosen = np.zeros(len(targets), dtype=bool)
+    rng = np.random.Generator(np.random.PCG64(settings.seed))
+    for target in np.unique(targets):
+        members = rng.permutation(np.flatnonzero(targets == target))
+        if len(members) <= settings.images_per_class:
+            raise UserError(
+                f"{where}: a class has {len(members)} training images, and tune_split.images_per_class is "
+                f"{settings.images_per_class}; make it smaller"
+            )
+        chosen[members[: settings.images_per_class]] = True
+    return chosen

@@ -1,0 +1,217 @@
+"""CIFAR-100 and ImageNet-100, written from files of the published formats."""
+
+import functools
+import hashlib
+import http.server
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torchvision.datasets import CIFAR100
+
+from repro.core.config import build
+from repro.core.errors import UserError
+from repro.core.paths import Paths
+from repro.core.runtime import Runtime
+from repro.data.cells import open_cell
+from repro.data.check.run import Depth, run_check
+from repro.data.classification import ImageFolder
+from repro.data.embedded.cifar100 import download_cifar100
+from repro.data.kinds import PrepareData, list_imagenet100, list_wnids
+from repro.data.prepare import prepare
+
+CIFAR = {
+    "kind": "cifar100",
+    "expected": {"classes": 2, "train": 8, "tune": 4, "test": 4},
+    "tune_split": {"images_per_class": 2, "seed": 0},
+}
+IMAGENET = {
+    "kind": "imagenet100",
+    "expected": {"classes": 100, "train": 200, "tune": 100, "test": 100},
+    "tune_split": {"images_per_class": 1, "seed": 0},
+}
+
+
+def prepared(tmp_path: Path, content: dict, **roots: Path):
+    """The cell `small` of these params, prepared at tmp_path/written."""
+    runtime = Runtime(data_roots={"small": "written", **{key: str(root) for key, root in roots.items()}})
+    prepare(build(PrepareData, content, "prepare_data.small"), Paths(tmp_path), runtime, "small")
+    return open_cell(Paths(tmp_path), runtime, "small")
+
+
+def read_greys(tree, split: str) -> dict[int, int]:
+    """Grey value -> class of the images of a split."""
+    dataset = ImageFolder(tree, split, lambda image: torch.from_numpy(np.array(image)))
+    found = {}
+    for index in range(len(dataset)):
+        pixels, target = dataset[(0, index)]
+        assert tuple(pixels.shape) == (32, 32, 3) and len(pixels.unique()) == 1
+        found[int(pixels[0, 0, 0])] = target
+    return found
+
+
+def test_cifar100_has_every_image_once_with_its_class(tmp_path, cifar100_files):
+    cell = prepared(tmp_path, CIFAR, torchvision=cifar100_files)
+    tree = cell.open_tree()
+    assert tree.classes == ("apple", "fish")
+    splits = {split: read_greys(tree, split) for split in ("train", "tune", "test")}
+    assert splits["test"] == {255 - i: i % 2 for i in range(4)}
+    assert splits["train"] | splits["tune"] == {i: i % 2 for i in range(12)}
+    assert [list(splits["tune"].values()).count(target) for target in (0, 1)] == [2, 2]
+    assert len(splits["train"]) == 8
+
+
+def test_rows_and_columns_of_cifar100_are_not_mixed_up(tmp_path, cifar100_files, monkeypatch):
+    """A file holds the red plane, then the green, then the blue, each row by row."""
+    pixels = np.zeros((12, 3, 32, 32), dtype=np.uint8)
+    pixels[:, 1, 5, 20] = 200
+    train = cifar100_files / "cifar-100-python" / "train"
+    content = pickle.loads(train.read_bytes(), encoding="latin1") | {"data": pixels.reshape(12, -1)}
+    train.write_bytes(pickle.dumps(content, protocol=2))
+    monkeypatch.setattr(CIFAR100, "train_list", [["train", None]])
+    tree = prepared(tmp_path, CIFAR, torchvision=cifar100_files).open_tree()
+    image = np.array(Image.open(tree.path("train", 0)))
+    assert np.argwhere(image).tolist() == [[5, 20, 1]] and image[5, 20, 1] == 200
+
+
+def test_the_seed_draws_tune(tmp_path, cifar100_files):
+    drawn = []
+    for seed in (0, 0, 1, 2, 3):
+        content = CIFAR | {"tune_split": {"images_per_class": 2, "seed": seed}}
+        drawn.append(frozenset(read_greys(prepared(tmp_path, content, torchvision=cifar100_files).open_tree(), "tune")))
+    assert drawn[0] == drawn[1] and len(set(drawn)) > 1
+
+
+class Explosive:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize("name", ["train", "test", "meta"])
+def test_a_foreign_file_is_refused_before_it_is_unpickled(tmp_path, cifar100_files, name):
+    trace = tmp_path / "trace"
+    (cifar100_files / "cifar-100-python" / name).write_bytes(pickle.dumps(Explosive(trace)))
+    with pytest.raises(UserError, match=r"cifar-100-python: is not the published CIFAR-100") as error:
+        prepared(tmp_path, CIFAR, torchvision=cifar100_files)
+    assert not trace.exists() and not (tmp_path / "written").exists() and "\n" not in str(error.value)
+
+
+def test_missing_sets_are_one_line(tmp_path, cifar100_files, imagenet_folder):
+    with pytest.raises(UserError, match=r"nowhere/cifar-100-python: no such folder; .*--download"):
+        prepared(tmp_path, CIFAR, torchvision=tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"nowhere: no such folder; .*docs/data\.md"):
+        prepared(tmp_path, IMAGENET, imagenet=tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"runtime\.data_roots\.torchvision: missing"):
+        prepared(tmp_path, CIFAR)
+    for split in ("train", "val"):
+        shutil.rmtree(imagenet_folder / split / "n02869837")
+    with pytest.raises(UserError, match=r"lacks 1 of the classes of ImageNet-100, .*n02869837"):
+        prepared(tmp_path, IMAGENET, imagenet=imagenet_folder)
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize(("content", "images"), [(CIFAR, 6), (IMAGENET, 3)], ids=["cifar100", "imagenet100"])
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path, content, images, published_files):
+    content = content | {"tune_split": {"images_per_class": images}}
+    with pytest.raises(UserError, match=f"a class has {images} training images, .*images_per_class"):
+        prepared(tmp_path, content, **published_files)
+
+
+def test_imagenet100_links_its_classes_alone(tmp_path, imagenet_folder):
+    tree = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).open_tree()
+    assert len(tree.classes) == 100 and set(tree.classes) <= set(list_wnids())
+    seen = set()
+    for split, whole in (("train", "train"), ("tune", "train"), ("test", "val")):
+        files = tree.splits[split]
+        for index, target in enumerate(files.targets.tolist()):
+            path = tree.path(split, index)
+            original = path.resolve()
+            assert path.is_symlink() and original.parent == imagenet_folder / whole / tree.classes[target]
+            seen.add(original)
+        assert np.bincount(files.targets).tolist() == [{"train": 2}.get(split, 1)] * 100
+    assert len(seen) == 400, "no image is in two splits"
+
+
+def test_images_in_archives_are_copied(tmp_path, imagenet_folder):
+    for split in ("train", "val"):
+        for folder in sorted((imagenet_folder / split).iterdir()):
+            shutil.make_archive(str(folder), "tar", folder.parent, folder.name)
+            shutil.rmtree(folder)
+    tree = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).open_tree()
+    assert Image.open(tree.path("tune", 0)).size == (4, 4) and len(tree.splits["train"].names) == 200
+
+
+def test_a_changed_picture_of_cifar100_stops_a_run(tmp_path, cifar100_files):
+    cell = prepared(tmp_path, CIFAR, torchvision=cifar100_files)
+    path = cell.open_tree().path("test", 0)
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="a file was changed or renamed"):
+        cell.open_tree()
+
+
+def test_a_tree_that_was_removed_is_written_again(tmp_path, published_files):
+    for content in (CIFAR, IMAGENET):
+        cell = prepared(tmp_path, content, **published_files)
+        shutil.rmtree(cell.root)
+        again = open_cell(
+            Paths(tmp_path),
+            Runtime(data_roots={"small": "written", **{key: str(root) for key, root in published_files.items()}}),
+            "small",
+        )
+        assert len(again.open_tree().splits["train"].names) == content["expected"]["train"]
+        shutil.rmtree(cell.root)
+
+
+def test_the_check_of_imagenet100(tmp_path, imagenet_folder):
+    lines = []
+    root = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).root
+    run_check("imagenet100", root, Depth(full=True), emit=lines.append)
+    assert "no errors" in lines[-1]
+    next((root / "tune" / list_imagenet100()[0]).iterdir()).resolve().write_bytes(b"cut short")
+    with pytest.raises(Exception, match="1 error"):
+        run_check("imagenet100", root, Depth(full=True), emit=lines.append)
+
+
+def test_download_serves_what_is_free(tmp_path, cifar100_files, imagenet_folder, repro_cli, monkeypatch):
+    """What is there is not fetched again; a fetch that fails, and a set that needs an account, are one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dvc.yaml").write_text("")
+    roots = {"cifar100": "written", "torchvision": str(cifar100_files), "imagenet": str(imagenet_folder)}
+    params = {"runtime": {"data_roots": roots | {"imagenet100": "links"}}}
+    params["prepare_data"] = {"cifar100": CIFAR, "imagenet100": IMAGENET}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
+    monkeypatch.setattr(CIFAR100, "url", (tmp_path / "nothing.tar.gz").as_uri())
+    assert repro_cli("prepare-data", "--download")[0] == 0
+    code, _, err = repro_cli("prepare-data", "--cell", "imagenet100", "--download")
+    assert code == 2 and "serves cifar100 alone" in err
+    shutil.rmtree(cifar100_files)
+    code, _, err = repro_cli("prepare-data", "--cell", "cifar100", "--download")
+    assert code == 2 and "could not be downloaded" in err.splitlines()[-1]
+
+
+def test_a_download_is_unpacked_and_its_checksum_compared(tmp_path, cifar100_files, monkeypatch):
+    archive = Path(shutil.make_archive(str(tmp_path / "cifar"), "gztar", cifar100_files, "cifar-100-python"))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=archive.parent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(CIFAR100, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
+        with pytest.raises(UserError, match="could not be downloaded"):
+            download_cifar100(tmp_path / "new")
+        monkeypatch.setattr(CIFAR100, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+        download_cifar100(tmp_path / "newer")
+        server.shutdown()
+    assert len(prepared(tmp_path, CIFAR, torchvision=tmp_path / "newer").open_tree().splits["train"].names) == 8
