@@ -92,6 +92,8 @@ def test_no_number_of_threads_changes_a_bit(name):
             results.append(check.differentiate(cases, given, sizes, "numba"))
     finally:
         torch.set_num_threads(before)
+    if cases in around_cases.CASES:  # their gradients are PyTorch's
+        results = [{"out": result["out"]} for result in results]
     for other in results[1:]:
         for key, expected in results[0].items():
             torch.testing.assert_close(other[key], expected, rtol=1e-5, atol=1e-6)
