@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import around, ttt_linear_bidir
+from kernels import selected_backend as selected_scan
 from kernels.around.op import selected_backend
 from kernels.around.reference import ONES
 
@@ -28,8 +29,8 @@ class Constants(NamedTuple):
 
     in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
     d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
-    down_weight (D,F+8): with its bias in the first of the further columns; state: W0, b0, γ and μ of both directions,
-    in fp32.
+    down_weight (D,F+8): with its bias in the first of the further columns; W0, b0, gamma, mu: of
+    both directions, in fp32.
     """
 
     in_weight: Tensor
@@ -38,7 +39,13 @@ class Constants(NamedTuple):
     up_weight: Tensor
     up_bias: Tensor
     down_weight: Tensor
-    state: tuple[Tensor, ...]
+    W0: Tensor
+    b0: Tensor
+    gamma: Tensor
+    mu: Tensor
+
+
+KEPT = tuple(f"kept_{name}" for name in Constants._fields)  # the buffers that `freeze` makes
 
 
 def can_fuse(block: Any, tokens: Tensor) -> bool:
@@ -47,10 +54,20 @@ def can_fuse(block: Any, tokens: Tensor) -> bool:
     is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and block.is_fusible and mixer.step == "own"
     if not is_vittts or mixer.backend not in ("auto", "triton"):
         return False
+    return _kernels_run(mixer.backend, tokens.device, dtype, mixer.head_dim, mixer.built_chunk)
+
+
+@torch.compiler.assume_constant_result
+def _kernels_run(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_size: int) -> bool:
+    """Whether Triton runs the operators around the scan and the scan. A compiler takes the answer, and does not follow
+    the search for a C compiler and a GPU, which breaks a graph.
+    """
     try:
-        return "triton" == selected_backend(mixer.backend, tokens.device, dtype=dtype) == mixer.selected_backend(dtype)
+        around_scan = selected_backend(backend, device, dtype=dtype)
+        scan = selected_scan(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=dtype)
     except ValueError:  # the mixer says why when it runs
         return False
+    return around_scan == scan == "triton"
 
 
 def product_dtype(tokens: Tensor) -> torch.dtype:
@@ -87,7 +104,7 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
         v,
         lr,
         known.token_scale,
-        *known.state,
+        *known[6:],
         chunk_size=known.token_scale.shape[1],
         eps=mixer.eps,
         backend=backend,
@@ -119,20 +136,29 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
 
 def find_constants(block: Any, tokens: int) -> Constants:
     """The `Constants` of a block: those that `freeze` has kept, where no gradient is wanted, else new ones."""
-    kept = None if torch.is_grad_enabled() else block.constants
-    return (
-        kept
-        if kept is not None and kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens)
-        else make_constants(block, tokens)
-    )
+    if not torch.is_grad_enabled() and KEPT[0] in block._buffers:
+        kept = Constants(*(block._buffers[name] for name in KEPT))
+        if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):
+            return kept
+    return make_constants(block, tokens)
 
 
 def freeze(block: Any, tokens: int) -> None:
     """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight in between is not
     seen.
+
+    They are buffers that are not saved, which a compiled graph reads where they lie.
     """
     with torch.inference_mode(False), torch.no_grad():
-        block.constants = make_constants(block, tokens)
+        for name, value in zip(KEPT, make_constants(block, tokens), strict=True):
+            block.register_buffer(name, value, persistent=False)
+
+
+def thaw(block: Any) -> None:
+    """Forget what `freeze` has kept."""
+    for name in KEPT:
+        block._buffers.pop(name, None)
+        block._non_persistent_buffers_set.discard(name)
 
 
 def make_constants(block: Any, tokens: int) -> Constants:
@@ -151,4 +177,4 @@ def make_constants(block: Any, tokens: int) -> Constants:
         each.expand(shape).float().contiguous()
         for each, shape in zip((mixer.W0, mixer.b0, mixer.ln_weight, mixer.ln_bias), shapes, strict=True)
     )
-    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, state)
+    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state)
