@@ -6,6 +6,10 @@ VENV := .venv
 # the state of .venv: "installing" while it is being filled, then a checksum of the files that say what belongs in it
 STATE := $(VENV)/.installed
 PYTHON :=
+# a machine that is lent may have PyTorch, a GPU and no network: without a .venv its own Python runs what is for GPUs
+LENT := $(if $(wildcard $(VENV)),,$(if $(filter test-gpu measure-gpu,$(MAKECMDGOALS)),$(shell \
+	$(or $(PYTHON),python3) -c 'import torch' 2>/dev/null && echo $(or $(PYTHON),python3))))
+GPU_PYTHON := $(or $(LENT),$(VENV)/bin/python)
 ARGS :=
 JOBS := 2
 MINUTES :=
@@ -46,8 +50,8 @@ test-browser: setup
 		$(VENV)/bin/python -m playwright install chromium || { echo 'make: there is no Chromium, and playwright could not download one; install it (Debian, Ubuntu: apt install chromium)' >&2; exit 1; }
 	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
 
-test-gpu: setup
-	$(VENV)/bin/python -m pytest -m gpu -rs tests/gpu $(ARGS)
+test-gpu: $(if $(LENT),,setup)
+	$(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 reproduce: setup
 	@# DVC wants a Git repository unless told otherwise, and an unpacked archive is not one
@@ -62,10 +66,10 @@ REPRO := $(VENV)/bin/repro
 measure-cpu: setup
 	$(REPRO) run --measured --jobs $(JOBS)
 
-# Into results/measured/<GPU>; a second call continues. Without this .venv, on a machine that has PyTorch: `python -m repro measure`.
-measure-gpu: setup
-	$(REPRO) measure $(if $(MINUTES),--minutes $(MINUTES))
-	$(REPRO) report
+# Into results/measured/<GPU>; a second call continues
+measure-gpu: $(if $(LENT),,setup)
+	$(GPU_PYTHON) -m repro measure $(if $(MINUTES),--minutes $(MINUTES))
+	$(GPU_PYTHON) -m repro report
 
 # An installation that was cut short is thrown away: pip believes that a package is installed even if some of its files are missing.
 # A .venv without our state file was made by somebody else: we install into it, and keep it if that fails.

@@ -76,7 +76,21 @@ def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str |
         return "this operator has no loops for it"
     if device.type != "cpu":
         return f"{leading} is on {device}, expected the CPU"
-    return None if importlib.util.find_spec("numba") else "the package numba is not installed"
+    return numba_obstacle()
+
+
+@functools.cache
+def numba_obstacle() -> str | None:
+    """Why the package numba cannot be used, or None. It is imported to find out: one that is older than its NumPy
+    refuses it.
+    """
+    if importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed"
+    try:
+        importlib.import_module("numba")
+    except Exception as error:  # a package that does not fit another fails in many ways
+        return f"the package numba cannot be imported: {str(error).partition(chr(10))[0]}"
+    return None
 
 
 @functools.cache

@@ -2,16 +2,22 @@
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
 import triton
 
+from .dispatch import find_gpu
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # the arguments that a kernel's choice of a config depends on, of those that it has; a new kernel's own are added here
-TUNING_KEYS = "bucket", "D", "CHUNK", "M", "C", "L", "P", "KEEP"
+TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PASS"
 
 Candidates = Callable[..., list[triton.Config]]
+
+# what was the fastest in this process, or read from disk
+CHOSEN: dict[tuple, triton.Config] = {}
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
@@ -37,27 +43,31 @@ def launch(
     device: torch.device,
     config: triton.Config | None,
 ) -> None:
-    """Run `kernel` with `config`; without one, tune it, or take the first candidate where nothing can be tried.
+    """Run `kernel` with `config`; without one, with the fastest of its `candidates` for `sizes`.
 
-    That is where torch is to be deterministic, and while a CUDA graph is captured: tuning synchronises, which would end
-    the capture. `candidates` gives the configs for `sizes`.
+    They are tried once per value of `TUNING_KEYS`, of which the kernel has `bucket`, per dtypes and kind of GPU. Under
+    the interpreter, and where torch is to be deterministic, it is the first one, untried.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and nothing is chosen yet. Trying synchronises, which would end the
+            capture; and another config would be loaded inside it, and give other bits than outside.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        tries = (
-            config is None
-            and not INTERPRETED
-            and not torch.are_deterministic_algorithms_enabled()
-            and not is_capturing(device)
-        )
-        if tries:
-            if "bucket" in arguments and device.type == "cuda":
-                multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-                arguments = arguments | {"bucket": device_bucket(arguments["bucket"], multiprocessors)}
-            tuned(kernel, candidates, *sizes)[grid](**arguments)
-            return
-        config = config or candidates(*sizes)[0]
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
-        kernel[grid](**arguments, **config.kwargs, **options)
+        if config is None and (INTERPRETED or torch.are_deterministic_algorithms_enabled()):
+            config = candidates(*sizes)[0]
+        if config is None:
+            dtypes = (x.dtype for x in arguments.values() if isinstance(x, torch.Tensor))
+            key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
+            config = CHOSEN.get(key)
+            if config is None:
+                if is_capturing(device):
+                    raise RuntimeError(f"{kernel.__name__}: run it once at these sizes before a CUDA graph is captured")
+                tuner = tuned(kernel, candidates, *sizes)
+                tuner[grid](**arguments | {"bucket": device_bucket(arguments["bucket"], device)})
+                CHOSEN[key] = tuner.best_config
+                return
+        # all of its options, as the tuner passes them: others would be another kernel to Triton, to load once more
+        kernel[grid](**arguments, **config.all_kwargs())
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -65,11 +75,13 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def device_bucket(bucket: int, multiprocessors: int) -> int:
-    """A tuning key's bucket for GPUs with so many multiprocessors: two GPUs of one architecture do not share a choice,
-    in memory or on disk.
+def device_bucket(bucket: int, device: torch.device) -> int:
+    """A tuning key's bucket, below 65,536, for this kind of GPU: two of one architecture do not share a choice, in
+    memory or on disk.
     """
-    return (multiprocessors << 16) + bucket
+    gpu = find_gpu(device)
+    kind = zlib.crc32(f"{gpu.name}, {gpu.multi_processor_count}".encode()) >> 17 if gpu else 0
+    return (kind << 16) + bucket
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..triton_launch import launch
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
-from .triton_fwd import as_rows, convolve, gelu, normalise
+from .triton_fwd import as_rows, convolve, gelu, normalise, rows_bucket
 
 LOOP = 16
 
 
-@triton.jit(do_not_specialize=["T", "width"])
+@triton.jit(do_not_specialize=["T", "width", "bucket"])
 def norm_backward_kernel(
     dout_ptr,
     tokens_ptr,
@@ -29,6 +29,7 @@ def norm_backward_kernel(
     width,
     size,
     eps,
+    bucket,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -47,7 +48,7 @@ def norm_backward_kernel(
     for j in tl.range(0, LOOP):
         t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
         here = (t < T)[:, None] & (c < D)[None, :]
-        tile = b * T * D + t[:, None] * D + c[None, :]
+        tile = (b * T + t[:, None]) * D + c[None, :]
         y = convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D)
         x, rstd = normalise(y, D, here, eps)
         d = tl.load(dout_ptr + size + tile, mask=here, other=0.0).to(tl.float32)
@@ -62,7 +63,7 @@ def norm_backward_kernel(
     tl.store(at + D, tl.sum(dbeta, 0), mask=c < D)
 
 
-@triton.jit(do_not_specialize=["T", "width"])
+@triton.jit(do_not_specialize=["T", "width", "bucket"])
 def conv_backward_kernel(
     tokens_ptr,
     g_ptr,
@@ -71,6 +72,7 @@ def conv_backward_kernel(
     sums_ptr,
     T,
     width,
+    bucket,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -87,7 +89,7 @@ def conv_backward_kernel(
     for j in tl.range(0, LOOP):
         t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
         here = (t < T)[:, None] & (c < D)[None, :]
-        tile = b * T * D + t[:, None] * D + c[None, :]
+        tile = (b * T + t[:, None]) * D + c[None, :]
         column = t % width
         g = tl.load(g_ptr + tile, mask=here, other=0.0).to(tl.float32)
         dtokens = g
@@ -95,17 +97,18 @@ def conv_backward_kernel(
             down, right = i // 3 - 1, i % 3 - 1
             at = t + down * width + right
             some = here & ((at >= 0) & (at < T) & (column + right >= 0) & (column + right < width))[:, None]
-            x = tl.load(tokens_ptr + tile + (down * width + right) * D, mask=some, other=0.0).to(tl.float32)
+            there = tile + tl.cast(down * width + right, tl.int64) * D
+            x = tl.load(tokens_ptr + there, mask=some, other=0.0).to(tl.float32)
             sums += tl.where(n == i, tl.sum(g * x, 0)[None, :], 0.0)
             # the token there takes this tap of its neighbour here: tap 8 − i of the token there is this one
-            other = tl.load(g_ptr + tile + (down * width + right) * D, mask=some, other=0.0).to(tl.float32)
+            other = tl.load(g_ptr + there, mask=some, other=0.0).to(tl.float32)
             dtokens += other * tl.load(weight_ptr + c * 9 + (8 - i), mask=c < D, other=0.0).to(tl.float32)[None, :]
         tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
     at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
     tl.store(at, sums, mask=(n < 9) & (c < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "rows"])
+@triton.jit(do_not_specialize=["T", "rows", "bucket"])
 def scan_convs_backward_kernel(
     dout_ptr,
     x_ptr,
@@ -116,6 +119,7 @@ def scan_convs_backward_kernel(
     T,
     rows,
     size,
+    bucket,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,7 +164,7 @@ def scan_convs_backward_kernel(
     tl.store(at, sums, mask=(n < 10) & some[None, :])
 
 
-@triton.jit(do_not_specialize=["count", "rows"])
+@triton.jit(do_not_specialize=["count", "rows", "bucket"])
 def gated_norm_backward_kernel(
     dout_ptr,
     z_ptr,
@@ -173,6 +177,7 @@ def gated_norm_backward_kernel(
     count,
     rows,
     eps,
+    bucket,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -208,14 +213,22 @@ def gated_norm_backward_kernel(
         dz = dz.to(dz_ptr.dtype.element_ty)
         tl.store(dz_ptr + both, dz, mask=here)
         tl.store(dz_ptr + both + D, dz, mask=here)
-    at = sums_ptr + tl.program_id(0) * 2 * D + c
+    at = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * D) + c
     tl.store(at, tl.sum(dweight, 0), mask=c < D)
     tl.store(at + D, tl.sum(dbias, 0), mask=c < D)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "bucket"])
 def activation_backward_kernel(
-    dout_ptr, h_ptr, dh_ptr, count, HIDDEN: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    dout_ptr,
+    h_ptr,
+    dh_ptr,
+    count,
+    bucket,
+    HIDDEN: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """The gradient of h = [a, b] from that of SiLU(a) ⊙ b; the columns of ones have none."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -267,7 +280,7 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     programs = B * _most_programs(T, row_configs(tokens.dtype, D), "ROWS")
     norm, conv = (tokens.new_zeros(programs, rows, D, dtype=torch.float32) for rows in (2, 9))
     shared = {"tokens_ptr": tokens, "weight_ptr": x.weight.contiguous(), "g_ptr": g, "T": T, "width": T // x.height}
-    shared |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
+    shared |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
     grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
     arguments = {
         "dout_ptr": dout.contiguous(),
@@ -297,6 +310,7 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
         "q_weight_ptr": x.q_weight.contiguous(),
     }
     arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
+    arguments["bucket"] = rows_bucket(dx)
     grid = lambda c: (triton.cdiv(T, c["TOKENS"] * c["LOOP"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
     launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
     taps = sums.sum(0)
@@ -324,7 +338,7 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
         "count": B * T,
         "rows": rows,
     }
-    arguments |= {"eps": x.eps, "D": D, "WIDTH": triton.next_power_of_2(D)}
+    arguments |= {"eps": x.eps, "bucket": rows_bucket(gate), "D": D, "WIDTH": triton.next_power_of_2(D)}
     grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
     launch(gated_norm_backward_kernel, row_configs, (dz.dtype, D), grid, arguments, dz.device, config)
     gradients = dz, dgate, *(each.clone() for each in sums.sum(0))
@@ -340,6 +354,7 @@ def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = No
     h = torch.addmm(x.bias.to(dtype), tokens, weight.T)
     dh = torch.empty_like(h)
     arguments = {"dout_ptr": dout.contiguous(), "h_ptr": h, "dh_ptr": dh, "count": B * T, "HIDDEN": hidden, "PAD": ONES}
+    arguments["bucket"] = rows_bucket(x.x)
     grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(hidden, c["BLOCK"]))  # noqa: E731
     launch(activation_backward_kernel, activation_configs, (dtype, hidden), grid, arguments, dh.device, config)
     gradients = (dh @ weight).view(B, T, D), dh.T @ tokens, dh.sum(0, dtype=torch.float32)

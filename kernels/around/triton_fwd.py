@@ -44,12 +44,13 @@ def convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D: tl.constexpr
         down, right = i // 3 - 1, i % 3 - 1
         at = t + down * width + right
         some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
-        x = tl.load(tokens_ptr + tile + (down * width + right) * D, mask=here & some[:, None], other=0.0).to(tl.float32)
+        there = tile + tl.cast(down * width + right, tl.int64) * D
+        x = tl.load(tokens_ptr + there, mask=here & some[:, None], other=0.0).to(tl.float32)
         y += x * tl.load(weight_ptr + c * 9 + i, mask=c < D, other=0.0).to(tl.float32)[None, :]
     return y
 
 
-@triton.jit(do_not_specialize=["T", "width"])
+@triton.jit(do_not_specialize=["T", "width", "bucket"])
 def conv_norm_kernel(
     tokens_ptr,
     weight_ptr,
@@ -60,6 +61,7 @@ def conv_norm_kernel(
     width,
     size,
     eps,
+    bucket,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -69,7 +71,7 @@ def conv_norm_kernel(
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     here = (t < T)[:, None] & (c < D)[None, :]
-    tile = b * T * D + t[:, None] * D + c[None, :]
+    tile = (b * T + t[:, None]) * D + c[None, :]
     y = convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D)
     dt: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(out_ptr + tile, y.to(dt), mask=here)
@@ -79,7 +81,7 @@ def conv_norm_kernel(
     tl.store(out_ptr + size + tile, (x * gamma + beta).to(dt), mask=here)
 
 
-@triton.jit(do_not_specialize=["T", "rows"])
+@triton.jit(do_not_specialize=["T", "rows", "bucket"])
 def scan_convs_kernel(
     x_ptr,
     k_weight_ptr,
@@ -90,6 +92,7 @@ def scan_convs_kernel(
     T,
     rows,
     size,
+    bucket,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,7 +120,7 @@ def scan_convs_kernel(
     tl.store(out_ptr + size + tile, q.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "rows"])
+@triton.jit(do_not_specialize=["count", "rows", "bucket"])
 def gated_norm_kernel(
     z_ptr,
     gate_ptr,
@@ -127,6 +130,7 @@ def gated_norm_kernel(
     count,
     rows,
     eps,
+    bucket,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -144,13 +148,14 @@ def gated_norm_kernel(
     tl.store(out_ptr + t[:, None] * D + c[None, :], (g * (x * weight + bias)).to(out_ptr.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "bucket"])
 def gated_linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
     count,
+    bucket,
     D: tl.constexpr,
     HIDDEN: tl.constexpr,
     PAD: tl.constexpr,
@@ -237,6 +242,11 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     return (x, stride) if stride is not None else (x.contiguous(), x.shape[2])
 
 
+def rows_bucket(x: Tensor) -> int:
+    """The power of two of B·T, x (B,T,·): the best config depends on how full the device is."""
+    return (x.shape[0] * x.shape[1]).bit_length()
+
+
 def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     """(2,B,T,D)."""
     B, T, D = x.tokens.shape
@@ -244,7 +254,7 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     out = tokens.new_empty(2, B, T, D)
     arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("weight", "gamma", "beta")}
     arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": T // x.height, "size": B * T * D, "eps": x.eps}
-    arguments |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
+    arguments |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
     launch(
         conv_norm_kernel,
         row_configs,
@@ -264,6 +274,7 @@ def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
     out = x.x.new_empty(2, B, T, E)
     arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("k_weight", "k_bias", "q_weight", "q_bias")}
     arguments |= {"x_ptr": given, "out_ptr": out, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
+    arguments["bucket"] = rows_bucket(out[0])
     grid = lambda c: (triton.cdiv(T, c["TOKENS"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
     launch(scan_convs_kernel, block_configs, (out.dtype, E), grid, arguments, out.device, config)
     return out
@@ -285,6 +296,7 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
         "count": B * T,
         "rows": rows,
         "eps": x.eps,
+        "bucket": rows_bucket(gate),
         "D": D,
         "WIDTH": triton.next_power_of_2(D),
     }
@@ -310,6 +322,7 @@ def gated_linear(x: GatedLinear, config: triton.Config | None = None) -> Tensor:
         "bias_ptr": x.bias.contiguous(),
     }
     arguments |= {"out_ptr": out, "count": B * T, "D": D, "HIDDEN": hidden, "PAD": ONES}
+    arguments["bucket"] = rows_bucket(out)
     grid = lambda c: (triton.cdiv(B * T, c["TOKENS"]), triton.cdiv(hidden + ONES, c["BLOCK"]))  # noqa: E731
     launch(gated_linear_kernel, product_configs, (out.dtype, D), grid, arguments, out.device, config)
     return out

@@ -107,11 +107,11 @@ def ends_kernel(w_ptr, sums_ptr, ends_ptr, segments, C: tl.constexpr, BLOCK_C: t
     m_left, a_left, b_left = nothing(BLOCK_C)
     m_right, a_right, b_right = nothing(BLOCK_C)
     for i in tl.range(0, segments):
-        at = start + i * (6 * C)
+        at = start + tl.cast(i, tl.int64) * (6 * C)
         store_state(ends_ptr + at, there, C, m_left, a_left, b_left)
         m, x, y = load_state(sums_ptr + at, there, C)
         m_left, a_left, b_left = add_states(m_left - SEGMENT * w, a_left, b_left, m, x, y)
-        at = start + (segments - 1 - i) * (6 * C) + 3 * C
+        at = start + tl.cast(segments - 1 - i, tl.int64) * (6 * C) + 3 * C
         store_state(ends_ptr + at, there, C, m_right, a_right, b_right)
         m, x, y = load_state(sums_ptr + at, there, C)
         m_right, a_right, b_right = add_states(m_right - SEGMENT * w, a_right, b_right, m, x, y)
@@ -147,7 +147,7 @@ def forward_kernel(
     start = tl.program_id(0).to(tl.int64) * T * C + c
     part = tl.program_id(0).to(tl.int64)
     if SEGMENT:
-        start += tl.program_id(2) * (SEGMENT * C)
+        start += tl.program_id(2).to(tl.int64) * (SEGMENT * C)
         part = part * tl.num_programs(2) + tl.program_id(2)
         T = tl.minimum(T - tl.program_id(2) * SEGMENT, SEGMENT)
         behind_ptr += part * (SEGMENT // BLOCK_T * 3 * C) + c

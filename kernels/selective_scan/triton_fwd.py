@@ -190,8 +190,10 @@ def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:
 def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: activations with their strides, parameters in fp32, and the sizes."""
     activations = {"u": x.u, "delta": x.delta, "B": x.B, "C": x.C}
+    # a route times its stride is an int32 in the kernels
     activations = {
-        name: tensor if tensor.stride(-1) == 1 else tensor.contiguous() for name, tensor in activations.items()
+        name: tensor if tensor.stride(-1) == 1 and tensor.stride(2) * tensor.shape[2] < 2**31 else tensor.contiguous()
+        for name, tensor in activations.items()
     }
     arguments = {f"{name}_ptr": tensor for name, tensor in activations.items()}
     arguments |= {

@@ -94,7 +94,8 @@ def backward_kernel(
     minus_c_last = -tl.load(scale_ptr + r * CHUNK + CHUNK - 1)
     ones = tl.full((BLOCK, BLOCK), 1.0, dt)
     groups = (chunks + GROUP - 1) // GROUP
-    held = tl.minimum(GROUP, chunks) if PASS == BOTH else chunks
+    # scratch memory for all groups can have more than 2³¹ elements
+    held = tl.minimum(GROUP, chunks) if PASS == BOTH else tl.cast(chunks, tl.int64)
     begin = groups - 1 - tl.program_id(1) if PASS == REPLAY else 0
     end = begin + 1 if PASS == REPLAY else groups
     row = program * groups + tl.program_id(1) if PASS == REPLAY else program
@@ -139,7 +140,7 @@ def backward_kernel(
                 chunk = group * GROUP + j
                 # it is j; written like this, no address of a slot is held in registers across the loops, which would
                 # spill
-                slot = chunk % GROUP if PASS == BOTH else chunk
+                slot = chunk % GROUP if PASS == BOTH else tl.cast(chunk, tl.int64)
                 inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
                 at = tl.cast(chunk, tl.int64) * (step * CHUNK * R * H * D)
                 k = tl.load(k_ptr + at + tile, mask=inside[:, None], other=0.0)
@@ -216,7 +217,7 @@ def backward_kernel(
             dc_last = tl.zeros((D, BLOCK), tl.float32)
             for ahead in tl.range(0, length, disable_licm=True):
                 chunk = group * GROUP + length - 1 - ahead
-                slot = chunk % GROUP if PASS == BOTH else chunk
+                slot = chunk % GROUP if PASS == BOTH else tl.cast(chunk, tl.int64)
                 inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
                 at = tl.cast(chunk, tl.int64) * (step * CHUNK * R * H * D)
                 k = tl.load(k_ptr + at + tile, mask=inside[:, None], other=0.0)

@@ -114,7 +114,7 @@ def forward_kernel(
     beta0 = beta0[:, None]
     G_sum = tl.zeros((D, BLOCK), tl.float32)
     ones = tl.full((BLOCK, BLOCK), 1.0, dt)
-    states_ptr += tl.program_id(0).to(tl.int64) * (((chunks + GROUP - 1) // GROUP - 1) * (D + 1) * D)
+    states_ptr += tl.program_id(0).to(tl.int64) * ((chunks + GROUP - 1) // GROUP - 1) * ((D + 1) * D)
 
     start = (b * T + first) * (R * H) + param
     q_ptr += start * D

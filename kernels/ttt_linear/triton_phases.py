@@ -82,7 +82,7 @@ def state_kernel(
     blocks = groups * (GROUP * CHUNK // ROWS)
     S_ptr += program * blocks * (D * D)
     beta_ptr += program * blocks * D
-    states_ptr += program * ((groups - 1) * (D + 1) * D)
+    states_ptr += program * (groups - 1) * ((D + 1) * D)
 
     start = (b * T + first) * (R * H) + param
     k_ptr += start * D
@@ -96,7 +96,7 @@ def state_kernel(
             i = group * GROUP + j
             S = ST.to(dt)
             if (j * CHUNK) % ROWS == 0:
-                block = i // (ROWS // CHUNK)
+                block = tl.cast(i // (ROWS // CHUNK), tl.int64)
                 tl.store(S_ptr + block * (D * D) + d[:, None] * D + d[None, :], S)
                 tl.store(beta_ptr + block * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
             inside = n < tl.minimum(CHUNK, T - i * CHUNK)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
@@ -117,24 +117,37 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     return True
 
 
-def sweep(
-    paths: Paths, minutes: float | None, *, sizes: tuple[str, ...], batch_size: int, compile: Literal["graphs", False]
-) -> bool:
-    """Rows of efficiency.json: all families of these sizes, from 224² to 1280², at one batch size."""
+def sweep(paths: Paths, minutes: float | None, **options: Any) -> bool:
+    """Rows of efficiency.json: those of a `SweepParams` with these options."""
     from ..core.runtime import load_runtime
     from .efficiency import run_sweep
     from .params import SweepParams
 
-    params = SweepParams(sizes=sizes, batch_size=batch_size, compile=compile, minutes=minutes)
-    return run_sweep(params, paths, load_runtime(paths))
+    return run_sweep(SweepParams(minutes=minutes, **options), paths, load_runtime(paths))
 
 
-def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, compile: Literal["graphs", False] = False) -> Step:
-    return Step(name=name, about=about, run=partial(sweep, sizes=tuple(sizes), batch_size=batch_size, compile=compile))
+def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> Step:
+    return Step(name=name, about=about, run=partial(sweep, sizes=tuple(sizes), batch_size=batch_size, **options))
 
 
+# what the paper claims of speed: TTT-Linear's kernel, and Vittt beside DeiT at its largest images
+_CLAIMED = {"families": ("vittt", "deit", "deit_fused"), "image_sizes": (1280,)}
+
+# the first nine minutes on a GPU answer the paper's claim
 STEPS = (
     Step(name="environment", about="the machine and its versions", run=record_environment),
+    Step(
+        name="check of TTT-Linear",
+        about="its kernels against the fp64 reference",
+        run=partial(run_check, op="ttt_linear", again=False),
+    ),
+    Step(
+        name="TTT-Linear",
+        about="its speed at the shapes that the goals are about",
+        run=partial(run_bench, op="ttt_linear", compared=True, again=False),
+    ),
+    _plan_sweep("1280², batch 64", "Vittt-T and DeiT-T, fused and unfused", "T", 64, **_CLAIMED),
+    _plan_sweep("1280², batch 1", "the same at batch 1", "T", 1, **_CLAIMED),
     Step(name="check", about="the kernels against the fp64 reference", run=partial(run_check, again=False)),
     Step(
         name="compared",
@@ -143,7 +156,7 @@ STEPS = (
     ),
     Step(name="training", about="a short training in bf16", run=time_training),
     _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
-    _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, "graphs"),
+    _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, compile="graphs"),
     _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
     Step(name="bench", about="the kernels' speed at every shape", run=partial(run_bench, again=False)),
     _plan_sweep("batch 64, all sizes", "every family of every size at batch 64", "TSB", 64),
@@ -152,13 +165,15 @@ STEPS = (
 
 
 def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, ...] = STEPS) -> bool:
-    """Take the steps in order for at most so many minutes, and say what is left; whether every record is complete.
+    """Take the steps in order for at most so many minutes, and say what is left; whether nothing is.
+
+    A step that lacks a package is left out and named.
 
     Raises:
         RunError: a step failed; the others were taken.
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
-    failed, left = [], []
+    failed, left, lacking = [], [], []
     for step in steps:
         remaining = None if end is None else end - time.monotonic()
         if remaining is not None and remaining < SHORTEST_S:
@@ -168,6 +183,9 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, 
         try:
             if not _run_apart(step, paths, None if remaining is None else remaining / 60):
                 left.append(step.name)
+        except ModuleNotFoundError as error:
+            lacking.append(f"{step.name}: the package {error.name} is not installed")
+            print(lacking[-1], flush=True)
         except (UserError, RunError) as error:
             failed.append(f"{step.name}: {error}")
             print(failed[-1], flush=True)
@@ -176,7 +194,7 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, 
     if failed:
         raise RunError(f"measure: {len(failed)} of {len(steps)} steps failed: {'; '.join(failed)}")
     if not left:
-        print("done: every record is complete")
+        print(f"done: every record is complete{', but ' if lacking else ''}{'; '.join(lacking)}")
     return not left
 
 
@@ -236,7 +254,7 @@ def _run(step: Step, paths: Paths, minutes: float | None) -> Any:
     """In the process of a step: errors that are not ours become one line."""
     try:
         return step.run(paths, minutes=minutes)
-    except (UserError, RunError):
+    except (UserError, RunError, ModuleNotFoundError):
         raise
     except Exception as error:
         raise RunError(" ".join(f"{type(error).__name__}: {error}".split())[:500]) from None

@@ -13,6 +13,7 @@ import torch
 
 from repro.bench import campaign
 from repro.bench.campaign import STEPS, Step, run_campaign
+from repro.bench.params import SweepParams
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import make_identity, read_json, write_json
@@ -47,6 +48,10 @@ def die(paths, minutes):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def miss_a_package(paths, minutes):
+    import package_of_nobody  # noqa: F401
+
+
 def step(run):
     return Step(name=run.__name__, about="a test", run=run)
 
@@ -60,6 +65,26 @@ def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
         run_campaign(Paths(tmp_path), steps=(step(refuse), step(break_down), step(die), step(succeed)))
     assert (tmp_path / "steps.txt").read_text() == "succeed\n"
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
+    assert run_campaign(Paths(tmp_path), steps=(step(miss_a_package), step(succeed)))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("done") and "miss_a_package" in last and "package_of_nobody" in last
+
+
+def test_the_first_steps_answer_what_the_paper_claims():
+    """TTT-Linear is checked before it is timed, and Vittt and DeiT are raced before anything else is measured."""
+    names = [each.name for each in STEPS]
+    assert names[:5] == ["environment", "check of TTT-Linear", "TTT-Linear", "1280², batch 64", "1280², batch 1"]
+    assert len(names) == len(set(names))
+    for each in STEPS[3:5]:
+        params = SweepParams(**each.run.keywords).with_defaults("cuda")
+        rows = {(row.model, row.attention, row.image_size) for row in params.specs("cuda")}
+        vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+        assert rows == {
+            (name, kind, (1280, 1280)) for name, kind in ((vittt, None), (deit, "fused"), (deit, "unfused"))
+        }
 
 
 @pytest.mark.slow

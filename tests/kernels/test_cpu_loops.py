@@ -4,6 +4,7 @@ numba.
 
 import dataclasses
 import math
+import sys
 
 import numba
 import numpy as np
@@ -100,11 +101,25 @@ def test_no_number_of_threads_changes_a_bit(name):
 def test_without_numba_torch_runs(name, monkeypatch):
     cases = OPERATORS[name]
     assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "numba"
+    monkeypatch.setattr(dispatch, "numba_obstacle", dispatch.numba_obstacle.__wrapped__)
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda package: None)
     assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "torch"
     with pytest.raises(
         ValueError, match="backend 'numba': the package numba is not installed; use auto, torch or reference"
     ):
+        cases.select("numba", cases.SMALL, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_torch_runs_where_numba_refuses_its_numpy(name, monkeypatch, tmp_path):
+    """And the reason is said to who asks for numba."""
+    (tmp_path / "numba.py").write_text('raise ImportError("Numba needs NumPy 2.4 or less. Got NumPy 2.5.")')
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(dispatch, "numba_obstacle", dispatch.numba_obstacle.__wrapped__)
+    cases = OPERATORS[name]
+    assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == "torch"
+    with pytest.raises(ValueError, match="backend 'numba': the package numba cannot be imported: .*NumPy 2.5.; use"):
         cases.select("numba", cases.SMALL, torch.float32, "cpu")
 
 

@@ -8,52 +8,107 @@ import torch
 import triton
 
 from kernels import triton_launch
+from kernels.around import triton_fwd
+from kernels.around.reference import GatedLinear
 
 CONFIGS = [triton.Config({}, num_warps=warps) for warps in (4, 2, 1)]
 GPU = torch.device("cuda", 0)
 
 
 class Kernel:
-    """Takes the place of a jitted function and of its tuned form, and notes how it is called."""
+    """Takes the place of a jitted function and of its tuned form, which finds the last config best; notes its calls."""
+
+    best_config = CONFIGS[2]
+    __name__ = "kernel"
 
     def __init__(self):
         self.calls = []
 
     def __getitem__(self, grid):
-        return lambda **arguments: self.calls.append(("run", arguments.get("num_warps"), arguments["bucket"]))
+        return lambda **arguments: self.calls.append((arguments.get("num_warps"), arguments["bucket"]))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """A kernel on a GPU with 132 multiprocessors that is not there."""
+    """A kernel on a GPU with 132 multiprocessors that is not there. Its `calls` are (warps, bucket); warps None: tried."""
     found, tuned = Kernel(), Kernel()
     tuned.calls = found.calls
+    gpu = SimpleNamespace(name="NVIDIA H100", multi_processor_count=132)
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "CHOSEN", {})
     monkeypatch.setattr(triton_launch, "tuned", lambda kernel, candidates, *sizes: tuned)
+    monkeypatch.setattr(triton_launch, "find_gpu", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # a training in an earlier test asks for them
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    found.gpu = gpu
     return found
 
 
-def launch(kernel, config=None):
-    triton_launch.launch(kernel, lambda: CONFIGS, (), (1,), {"bucket": 5}, GPU, config)
+def launch(kernel, config=None, **arguments):
+    triton_launch.launch(kernel, lambda: CONFIGS, (), (1,), {"bucket": 5, **arguments}, GPU, config)
     return kernel.calls
 
 
-def test_it_is_tuned_by_device_and_size(kernel):
-    """num_warps None: the tuner chooses. The key tells GPUs of one architecture apart."""
-    ((how, warps, bucket),) = launch(kernel)
-    assert (how, warps) == ("run", None) and bucket == triton_launch.device_bucket(5, 132)
-    assert len({triton_launch.device_bucket(bucket, count) for bucket in (5, 6) for count in (114, 132)}) == 4
+@pytest.mark.parametrize("other", [{"name": "NVIDIA H200"}, {"multi_processor_count": 114}])
+def test_the_tuner_s_key_has_the_kind_of_gpu(kernel, other):
+    """Two of one architecture share files on disk, whose names have what the tuner's key has."""
+    launch(kernel)
+    vars(kernel.gpu).update(other)
+    triton_launch.CHOSEN.clear()  # as in a new process
+    (first, bucket), (second, elsewhere) = launch(kernel)
+    assert first is second is None and bucket != elsewhere and bucket % 2**16 == elsewhere % 2**16 == 5
+    assert max(bucket, elsewhere) < 2**31  # Triton passes it as an int32
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(kernel, monkeypatch):
+@pytest.mark.parametrize("changed", [{"bucket": 6}, {"PASS": 1}, {"HIDDEN": 512}, {"x_ptr": torch.zeros(1).half()}])
+def test_another_size_pass_or_dtype_is_tuned_anew(kernel, changed):
+    launch(kernel)
+    assert launch(kernel)[1][0] == 1 and launch(kernel, **changed)[2][0] is None
+
+
+def test_a_capture_runs_what_was_chosen(kernel, monkeypatch):
+    """What the tuner found best, and with what options it loaded it; nothing is tried, loaded or kept."""
+    launch(kernel)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert launch(kernel) == [("run", 4, 5)]
+    kept = dict(triton_launch.CHOSEN)
+    assert launch(kernel)[-1][0] == 1 and kept == triton_launch.CHOSEN
+
+
+def test_a_capture_without_a_choice_says_what_to_do(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="^kernel: .*before"):
+        launch(kernel)
+    assert not triton_launch.CHOSEN and not kernel.calls
+
+
+def test_deterministic_is_the_first_config_in_and_out_of_a_capture(kernel, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert launch(kernel)[-1] == (4, 5)
 
 
 def test_a_given_config_runs(kernel):
-    assert launch(kernel, CONFIGS[2]) == [("run", 1, 5)]
+    assert launch(kernel, CONFIGS[1]) == [(2, 5)]
+
+
+def test_the_operators_around_the_scan_are_tuned_by_their_rows(monkeypatch):
+    """A choice for 409,600 rows is not that for 196."""
+    buckets = []
+    monkeypatch.setattr(triton_fwd, "launch", lambda *arguments: buckets.append(arguments[4]["bucket"]))
+    for batch, tokens in ((64, 6400), (1, 196), (1, 200), (2, 100)):
+        x, weight, bias = (torch.empty(shape, device="meta") for shape in ((batch, tokens, 16), (32, 16), (32,)))
+        triton_fwd.gated_linear(GatedLinear(x, weight, bias))
+    assert buckets[0] != buckets[1] == buckets[2] == buckets[3]
+
+
+def test_every_tuned_kernel_has_a_bucket():
+    """Without one in its key, the first size that is tuned decides for all, on every GPU."""
+    from kernels.tools.operators import OPERATORS
+
+    tuners = [(kernel, tuner) for cases in OPERATORS.values() for kernel, tuner in cases.tuners()]
+    assert len(tuners) > 10 and all("bucket" in tuner.keys for _, tuner in tuners)
+    passes = {tuple(tuner.keys) for kernel, tuner in tuners if "PASS" in kernel.arg_names}
+    assert passes and all("PASS" in keys for keys in passes)

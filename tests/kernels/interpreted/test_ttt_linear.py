@@ -146,6 +146,7 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
         triton_launch, "tuned", lambda kernel, candidates, *sizes: next(t for t in tuners.values() if t.fn is kernel)
     )
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "CHOSEN", {})
     for sizes in shapes:
         torch.use_deterministic_algorithms(deterministic)
         got = check.run_kernels(cases, draw(0, sizes), torch.float16, sizes)
