@@ -84,7 +84,8 @@ def test_a_record_of_another_kind_of_data_fills_no_slot(checkout):
 def test_no_accuracy_of_the_night_stands_beside_one_of_imagenet(checkout, data):
     before = checkout.judge()
     # as if ImageNet's whole validation split had been taken
-    train(checkout, data, split="val", held_out_images=50_000, image_size=224, options={})
+    whole = {"split": "val", "held_out_images": 50_000, "image_size": 224, "options": {}}
+    train(checkout, data, **whole)
     assert checkout.judge() == before
     page = checkout.page()
     assert "61.17" in page.partition("## One GPU, one night")[2]
@@ -92,3 +93,5 @@ def test_no_accuracy_of_the_night_stands_beside_one_of_imagenet(checkout, data):
         assert "61.17" not in line or "cifar100" in line or "imagenet100" in line or line.startswith("| Vittt-T |"), (
             line
         )
+    train(checkout, data, **whole, kind="imagenet")
+    assert checkout.judge() != before, "the same records do stand there where their data are ImageNet-1K"
