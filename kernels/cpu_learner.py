@@ -99,10 +99,13 @@ def _multiply_transposed(constant, A, rows, B, columns, C):
 
 @numba.njit(**OPTIONS)
 def _take(constant, source, b, r, h, origin, forth, n, X):
-    """X = n rows of source (B,T,R,H,D) from token `origin` on, then zeros."""
+    """X = n rows of source (B,T,R,H,D), by `threads.lay_flat`, from token `origin` on, then zeros."""
+    numbers, strides = source
     for j in range(len(X)):
         if j < n:
-            row = source[b, origin + forth * j, r, h]
+            t = origin + forth * j
+            start = b * strides[0] + t * strides[1] + r * strides[2] + h * strides[3]
+            row = numbers[start : start + len(constant)]
             for c in range(len(constant)):
                 X[j, c] = row[c]
         else:
@@ -175,7 +178,7 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
     Args:
         constant: a tuple of as many elements as a head is wide, a multiple of 4: its length is what the compiler knows
             of it.
-        q, k, v: (B,T,R,H,D). lr: (B,T,H). scale: (R,n).
+        q, k, v: (B,T,R,H,D), each by `threads.lay_flat`. lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
         out: (B,T,R,H,D), which is written.
         states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
@@ -183,8 +186,8 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
         back: (R,), 1 for a direction that starts with the last token, else 0.
         eps: added to variances.
     """
-    _, T, R, H, _ = q.shape
-    D, dtype = len(constant), q.dtype
+    _, T, R, H, _ = out.shape
+    D, dtype = len(constant), out.dtype
     chunk = min(scale.shape[1], T)
     span = (SEGMENT + chunk - 1) // chunk * chunk
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
@@ -255,11 +258,11 @@ def learn_backward(
 ):
     """The gradients of `learn`, with its tasks: a segment's chunks once more, then back through them.
 
-    dout, dq, dk, dv: (B,T,R,H,D). What tasks share is written apart: drate (B,T,R,H), and of each image dscale
+    dout, by `threads.lay_flat`, dq, dk, dv: (B,T,R,H,D). What tasks share is written apart: drate (B,T,R,H), and of each image dscale
     (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.
     """
-    _, T, R, H, _ = q.shape
-    D, dtype = len(constant), q.dtype
+    _, T, R, H, _ = dq.shape
+    D, dtype = len(constant), dq.dtype
     chunk = min(scale.shape[1], T)
     span = (SEGMENT + chunk - 1) // chunk * chunk
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -24,6 +25,17 @@ def run(loop: Callable, tasks: int, *arguments: Any) -> None:
     pool = _pool(threads, os.getpid())
     for done in [pool.submit(loop, first, last, *arrays) for first, last in itertools.pairwise(ends)]:
         done.result()
+
+
+def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, tuple[int, ...]]:
+    """What loops take of rows that lie apart, such as slices of longer ones: all numbers from the first to the last, in
+    memory's order, and the strides of all axes but the last.
+
+    A tensor whose last axis is no contiguous row is copied.
+    """
+    x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
+    numbers = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((numbers,), (1,)).numpy(), x.stride()[:-1]
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:

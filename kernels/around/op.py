@@ -1,8 +1,8 @@
 """The public operators around the scan: choice of a backend, checks of shapes, FLOP counts.
 
-Each is one launch forward. The models call them where `selected_backend` says `triton`, and plain PyTorch elsewhere;
-the backend `torch` is the reference, for tests and for tensors that the kernels cannot take. Shape letters as in
-`reference`.
+Each is one launch forward. The models call them where `selected_backend` says `triton`, for inference on CPUs where it
+says `numba`, and plain PyTorch elsewhere; the backend `torch` is the reference, for tests and for tensors that the
+kernels cannot take. Shape letters as in `reference`.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def conv_norm(
         gamma, beta: (D,) of the norm.
         height: rows of the grid, of which T is a multiple.
         eps: added to the variance.
-        backend: `auto`, `triton`, `torch` or `reference`.
+        backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:
         (2,B,T,D) in the tokens' dtype: the sum, then its norm.
@@ -76,7 +76,7 @@ def scan_convs(
     Args:
         x: (B,T,2D), the forward direction's channels first. A slice of longer rows is taken as it lies.
         k_weight, q_weight: (2D,4), in the order of each direction's scan. k_bias, q_bias: (2D,).
-        backend: `auto`, `triton`, `torch` or `reference`.
+        backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:
         (2,B,T,2D) in x's dtype: keys, then queries.
@@ -100,7 +100,7 @@ def gated_norm(
     Args:
         z: (B,T,2,D). gate: (B,T,D); a slice of longer rows is taken as it lies. weight, bias: (D,) of the norm.
         eps: added to the variance.
-        backend: `auto`, `triton`, `torch` or `reference`.
+        backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:
         (B,T,D) in z's dtype.
@@ -135,19 +135,32 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str = "aut
 
 
 def selected_backend(
-    backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32, leading: str = "tokens"
+    backend: str,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    leading: str = "tokens",
+    has_loops: bool = True,
 ) -> str:
-    """The backend that will run for a request, of all four operators; errors are those of `dispatch.choose_backend`.
+    """The backend that will run for a request; errors are those of `dispatch.choose_backend`.
 
-    `dtype` is that of the activations, and `leading` the name of the first one.
+    `dtype` is that of the activations, and `leading` the name of the first one. All have a backend `numba`, with the
+    gradients of `torch`, but for `gated_linear`.
     """
-    return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading)
+    return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading, has_loops=has_loops)
 
 
 def _load(name: str) -> tuple[Any, Any]:
     """The modules that `CustomOp` takes, with the forward and the backward pass of one operator."""
     forward, backward = (getattr(module, name) for module in _load_triton())
     return SimpleNamespace(forward=forward), SimpleNamespace(backward=backward)
+
+
+def _load_loops(name: str, formula: Callable[[Any], Tensor]) -> tuple[Any, Any]:
+    """As `_load`: the loop of one operator, and its formula for autograd."""
+    from . import numba_path
+
+    return SimpleNamespace(forward=getattr(numba_path, name)), SimpleNamespace(forward=formula)
 
 
 def _check_first(op: str, tensors: dict[str, Any], letters: str, sizes: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -174,17 +187,19 @@ def _register(
     formula: Callable[[Any], Tensor],
     shape: Callable[[Any], tuple],
     macs: Callable[[Any], int],
+    has_loops: bool = True,
 ) -> CustomOp:
     return CustomOp(
         name,
         arguments,
         leading=leading,
         select=lambda backend, x: selected_backend(
-            backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype, leading=leading
+            backend, getattr(x, leading).device, dtype=getattr(x, leading).dtype, leading=leading, has_loops=has_loops
         ),
         reference=formula,
         torch_path=SimpleNamespace(forward=formula),
         load_triton=partial(_load, name),
+        load_loops=partial(_load_loops, name, formula),
         result_shapes=lambda module, x: (shape(x),),
         forward_flops=lambda x: 2 * macs(x),
         backward_flops=lambda x: 4 * macs(x),
@@ -206,6 +221,7 @@ GATED_LINEAR = _register(
     gated_linear_formula,
     lambda x: (*x.x.shape[:-1], x.weight.shape[0] // 2 + ONES),
     lambda x: _size(x.x) * x.weight[0],
+    has_loops=False,
 )
 
 

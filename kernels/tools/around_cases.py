@@ -138,14 +138,18 @@ class AroundCases(cases.Cases):
         return out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)
 
 
-def make(name: str, custom_op: Any, kernels: Mapping[str, tuple], operands: tuple[str, ...]) -> AroundCases:
+def make(
+    name: str, custom_op: Any, kernels: Mapping[str, tuple], operands: tuple[str, ...], has_loops: bool = True
+) -> AroundCases:
     """The cases of the operator of that name. `kernels`: name -> candidates, kernel."""
     plain = Sizes(batch=2, tokens=35, height=5, channels=24, kind=name)
     return AroundCases(
         NAME=name,
         op=SimpleNamespace(
-            CUSTOM_OP=custom_op, selected_backend=partial(op.selected_backend, leading=custom_op.leading)
+            CUSTOM_OP=custom_op,
+            selected_backend=partial(op.selected_backend, leading=custom_op.leading, has_loops=has_loops),
         ),
+        CPU_BACKENDS=("numba", "torch") if has_loops else ("torch",),
         triton_fwd=triton_fwd,
         triton_bwd=triton_bwd,
         INPUTS=tuple(plain.shapes())[:-1],
@@ -201,5 +205,6 @@ CASES = (
             "backward": (triton_bwd.activation_configs, triton_bwd.activation_backward_kernel),
         },
         ("weight", "h", "dh"),
+        has_loops=False,
     ),
 )

@@ -4,8 +4,9 @@ plain PyTorch.
 At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operations around it decide. Here each of them
 reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
 values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
-with their activation; residuals are added by the products before them. It is for the default reading of the paper,
-without class tokens; `VitttBlock.forward` is the reference, and what runs everywhere else.
+with their activation; residuals are added by the products before them. On CPUs, for inference, numba's loops take the
+places of the kernels up to the scan's norm. It is for the default reading of the paper, without class tokens;
+`VitttBlock.forward` is the reference, and what runs everywhere else.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -21,6 +22,7 @@ from kernels.around.op import selected_backend
 from kernels.around.reference import ONES
 
 Grid = tuple[int, int]
+ROWS = 256  # tokens that a CPU takes together after the scan
 
 
 class Constants(NamedTuple):
@@ -42,15 +44,22 @@ class Constants(NamedTuple):
 
 
 def can_fuse(block: Any, tokens: Tensor) -> bool:
-    """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here."""
+    """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here; numba's loops only in
+    eager inference.
+    """
     mixer, dtype = block.mixer, product_dtype(tokens)
     is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and block.is_fusible and mixer.step == "own"
-    if not is_vittts or mixer.backend not in ("auto", "triton"):
+    if not is_vittts or mixer.backend not in ("auto", "triton", "numba"):
         return False
     try:
-        return "triton" == selected_backend(mixer.backend, tokens.device, dtype=dtype) == mixer.selected_backend(dtype)
+        chosen = selected_backend(mixer.backend, tokens.device, dtype=dtype)
+        if chosen == "torch" or chosen != mixer.selected_backend(dtype):
+            return False
     except ValueError:  # the mixer says why when it runs
         return False
+    is_inference = not (torch.is_grad_enabled() or block.training or torch.compiler.is_compiling())
+    # a hook is called with the mixer
+    return chosen == "triton" or (is_inference and not mixer._forward_hooks and not mixer._forward_pre_hooks)
 
 
 def product_dtype(tokens: Tensor) -> torch.dtype:
@@ -63,8 +72,7 @@ def product_dtype(tokens: Tensor) -> torch.dtype:
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
     """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`."""
     mixer, dtype = block.mixer, product_dtype(tokens_BTD)
-    D, H, d, backend = mixer.dim, mixer.num_heads, mixer.head_dim, "triton"
-    known = find_constants(block, tokens_BTD.shape[1])
+    D, H, d, backend = mixer.dim, mixer.num_heads, mixer.head_dim, mixer.selected_backend(dtype)
     stream, x = around.conv_norm(
         tokens_BTD,
         block.dwconv.weight[:, 0],
@@ -74,26 +82,23 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
         eps=block.norm1.eps,
         backend=backend,
     ).unbind(0)
-    projected = F.linear(x, known.in_weight, known.in_bias)
-    gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
+    if backend == "numba":
+        gate, shared, v = mixer.in_proj(x).split(mixer.split_sizes, -1)
+        lr, scale, state = mixer.learning_rate(x), mixer.scale_per_token(mixer.chunk_size or x.shape[1]), _state(mixer)
+    else:
+        known = find_constants(block, x.shape[1])
+        projected = F.linear(x, known.in_weight, known.in_bias)
+        gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
+        lr, scale, state = torch.sigmoid(rates[..., :H].float()), known.token_scale, known.state
     convolutions = (getattr(mixer, name) for name in ("conv_k", "conv_q"))
     taps = [each for conv in convolutions for each in (conv.weight[:, 0], conv.bias)]
     k, q = around.scan_convs(shared, *taps, backend=backend).unbind(0)
     q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    lr = torch.sigmoid(rates[..., :H].float())
-    z = ttt_linear_bidir(
-        q,
-        k,
-        v,
-        lr,
-        known.token_scale,
-        *known.state,
-        chunk_size=known.token_scale.shape[1],
-        eps=mixer.eps,
-        backend=backend,
-    )
+    z = ttt_linear_bidir(q, k, v, lr, scale, *state, chunk_size=scale.shape[1], eps=mixer.eps, backend=backend)
     norm = mixer.post_norm
     y = around.gated_norm(z.flatten(3), gate, norm.weight, norm.bias, eps=norm.eps, backend=backend)
+    if backend == "numba":
+        return _finish_by_rows(block, stream, y)
     tokens_BTD = _add_product(block, stream, y, mixer.out_proj.weight)
     x = block.norm2(tokens_BTD).to(dtype)
     hidden = around.gated_linear(x, known.up_weight, known.up_bias, backend=backend)
@@ -115,6 +120,23 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
     rows = stream_BTD.flatten(0, 1)
     add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
     return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
+
+
+def _finish_by_rows(block: Any, stream_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    """The last projection and SwiGLU, added in place to some tokens after others, whose hidden units stay in a CPU's
+    cache.
+    """
+    for tokens, y in zip(stream_BTD.flatten(0, 1).split(ROWS), y_BTD.flatten(0, 1).split(ROWS), strict=True):
+        tokens += block.mixer.out_proj(y)
+        tokens += block.mlp(block.norm2(tokens))
+    return stream_BTD
+
+
+def _state(mixer: Any) -> tuple[Tensor, ...]:
+    """W0, b0, γ and μ of both directions."""
+    H, d = mixer.num_heads, mixer.head_dim
+    parts = (mixer.W0, (2, H, d, d)), *((each, (2, H, d)) for each in (mixer.b0, mixer.ln_weight, mixer.ln_bias))
+    return tuple(each.expand(shape) for each, shape in parts)
 
 
 def find_constants(block: Any, tokens: int) -> Constants:
@@ -146,9 +168,5 @@ def make_constants(block: Any, tokens: int) -> Constants:
     up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
     down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
-    shapes = (2, H, d, d), (2, H, d), (2, H, d), (2, H, d)
-    state = tuple(
-        each.expand(shape).float().contiguous()
-        for each, shape in zip((mixer.W0, mixer.b0, mixer.ln_weight, mixer.ln_bias), shapes, strict=True)
-    )
+    state = tuple(each.float().contiguous() for each in _state(mixer))
     return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, state)

@@ -130,7 +130,8 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
         flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
     wanted = printed.find_values(params["model"])
     options = {key: value for key, (value, _) in wanted.items() if key.startswith("options.")}
-    ran = {"precision": resolved["precision"]["dtype"], "repeated augmentation": None}
+    # further seeds repeat the recipe
+    ran = {"precision": resolved["precision"]["dtype"], "repeated augmentation": None, "seeds": [resolved["seed"]]}
     ours = {**options, "ema_decay": None, **flat, **ran, "init": flat.get("init.weights")}
     found = []
     if params["model"] not in printed.models:

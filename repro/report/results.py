@@ -291,12 +291,12 @@ class Results:
         )
 
     def _score_command(self, kind: str, model: str, training: Training) -> str:
-        for section in self.scores:
-            if (cell := self._profile_cell(section, model, kind, training)) is not None:
-                return f"repro profile use paper && repro {section} --cell {cell}"
         is_foreign = model.split("_")[0] not in self.families
         if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.is_of_recipe:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
+        for section in self.scores:
+            if (cell := self._profile_cell(section, model, kind, training)) is not None:
+                return f"repro profile use paper && repro {section} --cell {cell}"
         return "none: profiles/paper.yaml has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:

@@ -1,15 +1,16 @@
 """Choosing learning rate and warm-up: the same small search for every cell, scored on the split `tune`, and never
 evaluated on `test`.
 
-Each trial is a whole training by the recipe of its cell, in a process of its own. Finished trials stay in .runs until
-the search of their cell is done, so that a stopped call loses none.
+Each trial is a whole training by the recipe of its cell, in a process of its own. Where the best one lies at an edge of
+the grid, the grid is widened there, so that no cell is held to a range that suits another. Finished trials stay in
+.runs until the search of their cell is done, so that a stopped call loses none.
 """
 
 import dataclasses
 import itertools
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .pool import Work, run_all
 
 STAGE = "pretrain"
 RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
+WIDENINGS = 3  # how often a grid is widened at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class TuneParams:
     """The `tune:` section, the same for every cell.
 
     Args:
-        lr, warmup_epochs: what is tried, each with each; see `OptimParams`.
+        lr, warmup_epochs: what is tried, each with each, see `OptimParams`; of two values or more, the search goes on
+            beyond the best one if it is the first or the last.
         seed: of every trial; no seed whose results are reported.
     """
 
@@ -83,14 +86,31 @@ class Search:
 
     @property
     def trials(self) -> list[Cell]:
-        """A cell for each trial, in the order of the grid."""
+        """A cell for each trial, in the order of the grid; then those by which it was widened, as far as those before
+        are finished.
+        """
+        grid, score = self.tune, next(iter(self.spec.scores))
+        trials = self._list_trials(grid, ())
+        for _ in range(WIDENINGS):
+            finished = self._find_finished(trials)
+            best = choose([content["trial"] for content in finished.values()], score)
+            if len(finished) < len(trials) or best is None:
+                break
+            if (grid := widen(grid, best, self.params.epochs)) is None:
+                break
+            trials += self._list_trials(grid, [trial.name for trial in trials])
+        return trials
+
+    def _list_trials(self, grid: TuneParams, known: Collection[str]) -> list[Cell]:
+        """The trials of a grid, without those whose names are known."""
         found = []
-        for lr, warmup_epochs in itertools.product(self.tune.lr, self.tune.warmup_epochs):
+        for lr, warmup_epochs in itertools.product(grid.lr, grid.warmup_epochs):
             optim = dataclasses.replace(self.params.optim, lr=lr, warmup_epochs=warmup_epochs)
             params = dataclasses.replace(self.params, optim=optim, seeds=(self.tune.seed,), snapshot_epochs=())
             name = f"{self.name}_lr{lr:g}_warmup{warmup_epochs}"
             shared = {"spec": self.spec, "paths": self.paths, "runtime": self.runtime, "folder": self.folder}
-            found.append(Cell(stage="tune", name=name, params=params, reported=False, **shared))
+            if name not in known:
+                found.append(Cell(stage="tune", name=name, params=params, reported=False, **shared))
         return found
 
     @property
@@ -101,18 +121,26 @@ class Search:
     @property
     def search_params(self) -> SearchParams:
         """What the record's hash of parameters covers."""
-        return SearchParams(cell=self.trials[0].params, tune=self.tune)
+        return SearchParams(cell=self._first.params, tune=self.tune)
+
+    @property
+    def _first(self) -> Cell:
+        """The first trial, which the grid names."""
+        return self._list_trials(self.tune, ())[0]
 
     def find_origin(self, trial: Cell | None = None) -> dict[str, str]:
         """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
         params = self.search_params if trial is None else trial.params
-        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.trials[0].inputs[0])}
+        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self._first.inputs[0])}
         return hashes | {"code_hash": hash_code(self.paths.root, self.code)}
 
     def find_finished(self) -> dict[int, dict[str, Any]]:
         """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
+        return self._find_finished(self.trials)
+
+    def _find_finished(self, trials: list[Cell]) -> dict[int, dict[str, Any]]:
         found = {}
-        for number, trial in enumerate(self.trials, 1):
+        for number, trial in enumerate(trials, 1):
             file = _trial_file(trial)
             if file.is_file() and (content := read_json(file))["origin"] == self.find_origin(trial):
                 found[number] = content
@@ -177,16 +205,14 @@ def run_searches(searches: list[Search], *, jobs: int) -> None:
         Interrupted: a signal came; what is finished is kept. RunError: trials failed, or all trials of a cell diverged.
     """
     open_searches = [search for search in searches if not search.is_recorded()]
-    waiting: dict[str, Work] = {}
-    for search in open_searches:
-        finished = search.find_finished()
-        for number, trial in enumerate(search.trials, 1):
-            if number not in finished:
-                arguments = ("tune", "--data", search.params.data, "--cell", search.name, "--trial", str(number))
-                waiting[trial.name] = Work(arguments=arguments, log=trial.paths.logs("tune", trial.name) / "output.txt")
-    trials = sum(len(search.trials) for search in searches)
-    print(f"{len(searches)} cells, {trials} trials: {len(waiting)} trainings to do", flush=True)
-    if waiting:
+    while True:
+        waiting: dict[str, Work] = {}
+        for search in open_searches:
+            waiting |= _list_open(search)
+        trials = sum(len(search.trials) for search in open_searches)
+        print(f"{len(open_searches)} open cells, {trials} trials: {len(waiting)} trainings to do", flush=True)
+        if not waiting:
+            break
         failed = run_all(waiting, jobs, searches[0].runtime, searches[0].paths.root)
         if failed:
             reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
@@ -195,6 +221,16 @@ def run_searches(searches: list[Search], *, jobs: int) -> None:
         record_search(search)
     for search in searches:
         _show(search)
+
+
+def _list_open(search: Search) -> dict[str, Work]:
+    """The name of each trial that is not finished -> how it is run."""
+    finished, works = search.find_finished(), {}
+    for number, trial in enumerate(search.trials, 1):
+        if number not in finished:
+            arguments = ("tune", "--data", search.params.data, "--cell", search.name, "--trial", str(number))
+            works[trial.name] = Work(arguments=arguments, log=trial.paths.logs("tune", trial.name) / "output.txt")
+    return works
 
 
 def run_trial(search: Search, number: int) -> None:
@@ -253,6 +289,7 @@ def record_search(search: Search) -> None:
         "rule": RULE,
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
+        "at_edge": list_edges(trials, chosen),
     }
     manifest = search.trials[0].inputs[0]
     identity = make_identity(
@@ -267,6 +304,37 @@ def choose(trials: list[dict[str, Any]], score: str) -> Mapping[str, Any] | None
     """The trial that `RULE` chooses; None where all diverged."""
     sound = [trial for trial in trials if not trial["diverged"]]
     return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)
+
+
+def widen(grid: TuneParams, best: Mapping[str, Any], epochs: int) -> TuneParams | None:
+    """The grid with another value beyond each edge at which the best trial lies; None where it lies at none.
+
+    A rate is as many times larger or smaller as the last two are; a warm-up is an epoch longer, if it stays shorter
+    than the training of `epochs`, or shorter.
+    """
+    wider: dict[str, tuple[Any, ...]] = {}
+    rates, warmups = sorted(grid.lr), sorted(grid.warmup_epochs)
+    if len(rates) > 1 and best["lr"] == rates[-1]:
+        wider["lr"] = (*grid.lr, rates[-1] * rates[-1] / rates[-2])
+    elif len(rates) > 1 and best["lr"] == rates[0]:
+        wider["lr"] = (*grid.lr, rates[0] * rates[0] / rates[1])
+    if len(warmups) > 1 and best["warmup_epochs"] == warmups[-1] and warmups[-1] + 1 < epochs:
+        wider["warmup_epochs"] = (*grid.warmup_epochs, warmups[-1] + 1)
+    elif len(warmups) > 1 and best["warmup_epochs"] == warmups[0] > 0:
+        wider["warmup_epochs"] = (*grid.warmup_epochs, warmups[0] - 1)
+    return dataclasses.replace(grid, **wider) if wider else None
+
+
+def list_edges(trials: list[dict[str, Any]], chosen: Mapping[str, Any]) -> list[str]:
+    """Of `lr` and `warmup_epochs`, those whose chosen value is the smallest or the largest that was tried, so that a
+    better one may lie beyond; there is none below a warm-up of 0, and one value alone was not searched.
+    """
+    edges = []
+    for name in ("lr", "warmup_epochs"):
+        values = {trial[name] for trial in trials}
+        if len(values) > 1 and (chosen[name] == max(values) or chosen[name] == min(values) > 0):
+            edges.append(name)
+    return edges
 
 
 def _trial_file(trial: Cell) -> Path:

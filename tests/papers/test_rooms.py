@@ -61,6 +61,17 @@ def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, l
     assert not [each for each in find_groups(results, checkout.paper.variants) if len(each.variants) > 1]
 
 
+def test_every_accuracy_of_a_model_that_is_built_names_its_command(checkout):
+    """But for linear attention with nothing new to train."""
+    papers = load_papers()
+    checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
+    results = Results(checkout.paths, papers.values(), {**SCORES, "linearize": SCORES["pretrain"]})
+    judged = [verdict for paper in papers.values() for verdict in JUDGE(paper, results).all]
+    asked = [each for each in judged if each.entry.ours and any(c.name == "accuracy" for c in each.entry.ours.calls)]
+    without = [each.entry.id for each in asked if not each.command.startswith("repro ")]
+    assert len(asked) > 300 and without == ["table1_frozen.linear.top1_percent"]
+
+
 @pytest.mark.parametrize("room", load_papers())
 @pytest.mark.parametrize("module", ["variants", "recipe", "grid"])
 def test_what_a_stage_trains_depends_on_no_report(room, module):

@@ -1,13 +1,14 @@
 """`repro tune` as a user runs it: a real search, its rule by hand, and every wrong input as one line."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from repro.core.config import load_section, load_yaml
-from repro.core.record import read_json
-from repro.runs.tune import STAGE, TuneParams, choose
+from repro.core.record import read_json, write_json
+from repro.runs.tune import STAGE, TuneParams, _trial_file, choose, find_searches, list_edges, widen
 from repro.tasks.classification.spec import SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,49 @@ def test_the_rule_by_hand():
     assert choose(others[-1:], "top1_percent") is None
 
 
+GRID = TuneParams(lr=(1e-3, 2e-3, 4e-3), warmup_epochs=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("best", "rates", "warmups"),
+    [
+        ((2e-3, 1), {*GRID.lr}, {0, 1, 2}),
+        ((2e-3, 2), {*GRID.lr}, {1, 2, 3}),
+        ((4e-3, 2), {*GRID.lr, 8e-3}, {1, 2, 3}),
+        ((1e-3, 2), {*GRID.lr, 5e-4}, {1, 2, 3}),
+    ],
+)
+def test_a_grid_is_widened_beyond_its_best(best, rates, warmups):
+    wider = widen(GRID, trial(90.0, *best), epochs=7)
+    assert sorted(wider.lr) == pytest.approx(sorted(rates)) and set(wider.warmup_epochs) == warmups
+
+
+def test_a_grid_is_not_widened_where_nothing_lies_beyond():
+    """The best one inside, a warm-up as long as the training or of 0, and a rate that was given alone."""
+    inside = TuneParams(lr=(1e-3, 2e-3, 4e-3), warmup_epochs=(0, 1, 2))
+    assert widen(inside, trial(90.0, 2e-3, 1), epochs=7) is None
+    assert widen(inside, trial(90.0, 2e-3, 2), epochs=3) is None
+    assert widen(inside, trial(90.0, 2e-3, 0), epochs=3) is None
+    assert widen(TuneParams(lr=(1e-3,), warmup_epochs=(1,)), trial(90.0, 1e-3, 1), epochs=7) is None
+
+
+@pytest.mark.parametrize(("peak", "rates", "edges"), [(1, [1, 2, 0.5], []), (64, [1, 2, 4, 8, 16], ["lr"])])
+def test_a_search_goes_on_until_its_best_is_inside(ready, peak, rates, edges):
+    """The score falls with the distance of the rate from a peak; after three widenings the search ends."""
+    text = Path("params.yaml").read_text().replace("lr: [3.0e-3, 1.0e+30]", "lr: [1.0, 2.0]")
+    Path("params.yaml").write_text(text)
+    (search,) = find_searches(SPEC, "digits", None)
+    while len(done := search.find_finished()) < len(search.trials):
+        for number, each in enumerate(search.trials, 1):
+            if number not in done:
+                lr = each.params.optim.lr
+                found = trial(-abs(math.log2(lr / peak)), lr, 0)
+                write_json(_trial_file(each), {"origin": search.find_origin(each), "trial": found})
+    trials = [content["trial"] for content in search.find_finished().values()]
+    assert [each["lr"] for each in trials] == rates
+    assert list_edges(trials, choose(trials, "top1_percent")) == edges
+
+
 def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
     code, out, err = repro_cli("tune", "--data", "digits", "--cell", "nano", "--trial", "2")
     assert code == 0 and "nano_lr1e+30_warmup0: diverged" in out, err
@@ -51,10 +95,11 @@ def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
     code, out, err = repro_cli("tune", "--data", "digits", "--cell", "nano", "--trial", "2")
     assert code == 0, err
     code, out, err = repro_cli("tune", "--data", "digits")
-    assert code == 0 and "1 cells, 2 trials: 1 trainings to do" in out, err
+    assert code == 0 and "1 open cells, 2 trials: 1 trainings to do" in out, err
     (file,) = Path("results/measured").glob("*/tune/nano.json")
     metrics = json.loads(file.read_text())["metrics"]
-    first, second = metrics["trials"]
+    first, second, third = metrics["trials"]  # the lower rate was the better one, so that one below was tried
+    assert third["lr"] == pytest.approx(3e-3**2 / 1e30, abs=0) and metrics["at_edge"] == []
     assert (first["lr"], first["warmup_epochs"], first["diverged"]) == (3e-3, 0, False)
     assert 5 < first["top1_percent"] <= 100 and first["train_loss"] > 0
     assert second["diverged"] and second["top1_percent"] is None and "not finite" in second["reason"]

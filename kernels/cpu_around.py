@@ -1,0 +1,124 @@
+"""What lies around the scan in a block of Vittt as loops that numba compiles for CPUs; see `cpu_loops` for what such
+loops are. Shape letters as in `around.reference`.
+
+A loop reads a token's row, keeps it in the cache for all that is done to it, and writes the result once.
+"""
+
+import math
+
+import numba
+import numpy as np
+
+from .around.reference import TAPS
+from .cpu_loops import INLINE, compile_loop, sigmoid
+
+
+@numba.njit(**INLINE)
+def _add_scaled(total, weight, row):
+    """total += weight ⊙ row."""
+    for c in range(len(total)):
+        total[c] += weight[c] * row[c]
+
+
+@numba.njit(**INLINE)
+def _centre(row, eps):
+    """Take a row's mean off it, and return what its deviation from there is to be divided by."""
+    nothing, width = row.dtype.type(0), row.dtype.type(len(row))
+    mean, square = nothing, nothing
+    for c in range(len(row)):
+        mean += row[c]
+    mean /= width
+    for c in range(len(row)):
+        row[c] -= mean
+        square += row[c] * row[c]
+    return np.sqrt(square / width + eps)
+
+
+@compile_loop
+def conv_norm(first, last, tokens, weight, gamma, beta, out, height, eps):
+    """Task = (image, row of the grid).
+
+    Args:
+        tokens: (B,T,D). weight: (3,3,D). gamma, beta: (D,).
+        out: (2,B,T,D), which is written.
+    """
+    _, T, D = tokens.shape
+    width = T // height
+    work = np.empty(D, tokens.dtype)
+    for task in range(first, last):
+        b, y = task // height, task % height
+        for x in range(width):
+            t = y * width + x
+            total, normed = out[0, b, t], out[1, b, t]
+            total[:] = tokens[b, t]
+            for i in range(max(0, 1 - y), min(3, height + 1 - y)):
+                for j in range(max(0, 1 - x), min(3, width + 1 - x)):
+                    _add_scaled(total, weight[i, j], tokens[b, t + (i - 1) * width + j - 1])
+            work[:] = total
+            norm = _centre(work, eps)
+            for c in range(D):
+                work[c] *= gamma[c]
+            for c in range(D):
+                normed[c] = work[c] / norm + beta[c]
+
+
+@compile_loop
+def scan_convs(first, last, block, x, weights, biases, out):
+    """Task = (image, `block` tokens).
+
+    Args:
+        x: (B,T,2D), by `threads.lay_flat`. weights: (2,4,2D) and biases: (2,2D), of k, then of q.
+        out: (2,B,T,2D), which is written.
+    """
+    _, _, T, E = out.shape
+    numbers, strides = x
+    blocks, D = (T + block - 1) // block, E // 2
+    for task in range(first, last):
+        b, start = task // blocks, task % blocks * block
+        for t in range(start, min(T, start + block)):
+            for which in range(2):
+                out[which, b, t] = biases[which]
+            for r in range(2):
+                for tap in range(TAPS):
+                    source = t + (2 * r - 1) * (TAPS - 1 - tap)
+                    if 0 <= source < T:
+                        place = b * strides[0] + source * strides[1] + r * D
+                        row = numbers[place : place + D]
+                        for which in range(2):
+                            total = out[which, b, t, r * D : r * D + D]
+                            _add_scaled(total, weights[which, tap, r * D : r * D + D], row)
+
+
+@compile_loop
+def gated_norm(first, last, block, z, gate, weight, bias, out, eps):
+    """Task = (image, `block` tokens).
+
+    Args:
+        z: (B,T,2,D), gate: (B,T,D), both by `threads.lay_flat`. weight, bias: (D,).
+        out: (B,T,D), which is written.
+    """
+    _, T, D = out.shape
+    zs, z_strides = z
+    gates, gate_strides = gate
+    kind = out.dtype.type
+    slope, cubic, one = kind(math.sqrt(8 / math.pi)), kind(0.044715), kind(1)
+    blocks = (T + block - 1) // block
+    work = np.empty(D, out.dtype)
+    for task in range(first, last):
+        b, start = task // blocks, task % blocks * block
+        for t in range(start, min(T, start + block)):
+            for r in range(2):
+                place = b * z_strides[0] + t * z_strides[1] + r * z_strides[2]
+                row = zs[place : place + D]
+                for c in range(D):
+                    work[c] = row[c] if r == 0 else work[c] + row[c]
+            norm = _centre(work, eps)
+            for c in range(D):
+                work[c] = work[c] / norm * weight[c]
+            for c in range(D):
+                work[c] += bias[c]
+            place, result = b * gate_strides[0] + t * gate_strides[1], out[b, t]
+            row = gates[place : place + D]
+            for c in range(D):
+                g = row[c]
+                result[c] = work[c] * g * sigmoid(slope * g * (one + cubic * g * g))
