@@ -24,7 +24,12 @@ def command(
     model: ModelOption = None,
     source: FromOption = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="With --data: passes over the pictures; by default by their number.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train this many epochs instead; a cell's results go to results/measured. With --data, the default "
+            "follows from the number of pictures.",
+        ),
     ] = None,
     flip: FlipOption = False,
     sha256: Sha256Option = None,
@@ -38,11 +43,9 @@ def command(
     without = {"cell": cell, "replay-bad-step": replay_bad_step}
     if train_own("pretrain", SPEC, data, **own, gpus=gpus, without=without):
         return
-    if epochs is not None:
-        raise UserError("pretrain: --epochs goes with --data; the cells of params.yaml say it themselves")
     if replay_bad_step is None:
-        train_cells(read_cells("pretrain", SPEC, cell, seeds=seeds, recipe=describe_recipe), gpus)
-    elif seeds is not None or gpus is not None:
-        raise UserError("pretrain: --replay-bad-step runs one step in one process; leave --seeds and --gpus out")
+        train_cells(read_cells("pretrain", SPEC, cell, epochs=epochs, seeds=seeds, recipe=describe_recipe), gpus)
+    elif (epochs, seeds, gpus) != (None, None, None):
+        raise UserError("pretrain: --replay-bad-step runs one step in one process; leave --epochs, --seeds, --gpus out")
     else:
         replay("pretrain", SPEC, replay_bad_step, cell)

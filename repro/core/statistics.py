@@ -4,7 +4,7 @@ images.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -29,6 +29,18 @@ def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sampl
     half = float(student.ppf((1 + 0.95) / 2, len(values) - 1)) * std / math.sqrt(len(values))
     interval = mean - half, mean + half
     return Sample(mean, std, clip_share(interval) if is_share else interval)
+
+
+def measure_rise(curve: Mapping[int, float]) -> float | None:
+    """By how much the best score of the last quarter of a curve exceeds the best before; None where either is empty.
+
+    Args:
+        curve: epoch -> score.
+    """
+    start = 0.75 * max(curve, default=0)
+    late = [score for epoch, score in curve.items() if epoch > start]
+    early = [score for epoch, score in curve.items() if epoch <= start]
+    return max(late) - max(early) if late and early else None
 
 
 def clip_share(interval: Sequence[float]) -> tuple[float, float]:

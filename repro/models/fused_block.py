@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import around, ttt_linear_bidir
+from kernels import selected_backend as selected_scan
 from kernels.around.op import selected_backend
 from kernels.around.reference import ONES
 
@@ -30,8 +31,8 @@ class Constants(NamedTuple):
 
     in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
     d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
-    down_weight (D,F+8): with its bias in the first of the further columns; state: W0, b0, γ and μ of both directions,
-    in fp32.
+    down_weight (D,F+8): with its bias in the first of the further columns; W0, b0, gamma, mu: of
+    both directions, in fp32.
     """
 
     in_weight: Tensor
@@ -40,7 +41,13 @@ class Constants(NamedTuple):
     up_weight: Tensor
     up_bias: Tensor
     down_weight: Tensor
-    state: tuple[Tensor, ...]
+    W0: Tensor
+    b0: Tensor
+    gamma: Tensor
+    mu: Tensor
+
+
+KEPT = tuple(f"kept_{name}" for name in Constants._fields)  # the buffers that `freeze` makes
 
 
 def can_fuse(block: Any, tokens: Tensor) -> bool:
@@ -51,15 +58,26 @@ def can_fuse(block: Any, tokens: Tensor) -> bool:
     is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and block.is_fusible and mixer.step == "own"
     if not is_vittts or mixer.backend not in ("auto", "triton", "numba"):
         return False
-    try:
-        chosen = selected_backend(mixer.backend, tokens.device, dtype=dtype)
-        if chosen == "torch" or chosen != mixer.selected_backend(dtype):
-            return False
-    except ValueError:  # the mixer says why when it runs
+    chosen = _choose_backend(mixer.backend, tokens.device, dtype, mixer.head_dim, mixer.built_chunk)
+    if chosen == "torch":
         return False
     is_inference = not (torch.is_grad_enabled() or block.training or torch.compiler.is_compiling())
     # a hook is called with the mixer
     return chosen == "triton" or (is_inference and not mixer._forward_hooks and not mixer._forward_pre_hooks)
+
+
+@torch.compiler.assume_constant_result
+def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_size: int) -> str:
+    """The backend that runs both the operators around the scan and the scan, or `torch` where there is none.
+
+    A compiler takes the answer, and does not follow the search for a GPU and a C compiler, which breaks a graph.
+    """
+    try:
+        around_scan = selected_backend(backend, device, dtype=dtype)
+        scan = selected_scan(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=dtype)
+    except ValueError:  # the mixer says why when it runs
+        return "torch"
+    return scan if scan == around_scan else "torch"
 
 
 def product_dtype(tokens: Tensor) -> torch.dtype:
@@ -72,7 +90,8 @@ def product_dtype(tokens: Tensor) -> torch.dtype:
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
     """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`."""
     mixer, dtype = block.mixer, product_dtype(tokens_BTD)
-    D, H, d, backend = mixer.dim, mixer.num_heads, mixer.head_dim, mixer.selected_backend(dtype)
+    D, H, d = mixer.dim, mixer.num_heads, mixer.head_dim
+    backend = _choose_backend(mixer.backend, tokens_BTD.device, dtype, d, mixer.built_chunk)
     stream, x = around.conv_norm(
         tokens_BTD,
         block.dwconv.weight[:, 0],
@@ -89,7 +108,7 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
         known = find_constants(block, x.shape[1])
         projected = F.linear(x, known.in_weight, known.in_bias)
         gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-        lr, scale, state = torch.sigmoid(rates[..., :H].float()), known.token_scale, known.state
+        lr, scale, state = torch.sigmoid(rates[..., :H].float()), known.token_scale, known[6:]
     convolutions = (getattr(mixer, name) for name in ("conv_k", "conv_q"))
     taps = [each for conv in convolutions for each in (conv.weight[:, 0], conv.bias)]
     k, q = around.scan_convs(shared, *taps, backend=backend).unbind(0)
@@ -141,20 +160,29 @@ def _state(mixer: Any) -> tuple[Tensor, ...]:
 
 def find_constants(block: Any, tokens: int) -> Constants:
     """The `Constants` of a block: those that `freeze` has kept, where no gradient is wanted, else new ones."""
-    kept = None if torch.is_grad_enabled() else block.constants
-    return (
-        kept
-        if kept is not None and kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens)
-        else make_constants(block, tokens)
-    )
+    if not torch.is_grad_enabled() and KEPT[0] in block._buffers:
+        kept = Constants(*(block._buffers[name] for name in KEPT))
+        if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):
+            return kept
+    return make_constants(block, tokens)
 
 
 def freeze(block: Any, tokens: int) -> None:
     """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight in between is not
     seen.
+
+    They are buffers that are not saved, which a compiled graph reads where they lie.
     """
     with torch.inference_mode(False), torch.no_grad():
-        block.constants = make_constants(block, tokens)
+        for name, value in zip(KEPT, make_constants(block, tokens), strict=True):
+            block.register_buffer(name, value, persistent=False)
+
+
+def thaw(block: Any) -> None:
+    """Forget what `freeze` has kept."""
+    for name in KEPT:
+        block._buffers.pop(name, None)
+        block._non_persistent_buffers_set.discard(name)
 
 
 def make_constants(block: Any, tokens: int) -> Constants:
@@ -169,4 +197,4 @@ def make_constants(block: Any, tokens: int) -> Constants:
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
     down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
     state = tuple(each.float().contiguous() for each in _state(mixer))
-    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, state)
+    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state)

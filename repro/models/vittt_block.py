@@ -25,7 +25,6 @@ class VitttBlock(nn.Module):
 
     mixer_class: type[TTTMixer] = TTTMixer
     is_fusible = True  # whether `fused_block` computes it where it has a convolution and no class tokens
-    constants: fused_block.Constants | None = None  # kept by `Vittt.freeze`
 
     def __init__(
         self,
@@ -53,15 +52,15 @@ class VitttBlock(nn.Module):
 
     def train(self, mode: bool = True) -> "VitttBlock":
         """As every module; forgets what `Vittt.freeze` has kept, as moving, casting and loading do."""
-        self.constants = None
+        fused_block.thaw(self)
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "VitttBlock":
-        self.constants = None
+        fused_block.thaw(self)
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.constants = None
+        fused_block.thaw(self)
         super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:

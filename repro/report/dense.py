@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core.csvfile import read_csv
 from ..core.figures import new_figure, save_png
 from .claims import Report
 from .measured import format_scores
 from .paper import Drawings
-from .records import Source, describe_seeds, find_score_interval, group_by, keep_best
+from .records import Source, describe_seeds, find_score_interval, group_by, keep_best, read_curves
 from .results import Results
 
 Runs = dict[tuple[str, str, str], list[Source]]
@@ -50,7 +49,7 @@ def plan_dense(report: Report) -> Drawings:
     drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
         runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
-        drawable = [source for source in runs if source.most_seeds and _curve_file(source, report.results).is_file()]
+        drawable = [source for source in runs if source.most_seeds and read_curves(report.results.paths, source)]
         best = keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source)))
         for model, shown in group_by(best, lambda source: source.metrics["model"]).items():
             curves = partial(_draw_curves, sources=shown, stage=stage, results=report.results)
@@ -59,10 +58,6 @@ def plan_dense(report: Report) -> Drawings:
             if source.stage and (source.metrics["by_seed"][0].get("confusion")):
                 drawn[f"confusion_{stage}_{source.cell}.png"] = [source], partial(_draw_confusion, source=source)
     return drawn
-
-
-def _curve_file(source: Source, results: Results) -> Path:
-    return results.paths.root / source.folder / "curve.csv"
 
 
 def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: Results) -> Path:
@@ -75,10 +70,7 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
         for source in sources:
             first = name_first_weights(source)
             colour, marker = _STYLES[first]
-            of_seed: dict[int, dict[int, float]] = {}
-            for row in read_csv(_curve_file(source, results)):
-                if key in row:
-                    of_seed.setdefault(row["seed"], {})[row["epoch"]] = row[key]
+            of_seed = read_curves(results.paths, source, key)
             for points in of_seed.values() if len(of_seed) > 1 else ():
                 panel.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
             epochs = sorted(set.intersection(*map(set, of_seed.values()))) if of_seed else []

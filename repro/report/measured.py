@@ -1,10 +1,12 @@
 """What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..core.noise import find_interval
+from ..core.statistics import measure_rise
 from .claims import Report
 from .document import (
     Block,
@@ -21,12 +23,13 @@ from .document import (
     table,
     tabulate,
 )
-from .records import Source, describe_age, find_missing_records, find_score_interval
+from .records import Source, describe_age, find_missing_records, find_score_interval, read_curves
 from .results import Missing, SpeedGroup
 from .variants import find_shown
 from .verdicts import significant
 
 Rows = Sequence[tuple[Mapping[str, Any], Source]]
+RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
 
 
 def missing_records(report: Report) -> list[Section]:
@@ -83,15 +86,31 @@ def list_runs(report: Report) -> list[Block]:
         m, run = source.metrics, code(source.folder.removeprefix("results/"))
         images, seeds = number(m.get("held_out_images"), ".0f"), number(len(m.get("by_seed", ())) or None)
         about = [m["data"], number(m.get("epochs")), seeds, images]
-        rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), source.origin])
+        score = next(key for key in labels if key in m)
+        curve = _describe_curve(read_curves(results.paths, source, score))
+        rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.origin])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
             unlearned.add(found)
             method = "without learning: threshold, nearest example"
-            rows.append([run, method, m["data"], "–", "–", images, found[1], "–"])
-    header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "device"]
-    return [table(header, rows)]
+            rows.append([run, method, m["data"], "–", "–", images, found[1], "–", "–"])
+    header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "curve", "device"]
+    legend = prose(
+        f"A curve still rises where the best score of its last quarter exceeds the best before by {RISE:.0f} point or more, "
+        "as a mean over the seeds, on the split of the curve: such a run says what a model learns in so many epochs, not "
+        "what it can learn."
+    )
+    return [table(header, rows), legend]
+
+
+def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
+    """Whether a score still rises at the end of a training, `flat` or `rises`, and by how many points."""
+    rises = [rise for rise in map(measure_rise, curves.values()) if rise is not None]
+    if not rises:
+        return "–"
+    rise = statistics.mean(rises)
+    return f"{'rises' if rise >= RISE else 'flat'}, {rise:+.1f}"
 
 
 def over_resolution(report: Report) -> list[Section]:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ..core.config import load_yaml
+from ..core.csvfile import read_csv
 from ..core.errors import UserError
 from ..core.freshness import REPEATED, find_old
 from ..core.paths import Paths
@@ -161,6 +162,15 @@ def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, fl
     """The 95 % interval over seeds of a score in percent, as a record has it; None where it has none."""
     interval = metrics.get(f"{key.removesuffix('_percent')}_ci95_percent")
     return clip_share(interval) if interval else None
+
+
+def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
+    """Seed -> epoch -> a column of the learning curve beside a record; none where there is no curve."""
+    file, curves = paths.root / source.folder / "curve.csv", {}
+    for row in read_csv(file) if file.is_file() else ():
+        if row.get(key) is not None:
+            curves.setdefault(row["seed"], {})[row["epoch"]] = row[key]
+    return curves
 
 
 def name_keys(value: Any, where: str) -> Any:

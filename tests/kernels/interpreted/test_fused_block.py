@@ -118,12 +118,14 @@ def test_a_frozen_model_keeps_its_constants():
         expected = model(images)
         assert torch.equal(model.freeze()(images), expected)
         block = model.blocks[0]
-        assert fused_block.find_constants(block, 25) is block.constants
-    assert fused_block.find_constants(block, 25) is not block.constants
+        kept = fused_block.find_constants(block, 25)
+        assert kept[0] is fused_block.find_constants(block, 25)[0]
+    assert fused_block.find_constants(block, 25)[0] is not kept[0]
+    assert not any("kept" in name for name in model.state_dict())
     for change in (model.train, model.eval, model.half, lambda: model.load_state_dict(model.state_dict())):
         model.freeze()
         change()
-        assert block.constants is None
+        assert not list(block.buffers(recurse=False))
 
 
 @pytest.mark.slow
