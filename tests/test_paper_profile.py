@@ -1,6 +1,6 @@
-"""A made-up batch goes through every cell of profiles/paper.yaml: images are tiny where the size is free, all widths,
-options and class counts are real. What would fail on the first step of a run of days fails here. `make test` takes one
-cell of each family and task, `make test-all` every cell.
+"""A made-up batch goes through every cell of profiles/paper.yaml and profiles/night.yaml: images are tiny where the size
+is free, all widths, options and class counts are real. What would fail on the first step of a run of days fails here.
+`make test` takes one cell of each family and task, `make test-all` every cell.
 """
 
 import copy
@@ -17,10 +17,15 @@ from repro.models.weights import save_weights
 from repro.tasks.spec import Datasets
 from stages import load_stages
 
-PROFILE = Path(__file__).parents[1] / "profiles" / "paper.yaml"
-SECTIONS = load_yaml(PROFILE)
+FILES = {name: Path(__file__).parents[1] / "profiles" / f"{name}.yaml" for name in ("paper", "night")}
+PROFILES = {name: load_yaml(file) for name, file in FILES.items()}
 TRAINING = {name: stage for name, stage in load_stages().items() if stage.task is not None}
-CELLS = [(stage, cell) for stage in TRAINING for cell in SECTIONS.get(stage) or {}]
+CELLS = [
+    (profile, stage, cell)
+    for profile, sections in PROFILES.items()
+    for stage in TRAINING
+    for cell in sections.get(stage) or {}
+]
 SIDE = 64
 
 
@@ -30,11 +35,11 @@ def choose_cells():
     Detectors and segmenters have two families: backbones with an adapter, and those with maps of their own.
     """
     seen = set()
-    for stage, cell in CELLS:
-        task, model = TRAINING[stage].task.name, SECTIONS[stage][cell]["model"]
+    for profile, stage, cell in CELLS:
+        task, model = TRAINING[stage].task.name, PROFILES[profile][stage][cell]["model"]
         kind = task, "patch16" in model if stage in ("detect", "segment") else model.split("_")[0]
         is_slow = kind in seen or "xlarge" in model
-        yield pytest.param(stage, cell, id=f"{stage}-{cell}", marks=[pytest.mark.slow] * is_slow)
+        yield pytest.param(profile, stage, cell, id=f"{stage}-{cell}", marks=[pytest.mark.slow] * is_slow)
         seen.add(kind)
 
 
@@ -45,8 +50,9 @@ class Loader(list):
 
 
 def classify(params, classes):
-    params = dataclasses.replace(params, transform=dataclasses.replace(params.transform, image_size=SIDE))
-    return params, (torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8), torch.tensor([0, classes - 1]))
+    side = min(SIDE, params.transform.image_size)
+    params = dataclasses.replace(params, transform=dataclasses.replace(params.transform, image_size=side))
+    return params, (torch.randint(0, 256, (2, 3, side, side), dtype=torch.uint8), torch.tensor([0, classes - 1]))
 
 
 def detect(params, classes):
@@ -84,35 +90,36 @@ def generate(params, classes):
 MADE_UP = {"classify": classify, "linearize": classify, "detect": detect, "segment": segment, "generate": generate}
 
 
-@pytest.fixture(scope="module")
-def softmax_weights(tmp_path_factory):
-    """Random weights of the softmax model from which the cells of `linearize:` start."""
-    cell = load_section(TRAINING["pretrain"].task.params, PROFILE, "pretrain", "t5_softmax_tiny_imagenet")
-    options = {**cell.options, "img_size": SIDE, "num_classes": 1000}
-    file = tmp_path_factory.mktemp("softmax") / "weights.safetensors"
+def save_softmax(file, profile, params, classes):
+    """Random weights of the softmax model from which a cell of `linearize:` starts, which is one of `pretrain:`."""
+    _, stage, name, _ = Path(params.init.weights).parts
+    cell, side = load_section(TRAINING[stage].task.params, FILES[profile], stage, name), params.transform.image_size
+    options = {**cell.options, "img_size": side, "num_classes": classes}
     shown = {
-        "input_size": (3, SIDE, SIDE),
+        "input_size": (3, side, side),
         "interpolation": "bicubic",
         "crop_pct": 0.875,
         "mean": (0.5,) * 3,
         "std": (0.5,) * 3,
     }
-    classes = [str(index) for index in range(1000)]
+    names = [str(index) for index in range(classes)]
     save_weights(
-        file, build_model(cell.model, **options), name=cell.model, options=options, preprocessing=shown, classes=classes
+        file, build_model(cell.model, **options), name=cell.model, options=options, preprocessing=shown, classes=names
     )
     return file
 
 
-@pytest.mark.parametrize(("stage", "cell"), [*choose_cells()])
-def test_a_batch_goes_through_every_cell(stage, cell, softmax_weights):
+@pytest.mark.parametrize(("profile", "stage", "cell"), [*choose_cells()])
+def test_a_batch_goes_through_every_cell(profile, stage, cell, tmp_path):
     spec = TRAINING[stage].task
-    params = load_section(spec.params, PROFILE, stage, cell)
-    classes = SECTIONS["prepare_data"][params.data]["expected"]["classes"]
+    params = load_section(spec.params, FILES[profile], stage, cell)
+    classes = PROFILES[profile]["prepare_data"][params.data]["expected"]["classes"]
     seed_everything(0)
     params, batch = MADE_UP[spec.name](params, classes)
     names = tuple(map(str, range(classes)))
-    init = softmax_weights if spec.name == "linearize" else None  # of a student; other cells begin at random
+    init = None  # other cells than those of students begin at random
+    if spec.name == "linearize":
+        init = save_softmax(tmp_path / "weights.safetensors", profile, params, classes)
     params = params if init else dataclasses.replace(params, init=None)
     model, _ = spec.build_model(params, names, init, f"{stage}.{cell}")
     loader = Loader([batch])
@@ -137,4 +144,19 @@ def test_a_batch_goes_through_every_cell(stage, cell, softmax_weights):
 
 
 def test_every_data_set_of_a_cell_is_prepared():
-    assert {SECTIONS[stage][cell]["data"] for stage, cell in CELLS} <= set(SECTIONS["prepare_data"])
+    for profile, stage, cell in CELLS:
+        assert PROFILES[profile][stage][cell]["data"] in PROFILES[profile]["prepare_data"]
+
+
+def test_models_of_the_night_differ_in_nothing_but_the_searched_rate():
+    """What a pair of the night compares: model, options that make the model, and learning rate."""
+    sections = PROFILES["night"]
+    for data in sections["prepare_data"]:
+        cells = [cell for stage in ("pretrain", "ablate") for cell in sections[stage].values() if cell["data"] == data]
+        recipes = set()
+        for cell in cells:
+            fixed = {key: value for key, value in cell.items() if key not in ("model", "options", "snapshot_epochs")}
+            recipes.add(repr(sorted((fixed | {"optim": {**cell["optim"], "lr": None}}).items())))
+        assert len(cells) == 12 and len(recipes) == 1
+        designs = {cell["optim"]["lr"] for cell in cells if cell["model"].startswith("vittt")}
+        assert len(designs) == 1, "the designs of Table 3 have the rate of Vittt-T"

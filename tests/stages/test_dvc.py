@@ -42,7 +42,9 @@ def test_the_graph_is_short_and_lists_no_sources():
     assert len(text.splitlines()) <= 11 * len(GRAPH) and not re.search(r"- \S+\.py\b", text)
 
 
-@pytest.mark.parametrize("file", ["dvc.yaml", "params.yaml", *(f"profiles/{name}.yaml" for name in ("mini", "paper"))])
+@pytest.mark.parametrize(
+    "file", ["dvc.yaml", "params.yaml", *(f"profiles/{name}.yaml" for name in ("mini", "night", "paper"))]
+)
 def test_a_diff_of_the_settings_can_be_read(file):
     long = [number for number, line in enumerate((ROOT / file).read_text().splitlines(), 1) if len(line) > 120]
     assert not long, f"{file}: lines {long} have more than 120 columns"

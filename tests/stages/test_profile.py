@@ -29,7 +29,7 @@ def test_use_writes_and_show_names_the_active_one(checkout, capsys):
     profile.use("paper")
     assert (checkout / "params.yaml").read_bytes() == (checkout / "profiles" / "paper.yaml").read_bytes()
     profile.show(None)
-    assert capsys.readouterr().out.endswith("active: paper\nprofiles: mini, paper\n")
+    assert capsys.readouterr().out.endswith("active: paper\nprofiles: mini, night, paper\n")
 
 
 def test_show_prints_a_profile(checkout, capsys):

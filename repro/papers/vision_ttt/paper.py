@@ -5,7 +5,7 @@ from pathlib import Path
 from ...report import measured, passages
 from ...report.paper import Document, load_paper
 from ..variants import load_variants
-from . import formulas, readings_page, sections
+from . import formulas, night, readings_page, sections
 from .figures import draw_fig7a, draw_fig7b
 
 _ROOM = Path(__file__).parent
@@ -13,7 +13,7 @@ _ROOM = Path(__file__).parent
 PAPER = load_paper(
     _ROOM,
     formulas,
-    [measured, passages, readings_page, sections],
+    [measured, night, passages, readings_page, sections],
     passages={
         "docs/architecture.md": {"statuses": passages.describe_statuses},
         "docs/readings.md": {"choices": readings_page.describe_choices},
