@@ -8,6 +8,7 @@ operations under autograd. It also runs under forward-mode AD and the transforms
 for which a custom op has no rules: an output without its tangent would be a wrong derivative without a word.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -215,12 +216,19 @@ def _is_transformed(x: Any) -> bool:
     )
 
 
-def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
-    """The gradients of x's tensors by autograd, which inside a custom op has to be let in again."""
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record, which a custom op shuts out of what it runs."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded - torch._C.DispatchKeySet(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
+    """The gradients of x's tensors by autograd."""
+    with recording():
         leaves = {
             name: value.detach().requires_grad_() for name, value in x._asdict().items() if isinstance(value, Tensor)
         }

@@ -83,27 +83,56 @@ def ttt_linear_dual(
     Q_all, K_all, V_all, lr_all, c, W, b, gamma, mu = _prepare(
         q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse
     )
-    outs, gradients, losses = [], [], []
-    for start in range(0, Q_all.shape[2], chunk_size):
-        Q, K, V, rate = (x[:, :, start : start + chunk_size] for x in (Q_all, K_all, V_all, lr_all))
-        n = rate.shape[2]
-        E = torch.tril(c[:n, None] * rate[:, :, None, :])
-        step = c[n - 1] * rate[..., None]
-        if inner == "plain":
-            G = K @ W - V
-            outs.append(Q @ W - (E * (Q @ K.mT)) @ G)
-            loss = G
-        else:
-            G, loss = inner_gradient(K @ W + b, V - K, gamma, mu, eps)
-            outs.append(Q + gamma * normalise(Q @ W + b - (E * (Q @ K.mT + 1)) @ G, eps)[0] + mu)
-            b = b - (step * G).sum(2, keepdim=True)
-        W = W - K.mT @ (step * G)
-        gradients.append(G)
-        losses.append(loss.square().sum(-1) / 2)
+    chunks, W, _ = scan_chunks(
+        Q_all, K_all, V_all, lr_all, W, b, c, gamma, mu, chunk_size=chunk_size, eps=eps, inner=inner
+    )
+    outs, gradients, residuals = zip(*chunks, strict=True)
+    losses = [residual.square().sum(-1) / 2 for residual in residuals]
     out = _finish(outs, reverse, q.dtype)
     if not return_inner:
         return out
     return out, InnerLearning(_finish(gradients, reverse, W.dtype), _finish(losses, reverse, W.dtype))
+
+
+def scan_chunks(
+    Q_all: Tensor,
+    K_all: Tensor,
+    V_all: Tensor,
+    lr_all: Tensor,
+    W: Tensor,
+    b: Tensor | None,
+    c: Tensor,
+    gamma: Tensor | None,
+    mu: Tensor | None,
+    *,
+    chunk_size: int,
+    eps: float,
+    inner: Inner = "ln",
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor | None]:
+    """Learn chunk by chunk: out, G and the residual inside the norm of each chunk, and the W and b that it ends with.
+
+    Args:
+        Q_all, K_all, V_all: (...,T,D), in scan order. lr_all: (...,T).
+        W, b: the start, (...,D,D) and (...,1,D). c: (...,chunk_size). gamma, mu: (...,1,D).
+        chunk_size, eps, inner: as of `ttt_linear_dual`.
+    """
+    chunks = []
+    for start in range(0, Q_all.shape[-2], chunk_size):
+        Q, K, V = (x[..., start : start + chunk_size, :] for x in (Q_all, K_all, V_all))
+        rate = lr_all[..., start : start + chunk_size]
+        n = rate.shape[-1]
+        E = torch.tril(c[..., :n, None] * rate[..., None, :])
+        step = c[..., n - 1, None, None] * rate[..., None]
+        if inner == "plain":
+            G = residual = K @ W - V
+            out = Q @ W - (E * (Q @ K.mT)) @ G
+        else:
+            G, residual = inner_gradient(K @ W + b, V - K, gamma, mu, eps)
+            out = Q + gamma * normalise(Q @ W + b - (E * (Q @ K.mT + 1)) @ G, eps)[0] + mu
+            b = b - (step * G).sum(-2, keepdim=True)
+        W = W - K.mT @ (step * G)
+        chunks.append((out, G, residual))
+    return chunks, W, b
 
 
 def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
@@ -117,7 +146,7 @@ def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
     return *(x.transpose(1, 2) for x in (q, k, v, lr)), token_scale.to(dtype), W, b, gamma, mu
 
 
-def _finish(chunks: list[Tensor], reverse: bool, dtype: torch.dtype) -> Tensor:
+def _finish(chunks: Sequence[Tensor], reverse: bool, dtype: torch.dtype) -> Tensor:
     joined = torch.cat(chunks, 2).transpose(1, 2)
     return (joined.flip(1) if reverse else joined).to(dtype)
 

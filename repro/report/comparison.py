@@ -25,6 +25,19 @@ from .verdicts import (
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
+ERRATA = (
+    "Where the papers contradict themselves, and what cannot be measured as they describe it: a list for their authors. `repro report` "
+    "writes it from the ledgers, which also hold the dates and the answers (`errata` in repro/papers/*/ledger.yaml)."
+)
+_EVIDENCE = ["where", "it prints", "but"]
+# function of a ledger -> how it counts a model as it is classified, with its head
+_COUNTED = {
+    "params_m": "every parameter",
+    "macs_g": "multiply-adds",
+    "macs_g_fvcore": "fvcore",
+    "macs_g_of_authors": "its authors' convention",
+    "macs_g_paper_convention": "the fitted convention",
+}
 
 
 def find_claims_files(report: Report) -> Line:
@@ -122,16 +135,18 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
     if not shared:
         return []
     judging = [report.paper for report in reports if any(report.paper.id in own for own in unlike.values())]
-    rows = [
-        [code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging)]
-        for (model, what), own in unlike.items()
-    ]
-    text = f"{len(shared)} counts are printed by two papers or more. {len(shared) - len(unlike)} have one number and one verdict; the others:"
-    return [
-        Section(
-            "Counts that several papers print", [(text,), table(["model", "count", *(p.name for p in judging)], rows)]
-        )
-    ]
+    rows = []
+    for (model, what), own in unlike.items():
+        ways = {p.name: _COUNTED[own[p.id].entry.ours.calls[0].name] for p in judging if p.id in own}
+        way = "; ".join(f"{name}: {each}" for name, each in ways.items())
+        counted = way if len({*ways.values()}) > 1 else next(iter(ways.values()))
+        rows.append([code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging), counted])
+    text = (
+        f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole classifier at the image "
+        f"size after the @. {len(shared) - len(unlike)} have one number and one verdict; the others:"
+    )
+    header = ["model", "count", *(p.name for p in judging), "how ours is counted"]
+    return [Section("Counts that several papers print", [(text,), table(header, rows)])]
 
 
 def list_claims(report: Report) -> list[Block]:
@@ -141,9 +156,38 @@ def list_claims(report: Report) -> list[Block]:
 
 def list_contradictions(report: Report) -> list[Block]:
     """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
+    return [_evidence_table((_prints(alike[-1].entry), alike) for alike in _group_contradictions(report))]
+
+
+def list_errata(reports: Sequence[Report]) -> list[Section]:
+    """What each paper's authors are asked, with their answers: its contradictions, and what cannot be measured as
+    described.
+    """
+    sections = [Section("Errata", [(ERRATA,)])]
+    for report in reports:
+        about, errata = report.paper.ledger.paper, report.paper.ledger.errata
+        asked = [*_group_contradictions(report), *_group_unmeasurable(report)]
+        if not asked:
+            continue
+        sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
+        intro = f"{about.title}, {about.version}. As of {errata.as_of}. {sent}"
+        rows = []
+        for place, alike in enumerate(asked, 1):
+            answers = dict.fromkeys(errata.answers.get(each.entry.id, "") for each in alike)
+            rows.append(
+                [number(place), *_evidence_row(_prints(alike[-1].entry), alike), "; ".join(filter(None, answers))]
+            )
+        sections.append(Section(report.paper.name, [(intro,), table(["", *_EVIDENCE, "the authors' answer"], rows)]))
+    return sections
+
+
+def _group_contradictions(report: Report) -> Iterable[Sequence[Verdict]]:
     own = _find_status(report, INCONSISTENT.word)
-    groups = group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence))
-    return [_evidence_table((_prints(alike[-1].entry), alike) for alike in groups.values())]
+    return group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence)).values()
+
+
+def _group_unmeasurable(report: Report) -> Iterable[Sequence[Verdict]]:
+    return group_by(_find_status(report, NOT_MEASURABLE.word), lambda each: each.evidence).values()
 
 
 def list_differences(report: Report) -> list[Block]:
@@ -159,8 +203,7 @@ def list_differences(report: Report) -> list[Block]:
 
 def not_measurable(report: Report) -> list[Section]:
     """What nobody can have measured as the paper describes it; no section without such entries."""
-    groups = group_by(_find_status(report, NOT_MEASURABLE.word), lambda each: each.evidence).values()
-    shown = [(join([_prints(each.entry) for each in alike], "; "), alike) for alike in groups]
+    shown = [(join([_prints(each.entry) for each in alike], "; "), alike) for alike in _group_unmeasurable(report)]
     return [Section("Not measurable as described", [_evidence_table(shown)])] if shown else []
 
 
@@ -170,11 +213,11 @@ def _find_status(report: Report, word: str) -> list[Verdict]:
 
 def _evidence_table(groups: Iterable[tuple[Line, Sequence[Verdict]]]) -> Block:
     """A row for each group of verdicts that share their evidence, with what is shown of their numbers."""
-    rows = [
-        ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
-        for prints, alike in groups
-    ]
-    return table(["where", "it prints", "but"], rows)
+    return table(_EVIDENCE, [_evidence_row(prints, alike) for prints, alike in groups])
+
+
+def _evidence_row(prints: Line, alike: Sequence[Verdict]) -> list[Piece | Line]:
+    return ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
 
 
 def list_unmeasured(report: Report) -> list[Block]:

@@ -269,10 +269,26 @@ class Claim(_Answer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Errata:
+    """What became of a paper's contradictions outside of this project.
+
+    Args:
+        as_of: the day on which somebody last compared them with the paper, e.g. `2026-11-25`.
+        sent: the day on which its authors got them; None where they did not.
+        answers: id of an entry -> what the authors said.
+    """
+
+    as_of: str = "no day"
+    sent: str | None = None
+    answers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
     """The whole of a ledger.yaml."""
 
     paper: Conditions
+    errata: Errata = Errata()
     tables: tuple[Table, ...] = ()
     relations: tuple[Relation, ...] = ()
     claims: tuple[Claim, ...] = ()
@@ -317,6 +333,7 @@ def load_ledger(path: Path) -> Ledger:
     ledger: Ledger = build(Ledger, load_yaml(path, as_text=True), path.name)
     named = [(relation.id, relation.id) for relation in ledger.relations]
     named += [(name, name) for explanation in ledger.explanations for name in explanation.ids]
+    named += [(name, "errata.answers") for name in ledger.errata.answers]
     for claim in ledger.claims:
         if narrowed := find_narrowed(claim):
             raise ValueError(

@@ -23,6 +23,7 @@ from .results import Results
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
 PAGE = Path(__file__).with_name("page.md")
+ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 Pages = list[tuple[Report, list[Section]]]
@@ -102,6 +103,7 @@ def _build_pages(
                 for each in paper.documents
             }
             passages += build_passages(report)
+        documents[ERRATA_PAGE] = render_markdown(comparison.list_errata(reports), _find_results(ERRATA_PAGE))
         passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
         return pages, documents, passages, render_html(pages) if with_html else None
 
@@ -161,7 +163,7 @@ def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Secti
 def link_pages(papers: Iterable[Paper]) -> Line:
     """The links on top of each page: the front page, the page of each paper, the documentation."""
     pages = {"README": "README.md"} | {paper.name: paper.page for paper in papers}
-    pages |= {"one page for a browser": "results/report.html", "documentation": "docs/README.md"}
+    pages |= {"errata": ERRATA_PAGE, "one page for a browser": "results/report.html", "documentation": "docs/README.md"}
     return join([(PageLink(text, file),) for text, file in pages.items()], " · ")
 
 

@@ -77,11 +77,6 @@ def test_segments_join(chunk_size, backend):
     assert_near_reference(sizes, backend)
 
 
-def test_blocks_of_images_join():
-    """Of unequal lengths."""
-    assert_near_reference(Sizes(batch=11, tokens=20, heads=10, head_dim=8), "torch")
-
-
 def test_segments_join_at_the_sizes_that_run():
     """T and H of Vittt-T at 640×640 pixels: several segments with the module's own constants."""
     sizes = Sizes(batch=1, tokens=1600, heads=3)

@@ -130,6 +130,7 @@ def test_a_page_is_short_explains_its_marks_and_leads_to_the_others(name):
     files = {(ROOT / "results" / name).parent.joinpath(link).resolve().relative_to(ROOT).as_posix() for link in links}
     assert files == {
         "README.md",
+        "results/papers/errata.md",
         "docs/README.md",
         "results/report.html",
         *(paper.page for paper in load_papers().values()),
