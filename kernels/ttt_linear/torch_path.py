@@ -71,9 +71,7 @@ def _arrange(x: Arguments) -> tuple[list[Tensor], tuple[Tensor, Tensor], list[Te
     """
     B, T, R, H, _ = x.q.shape
     dtype = compute_dtype(x.q.dtype)
-    rate = (
-        x.lr.to(dtype).unsqueeze(2).expand(B, T, R, H)
-    )  # sum gradients of directions before rounding
+    rate = x.lr.to(dtype).unsqueeze(2).expand(B, T, R, H)  # sum gradients of directions before rounding
     tokens = [_order(each.to(dtype), x.reverse).transpose(1, 2).transpose(2, 3) for each in (x.q, x.k, x.v, rate)]
     W, b = (each.to(dtype).expand(B, *each.shape) for each in (x.W0, x.b0.unsqueeze(2)))
     shared = x.token_scale.unsqueeze(1), x.ln_weight.unsqueeze(2), x.ln_bias.unsqueeze(2)
