@@ -230,12 +230,12 @@ def test_import_closure_by_hand(checkout):
 def test_import_closure_is_what_python_loads():
     root = Path(__file__).parents[2]
     code = (
-        "import sys, repro.data.manifest;"
+        "import sys, repro.data.settings;"
         "print(*[x.__file__ for n, x in sys.modules.items() if n.split('.')[0] in ('repro', 'kernels', 'stages')], sep='\\n')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     loaded = sorted(str(Path(line).relative_to(root)) for line in done.stdout.split())
-    assert import_closure(root, ["repro.data.manifest"]) == loaded
+    assert import_closure(root, ["repro.data.settings"]) == loaded
 
 
 def test_code_hash_follows_names_and_contents(checkout):
