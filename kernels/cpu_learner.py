@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .cpu_loops import OPTIONS, compile_loop
+from .cpu_loops import INLINE, OPTIONS, compile_loop
 
 SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
 _ROWS, _TILE, _LANES = 4, 64, 16  # rows and columns of a product that are computed together, and a vector's columns
@@ -66,14 +66,14 @@ def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C
     return numba.void(constant, A, numba.intp, B, numba.intp, C), generate
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _multiply(constant, A, rows, B, terms, C):
     """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums; A has any strides."""
     for i in range(0, rows, _ROWS):
         _add_rows(constant, A, i, B, terms, C)
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _multiply_transposed(constant, A, rows, B, columns, C):
     """C += A Bᵀ, of the first `rows` rows of A and C and `columns` rows of B, multiples of 4."""
     D, nothing = len(constant), A.dtype.type(0)
@@ -97,7 +97,7 @@ def _multiply_transposed(constant, A, rows, B, columns, C):
                     C[i + row, j + column] += sums[column]
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _take(constant, source, b, r, h, origin, forth, n, X):
     """X = n rows of source (B,T,R,H,D), by `threads.lay_flat`, from token `origin` on, then zeros."""
     numbers, strides = source
@@ -112,7 +112,7 @@ def _take(constant, source, b, r, h, origin, forth, n, X):
             X[j] = 0
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _apply(constant, S, X, rows, Y):
     """Y = [X 1] S."""
     D = len(constant)
@@ -122,7 +122,7 @@ def _apply(constant, S, X, rows, Y):
     _multiply(constant, X, rows, S, D, Y)
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _descend(constant, rows, K, V, weight, bias, eps, x, G, norms, along):
     """From x = Z the inner gradient G, with x normalised, and of each row Z's norm h and the mean of g x."""
     D, nothing = len(constant), G.dtype.type(0)
@@ -150,7 +150,7 @@ def _descend(constant, rows, K, V, weight, bias, eps, x, G, norms, along):
         norms[j], along[j] = norm, product
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _update(constant, K, G, rows, scale, rate, P, S):
     """S −= [scale rate ⊙ K 1]ᵀ G; P (rows,D) is scratch memory."""
     D = len(constant)
@@ -163,7 +163,7 @@ def _update(constant, K, G, rows, scale, rate, P, S):
     _multiply(constant, P.T, D, G, rows, S)
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**INLINE)
 def _mask(rows, n, scale, rate, QK, A):
     """A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1)."""
     for j in range(rows):

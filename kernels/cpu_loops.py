@@ -25,7 +25,9 @@ BLOCK = 64  # channels that are scanned together
 GROUP = 32  # tokens from one kept state to the next
 # a division by zero is what IEEE says, not an error, for which the loop would have to look
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
-INLINE = OPTIONS | {"forceinline": True}  # a loop with a call in it is not vectorised
+# What loops call is inlined. A loop with a call in it is not vectorised; and a function that is called has one body in
+# the process that compiles it and another, with other last bits, in those that load the loop from the cache.
+INLINE = OPTIONS | {"forceinline": True}
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 

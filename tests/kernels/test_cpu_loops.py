@@ -4,6 +4,8 @@ numba.
 
 import dataclasses
 import math
+import os
+import subprocess
 import sys
 
 import numba
@@ -11,14 +13,25 @@ import numpy as np
 import pytest
 import timm
 import torch
+from numba.core.caching import NullCache
 
-from kernels import cpu_loops, dispatch
+from kernels import cpu_around, cpu_learner, cpu_loops, cpu_wkv, dispatch
 from kernels.selective_scan.op import selected_backend
 from kernels.tools import around_cases, check
 from kernels.tools.operators import OPERATORS
 from repro.models import fused_block
 from tests.slow import first
 
+BITS = """
+import hashlib, torch
+from kernels.ttt_linear import ttt_linear
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 81, 1, 64, requires_grad=True) for _ in range(3))
+shared = torch.rand(1, 81, 1) / 64, 1 / torch.arange(1, 17.0), torch.randn(1, 64, 64) / 50, *torch.randn(3, 1, 64)
+out = ttt_linear(q, k, v, *shared, backend="numba")
+results = out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))
+print(hashlib.sha256(b"".join(each.numpy().tobytes() for each in results)).hexdigest())
+"""
 LOOPS = [name for name, cases in OPERATORS.items() if "numba" in cases.CPU_BACKENDS]
 
 
@@ -180,3 +193,19 @@ def test_a_block_of_vittt():
         assert fused_block.can_fuse(block, tokens) and not fused_block.can_fuse(block.train(), tokens)
     assert not fused_block.can_fuse(block.eval(), tokens)
     assert check.relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("module", [cpu_around, cpu_learner, cpu_loops, cpu_wkv])
+def test_what_loops_call_is_inlined(module):
+    """A loop is kept in numba's cache; what it calls is not, and its own body would differ from the one in the loop."""
+    functions = [each for each in vars(module).values() if hasattr(each, "targetoptions")]
+    called = [each for each in functions if isinstance(each._cache, NullCache)]
+    assert all(each.targetoptions.get("forceinline") for each in called)
+
+
+@pytest.mark.slow
+def test_the_process_that_compiles_computes_the_bits_of_the_others(tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", BITS]
+    first, second = (subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(2))
+    assert first.stdout == second.stdout
