@@ -6,10 +6,10 @@ VENV := .venv
 # the state of .venv: "installing" while it is being filled, then a checksum of the files that say what belongs in it
 STATE := $(VENV)/.installed
 PYTHON :=
-# a machine that is lent may have PyTorch, a GPU and no network: without a .venv its own Python runs what is for GPUs
-LENT := $(if $(wildcard $(VENV)),,$(if $(filter test-gpu measure-gpu,$(MAKECMDGOALS)),$(shell \
+# a machine with a GPU may have PyTorch and no network: without a .venv its own Python runs what is for GPUs
+SYSTEM_PYTHON := $(if $(wildcard $(VENV)),,$(if $(filter test-gpu measure-gpu,$(MAKECMDGOALS)),$(shell \
 	$(or $(PYTHON),python3) -c 'import torch' 2>/dev/null && echo $(or $(PYTHON),python3))))
-GPU_PYTHON := $(or $(LENT),$(VENV)/bin/python)
+GPU_PYTHON := $(or $(SYSTEM_PYTHON),$(VENV)/bin/python)
 ARGS :=
 JOBS := 2
 MINUTES :=
@@ -50,7 +50,7 @@ test-browser: setup
 		$(VENV)/bin/python -m playwright install chromium || { echo 'make: there is no Chromium, and playwright could not download one; install it (Debian, Ubuntu: apt install chromium)' >&2; exit 1; }
 	$(VENV)/bin/python -m pytest -m browser tests/browser $(ARGS)
 
-test-gpu: $(if $(LENT),,setup)
+test-gpu: $(if $(SYSTEM_PYTHON),,setup)
 	$(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 reproduce: setup
@@ -67,7 +67,7 @@ measure-cpu: setup
 	$(REPRO) run --measured --jobs $(JOBS)
 
 # Into results/measured/<GPU>; a second call continues
-measure-gpu: $(if $(LENT),,setup)
+measure-gpu: $(if $(SYSTEM_PYTHON),,setup)
 	$(GPU_PYTHON) -m repro measure $(if $(MINUTES),--minutes $(MINUTES))
 	$(GPU_PYTHON) -m repro report
 

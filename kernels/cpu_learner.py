@@ -16,7 +16,6 @@ from numba.extending import intrinsic
 
 from .cpu_loops import INLINE, OPTIONS, compile_loop
 
-SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
 _ROWS, _TILE, _LANES = 4, 64, 16  # rows and columns of a product that are computed together, and a vector's columns
 
 
@@ -172,7 +171,7 @@ def _mask(rows, n, scale, rate, QK, A):
 
 
 @compile_loop
-def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, states, back, eps):
+def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, states, back, span, eps):
     """TTT-Linear: task = (image, direction, head).
 
     Args:
@@ -184,12 +183,12 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
         states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
             elements.
         back: (R,), 1 for a direction that starts with the last token, else 0.
+        span: tokens of a segment, whole chunks.
         eps: added to variances.
     """
     _, T, R, H, _ = out.shape
     D, dtype = len(constant), out.dtype
     chunk = min(scale.shape[1], T)
-    span = (SEGMENT + chunk - 1) // chunk * chunk
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
     zeros = np.zeros(2, dtype)
     nothing, width = zeros[0], zeros[1] + D
@@ -254,6 +253,7 @@ def learn_backward(
     dgamma,
     dmu,
     back,
+    span,
     eps,
 ):
     """The gradients of `learn`, with its tasks: a segment's chunks once more, then back through them.
@@ -264,7 +264,6 @@ def learn_backward(
     _, T, R, H, _ = dq.shape
     D, dtype = len(constant), dq.dtype
     chunk = min(scale.shape[1], T)
-    span = (SEGMENT + chunk - 1) // chunk * chunk
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
     zeros = np.zeros(2, dtype)
     nothing, width = zeros[0], zeros[1] + D

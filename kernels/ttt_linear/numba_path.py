@@ -1,6 +1,6 @@
 """TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import threads
-from ..cpu_learner import SEGMENT, learn, learn_backward
+from ..cpu_learner import learn, learn_backward
 from ..dispatch import compute_dtype
-from .reference import Arguments
+from .reference import Arguments, segment_length, states_shape
 
-
-def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
-    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per segment except the first. Takes symbolic
-    sizes.
-    """
-    B, T, R, H, D = shape
-    n = torch.sym_min(chunk_size, T)
-    span = (SEGMENT + n - 1) // n * n
-    return B, R, H, (T - 1) // span if keep_states else 0, D + 1, D
+__all__ = ["backward", "forward", "states_shape"]
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
@@ -56,7 +48,8 @@ def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
     lr, scale, W, b, gamma, mu = (each.to(dtype).contiguous() for each in x[3:9])
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     state = (state - state.mean(-1, keepdim=True)).contiguous()
-    options = np.array(x.reverse, np.int64), state.numpy().dtype.type(x.eps)
+    span = segment_length(x.q.shape[1], x.chunk_size)
+    options = np.array(x.reverse, np.int64), span, state.numpy().dtype.type(x.eps)
     return [q, k, v, lr, scale, state, gamma, mu], options
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 Inner = Literal["ln", "plain"]
+SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
 
 
 class Arguments(NamedTuple):
@@ -37,6 +38,20 @@ class Arguments(NamedTuple):
     chunk_size: int
     reverse: Sequence[bool]
     eps: float
+
+
+def segment_length(T: int, chunk_size: int) -> int:
+    """Tokens of a segment, whole chunks; the state before each segment but the first is kept for the backward pass.
+    Takes symbolic sizes.
+    """
+    n = torch.sym_min(chunk_size, T)
+    return (SEGMENT + n - 1) // n * n
+
+
+def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
+    """The shape of the kept states, W with b as another row, for q of shape (B,T,R,H,D). Takes symbolic sizes."""
+    B, T, R, H, D = shape
+    return B, R, H, (T - 1) // segment_length(T, chunk_size) if keep_states else 0, D + 1, D
 
 
 class InnerLearning(NamedTuple):

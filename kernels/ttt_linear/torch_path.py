@@ -12,18 +12,9 @@ from torch import Tensor
 
 from ..custom_op import recording
 from ..dispatch import compute_dtype
-from .reference import Arguments, scan_chunks
+from .reference import Arguments, scan_chunks, segment_length, states_shape
 
-_SEGMENT_TOKENS = 128  # at least: the states then take at most half the memory of the output at D = 64
-
-
-def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
-    """The shape of `forward`'s states for q of shape (B,T,R,H,D): W with b as another row, for each segment except the
-    first. Takes symbolic sizes.
-    """
-    B, T, R, H, D = shape
-    length = _segment_length(T, chunk_size)
-    return (T + length - 1) // length - 1 if keep_states else 0, B, R, H, D + 1, D
+__all__ = ["backward", "forward", "states_shape"]
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
@@ -36,7 +27,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
         chunks, W, b = scan_chunks(*segment, W, b, *shared, chunk_size=x.chunk_size, eps=x.eps)
         outs += [out for out, _, _ in chunks]
     out = _order(torch.cat(outs, -2).permute(0, 3, 1, 2, 4), x.reverse).to(x.q.dtype).contiguous()
-    return out, torch.stack(states) if states else W.new_empty(states_shape(x.q.shape, x.chunk_size, False))
+    return out, torch.stack(states, 3) if states else W.new_empty(states_shape(x.q.shape, x.chunk_size, False))
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
@@ -49,9 +40,9 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
         dout = _order(dout.to(tokens[0].dtype), x.reverse).permute(0, 2, 3, 1, 4)
         d_end: Sequence[Tensor] = [torch.zeros_like(each) for each in start]
         d_shared, d_tokens = [torch.zeros_like(each) for each in shared], []
-        segments = list(zip(_cut(tokens, x), dout.split(_segment_length(x.q.shape[1], x.chunk_size), -2), strict=True))
+        segments = list(zip(_cut(tokens, x), dout.split(segment_length(x.q.shape[1], x.chunk_size), -2), strict=True))
         for number, (segment, d_segment) in reversed(list(enumerate(segments))):
-            state = states[number - 1].split(x.q.shape[-1], -2) if number else start
+            state = states[:, :, :, number - 1].split(x.q.shape[-1], -2) if number else start
             leaves = [each.detach().requires_grad_() for each in (*segment, *state, *shared)]
             chunks, *end = scan_chunks(*leaves, chunk_size=x.chunk_size, eps=x.eps)
             out = torch.cat([out for out, _, _ in chunks], -2)
@@ -83,12 +74,7 @@ def _order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
     return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
 
 
-def _segment_length(T: int, chunk_size: int) -> int:
-    n = torch.sym_min(chunk_size, T)
-    return n * ((_SEGMENT_TOKENS + n - 1) // n)
-
-
 def _cut(tokens: list[Tensor], x: Arguments) -> list[tuple[Tensor, ...]]:
     """Q, K, V and rates of each segment."""
-    length = _segment_length(x.q.shape[1], x.chunk_size)
+    length = segment_length(x.q.shape[1], x.chunk_size)
     return list(zip(*(each.split(length, 3) for each in tokens), strict=True))

@@ -2,7 +2,7 @@
 
 Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
 nothing but itself. What a step has measured lies in its record under results/measured/<device>, written as it comes; a
-step whose record is complete and of the present code does nothing. A GPU that is lent for some minutes at a time is
+step whose record is complete and of the present code does nothing. A GPU that is free for some minutes at a time is
 therefore measured by calling the same command again.
 """
 

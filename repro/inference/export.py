@@ -60,7 +60,7 @@ class BenchParams:
 
 
 class Sides(NamedTuple):
-    """The images that a graph takes, in pixels: squares of `size`, or, with `step`, all sides that are multiples of it."""
+    """The images that a graph takes, in pixels: squares of `size`; with `step`, all sides that are multiples of it."""
 
     size: int
     step: int | None = None
@@ -77,7 +77,8 @@ def export(
     """Write one file (for `safetensors` a folder with model.safetensors and config.json), whole or not at all.
 
     ONNX and torch.export take images (B, 3, S, S) for any B and one S, or (B, 3, H, W) for any sides that the model
-    takes, normalised as the metadata say, and return logits (B, classes). Both hold the model's fp32 graph in plain operations, which need no code of this project.
+    takes, normalised as the metadata say, and return logits (B, classes). Both hold the model's fp32 graph in plain
+    operations, which need no code of this project.
 
     Args:
         weights: a file of a classifier of this project.

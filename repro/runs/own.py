@@ -272,8 +272,8 @@ def choose_segmenter(start: Start, pairs: Any) -> SegmentParams:
             crop_size=crop,
             stride=2 * crop // 3,
             hflip=start.hflip,
-            photometric=len(pairs)
-            >= SMALL,  # a short training has no time for random changes of brightness and contrast
+            # a short training has no time for random changes of brightness and contrast
+            photometric=len(pairs) >= SMALL,
         ),
     )
 

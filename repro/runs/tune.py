@@ -289,7 +289,6 @@ def record_search(search: Search) -> None:
         "rule": RULE,
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
-        "at_edge": list_edges(trials, chosen),
     }
     manifest = search.trials[0].inputs[0]
     identity = make_identity(
@@ -323,18 +322,6 @@ def widen(grid: TuneParams, best: Mapping[str, Any], epochs: int) -> TuneParams 
     elif len(warmups) > 1 and best["warmup_epochs"] == warmups[0] > 0:
         wider["warmup_epochs"] = (*grid.warmup_epochs, warmups[0] - 1)
     return dataclasses.replace(grid, **wider) if wider else None
-
-
-def list_edges(trials: list[dict[str, Any]], chosen: Mapping[str, Any]) -> list[str]:
-    """Of `lr` and `warmup_epochs`, those whose chosen value is the smallest or the largest that was tried, so that a
-    better one may lie beyond; there is none below a warm-up of 0, and one value alone was not searched.
-    """
-    edges = []
-    for name in ("lr", "warmup_epochs"):
-        values = {trial[name] for trial in trials}
-        if len(values) > 1 and (chosen[name] == max(values) or chosen[name] == min(values) > 0):
-            edges.append(name)
-    return edges
 
 
 def _trial_file(trial: Cell) -> Path:

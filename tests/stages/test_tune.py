@@ -8,7 +8,7 @@ import pytest
 
 from repro.core.config import load_section, load_yaml
 from repro.core.record import read_json, write_json
-from repro.runs.tune import STAGE, TuneParams, _trial_file, choose, find_searches, list_edges, widen
+from repro.runs.tune import STAGE, TuneParams, _trial_file, choose, find_searches, widen
 from repro.tasks.classification.spec import SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +69,8 @@ def test_a_grid_is_not_widened_where_nothing_lies_beyond():
     assert widen(TuneParams(lr=(1e-3,), warmup_epochs=(1,)), trial(90.0, 1e-3, 1), epochs=7) is None
 
 
-@pytest.mark.parametrize(("peak", "rates", "edges"), [(1, [1, 2, 0.5], []), (64, [1, 2, 4, 8, 16], ["lr"])])
-def test_a_search_goes_on_until_its_best_is_inside(ready, peak, rates, edges):
+@pytest.mark.parametrize(("peak", "rates"), [(1, [1, 2, 0.5]), (64, [1, 2, 4, 8, 16])])
+def test_a_search_goes_on_until_its_best_is_inside(ready, peak, rates):
     """The score falls with the distance of the rate from a peak; after three widenings the search ends."""
     text = Path("params.yaml").read_text().replace("lr: [3.0e-3, 1.0e+30]", "lr: [1.0, 2.0]")
     Path("params.yaml").write_text(text)
@@ -83,7 +83,6 @@ def test_a_search_goes_on_until_its_best_is_inside(ready, peak, rates, edges):
                 write_json(_trial_file(each), {"origin": search.find_origin(each), "trial": found})
     trials = [content["trial"] for content in search.find_finished().values()]
     assert [each["lr"] for each in trials] == rates
-    assert list_edges(trials, choose(trials, "top1_percent")) == edges
 
 
 def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
@@ -99,7 +98,7 @@ def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
     (file,) = Path("results/measured").glob("*/tune/nano.json")
     metrics = json.loads(file.read_text())["metrics"]
     first, second, third = metrics["trials"]  # the lower rate was the better one, so that one below was tried
-    assert third["lr"] == pytest.approx(3e-3**2 / 1e30, abs=0) and metrics["at_edge"] == []
+    assert third["lr"] == pytest.approx(3e-3**2 / 1e30, abs=0)
     assert (first["lr"], first["warmup_epochs"], first["diverged"]) == (3e-3, 0, False)
     assert 5 < first["top1_percent"] <= 100 and first["train_loss"] > 0
     assert second["diverged"] and second["top1_percent"] is None and "not finite" in second["reason"]

@@ -66,19 +66,20 @@ def check_digits(root: Path, report: Report, depth: Depth) -> None:
     """Check the embedded digits; arguments and errors as `check_imagenet`. The splits are settings, the number of all
     images is not.
     """
-    tree = _check_classes(root, "digits", report)
-    if len(tree.splits) == len(tree.kind.splits):
-        found = sum(len(files.names) for files in tree.splits.values())
-        compare_counts(report, root, "images in all splits together", found, DIGITS_IMAGES, _WRITE_AGAIN)
-    _check_files(tree, report, depth, _WRITE_AGAIN)
+    _check_all_images(root, "digits", DIGITS_IMAGES, report, depth)
 
 
 def check_cifar100(root: Path, report: Report, depth: Depth) -> None:
     """Check CIFAR-100 as it was written from the published files; arguments and errors as `check_imagenet`."""
-    tree = _check_classes(root, "cifar100", report)
+    _check_all_images(root, "cifar100", CIFAR100_IMAGES, report, depth)
+
+
+def _check_all_images(root: Path, kind: str, images: int, report: Report, depth: Depth) -> None:
+    """Check classes and files, and that all splits together have so many images."""
+    tree = _check_classes(root, kind, report)
     if len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
-        compare_counts(report, root, "images in all splits together", found, CIFAR100_IMAGES, _WRITE_AGAIN)
+        compare_counts(report, root, "images in all splits together", found, images, _WRITE_AGAIN)
     _check_files(tree, report, depth, _WRITE_AGAIN)
 
 
