@@ -148,6 +148,17 @@ def gated_norm_kernel(
     tl.store(out_ptr + t[:, None] * D + c[None, :], (g * (x * weight + bias)).to(out_ptr.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def find_block(program, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks of rows and of columns of a program of the product.
+
+    Columns are fastest: programs that run at once share their rows of x, which come from memory once, and all have the
+    weights, which the cache holds.
+    """
+    columns: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    return program // columns, program % columns
+
+
 @triton.jit(do_not_specialize=["count", "bucket"])
 def gated_linear_kernel(
     x_ptr,
@@ -166,8 +177,12 @@ def gated_linear_kernel(
     """`count` is B·T. HIDDEN is F, PAD the number of columns of ones. Both products of a tile of outputs share their
     tile of x.
     """
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rows, columns = find_block(tl.program_id(0), HIDDEN, BLOCK)
+    t = rows.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = columns * BLOCK + tl.arange(0, BLOCK)
+    if (columns + 1) * BLOCK >= HIDDEN:  # ones take no product: who has a row's last columns writes them behind
+        ones = out_ptr + t[:, None] * (HIDDEN + PAD) + HIDDEN + tl.arange(0, PAD)[None, :]
+        tl.store(ones, tl.full((TOKENS, PAD), 1.0, out_ptr.dtype.element_ty), mask=(t < count)[:, None])
     a = (
         tl.zeros((TOKENS, BLOCK), tl.float32)
         + tl.load(bias_ptr + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
@@ -182,8 +197,8 @@ def gated_linear_kernel(
         tile, some = weight_ptr + c[None, :] * D + d[:, None], (c < HIDDEN)[None, :] & (d < D)[:, None]
         a = tl.dot(x, tl.load(tile, mask=some, other=0.0), acc=a, input_precision="ieee")
         b = tl.dot(x, tl.load(tile + HIDDEN * D, mask=some, other=0.0), acc=b, input_precision="ieee")
-    y = tl.where((c < HIDDEN)[None, :], a * b / (1.0 + tl.exp(-a)), 1.0)
-    written = (t < count)[:, None] & (c < HIDDEN + PAD)[None, :]
+    y = a * b / (1.0 + tl.exp(-a))
+    written = (t < count)[:, None] & (c < HIDDEN)[None, :]
     tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y.to(out_ptr.dtype.element_ty), mask=written)
 
 
@@ -323,6 +338,6 @@ def gated_linear(x: GatedLinear, config: triton.Config | None = None) -> Tensor:
     }
     arguments |= {"out_ptr": out, "count": B * T, "D": D, "HIDDEN": hidden, "PAD": ONES}
     arguments["bucket"] = rows_bucket(out)
-    grid = lambda c: (triton.cdiv(B * T, c["TOKENS"]), triton.cdiv(hidden + ONES, c["BLOCK"]))  # noqa: E731
+    grid = lambda c: (triton.cdiv(B * T, c["TOKENS"]) * triton.cdiv(hidden, c["BLOCK"]),)  # noqa: E731
     launch(gated_linear_kernel, product_configs, (out.dtype, D), grid, arguments, out.device, config)
     return out

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import dispatch, selected_backend
+from kernels.around import triton_fwd as around_fwd
 from kernels.bi_wkv import triton_fwd as wkv_fwd
 from kernels.ms_deform_attn import triton_bwd as attn_bwd
 from kernels.ms_deform_attn import triton_fwd as attn_fwd
@@ -351,3 +352,18 @@ def test_deformable_attention_compiles_without_spills(kernel, dtype, target, hea
     assert len(found["loops"]) == (2 if kernel == "backward_value" else 3)
     assert spills(found) == (0, 0, 0)
     assert found["registers"] <= 128 and found["shared_bytes"] <= 2048
+
+
+# Around the scan
+
+
+def test_the_product_reads_x_once():
+    """Where nothing stays in the cache but what the programs that run at once have, of consecutive numbers."""
+    tokens, hidden, running = 64 * 6400, 512, 132 * 2
+    for config in around_fwd.product_configs(torch.bfloat16, 192):
+        block, rows = config.kwargs["BLOCK"], tokens // config.kwargs["TOKENS"]
+        programs = [around_fwd.find_block.fn(i, hidden, block) for i in range(rows * -(-hidden // block))]
+        assert len(set(programs)) == len(programs) == rows * hidden // block
+        at_once = [{row for row, _ in programs[i : i + running]} for i in range(0, len(programs), running)]
+        read = len(at_once[0]) + sum(len(new - old) for old, new in itertools.pairwise(at_once))
+        assert read == rows
