@@ -115,7 +115,7 @@ def usable_cores() -> int:
 
 
 def device_label(device: Any, threads: int | None = None) -> str:
-    """What a result says of its device: `cuda: NVIDIA L40S`, `cpu: AMD EPYC, 2 threads` or `cpu: AMD EPYC, 1 thread`."""
+    """What a result says of its device: `cuda: NVIDIA L40S` or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -125,16 +125,26 @@ def device_label(device: Any, threads: int | None = None) -> str:
 
 
 def device_slug(device: Any) -> str:
-    """The folder name of a device under results/measured: `nvidia_l40s`, `cpu_amd_epyc`."""
+    """The folder name of a device under results/measured: `nvidia_l40s`, `cpu_amd_epyc_family_25_model_17`."""
     import torch
 
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else f"cpu {cpu_name()}"
     return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
-def cpu_name() -> str:
-    """The processor's model name, without importing torch."""
-    return _read_cpuinfo().get("model name") or platform.processor() or platform.machine()
+def cpu_name(cpuinfo: Mapping[str, str] | None = None) -> str:
+    """What tells a processor from others: `AMD EPYC family 25 model 17`, without importing torch.
+
+    A virtual machine may give processors of several generations one name, which family and model tell apart.
+
+    Args:
+        cpuinfo: the fields of /proc/cpuinfo; None reads those of this machine.
+    """
+    found = _read_cpuinfo() if cpuinfo is None else cpuinfo
+    name = found.get("model name") or platform.processor() or platform.machine()
+    name = " ".join(re.sub(r"\((R|TM)\)", "", name).split())
+    numbers = found.get("cpu family"), found.get("model")
+    return name if None in numbers else f"{name} family {numbers[0]} model {numbers[1]}"
 
 
 def _read_cpuinfo() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.core.runtime import describe_cpu, describe_machine, describe_place, device_label, parse_blas
+from repro.core.runtime import cpu_name, describe_cpu, describe_machine, describe_place, device_label, parse_blas
 
 INTEL = {
     "cpu family": "6",
@@ -21,6 +21,12 @@ def test_a_processor_by_its_fields():
     unknown = {"family_model_stepping": None, "family_model_stepping_reason": "/proc/cpuinfo does not say it"}
     assert describe_cpu(ARM) == {"flags": ["asimd", "asimddp", "sve", "sve2"], **unknown}
     assert describe_cpu({})["flags"] is None and describe_cpu({})["flags_reason"]
+
+
+def test_processors_of_one_name_are_told_apart():
+    named = {**INTEL, "model name": "Intel(R) Xeon(R) Processor @ 2.00GHz"}
+    assert cpu_name(named) == "Intel Xeon Processor @ 2.00GHz family 6 model 143"
+    assert cpu_name({"model name": "Some   CPU"}) == "Some CPU" and cpu_name({})
 
 
 @pytest.mark.parametrize(
