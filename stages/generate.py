@@ -68,14 +68,17 @@ def command(
         Path | None, typer.Option(help="A classifier's weights: how many pictures it takes for their class.")
     ] = None,
     inception: Annotated[
-        Path | None, typer.Option(help="inception-2015-12-05.pt: FID and sFID against --data.")
+        Path | None, typer.Option(help="inception-2015-12-05.pt: FID, sFID, IS, precision and recall against --data.")
     ] = None,
     inception_sha256: Annotated[
         str | None, typer.Option(help="The hash of another file with its interface, 16 digits or more.")
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="With --inception or --judge: a cell of prepare_data, whose reported split is real."),
+        typer.Option(
+            help="With --inception or --judge: a cell of prepare_data, whose reported split is real; with --inception "
+            "also a reference batch, FILE.npz."
+        ),
     ] = None,
 ) -> None:
     """Draw pictures with a denoiser, or train one; a stopped training continues where it was."""

@@ -26,7 +26,8 @@ from ..models.weights import is_foreign, load_state
 from ..tasks.generation.data import open_split, read_denoiser, save_grid
 from ..tasks.generation.diffusion import Diffusion
 from ..tasks.generation.params import InputSettings, LatentSettings, SamplingParams
-from ..tasks.generation.scores import Inception, Judge, Tally, compare, load_exported, load_script
+from ..tasks.generation.reference import SUFFIX, ReferenceBatch
+from ..tasks.generation.scores import INCEPTION_SHA256, Inception, Judge, Tally, compare, load_exported, load_script
 from ..tasks.generation.task import draw_samples, to_pictures
 from .params import DrawnParams, DrawRequest
 
@@ -34,6 +35,7 @@ OF_EACH, MOST_BY_DEFAULT = 8, 80  # pictures, where no number is given
 COLUMNS, MOST_IN_GRID = 10, 100
 GRID = "grid.png"
 BATCH = 64  # real pictures that are looked at at once
+LABELS = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "precision", "recall": "recall"}
 RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
 
 
@@ -55,7 +57,7 @@ def draw_pictures(request: DrawRequest) -> None:
     """Write `<number>_<class>.png`, `grid.png` of the first pictures, and `samples.json` into the request's folder.
 
     With a judge or an Inception file, the scores go to samples.json and to a record under
-    results/measured/<device>/draw.
+    results/measured/<device>/draw. The request's `data` is a cell of prepare_data, or the file of a reference batch.
 
     Raises:
         UserError: options, weights or files that do not fit; before anything is drawn. RunError: too little memory.
@@ -73,9 +75,18 @@ def draw_pictures(request: DrawRequest) -> None:
     if inception is not None and count < 2:
         raise UserError("generate: --inception needs at least two samples")
     names = [f"{place:05d}_{_file_name(drawer.classes[label])}.png" for place, label in enumerate(labels.tolist())]
-    cell = open_cell(paths, runtime, request.data) if request.data else None
+    cell = None
+    reference = None
+    if request.data is not None and request.data.endswith(SUFFIX):
+        if inception is None:
+            raise UserError(f"generate: --data {request.data}: a judge knows no class of its pictures; name a data set")
+        reference = ReferenceBatch.open(Path(request.data), drawer.transform.image_size)
+    elif request.data is not None:
+        cell = open_cell(paths, runtime, request.data)
     _open_folder(request.output, names)
-    real = _read_real(cell, drawer, asked, Tally(judge, inception)) if cell else None
+    real = reference.read(inception) if reference else None
+    if cell is not None:
+        real = _read_real(cell, drawer, asked, Tally(judge, inception))
 
     tally, shown = Tally(judge, inception), []
     with Progress("drawing", count * drawer.sampling.steps, unit="steps") as progress:
@@ -100,9 +111,10 @@ def draw_pictures(request: DrawRequest) -> None:
     }
     about |= {"sampling": dataclasses.asdict(drawer.sampling)}
     if judge is not None or inception is not None:
-        about |= {"data": request.data, "real_images": real.seen} if real else {}
+        about |= {"data": reference.path.name if reference else request.data, "real_images": real.seen} if real else {}
+        about |= {"reference_hash": reference.hash} if reference else {}
         about |= {"judge_hash": judge.weights_hash} if judge else {}
-        about |= {"inception_hash": inception.hash} if inception else {}
+        about |= {"inception_hash": inception.hash, **_name_protocol(inception, reference)} if inception else {}
         about |= compare(tally, real)
         _record(paths, request, drawer, asked, about, device, time.monotonic() - started)
     write_json(request.output / "samples.json", about)
@@ -235,18 +247,25 @@ def _open_folder(folder: Path, names: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def _name_protocol(inception: Inception, reference: ReferenceBatch | None) -> dict[str, str | None]:
+    """`protocol`: the published batch to which the scores compare as published ones do; null with a reason."""
+    why = None
+    if not INCEPTION_SHA256.startswith(inception.hash):
+        why = f"the Inception file is not the published one, but has the hash {inception.hash}"
+    elif reference is None:
+        why = "the real pictures are those of a data set"
+    elif reference.known is None:
+        why = f"the reference batch is none whose SHA-256 is known, but has the hash {reference.hash}"
+    return {"protocol": None, "protocol_reason": why} if why else {"protocol": reference.known}
+
+
 def _describe(about: Mapping[str, Any]) -> list[str]:
     """The scores in words."""
-    found = {
-        name: about[name]
-        for name in ("judged_percent", "real_judged_percent", "fid", "sfid")
-        if about.get(name) is not None
-    }
-    judged, real = found.pop("judged_percent", None), found.pop("real_judged_percent", None)
+    judged, real = about.get("judged_percent"), about.get("real_judged_percent")
     words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
     words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
     return [" ".join(words)] * bool(words) + [
-        f"{'FID' if name == 'fid' else 'sFID'} {value:.2f}" for name, value in found.items()
+        f"{label} {about[name]:.2f}" for name, label in LABELS.items() if about.get(name) is not None
     ]
 
 
@@ -306,6 +325,7 @@ def _record(
 ) -> None:
     sampling = drawer.sampling
     files = tuple(hash_file(file) for file in (request.judge, request.inception, request.vae) if file is not None)
+    files += (about["reference_hash"],) if "reference_hash" in about else ()
     of = {
         "samples": about["samples"],
         "image_size": drawer.transform.image_size,
@@ -314,7 +334,8 @@ def _record(
     }
     params = DrawnParams(weights_hash=about["weights_hash"], labels=tuple(asked), files=files, **of)
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
-    manifest = {"data_manifest": manifest_path(paths, request.data)} if request.data else {}
+    has_cell = request.data is not None and "reference_hash" not in about
+    manifest = {"data_manifest": manifest_path(paths, request.data)} if has_cell else {}
     identity = make_identity(paths.root, [__name__, family_module(drawer.name)], params, **manifest, **place)
     parts = [
         drawer.name,

@@ -240,8 +240,17 @@ def test_scores_are_recorded(drawing, repro_cli):
     (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*/metrics.json")
     metrics = read_record(file)["metrics"]
     assert metrics["fid"] > 0 and metrics["sfid"] is None and metrics["real_images"] == 359 and metrics["samples"] == 20
+    assert 0 <= metrics["precision"] <= 1 and metrics["inception_score"] is None and metrics["protocol"] is None
     record = read_record(results(drawing) / "metrics.json")["metrics"]
     assert metrics["real_judged_percent"] == record["real_judged_percent"]
+    statistics = {"mu": np.zeros(12), "sigma": np.eye(12), "mu_s": np.zeros(1), "sigma_s": np.eye(1)}
+    np.savez("batch.npz", **statistics, arr_0=np.zeros((4, 16, 16, 3), np.uint8))
+    code, out, err = draw(repro_cli, "-o", "batch", "--samples", "20", "--seed", "7", "--data", "batch.npz", *scored)
+    assert code == 0 and "20 pictures in batch; the judge takes " in out and "; FID " in out and "; recall " in out, err
+    (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*seed7/metrics.json")
+    metrics = read_record(file)["metrics"]
+    assert (metrics["data"], metrics["real_images"]) == ("batch.npz", 4) and metrics["protocol"] is None
+    assert metrics["reference_hash"] == hash_file(Path("batch.npz")) and metrics["real_judged_percent"] is None
     code, _, err = draw(repro_cli, "-o", "scored", "--samples", "2", "--data", "digits", *scored[:-2])
     assert (code, err.count("\n")) == (2, 1) and "inception.pt: has SHA-256" in err
 
@@ -271,6 +280,10 @@ WRONG = [
     (["--inception", "own.safetensors"], "--inception compares with real pictures; name them with --data CELL"),
     (["--inception", "own.safetensors", "--data", "digits"], "own.safetensors: has SHA-256"),
     (["--judge", "judge.safetensors", "--data", "numbers"], "numbers: prepare_data"),
+    (
+        ["--judge", "judge.safetensors", "--data", "batch.npz"],
+        "--data batch.npz: a judge knows no class of its pictures",
+    ),
     (["--data", "digits"], "--data says what --inception and --judge compare with; give one of them"),
     (["--inception-sha256", "0" * 16], "--inception-sha256 is the hash of the file that --inception names"),
     (["--cell", "nano"], "--cell, --from, --gpus and --seeds train, and --weights draws; take one of them"),

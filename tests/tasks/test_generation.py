@@ -19,7 +19,17 @@ from repro.models.weights import save_weights
 from repro.tasks.classification.task import accuracy
 from repro.tasks.generation.diffusion import Diffusion, guide, make_generator
 from repro.tasks.generation.params import InputSettings, LatentSettings, SamplingParams
-from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, frechet_distance
+from repro.tasks.generation.reference import KNOWN, ReferenceBatch
+from repro.tasks.generation.scores import (
+    Inception,
+    Judge,
+    Moments,
+    Tally,
+    compare,
+    frechet_distance,
+    inception_score,
+    precision_recall,
+)
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
 from tests.models.helpers import relative
 from tests.models.test_dit import official_model, read
@@ -274,6 +284,35 @@ def test_the_frechet_distance_is_its_formula():
     assert frechet_distance(moments(few), moments(few + 1)) == pytest.approx(5, abs=1e-5)
 
 
+def test_the_inception_score_of_known_distributions():
+    assert inception_score(torch.zeros(20, 7)) == pytest.approx(1)
+    assert inception_score(1e4 * torch.eye(7).repeat(3, 1)) == pytest.approx(7)  # sure of itself, of all classes alike
+    # a part of 5,000 that knows one class scores 1, and the 2,000 after it, of two classes, 2
+    labels = torch.cat((torch.zeros(5000, dtype=torch.long), torch.arange(2000) % 2))
+    assert inception_score(1e4 * nn.functional.one_hot(labels, 3).float()) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("rows", [4, 512])
+def test_precision_and_recall_by_a_double_loop(monkeypatch, rows):
+    monkeypatch.setattr("repro.tasks.generation.scores.ROWS", rows)
+    torch.manual_seed(0)
+    real, drawn = torch.randn(30, 3), 0.7 * torch.randn(26, 3) + 1.5
+
+    def share(points: Tensor, centres: Tensor) -> float:
+        radii = [sorted(math.dist(centre, other) for other in centres.tolist())[3] for centre in centres.tolist()]
+        balls = list(zip(centres.tolist(), radii, strict=True))
+        return np.mean(
+            [any(math.dist(point, centre) <= radius for centre, radius in balls) for point in points.tolist()]
+        )
+
+    found = precision_recall(real, drawn)
+    assert found == pytest.approx((share(drawn, real), share(real, drawn))) and 0 < found[1] < found[0] < 1
+    assert precision_recall(real, real) == (1, 1) and precision_recall(real, drawn + 100) == (0, 0)
+    # one mode of two, on a line: every sample is real, and half of the real ones are covered
+    modes = torch.cat((torch.arange(10.0), 1000 + torch.arange(10.0)))[:, None]
+    assert precision_recall(modes, modes[:10] + 0.1) == (1, 0.5)
+
+
 class Convolution(nn.Module):
     """The layer of which sFID takes the first channels."""
 
@@ -293,6 +332,7 @@ class StandIn(nn.Module):
         self.layers = nn.Sequential()
         self.layers.add_module("stem", nn.Conv2d(3, 4, 1))
         self.layers.add_module(layer, Convolution())
+        self.output = nn.Linear(3, 5)
 
     def forward(self, img: Tensor, return_features: bool = False) -> Tensor:
         assert return_features
@@ -321,13 +361,18 @@ def test_features_are_those_of_the_file(inception):
     found = Inception(path, CPU, sha256)
     torch.testing.assert_close(found.pooled(pictures), pictures.float().mean(dim=(2, 3)))
     with torch.no_grad():
-        expected = module.layers[1].conv(module.layers[0]((pictures.float() - 128) / 128))[:, :7].flatten(1)
+        expected = (
+            module.layers[1]
+            .conv(module.layers[0]((pictures.float() - 128) / 128))[:, :7]
+            .permute(0, 2, 3, 1)
+            .flatten(1)
+        )
     torch.testing.assert_close(found.spatial(pictures), expected, rtol=1e-4, atol=1e-4)
     # of a picture whose columns rise by 2 from 0 on, column i of the result is 2·i·100/299, up to the last column
     ramp = (2 * torch.arange(100.0)).expand(1, 3, 60, 100).to(torch.uint8)
     with torch.no_grad():
         shown = (2 * torch.arange(299) * (100 / 299)).clamp(max=198).expand(1, 3, 299, 299)
-        expected = module.layers[1].conv(module.layers[0]((shown - 128) / 128))[:, :7].flatten(1)
+        expected = module.layers[1].conv(module.layers[0]((shown - 128) / 128))[:, :7].permute(0, 2, 3, 1).flatten(1)
     torch.testing.assert_close(found.spatial(ramp), expected, rtol=1e-4, atol=1e-3)
     tallies = [Tally(None, found) for _ in range(2)]
     for tally, part in zip(tallies, (pictures, 255 - pictures), strict=True):
@@ -339,6 +384,10 @@ def test_features_are_those_of_the_file(inception):
         and scores["judged_percent"] is None
         and scores["judged_percent_reason"] == "no judge"
     )
+    with torch.no_grad():
+        expected = inception_score(pictures.float().mean(dim=(2, 3)) @ module.output.weight.T)  # its bias is left out
+    assert scores["inception_score"] == pytest.approx(expected)
+    assert scores["precision"] is None and scores["recall_reason"] == "needs 4 pictures of each"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -354,3 +403,87 @@ def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
             Inception(path, CPU, wanted)
     with pytest.raises(UserError, match="no such Inception file"):
         Inception(tmp_path / "absent.pt", CPU)
+
+
+def write_batch(path: Path, **changes) -> dict[str, np.ndarray]:
+    """A reference batch of five pictures for the stand-in's features, with changed arrays; None leaves one out."""
+    random = np.random.default_rng(0)
+    arrays = {"mu": random.normal(size=3), "sigma": np.diag([1.0, 2.0, 3.0]), "mu_s": random.normal(size=2023)}
+    arrays |= {"sigma_s": np.eye(2023), "arr_0": random.integers(256, size=(5, 8, 8, 3), dtype=np.uint8)}
+    arrays = {key: value for key, value in (arrays | changes).items() if value is not None}
+    np.savez(path, **arrays)
+    return arrays
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scores_against_a_reference_batch(inception, tmp_path):
+    path, sha256, _ = inception("mixed_6")
+    judge = Inception(path, CPU, sha256)
+    arrays = write_batch(tmp_path / "batch.npz")
+    batch = ReferenceBatch.open(tmp_path / "batch.npz", 8)
+    drawn, pictures = Tally(None, judge), torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
+    drawn.add(pictures, torch.zeros(6))
+    found, real = compare(drawn, batch.read(judge)), Tally(None, judge)
+    assert batch.known is None and found["real_judged_percent"] is None
+
+    def distance(features: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> float:
+        """By the eigenvalues of the product of the covariances, which are real and not negative."""
+        own = np.cov(features, rowvar=False)
+        shared = np.sqrt(np.linalg.eigvals(own @ covariance).real.clip(0)).sum()
+        return ((features.mean(0) - mean) ** 2).sum() + np.trace(own + covariance) - 2 * shared
+
+    pooled = torch.cat(drawn.pooled).double().numpy()
+    assert found["fid"] == pytest.approx(distance(pooled, arrays["mu"], arrays["sigma"]), rel=1e-6)
+    # the root of Σ I has the singular values of the five degrees of freedom that six pictures leave
+    spatial = judge.spatial(pictures).double().numpy()
+    roots = np.linalg.svd(spatial - spatial.mean(0), compute_uv=False) / math.sqrt(5)
+    expected = ((spatial.mean(0) - arrays["mu_s"]) ** 2).sum() + ((1 - roots) ** 2).sum() + 2023 - len(roots)
+    assert found["sfid"] == pytest.approx(expected, rel=1e-6)
+    # precision and recall are of the pictures, which a data set could hold as well
+    real.add(torch.from_numpy(arrays["arr_0"]).permute(0, 3, 1, 2), torch.zeros(5))
+    same = compare(drawn, real)
+    assert (found["precision"], found["recall"]) == (same["precision"], same["recall"]) and same["fid"] != found["fid"]
+
+
+WRONG_BATCHES = [
+    ({"mu_s": None}, "has no mu_s"),
+    ({"arr_0": None}, "has no arr_0"),
+    ({"sigma": np.eye(4)}, "sigma has shape (4, 4), expected (3, 3)"),
+    ({"mu": np.zeros((3, 1))}, "mu has shape (3, 1), expected (3,)"),
+    ({"mu": np.zeros(4), "sigma": np.eye(4)}, "mu has length 4, and the Inception file gives 3 features"),
+    ({"mu": np.array([0, np.nan, 0])}, "mu has values of float64, expected finite ones"),
+    ({"arr_0": np.zeros((5, 16, 16, 3), np.uint8)}, "arr_0 has shape (5, 16, 16, 3), expected (5, 8, 8, 3)"),
+    ({"arr_0": np.zeros((0, 8, 8, 3), np.uint8)}, "arr_0 has shape (0, 8, 8, 3)"),
+    ({"arr_0": np.zeros((5, 8, 8, 3))}, "arr_0 has values of float64"),
+    ({"mu": np.array([None] * 3)}, "not a readable .npz file"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize(("changes", "message"), WRONG_BATCHES, ids=[message for _, message in WRONG_BATCHES])
+def test_a_wrong_reference_batch_is_one_line(inception, tmp_path, changes, message):
+    path, sha256, _ = inception("other")
+    write_batch(tmp_path / "batch.npz", **changes)
+    with pytest.raises(UserError) as error:
+        ReferenceBatch.open(tmp_path / "batch.npz", 8).read(Inception(path, CPU, sha256))
+    assert message in str(error.value) and "\n" not in str(error.value) and "batch.npz: " in str(error.value)
+
+
+def test_a_damaged_reference_batch_is_one_line(tmp_path):
+    path = tmp_path / "batch.npz"
+    write_batch(path)
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1  # in the values of sigma_s
+    cases = [bytes(whole), bytes(whole[:-100]), b"text", b""]
+    for content in cases:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="batch.npz: not a readable .npz file"):
+            ReferenceBatch.open(path, 8)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for name, message in (("array.npy", "not a readable .npz file"), ("absent.npz", "no such reference batch")):
+        with pytest.raises(UserError, match=message):
+            ReferenceBatch.open(tmp_path / name, 8)
+    (published,) = KNOWN.values()
+    write_batch(tmp_path / published)
+    with pytest.raises(UserError, match=f"{published}: has SHA-256 .*, expected b32732719497e426"):
+        ReferenceBatch.open(tmp_path / published, 8)

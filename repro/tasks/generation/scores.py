@@ -1,5 +1,6 @@
-"""Scores of samples: how many a classifier takes for the class they were asked to be, and the Fréchet distance of their
-features.
+"""Scores of samples: how many a classifier takes for the class they were asked to be; and by the features of an
+Inception file Fréchet distances, Inception Score, precision and recall, as the evaluator of ADM (guided-diffusion)
+defines them.
 """
 
 import dataclasses
@@ -7,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,12 @@ from ...models.weights import is_foreign
 # NVIDIA's translation of the TensorFlow graph by which published distances are computed: inception-2015-12-05.pt
 INCEPTION_SHA256 = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"
 INCEPTION_SIDE = 299
-SPATIAL_LAYER, SPATIAL_CHANNELS = "mixed_6", 7  # 7·17·17 features
+SPATIAL_LAYER, SPATIAL_CHANNELS = "mixed_6", 7  # 17·17·7 features
+OUTPUT_LAYER = "output"
+SCORE_PART = 5000  # samples over which a marginal distribution is taken
+NEIGHBOURS = 3
+MOST_REAL = 10_000  # real pictures in precision and recall
+ROWS = 512  # of a block of distances
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +99,14 @@ class Moments:
         return (self.products - self.count * torch.outer(self.mean, self.mean)) / (self.count - 1)
 
 
-def frechet_distance(ours: Moments, theirs: Moments) -> float:
+class Gaussian(NamedTuple):
+    """A mean (D,) and a covariance (D, D) that somebody else took, in fp64."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def frechet_distance(ours: Moments | Gaussian, theirs: Moments | Gaussian) -> float:
     """|m - m'|² + tr(Σ + Σ' - 2 (Σ Σ')^½) of two sets of at least two features each, in fp64.
 
     The trace of the root is the sum of the roots of the eigenvalues of Σ^½ Σ' Σ^½, which is symmetric.
@@ -106,9 +119,41 @@ def frechet_distance(ours: Moments, theirs: Moments) -> float:
     return float((ours.mean - theirs.mean).square().sum() + ours_cov.trace() + theirs_cov.trace() - 2 * shared)
 
 
+def inception_score(logits: Tensor) -> float:
+    """exp E KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), in fp64.
+
+    As in ADM, it is the mean over parts of 5,000 samples in their order, each with its own p(y); the last may be
+    smaller.
+    """
+    scores = []
+    for part in logits.split(SCORE_PART):
+        p = part.double().softmax(1)
+        scores.append((torch.xlogy(p, p) - torch.xlogy(p, p.mean(0))).sum(1).mean().exp())
+    return float(torch.stack(scores).mean())
+
+
+def precision_recall(real: Tensor, drawn: Tensor) -> tuple[float, float]:
+    """Improved precision and recall (Kynkäänniemi et al. 2019) of features (N, D) and (M, D), at least four of each.
+
+    Precision is the share of the drawn features that lie in the ball around a real one that reaches to its third
+    neighbour; recall is the same with the roles changed. Distances are fp64, in blocks of rows; ADM rounds their
+    squares to fp16.
+    """
+    real, drawn = real.double(), drawn.double()
+    return _share_within(drawn, real), _share_within(real, drawn)
+
+
+def _share_within(points: Tensor, centres: Tensor) -> float:
+    """The share of points (N, D) that lie in the ball of any centre (M, D); a centre is its own nearest neighbour."""
+    nearest = [torch.cdist(rows, centres).topk(NEIGHBOURS + 1, largest=False).values for rows in centres.split(ROWS)]
+    radii = torch.cat(nearest)[:, -1]
+    inside = [(torch.cdist(rows, centres) <= radii).any(1) for rows in points.split(ROWS)]
+    return float(torch.cat(inside).double().mean())
+
+
 class Inception:
-    """Features of uint8 pictures (B, 3, H, W) by a TorchScript file: `pooled` (B, 2048) for FID, and `spatial` (B,
-    2023) for sFID.
+    """Features of uint8 pictures (B, 3, H, W) by a TorchScript file: `pooled` (B, 2048) for FID, precision and recall,
+    `spatial` (B, 2023) for sFID, and `logits` (B, 1008) for the Inception Score.
 
     The file is NVIDIA's inception-2015-12-05.pt, or one with its interface, whose hash is then stated. The spatial
     features are the first seven channels of the first convolution in the layer mixed_6 (Nash et al. 2021); None where
@@ -134,26 +179,37 @@ class Inception:
 
     @torch.inference_mode()
     def spatial(self, pictures: Tensor) -> Tensor | None:
-        """(B, 7·17·17); None for a file without the layer."""
+        """(B, 17·17·7), with the channel last as in TensorFlow; None for a file without the layer."""
         layers = dict(getattr(self.module, "layers", nn.Module()).named_children())
         if SPATIAL_LAYER not in layers:
             return None
         x = (_resize_as_tensorflow(pictures.to(self.device).float()) - 128) / 128
         for name, layer in layers.items():
             if name == SPATIAL_LAYER:
-                return layer.conv(x)[:, :SPATIAL_CHANNELS].flatten(1)
+                return layer.conv(x)[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
             x = layer(x)
         return None
+
+    @torch.inference_mode()
+    def logits(self, pooled: Tensor) -> Tensor | None:
+        """(B, 1008) of pooled features (B, 2048) by the file's last layer, without its bias, as ADM takes them; None for
+        a file without such a layer.
+        """
+        weight = getattr(getattr(self.module, OUTPUT_LAYER, None), "weight", None)
+        if not isinstance(weight, Tensor) or weight.shape[1:] != pooled.shape[1:]:
+            return None
+        return pooled @ weight.mT.to(pooled)
 
 
 class Tally:
     """What a judge and an Inception file, either of which may be None, say of pictures; `moments` are of the features
-    `fid` and `sfid`.
+    `fid` and `sfid`, and `pooled` has the former, fp32 on the CPU.
     """
 
     def __init__(self, judge: Judge | None, inception: Inception | None):
         self.judge, self.inception = judge, inception
-        self.moments: dict[str, Moments] = {}
+        self.moments: dict[str, Moments | Gaussian] = {}
+        self.pooled: list[Tensor] = []
         self.right = self.seen = 0
 
     def add(self, pictures: Tensor, labels: Tensor) -> None:
@@ -163,7 +219,9 @@ class Tally:
             self.right += self.judge.count_right(pictures, labels)
         if self.inception is not None:
             colour = pictures.expand(-1, 3, -1, -1)
-            for name, features in (("fid", self.inception.pooled(colour)), ("sfid", self.inception.spatial(colour))):
+            pooled = self.inception.pooled(colour)
+            self.pooled.append(pooled.float().cpu())
+            for name, features in (("fid", pooled), ("sfid", self.inception.spatial(colour))):
                 if features is not None:
                     self.moments.setdefault(name, Moments()).add(features)
 
@@ -174,24 +232,44 @@ class Tally:
 
 
 def compare(drawn: Tally, real: Tally | None) -> dict[str, Any]:
-    """`judged_percent` of the drawn pictures, `real_judged_percent`, and `fid` and `sfid` between the two; null with a
+    """`judged_percent` and `inception_score` of the drawn pictures, `real_judged_percent`, and between the two `fid`,
+    `sfid`, and the shares `precision` and `recall`, in which 10,000 evenly spaced real pictures count; null with a
     reason without.
     """
+    no_judge = None if drawn.judge else "no judge"
+    no_real = None if real else "no real pictures"
+    no_file = None if drawn.inception else "no Inception file"
+    features = torch.cat(drawn.pooled) if drawn.pooled else torch.empty(0, 0)
+    logits = drawn.inception.logits(features) if drawn.inception else None
+    unjudged = no_real or no_judge or (None if real.judge else "the real pictures have no classes")
+    no_pair = no_file or no_real
+    few = no_pair or (None if min(drawn.seen, real.seen) > NEIGHBOURS else f"needs {NEIGHBOURS + 1} pictures of each")
+    reasons = {
+        "judged_percent": no_judge,
+        "real_judged_percent": unjudged,
+        "fid": no_pair,
+        "sfid": no_pair or (None if "sfid" in drawn.moments else f"the Inception file has no layer {SPATIAL_LAYER}"),
+        "inception_score": no_file
+        or (None if logits is not None else f"the Inception file has no linear layer {OUTPUT_LAYER}"),
+        "precision": few,
+        "recall": few,
+    }
     found: dict[str, Any] = {}
-    for name, tally in (("judged_percent", drawn), ("real_judged_percent", real)):
-        known = tally is not None and tally.judge is not None
-        found |= (
-            {name: tally.judged_percent}
-            if known
-            else {name: None, f"{name}_reason": "no judge" if tally else "no real pictures"}
-        )
+    if no_judge is None:
+        found["judged_percent"] = drawn.judged_percent
+    if unjudged is None:
+        found["real_judged_percent"] = real.judged_percent
     for name in ("fid", "sfid"):
-        if real is not None and name in drawn.moments:
+        if reasons[name] is None:
             found[name] = frechet_distance(drawn.moments[name], real.moments[name])
-        else:
-            reason = (
-                "no Inception file" if drawn.inception is None else f"the Inception file has no layer {SPATIAL_LAYER}"
-            )
+    if logits is not None:
+        found["inception_score"] = inception_score(logits)
+    if few is None:
+        known = torch.cat(real.pooled)
+        kept = torch.arange(min(len(known), MOST_REAL)) * len(known) // min(len(known), MOST_REAL)
+        found["precision"], found["recall"] = precision_recall(known[kept], features)
+    for name, reason in reasons.items():
+        if reason is not None:
             found |= {name: None, f"{name}_reason": reason}
     return found
 

@@ -1,0 +1,103 @@
+"""A reference batch, to which published scores of generated pictures compare: the statistics of a whole data set, and
+some of its pictures.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from ...core.errors import UserError
+from ...core.hashing import hash_file
+from .scores import Gaussian, Inception, Tally
+
+# SHA-256 -> the file of guided-diffusion's release; several projects that took it from there state the same hash
+KNOWN = {"b32732719497e42660a9affb4a966068cba0855ac449b82015e34ec376d20758": "VIRTUAL_imagenet256_labeled.npz"}
+SUFFIX = ".npz"
+PICTURES = "arr_0"
+# features -> the keys of their mean (D,) and covariance (D, D); as in ADM, spatial ones are in the order h, w, channel
+STATISTICS = {"fid": ("mu", "sigma"), "sfid": ("mu_s", "sigma_s")}
+BATCH = 64  # pictures that are looked at at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceBatch:
+    """A file in the layout of ADM's batches.
+
+    Args:
+        path: of the file.
+        statistics: of the features `fid` and `sfid` over the whole data set.
+        hash: the file's, 16 digits.
+        known: the name of the published file with this hash; None for any other.
+    """
+
+    path: Path
+    statistics: dict[str, Gaussian]
+    hash: str
+    known: str | None
+
+    @classmethod
+    def open(cls, path: Path, side: int) -> Self:
+        """The batch of a file whose pictures, uint8 (N, side, side, 3), are `arr_0`.
+
+        Raises:
+            UserError: no such file, one that has the name of a published batch and not its hash, or that is damaged,
+                lacks a key, or has an array of another shape or type.
+        """
+        if not path.is_file():
+            raise UserError(f"{path}: no such reference batch")
+        found = hash_file(path, digits=64)
+        if wanted := next((sha256 for sha256, name in KNOWN.items() if name == path.name and sha256 != found), None):
+            advice = "get it again, or give another batch another name"
+            raise UserError(f"{path}: has SHA-256 {found[:16]}..., expected {wanted[:16]}...; {advice}")
+        keys = (*(key for pair in STATISTICS.values() for key in pair), PICTURES)
+        try:
+            with np.load(path) as file:
+                arrays = {key: file[key] for key in keys if key in file.files}
+        except Exception:  # whatever other bytes make the reader raise
+            raise UserError(f"{path}: not a readable {SUFFIX} file; get it again") from None
+        if missing := [key for key in keys if key not in arrays]:
+            raise UserError(f"{path}: has no {missing[0]}; a reference batch has {', '.join(keys)}")
+        for mean, covariance in STATISTICS.values():
+            width = arrays[mean].size
+            _require(path, mean, arrays[mean], (width,), np.floating)
+            _require(path, covariance, arrays[covariance], (width, width), np.floating)
+        _require(path, PICTURES, arrays[PICTURES], (*arrays[PICTURES].shape[:1], side, side, 3), np.uint8)
+        statistics = {
+            name: Gaussian(*(torch.from_numpy(arrays[key]).double() for key in pair))
+            for name, pair in STATISTICS.items()
+        }
+        return cls(path=path, statistics=statistics, hash=found[:16], known=KNOWN.get(found))
+
+    def read(self, inception: Inception) -> Tally:
+        """What an Inception file says of the pictures, with the statistics of the whole data set.
+
+        Raises:
+            UserError: the file's features have another width than the statistics.
+        """
+        tally = Tally(None, inception)
+        with np.load(self.path) as file:
+            pictures = torch.from_numpy(file[PICTURES])
+        for part in pictures.split(BATCH):
+            tally.add(part.permute(0, 3, 1, 2), torch.zeros(len(part)))
+        for name, moments in tally.moments.items():
+            if len(moments.mean) != len(self.statistics[name].mean):
+                widths = f"{len(self.statistics[name].mean)}, and the Inception file gives {len(moments.mean)} features"
+                raise UserError(
+                    f"{self.path}: {STATISTICS[name][0]} has length {widths}; take those that belong together"
+                )
+            tally.moments[name] = self.statistics[name]
+        return tally
+
+
+def _require(path: Path, key: str, array: np.ndarray, shape: tuple[int, ...], kind: type) -> None:
+    """Raise a UserError about an empty array, or one of another shape, another type or with values that are not finite."""
+    if array.shape != shape or not array.size:
+        raise UserError(f"{path}: {key} has shape {array.shape}, expected {shape}; take another batch")
+    # the pictures, which are always finite, would need as much memory again
+    if not np.issubdtype(array.dtype, kind) or (kind is np.floating and not np.isfinite(array).all()):
+        raise UserError(
+            f"{path}: {key} has values of {array.dtype}, expected finite ones of {kind.__name__}; get it again"
+        )
