@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..triton_launch import launch
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
-from .triton_fwd import as_rows, convolve, gelu, normalise, rows_bucket
+from .triton_fwd import as_rows, convolve, gelu, lay_taps, normalise, rows_bucket
 
 LOOP = 16
 
@@ -108,12 +108,11 @@ def conv_backward_kernel(
     tl.store(at, sums, mask=(n < 9) & (c < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "rows", "bucket"])
+@triton.jit(do_not_specialize=["T", "bucket"])
 def scan_convs_backward_kernel(
     dout_ptr,
     x_ptr,
-    k_weight_ptr,
-    q_weight_ptr,
+    taps_ptr,
     dx_ptr,
     sums_ptr,
     T,
@@ -155,8 +154,8 @@ def scan_convs_backward_kernel(
             at = t[:, None] - away
             there = inside & (at >= 0) & (at < T)
             far = (b * T + at) * (2 * D) + c[None, :]
-            k_weight = tl.load(k_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
-            q_weight = tl.load(q_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
+            k_weight = tl.load(taps_ptr + i * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
+            q_weight = tl.load(taps_ptr + (4 + i) * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
             dx += tl.load(dout_ptr + far, mask=there, other=0.0).to(tl.float32) * k_weight
             dx += tl.load(dout_ptr + size + far, mask=there, other=0.0).to(tl.float32) * q_weight
         tl.store(dx_ptr + tile, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -164,7 +163,7 @@ def scan_convs_backward_kernel(
     tl.store(at, sums, mask=(n < 10) & some[None, :])
 
 
-@triton.jit(do_not_specialize=["count", "rows", "bucket"])
+@triton.jit(do_not_specialize=["count", "bucket"])
 def gated_norm_backward_kernel(
     dout_ptr,
     z_ptr,
@@ -303,12 +302,7 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
     (given, rows), dout = as_rows(x.x), dout.contiguous()
     dx = x.x.new_empty(B, T, E)
     sums = dx.new_zeros(B * _most_programs(T, block_configs(dx.dtype, E), "TOKENS"), 10, E, dtype=torch.float32)
-    arguments = {
-        "dout_ptr": dout,
-        "x_ptr": given,
-        "k_weight_ptr": x.k_weight.contiguous(),
-        "q_weight_ptr": x.q_weight.contiguous(),
-    }
+    arguments = {"dout_ptr": dout, "x_ptr": given, "taps_ptr": lay_taps(x)}
     arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     arguments["bucket"] = rows_bucket(dx)
     grid = lambda c: (triton.cdiv(T, c["TOKENS"] * c["LOOP"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731

@@ -81,12 +81,11 @@ def conv_norm_kernel(
     tl.store(out_ptr + size + tile, (x * gamma + beta).to(dt), mask=here)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "bucket"])
+@triton.jit(do_not_specialize=["T", "bucket"])
 def scan_convs_kernel(
     x_ptr,
-    k_weight_ptr,
+    taps_ptr,
     k_bias_ptr,
-    q_weight_ptr,
     q_bias_ptr,
     out_ptr,
     T,
@@ -97,8 +96,8 @@ def scan_convs_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. Tap i is 3 −
-    i tokens back.
+    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. Of the `taps`
+    (`lay_taps`), the i-th is 3 − i tokens back.
     """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -112,15 +111,15 @@ def scan_convs_kernel(
         x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=(at >= 0) & (at < T) & some[None, :], other=0.0).to(
             tl.float32
         )
-        k += x * tl.load(k_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
-        q += x * tl.load(q_weight_ptr + c * 4 + i, mask=some, other=0.0).to(tl.float32)[None, :]
+        k += x * tl.load(taps_ptr + i * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
+        q += x * tl.load(taps_ptr + (4 + i) * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
     tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
     inside = (t < T)[:, None] & some[None, :]
     tl.store(out_ptr + tile, k.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + size + tile, q.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "rows", "bucket"])
+@triton.jit(do_not_specialize=["count", "bucket"])
 def gated_norm_kernel(
     z_ptr,
     gate_ptr,
@@ -262,6 +261,11 @@ def rows_bucket(x: Tensor) -> int:
     return (x.shape[0] * x.shape[1]).bit_length()
 
 
+def lay_taps(x: ScanConvs) -> Tensor:
+    """The weights as (2,4,2D), k's and q's: channels that lie side by side are loaded at once."""
+    return torch.stack([x.k_weight.T, x.q_weight.T])
+
+
 def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     """(2,B,T,D)."""
     B, T, D = x.tokens.shape
@@ -287,7 +291,7 @@ def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
     B, T, E = x.x.shape
     given, rows = as_rows(x.x)
     out = x.x.new_empty(2, B, T, E)
-    arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("k_weight", "k_bias", "q_weight", "q_bias")}
+    arguments = {"taps_ptr": lay_taps(x), "k_bias_ptr": x.k_bias.contiguous(), "q_bias_ptr": x.q_bias.contiguous()}
     arguments |= {"x_ptr": given, "out_ptr": out, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     arguments["bucket"] = rows_bucket(out[0])
     grid = lambda c: (triton.cdiv(T, c["TOKENS"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731

@@ -164,7 +164,7 @@ def make(
         AT="B 64, T 6400, 192 channels, bf16",
         KERNELS={f"{name}_{part}": (configs, kernel, {}) for part, (configs, kernel) in kernels.items()},
         OPERANDS=(*ACTIVATIONS[name], *operands, "out", "dout"),
-        TYPES={"eps": "fp32", "size": "i64"},
+        TYPES={"eps": "fp32", "size": "i64:16", "rows": "i32:16"},
     )
 
 

@@ -37,7 +37,7 @@ class Compilation:
     config: triton.Config
     dtype: str  # fp32, fp16 or bf16
     sizes: Mapping[str, Any]  # what the record shows of them
-    # of arguments that are neither such pointers nor i32
+    # of arguments that are neither such pointers nor i32; ":16" behind one says that the values are multiples of 16
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default: bool = True  # whether it is the config that runs untuned
 
@@ -57,10 +57,10 @@ class Compilation:
         }
         types |= self.types | dict.fromkeys(constants, "constexpr")
         places = {(names.index(name),): value for name, value in constants.items()}
-        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-        source = ASTSource(
-            fn=self.kernel, signature={name: types[name] for name in names}, constexprs=places, attrs=aligned
-        )
+        multiples = [*pointers, *(name for name in names if types[name].endswith(":16"))]
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+        signature = {name: types[name].removesuffix(":16") for name in names}
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=places, attrs=attributes)
         return triton.compile(source, target=GPUTarget("cuda", target, 32), options=compiler_options(self.config))
 
 
@@ -148,12 +148,14 @@ def planned(cases: Any, defaults: bool = False) -> Iterator[tuple[dict[str, Any]
             yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
 
 
+def disassemble(cubin: bytes) -> str:
+    """The listing of a binary's machine code."""
+    return _ask("nvdisasm", cubin, "-c")
+
+
 def _read_binary(cubin: bytes) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _output("cuobjdump", "-res-usage", file.name)
-        names, loops = _instructions(_output("nvdisasm", "-c", file.name))
+    usage = _ask("cuobjdump", cubin, "-res-usage")
+    names, loops = _instructions(disassemble(cubin))
     counts = Counter(names)
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
@@ -184,5 +186,9 @@ def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
     return names, sorted(loops)
 
 
-def _output(tool: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / tool, *arguments], check=True, capture_output=True, text=True).stdout
+def _ask(tool: str, cubin: bytes, option: str) -> str:
+    """What a tool says of a binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_TOOLS / tool, option, file.name], check=True, capture_output=True, text=True).stdout

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -367,3 +368,16 @@ def test_the_product_reads_x_once():
         at_once = [{row for row, _ in programs[i : i + running]} for i in range(0, len(programs), running)]
         read = len(at_once[0]) + sum(len(new - old) for old, new in itertools.pairwise(at_once))
         assert read == rows
+
+
+@pytest.mark.parametrize("kernel", ["scan_convs_forward", slow("scan_convs_backward"), "gated_norm_forward"])
+def test_slices_are_loaded_by_sixteen_bytes(kernel):
+    """Their rows are multiples of 16 numbers apart, as `Constants.in_weight` has them. Single ones are not loaded."""
+    found = load_widths(kernel)
+    assert found["LDG.E.128"] > 0 and not {"LDG.E.U16", "LDG.E.S16", "LDG.E"} & set(found)
+
+
+def load_widths(kernel):
+    """How often each kind of load from memory occurs in a kernel's machine code, in bf16 for sm_90."""
+    one = next(cases for cases in OPERATORS.values() if kernel in cases.KERNELS).compilation(kernel, "bf16")
+    return Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", resources.disassemble(one.compile(90).asm["cubin"])))

@@ -138,3 +138,10 @@ def test_samples_drop_branches_as_on_the_plain_path():
         results.append(differentiate(model, images, backend))
     errors = [check.relative_error(a, b, 1e-3) for a, b in zip(*results, strict=True)]
     assert max(errors) < 2e-5
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
+    """They, and where gate, keys and values start in them, are multiples of 16 numbers."""
+    block = make(num_heads=heads).blocks[0]
+    assert block.mixer.dim % 16 == len(fused_block.find_constants(block, 25).in_weight) % 16 == 0
