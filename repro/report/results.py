@@ -31,6 +31,8 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
+# of published scores of drawn pictures: how many are drawn, and what they are compared with
+DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
@@ -149,6 +151,7 @@ class Results:
             "macs_saved_percent": lambda size: self._complexity("saved_at_1280_percent", size),
             "complexity": self._complexity,
             "accuracy": self._score,
+            "drawn": self._drawn,
             "raised_percent": self._raised,
             "images": self._images,
             "profile": self._profile,
@@ -298,6 +301,41 @@ class Results:
             if (cell := self._profile_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
         return "none: profiles/paper.yaml has no cell that trains it so"
+
+    def _drawn(self, model: str, key: str) -> float:
+        """A score of pictures that a denoiser drew as its cell of profiles/paper.yaml does, against ADM's reference
+        batch; the weights are those of a whole training by that cell.
+        """
+        cell = self._profile_cell("generate", model, "latents")
+        if cell is None:
+            raise Missing("profiles/paper.yaml has no generate cell for it", "none")
+        asked = self._paper_profile["generate"][cell]
+        about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
+        about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
+        about |= {"split": "val", "held_out_images": BENCHMARKS["imagenet"].val_images}
+        trained = {
+            run["weights_hash"]
+            for source in self.score_sources
+            if about.items() <= source.metrics.items() and self.model_key(source.metrics, source.path) == model
+            for run in source.metrics.get("by_seed", ())
+        }
+        for source in self.sources:
+            m = source.metrics
+            if (
+                (m.get("protocol"), m.get("samples"), m.get("image_size")) == (REFERENCE, DRAWN, 256)
+                and m["weights_hash"] in trained
+                and m["sampling"] == asked["sampling"]
+                and len(m["classes"]) == about["classes"]
+                and m.get(key) is not None
+            ):
+                self.used.add(source.path)
+                return m[key]
+        files = "--vae DECODER --inception inception-2015-12-05.pt"
+        draw = f"repro generate --weights WEIGHTS --samples {DRAWN} {files} --data {REFERENCE}"
+        raise Missing(
+            f"no {DRAWN:,} pictures by a whole training were scored against ADM's reference batch; others are never compared",
+            f"repro profile use paper && repro generate --cell {cell} && {draw}",
+        )
 
     def _raised(self, probe: str) -> float:
         """In what share of the trained models that `repro explain --probe` ran, the steps of a probe raise the inner

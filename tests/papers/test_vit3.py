@@ -25,10 +25,10 @@ from repro.papers.vit3.sections import compare_losses, find_losses
 from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
-from repro.report.results import Results
+from repro.report.results import Missing, Results
 from repro.report.variants import find_groups, find_orders, plan_figures
 from repro.tasks.generation.params import SamplingParams
-from repro.tasks.generation.scores import INCEPTION_SHA256
+from repro.tasks.generation.reference import KNOWN
 from tests.papers.conftest import find_statuses, judge_counts
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
@@ -38,6 +38,7 @@ VARIANTS, ROWS, ORDERS = SET.options, SET.rows, SET.orders
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["vit3"]
 # the official H-ViT3-T/S/B: parameters, and multiply-adds at 224 as fvcore counts them, from the authors' code
+(PUBLISHED,) = KNOWN.values()
 H_VIT3 = {"tiny": (28_703_560, 4.9198), "small": (54_362_056, 8.7602), "base": (94_369_304, 16.7227)}
 # the official DiT3, with its table of positions, and DiT: parameters, and multiply-adds with and without norms
 DIT3 = {
@@ -201,12 +202,13 @@ def test_what_is_not_measured_names_a_cell_that_would_measure_it(judged):
         name: f"repro profile use paper && repro {command}" for name, command in asked.items()
     }
     profile = load_yaml(ROOT / "profiles" / "paper.yaml")
-    cells = {f"{stage} --cell {cell}" for stage in ("pretrain", "detect", "segment") for cell in profile[stage]}
+    cells = {
+        f"{stage} --cell {cell}" for stage in ("pretrain", "detect", "segment", "generate") for cell in profile[stage]
+    }
     commands = {verdict.command for verdict in judged.all if "paper && " in (verdict.command or "")}
     named = {re.search(r"repro (\w+ --cell \w+)", command.partition(" && ")[2])[1] for command in commands}
     assert len(named) > 50 and named <= cells
-    # nothing would measure this
-    assert judged.verdicts["table10.dit3_b_2.is"].command == "none"
+    assert "repro generate --cell dit3_base_patch2_imagenet && " in judged.verdicts["table10.dit3_b_2.is"].command
 
 
 def test_trainings_with_and_without_mesa_and_of_12_and_36_epochs_are_told_apart(checkout):
@@ -239,21 +241,34 @@ def test_trainings_with_and_without_mesa_and_of_12_and_36_epochs_are_told_apart(
     assert {found[f"{table}.h_vit3_b.top1_percent"].ours for table in ("table5", "table5_mesa")} == {None}
 
 
-def test_a_distance_to_other_pictures_is_never_judged(checkout):
-    """Published distances are to ADM's reference batch; that of a record is to the validation images."""
-    drawn = {
-        "model": "dit3_base_patch2",
-        "samples": 50_000,
-        "classes": list_wnids(),
-        "image_size": 256,
-        "sampling": dataclasses.asdict(SamplingParams()),
-        "real_images": 50_000,
-        "inception_hash": INCEPTION_SHA256[:16],
-        "fid": 39.31,
-    }
-    checkout.record("measured/gpu/draw/b2", drawn)
-    found = JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))
-    assert find_statuses(found, r"table10\w*\.\w+\.fid").keys() == {"not measured"}
+def test_drawn_pictures_are_judged_only_as_the_paper_draws_them(checkout):
+    drawn = {"model": "dit3_base_patch2", "samples": 50_000, "classes": list_wnids(), "image_size": 256}
+    drawn |= {"sampling": dataclasses.asdict(SamplingParams()), "weights_hash": "ab", "protocol": PUBLISHED}
+    drawn |= {"fid": 39.31, "inception_score": 36.99, "precision": 0.514, "recall": 0.64}
+    trained = {"model": "dit3_base_patch2", "options": {}, "kind": "latents", "data": "l", "classes": 1000}
+    trained |= {"epochs": 40, "steps": 400_000, "batch_size": 256, "image_size": 256, "split": "val", "init": None}
+    trained |= {"held_out_images": 50_000, "by_seed": [{"seed": 0, "weights_hash": "ab"}]}
+
+    def read(training: dict, **changes) -> Results:
+        checkout.record("measured/gpu/draw/b2", {**drawn, "protocol_reason": "a data set", **changes})
+        checkout.record("measured/gpu/generate/b2", {**trained, "init_reason": "random weights", **training})
+        return Results(checkout.paths, [PAPER], SCORES)
+
+    checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
+    wrong = [{"protocol": None}, {"samples": 10_000}, {"classes": ["n01440764"]}, {"weights_hash": "of nobody"}]
+    wrong += [{"sampling": dataclasses.asdict(SamplingParams(guidance=1.5))}]
+    cases = [({}, changes) for changes in wrong]
+    cases += [({"steps": 1000}, {}), ({"init": {"weights": "w"}}, {}), ({"kind": "digits"}, {}), ({"classes": 10}, {})]
+    cases += [({"model": "dit3_base_patch4"}, {})]
+    for training, changes in cases:
+        with pytest.raises(Missing, match="against ADM's reference batch"):
+            read(training, **changes).functions()["drawn"]("dit3_base_patch2", "fid")
+    found = JUDGE(PAPER, read({})).verdicts
+    of_row = {key: found[f"table10.dit3_b_2.{key}"] for key in ("fid", "is", "precision", "recall")}
+    assert [verdict.ours for verdict in of_row.values()] == [39.31, 36.99, 0.514, 0.64]
+    assert [verdict.status for verdict in of_row.values()] == ["matched"] * 3 + ["differs, unexplained"]
+    others = [name for name in found if re.fullmatch(r"table10\w*\.\w+_s_\d\.fid", name)]
+    assert len(others) == 6 and {found[name].status for name in others} == {"not measured"}
 
 
 def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
