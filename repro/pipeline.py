@@ -176,20 +176,24 @@ class Step:
 
 
 def read_steps(paths: Paths, here: str, jobs: int) -> list[Step]:
-    """The steps of results/measured/steps.yaml in their order; `here` is the folder of this device. Raises UserError."""
+    """The steps of results/measured/steps.yaml in their order; `here` is the folder of this device. Raises UserError.
+
+    Scores count wherever they were made; only the records of what needs a quiet machine must be of this one.
+    """
     file = paths.results / "measured" / "steps.yaml"
     steps = []
     for number, content in enumerate(load_yaml(file, list), start=1):
         group = build(Group, content, f"{file.name}: group {number}")
         for values in itertools.product(*group.each.values()):
             named = dict(zip(group.each, values, strict=True), here=here, jobs=jobs)
+            found = named if group.quiet else named | {"here": f"{Path(here).parent.as_posix()}/*"}
             for command in group.commands:
                 words = shlex.split(command.format_map(named))
                 begin = next(place for place, word in enumerate(words) if "=" not in word)
                 variables = dict(word.split("=", 1) for word in words[:begin])
                 steps.append(
                     Step(
-                        group, variables, tuple(words[begin:]), tuple(each.format_map(named) for each in group.records)
+                        group, variables, tuple(words[begin:]), tuple(each.format_map(found) for each in group.records)
                     )
                 )
     return steps
@@ -215,8 +219,8 @@ def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] |
     """Run the steps of results/measured/steps.yaml; each keeps what is finished, so that a second call continues.
 
     Args:
-        stale: run only what wrote one of these records, or has written none; what is stale moves to .runs/replaced
-            first, since a command continues what it finds. None runs all.
+        stale: run only what wrote one of these records, or has written none; what is stale of this machine moves to
+            .runs/replaced first, since a command continues what it finds. None runs all.
 
     Raises:
         RunError: a step failed, and those behind it did not run; Interrupted: a signal came.
@@ -225,7 +229,7 @@ def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] |
     steps = choose_steps(paths, read_steps(paths, here, jobs), stale)
     for step in steps if stale else ():
         for name in stale.intersection(itertools.chain(*(_list_records(paths, pattern) for pattern in step.records))):
-            _put_aside(paths, name)
+            _put_aside(paths, name, here)
     works: dict[str, Work] = {}
     before: tuple[str, ...] = ()
     for number, (_, listed) in enumerate(itertools.groupby(steps, key=lambda step: step.group), start=1):
@@ -250,13 +254,13 @@ def _list_records(paths: Paths, pattern: str) -> list[str]:
     return [name for name in names if not name.endswith("run.json")]
 
 
-def _put_aside(paths: Paths, record: str) -> None:
-    """Move a record that was measured outside the pipeline to .runs/replaced, with its cell's folder; those of the graph are made
-    again in place.
+def _put_aside(paths: Paths, record: str, here: str) -> None:
+    """Move a record in the folder `here` to .runs/replaced, with its cell's folder. Those of the graph are made again
+    in place, and those of other machines stay.
     """
     file = paths.root / record
     what = file.parent if file.name == "metrics.json" else file
-    if what.exists() and file.is_relative_to(paths.results / "measured"):
+    if what.exists() and file.is_relative_to(paths.root / here):
         target = paths.root / ".runs" / "replaced" / f"{time.time():.0f}" / what.relative_to(paths.results)
         target.parent.mkdir(parents=True, exist_ok=True)
         what.rename(target)

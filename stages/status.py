@@ -20,9 +20,9 @@ def command(
     older code made.
 
     A record is fresh while the files that its numbers depend on are as they were, or while a training of the present
-    code repeats it.
+    code repeats it, here or on another machine.
     """
-    from repro.core.freshness import REPEATED
+    from repro.core.freshness import RENEWED, REPEATED
     from repro.core.paths import describe_missing_results, find_root
     from repro.core.ui import print_table
     from repro.graph import find_old_records, find_status
@@ -30,7 +30,7 @@ def command(
     paths = find_root()
     old = find_old_records(paths)
     if stale:
-        listed = [record for why, records in old.items() if why != REPEATED for record in records]
+        listed = [record for why, records in old.items() if why not in (REPEATED, RENEWED) for record in records]
         if listed:
             print_table(
                 ["record", "command"], sorted((record.path, record.command or "none is named") for record in listed)

@@ -14,14 +14,22 @@ STAGE = Stage(purpose="run")
 
 def command(
     commit: Annotated[str, typer.Option(help="Compare with the results that this commit holds.")] = "HEAD",
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="Keep the scores in results/measured/<device>, beside those of other machines."),
+    ] = False,
 ) -> None:
-    """Compare the scores under results/ with those that a commit holds; exit 1 where one is outside its 95 % interval.
+    """Compare the scores under results/ with those that a commit holds; exit 1 where the 95 % intervals do not meet.
 
     Speeds and times are not compared.
     """
-    from repro.report.reproduced import describe_scores, list_scores
+    from repro.core.runtime import load_runtime
+    from repro.report.reproduced import describe_scores, list_scores, save_scores
 
-    scores = list_scores(find_root(), [name for name, row in load_stages().items() if row.task], commit)
+    paths = find_root()
+    scores = list_scores(paths, [name for name, row in load_stages().items() if row.task], commit)
     print("\n".join(describe_scores(scores, commit)))
+    if save:
+        print(f"{save_scores(paths, load_runtime(paths), scores).relative_to(paths.root)}: written")
     if left := [score for score in scores if score.has_left]:
-        raise RunError(f"verify: {len(left)} of {len(scores)} scores are outside their intervals, or missing")
+        raise RunError(f"verify: {len(left)} of {len(scores)} scores differ by more than chance, or are missing")

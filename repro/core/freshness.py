@@ -15,6 +15,7 @@ from .hashing import hash_sources, import_closure
 OTHER_CODE = "made by older code"
 REPEATED = "made by older code, of which the code here has trained a seed again to the same weights, bit by bit"
 OLDER_VERSION = "made by an older version, which does not name the code of its numbers"
+RENEWED = "made by older code, and renewed by the code here on another machine"
 
 # kind -> patterns of the files that a number of this kind depends on; see `find_kind` for the order
 _FILES: dict[str, tuple[str, ...]] = {
@@ -90,7 +91,8 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
     A record is old where the files that its numbers depend on have another content now, or where it does not name them.
     If a record that is not old has a training with the same weights, then the change of code did not change that
-    training, and the old one is `REPEATED`.
+    training, and the old one is `REPEATED`. If one that is not old has the same scores of another machine, see
+    `find_shared_name`, the old one is `RENEWED`.
     """
     now: dict[tuple[str, ...], str] = {}
     old: dict[str, str] = {}
@@ -109,7 +111,26 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             present |= _list_weights(record["metrics"])
         else:
             old[name] = OTHER_CODE
-    return {name: REPEATED if _list_weights(records[name]["metrics"]) & present else why for name, why in old.items()}
+    shared = {name: find_shared_name(name, record["metrics"]) for name, record in records.items()}
+    renewed = {shared[name] for name in records if name not in old} - {None}
+
+    def explain(name: str, why: str) -> str:
+        if _list_weights(records[name]["metrics"]) & present:
+            return REPEATED
+        return RENEWED if shared[name] in renewed else why
+
+    return {name: explain(name, why) for name, why in old.items()}
+
+
+def find_shared_name(path: str, metrics: Any) -> str | None:
+    """What the record of a training or a search is called in the folders of all machines under results/measured; None
+    for another record.
+
+    Scores belong to no machine, so records of one name are of one experiment. Times do.
+    """
+    _, folder, *rest = f"{path}//".split("/", 3)
+    is_scored = isinstance(metrics, Mapping) and ("by_seed" in metrics or "trials" in metrics)
+    return rest[-1].rstrip("/") if folder == "measured" and is_scored else None
 
 
 def _list_weights(metrics: Any) -> set[str]:

@@ -8,7 +8,7 @@ from .contest import plan_contest
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
 from .paper import Drawings, Figure
-from .records import Source, describe_age, group_by
+from .records import Source, describe_age, describe_twins, group_by
 from .results import Results
 from .variants import plan_figures
 from .verdicts import format_counts
@@ -70,7 +70,7 @@ def find_beside(name: str, results: Results) -> list[Source]:
 
 def describe_origin(sources: Sequence[Source], named: str) -> str:
     """The devices of records, the profile that they were made with, whose name is `named`, or that a person ran their
-    commands, and whether older code made them.
+    commands, whether older code made them, and whether other machines made them again.
     """
     if not sources:
         return "no record beside it"
@@ -79,7 +79,7 @@ def describe_origin(sources: Sequence[Source], named: str) -> str:
     if all(device.startswith("none: ") for device in devices):
         return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
     profiles = dict.fromkeys(named if source.stage else OUTSIDE for source in sources)
-    return f"{', '.join(devices)}; {' and '.join(profiles)}{describe_age(sources)}"
+    return f"{', '.join(devices)}; {' and '.join(profiles)}{describe_age(sources)}{describe_twins(sources)}"
 
 
 def _origin_line(name: str, sources: Sequence[Source], report: Report) -> Line:

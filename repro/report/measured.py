@@ -23,7 +23,7 @@ from .document import (
     table,
     tabulate,
 )
-from .records import Source, describe_age, find_missing_records, find_score_interval, read_curves
+from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, read_curves
 from .results import Missing, SpeedGroup
 from .variants import find_shown
 from .verdicts import significant
@@ -162,6 +162,27 @@ def list_searches(report: Report) -> list[Block]:
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
     return [(rule,), table(header, rows)]
+
+
+def list_machines(report: Report) -> list[Block]:
+    """Each further machine that made scores of records again, how many of them are equal, and the largest difference."""
+    found = [(source, twin) for source in report.results.sources for twin in source.twins]
+    if not found:
+        raise Missing("no other machine has made a record again", "repro verify --save")
+    rows: list[list[Piece | Line]] = []
+    for device, twins in group_by(found, lambda each: each[1].device.partition(", ")[0]).items():
+        scores = [each for _, twin in twins for each in twin.differences.values()]
+        farthest, twin = max(twins, key=lambda each: each[1].largest)
+        largest = "–" if not twin.largest else (number(twin.largest, ".2g"), " in ", code(farthest.path))
+        old = sum(not (source.is_fresh and twin.is_fresh) for source, twin in twins)
+        equal = f"{sum(each == 0 for each in scores)} of {len(scores)}"
+        rows.append([device, number(len(twins)), number(old), equal, largest])
+    return [
+        table(
+            ["machine", "records", "of them by older code", "scores equal to the last digit", "largest difference"],
+            rows,
+        )
+    ]
 
 
 def list_records(report: Report) -> list[Block]:

@@ -1,14 +1,15 @@
 """The records under results/, read once; what is damaged is an error of one line."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ..core.config import load_yaml
 from ..core.csvfile import read_csv
 from ..core.errors import UserError
-from ..core.freshness import REPEATED, find_old
+from ..core.freshness import REPEATED, find_old, find_shared_name
 from ..core.paths import Paths
 from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import clip_share, describe_sample
@@ -16,6 +17,23 @@ from .document import show_interval
 
 Item = TypeVar("Item")
 Trained = TypeVar("Trained")  # has `most_seeds`
+
+
+VERIFIED_FILE = "verify.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """What another machine made of a record."""
+
+    device: str
+    is_fresh: bool
+    differences: Mapping[str, float]  # score -> the other machine's minus that of the record, in its unit
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a score, without its sign."""
+        return max(map(abs, self.differences.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +47,7 @@ class Source:
     stage: str | None = None
     cell: str | None = None
     is_fresh: bool = True  # whether the code here would give the same numbers
+    twins: tuple[Twin, ...] = ()
 
     @property
     def device(self) -> str:
@@ -37,8 +56,8 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """The device, and whether older code made the record."""
-        return self.device + describe_age([self])
+        """The device, whether older code made the record, and whether other machines made it again."""
+        return self.device + describe_age([self]) + describe_twins([self])
 
     @property
     def commit(self) -> str:
@@ -85,7 +104,11 @@ class Source:
 
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
-    """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`."""
+    """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
+
+    Of trainings and searches that several machines ran, one record stands for all: a fresh one first, then one with the
+    most seeds, then the first by name. The others are its twins.
+    """
     root = paths.results
     files = []
     for stage in stages:
@@ -98,7 +121,10 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
     old = {name for name, why in find_old(paths.root, records).items() if why != REPEATED}
-    return [dataclasses.replace(source, is_fresh=source.path not in old) for source in sources]
+    aged = [dataclasses.replace(source, is_fresh=source.path not in old) for source in sources]
+    verified = [source for source in aged if source.path.endswith(f"/{VERIFIED_FILE}")]
+    merged = group_by(aged, lambda source: _name_experiment(source) or source.path)
+    return [_merge(alike, verified) for alike in merged.values()]
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
@@ -118,6 +144,56 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
             )
             missing += [(record, command) for record in records if not (paths.root / record).is_file()]
     return missing
+
+
+def _name_experiment(source: Source) -> tuple[str, Any] | None:
+    """What records of one experiment on several machines have in common; None for what is of one machine alone."""
+    name = find_shared_name(source.path, source.metrics)
+    return None if name is None else (name, source.metrics.get("recipe_hash"))
+
+
+def _merge(alike: Sequence[Source], verified: Iterable[Source]) -> Source:
+    """The one of some records of one experiment that stands for them, with what other machines made of it."""
+    first, *others = sorted(alike, key=lambda source: (not source.is_fresh, -source.most_seeds, source.path))
+    twins = [_compare(first, other, _find_scores(first, other)) for other in others]
+    for source in verified:
+        held, scores = first.metrics, source.metrics["scores"].get(first.folder)
+        if scores is not None and not _is_same_machine(first, source):
+            twins.append(_compare(first, source, {name: (held[name], scores[name]) for name in scores if name in held}))
+    return dataclasses.replace(first, twins=tuple(twin for twin in twins if twin.differences)) if twins else first
+
+
+def _find_scores(first: Source, other: Source) -> dict[str, tuple[float, float]]:
+    """Score -> (the mean over the seeds that both records have, the same of the other); none for a search."""
+    found = {}
+    for name in first.metrics["by_seed"][0] if first.is_trained else ():
+        if f"{name.removesuffix('_percent')}_ci95_percent" in first.metrics:  # a score, also of one seed
+            ours, theirs = first.by_seed(name), other.by_seed(name)
+            if seeds := ours.keys() & theirs.keys():
+                found[name] = tuple(statistics.mean(each[seed] for seed in seeds) for each in (ours, theirs))
+    return found
+
+
+def _compare(first: Source, other: Source, scores: Mapping[str, tuple[float, float]]) -> Twin:
+    return Twin(other.device, other.is_fresh, {name: theirs - ours for name, (ours, theirs) in scores.items()})
+
+
+def _is_same_machine(first: Source, other: Source) -> bool:
+    machines = [(source.identity.get("machine") or {}).get("cpu") for source in (first, other)]
+    return machines[0] == machines[1]
+
+
+def describe_twins(sources: Iterable[Source]) -> str:
+    """On how many other machines the scores of records were made again, and by how much they differ at most; empty
+    unless another machine made all of them.
+    """
+    listed = list(sources)
+    count = min((len(source.twins) for source in listed), default=0)
+    if not count:
+        return ""
+    largest = max(twin.largest for source in listed for twin in source.twins)
+    machines = f"{count} other machine" + "s" * (count > 1)
+    return f"; equal on {machines}" if largest == 0 else f"; within {largest:.2g} on {machines}"
 
 
 def describe_age(sources: Iterable[Source]) -> str:

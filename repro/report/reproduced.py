@@ -2,19 +2,20 @@
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import DETAILS_FILE, read_json
+from ..core.record import DETAILS_FILE, make_identity, read_record, write_record
+from ..core.runtime import Runtime, choose_device, device_slug
 from ..core.statistics import share_interval
-from .records import find_score_interval
+from .records import VERIFIED_FILE, find_score_interval
 
 
 class Score(NamedTuple):
-    """A score in percent of one record: that which the commit holds, its 95 % interval, and what this machine made.
+    """A score in percent of one record: what the commit holds and what this machine made, each with its 95 % interval.
 
     The interval is that over the seeds; where there is one seed, that of a share of the held-out images (Wilson). A
     score of detection or segmentation with one seed has none. `made` is None where the record is missing here.
@@ -25,14 +26,19 @@ class Score(NamedTuple):
     held: float
     interval: tuple[float, float] | None
     made: float | None
+    made_interval: tuple[float, float] | None = None
 
     @property
     def has_left(self) -> bool:
-        """Whether what was made lies outside the interval of what is held, or is missing."""
-        if self.made is None or self.interval is None or self.made == self.held:
+        """Whether what was made is missing, or its interval does not meet that of what is held.
+
+        A repetition has its own chance: one in six leaves the 95 % interval of the other, and one in 180 does not meet
+        it with its own.
+        """
+        if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
-        low, high = self.interval
-        return not low <= self.made <= high
+        (low, high), (made_low, made_high) = self.interval, self.made_interval
+        return made_high < low or high < made_low
 
 
 def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]:
@@ -50,18 +56,45 @@ def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]
         held = json.loads(_git(paths.root, "show", f"{commit}:{path.as_posix()}"))
         details = json.loads(_git(paths.root, "show", f"{commit}:{file}"))["metrics"]
         here = paths.root / path
-        made = read_json(here) if here.is_file() else {}
+        made = read_record(here)["metrics"] if here.is_file() else {}
         for name, value in held.items():
-            interval = find_score_interval(details, name) or _find_share_interval(name, value, details)
-            scores.append(Score(path.parent.as_posix(), name, value, interval, made.get(name)))
+            intervals = [_find_interval(name, record) for record in ({**details, name: value}, made)]
+            scores.append(Score(path.parent.as_posix(), name, value, intervals[0], made.get(name), intervals[1]))
     if not scores:
         raise UserError(f"verify: {commit}: holds no scores of the pipeline")
     return scores
 
 
+def save_scores(paths: Paths, runtime: Runtime, scores: Iterable[Score]) -> Path:
+    """Write what this machine made of these scores to results/measured/<device>/verify.json; return the file.
+
+    metrics: {scores: record -> score -> value}. The identity names the code of all records.
+
+    Raises:
+        UserError: a record is missing, or the records are of several devices, of which one was not this one.
+    """
+    made: dict[str, dict[str, float]] = {}
+    for score in scores:
+        if score.made is None:
+            raise UserError(f"verify: {score.record}: missing here; run `repro run` first")
+        made.setdefault(score.record, {})[score.name] = score.made
+    identities = [read_record(paths.root / record / "metrics.json")["identity"] for record in made]
+    slug = device_slug(choose_device(runtime.device))
+    devices = {identity["device"].partition(", ")[0] for identity in identities}
+    backends = {identity["backend"] for identity in identities}
+    if len(devices) > 1:
+        raise UserError(f"verify: the records are of {' and '.join(sorted(devices))}; run `repro run --force` first")
+    modules = {module for identity in identities for module in identity["code_modules"]}
+    about = {"device": devices.pop(), "dtype": identities[0]["dtype"], "backend": ", ".join(sorted(backends))}
+    identity = make_identity(paths.root, modules, runtime, **about)
+    name = VERIFIED_FILE.removesuffix(".json")
+    write_record(paths.measured(slug), {"scores": made}, identity, 0.0, name=name)
+    return paths.measured(slug) / VERIFIED_FILE
+
+
 def describe_scores(scores: list[Score], commit: str) -> list[str]:
-    """Lines: how many scores are equal to the last digit, then each that is not, by how much, and whether it stays in
-    its interval.
+    """Lines: how many scores are equal to the last digit, then each that is not, by how much, and whether chance alone
+    may do that.
     """
     other = [score for score in scores if score.made != score.held]
     lines = [f"{len(scores) - len(other)} of {len(scores)} scores are equal to those of {commit}, to the last digit"]
@@ -74,14 +107,18 @@ def describe_scores(scores: list[Score], commit: str) -> list[str]:
             judged = "one seed, no interval"
         else:
             low, high = score.interval
-            judged = f"{'outside' if score.has_left else 'inside'} its interval {low:.2f} to {high:.2f}"
+            judged = f"{'beyond' if score.has_left else 'within'} chance, {low:.2f} to {high:.2f}"
         lines.append(f"{known} -> {score.made:.2f} ({score.made - score.held:+.2f}), {judged}")
     return lines
 
 
-def _find_share_interval(name: str, value: float, details: dict[str, Any]) -> tuple[float, float] | None:
-    is_share = name.startswith("top") and len(details["seeds"]) == 1
-    return share_interval(value, details["held_out_images"]) if is_share else None
+def _find_interval(name: str, metrics: Mapping[str, Any]) -> tuple[float, float] | None:
+    if name not in metrics:
+        return None
+    if interval := find_score_interval(metrics, name):
+        return interval
+    is_share = name.startswith("top") and len(metrics["seeds"]) == 1
+    return share_interval(metrics[name], metrics["held_out_images"]) if is_share else None
 
 
 def _git(root: Path, *arguments: str) -> str:

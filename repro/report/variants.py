@@ -15,7 +15,7 @@ from .document import Block, Heading, Picture, Piece, Table, code, number, stron
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Drawings, VariantTable
-from .records import Source, describe_age, describe_seeds, group_by
+from .records import Source, describe_age, describe_seeds, describe_twins, group_by
 from .results import Missing, Results
 
 TOP1 = "top1_percent"
@@ -41,11 +41,15 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What was trained, for how long, on what device, whose threads are left out, and whether by older code."""
+        """What was trained, for how long, on what devices, whose threads are left out, whether by older code, and on how
+        many other machines.
+        """
         m, seeds = self.common, describe_seeds(self.variants.values())
-        device = next(iter(self.variants.values())).device.split(",")[0]
+        sources = list(self.variants.values())
+        devices = " and ".join(dict.fromkeys(source.device.split(",")[0] for source in sources))
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
-        return f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels, {device}{describe_age(self.variants.values())}"
+        about = f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels"
+        return f"{about}, {devices}{describe_age(sources)}{describe_twins(sources)}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""
@@ -63,8 +67,8 @@ class Group:
 
 
 def find_groups(results: Results, variants: Any) -> list[Group]:
-    """The trained variants: those of the pipeline, then those outside it. Another recipe, model, data set or device is
-    another group.
+    """The trained variants: those of the pipeline, then those outside it. Another recipe, model or data set is another
+    group.
 
     A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most
     seeds.
@@ -73,11 +77,10 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
     for source in results.sources:
         m = source.metrics
         if source.is_trained and TOP1 in m and (name := find_variant(results, variants, m)):
-            origin = "the graph" if source.stage else source.path.split("/")[2]
             rest = tuple(
                 sorted((key, str(value)) for key, value in m["options"].items() if key not in variants.changed)
             )
-            trained.append((name, (origin, m["data"], m["model"], rest, m["recipe_hash"]), source))
+            trained.append((name, (source.stage is None, m["data"], m["model"], rest, m["recipe_hash"]), source))
     has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
     speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
     groups = []

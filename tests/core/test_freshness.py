@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.freshness import OLDER_VERSION, OTHER_CODE, REPEATED, find_kind, find_old, hash_number
+from repro.core.freshness import OLDER_VERSION, OTHER_CODE, RENEWED, REPEATED, find_kind, find_old, hash_number
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -82,6 +82,9 @@ def test_old_records_and_why(tmp_path):
         "nameless, repeated": record(None, "w2"),
         "no modules": record(now, code_modules=None),
         "machine": record(None, code_hash=None),
+        "results/measured/a/ablate/x/metrics.json": record("0", "w7"),
+        "results/measured/b/ablate/x/metrics.json": record(now, "w6"),
+        "results/measured/a/ablate/y/metrics.json": record("0", "w5"),
     }
     assert find_old(tmp_path, records) == {
         "old": OTHER_CODE,
@@ -89,6 +92,8 @@ def test_old_records_and_why(tmp_path):
         "nameless": OLDER_VERSION,
         "nameless, repeated": REPEATED,
         "no modules": OLDER_VERSION,
+        "results/measured/a/ablate/x/metrics.json": RENEWED,
+        "results/measured/a/ablate/y/metrics.json": OTHER_CODE,
     }
     (tmp_path / "repro/models/a.py").write_text("x = 2\n")
     assert find_old(tmp_path, records)["fresh"] == OTHER_CODE

@@ -256,6 +256,13 @@ def test_stale_chooses_the_steps_whose_records_are_old_or_missing(measured):
     assert chosen("time/x.json", "other.json") == ["2"]
     (measured.root / HERE / "train/a/metrics.json").unlink()
     assert chosen() == ["a"]
+    (measured.results / "measured/gpu/train/a").mkdir(parents=True)
+    (measured.results / "measured/gpu/train/a/metrics.json").write_text("{}")
+    assert chosen() == []  # scores of another machine count
+    (measured.root / HERE / "time/x.json").rename(measured.results / "measured/gpu/x.json")
+    assert chosen() == ["2"]  # and times do not
+    (measured.results / "measured/gpu/x.json").rename(measured.root / HERE / "time/x.json")
+    (measured.results / "measured/gpu/train/a/metrics.json").unlink()
     (measured.root / "c.safetensors").unlink()
     assert chosen() == ["a", "c"]
     assert len(choose_steps(measured, steps, None)) == 4

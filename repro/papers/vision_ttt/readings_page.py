@@ -109,13 +109,13 @@ def _find_fits(report: Report) -> Mapping[str, Any]:
 
 
 def find_trained(report: Report) -> Trained:
-    """The records of `repro readings --train`, those of one device, data set and recipe: the ones with most readings."""
+    """The records of `repro readings --train`, those of one data set and recipe: the ones with most readings."""
     texts = list_trained()
     groups: dict[tuple, dict[str, Source]] = {}
     for source in report.results.sources:
         parts = source.path.split("/")  # results/measured/<device>/readings/<data>/<name>/metrics.json
         if parts[1] == "measured" and parts[3:4] == ["readings"] and parts[-1] == "metrics.json" and parts[-2] in texts:
-            groups.setdefault((parts[2], parts[4], source.metrics["recipe_hash"]), {})[texts[parts[-2]]] = source
+            groups.setdefault((parts[4], source.metrics["recipe_hash"]), {})[texts[parts[-2]]] = source
     complete = [group for group in groups.values() if "" in group]
     return max(complete, key=len, default={})
 

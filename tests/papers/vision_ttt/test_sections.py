@@ -161,7 +161,7 @@ def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
     train(checkout, "ours", "", (60.0, 61.0, 62.0))
     train(checkout, "post_norm_none", "post_norm=none", (50.0, 51.1, 51.9))
     train(checkout, "gate_bias_true", "gate_bias=true", (61.0, 60.0, 62.0))
-    train(checkout, "ours", "", (90.0, 91.0, 92.0), device="another")  # alone on its device
+    train(checkout, "ours", "", (90.0, 91.0, 92.0), device="other")  # a twin, which stands in no pair
     report = checkout.report()
     assert set(find_trained(report)) == {"", "post_norm=none", "gate_bias=true"}
     text = page(checkout)
