@@ -5,6 +5,11 @@ registers, and the sum over the states needs no exchange and no barrier. All rou
 back counts its tokens from the end, and a route finds its sequence of u by its number. The next AHEAD tokens are loaded
 while these are computed: one where a token has work enough for its loads, several where a channel has a single state.
 
+With few images there would be few programs, and a token of one program takes as long as its loads and its chain of
+operations. Then the tokens are cut into segments of SEGMENT, in three launches: the state at the end of each segment
+but the last, from h = 0, with the sum of its Δ; from these the state at the start of each but the first, where exp(A
+ΣΔ) is the decay of a whole segment; and all segments at once, each from its start.
+
 exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
 u, delta, B, C and z are read by their own strides, as long as channels and states lie side by side: they may be slices
@@ -27,6 +32,9 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program
 GROUP = 64  # tokens from one kept state to the next: N / 64 of the memory of an fp32 activation
 AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1
+SEGMENT = 256  # tokens, a multiple of GROUP and of what is loaded at once
+FEW = 512  # programs: the quarters of a GPU's multiprocessors, of which each runs a warp at a time, are 432 to 528
+AT_ONCE = 8  # segments whose states are loaded at once
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -68,6 +76,8 @@ def forward_kernel(
     bias_ptr,
     out_ptr,
     states_ptr,
+    edges_ptr,
+    steps_ptr,
     u_b,
     u_t,
     u_r,
@@ -93,11 +103,22 @@ def forward_kernel(
     GATE: tl.constexpr,
     AHEAD: tl.constexpr,
     KEEP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Write out and, with KEEP, the state at the start of every group of GROUP tokens except the first. `x_b`, `x_t`,
     `x_r`: x's strides.
+
+    With SEGMENT a program has that many tokens, and starts from its state of edges (B,R,S−1,E,N), the first one from
+    zero. With ENDS it writes nothing but the state at its end, to edges, and the sum of its Δ, to steps (B,R,S−1,E);
+    the segments are full. Edges lie as A does: otherwise Triton gives h another layout than the decays.
     """
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
+    segment = tl.program_id(1) if SEGMENT else 0
+    tokens = T
+    if SEGMENT:
+        first += step * segment * SEGMENT
+        tokens = tl.minimum(T - segment * SEGMENT, SEGMENT)
     e, n = channel + tl.arange(0, BLOCK), tl.arange(0, N)
     inside = e < E
     u_ptr += b * u_b + (r % K if K else r) * u_r + first.to(tl.int64) * u_t
@@ -109,11 +130,18 @@ def forward_kernel(
         z_ptr += b * z_b + first.to(tl.int64) * z_t
     groups = (T + GROUP - 1) // GROUP
     states_ptr += (b * R + r) * (groups - 1) * N * E
+    tile = e[None, :] * N + n[:, None]
+    if SEGMENT:
+        states_ptr += tl.maximum(segment * (SEGMENT // GROUP) - 1, 0).to(tl.int64) * N * E
+        edge = (b * R + r) * (tl.cdiv(T, SEGMENT) - 1) + segment
 
-    exponent = tl.load(A_ptr + (r * E + e[None, :]) * N + n[:, None], mask=inside[None, :], other=0.0) * LOG2E
+    exponent = tl.load(A_ptr + r * E * N + tile, mask=inside[None, :], other=0.0) * LOG2E
     skip = tl.load(D_ptr + r * E + e, mask=inside, other=0.0)
     bias = tl.load(bias_ptr + r * E + e, mask=inside, other=0.0)
     h = tl.zeros((N, BLOCK), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if SEGMENT and not ENDS:
+        h = tl.load(edges_ptr + (edge - 1) * E * N + tile, mask=inside[None, :] & (segment > 0), other=0.0)
     us = (tl.load(u_ptr + e, mask=inside, other=0.0),)
     deltas = (tl.load(delta_ptr + e, mask=inside, other=0.0),)
     Bs = (tl.load(B_ptr + n),)
@@ -123,18 +151,18 @@ def forward_kernel(
         delta_ptr += step * delta_t
         B_ptr += step * B_t
         C_ptr += step * C_t
-        us += (tl.load(u_ptr + e, mask=inside & (k < T), other=0.0),)
-        deltas += (tl.load(delta_ptr + e, mask=inside & (k < T), other=0.0),)
-        Bs += (tl.load(B_ptr + n, mask=(n >= 0) & (k < T), other=0.0),)
-        Cs += (tl.load(C_ptr + n, mask=(n >= 0) & (k < T), other=0.0),)
-    for i in tl.range(0, T, AHEAD):
+        us += (tl.load(u_ptr + e, mask=inside & (k < tokens), other=0.0),)
+        deltas += (tl.load(delta_ptr + e, mask=inside & (k < tokens), other=0.0),)
+        Bs += (tl.load(B_ptr + n, mask=(n >= 0) & (k < tokens), other=0.0),)
+        Cs += (tl.load(C_ptr + n, mask=(n >= 0) & (k < tokens), other=0.0),)
+    for i in tl.range(0, tokens, AHEAD):
         if KEEP:
-            if (i > 0) & (i % GROUP == 0):
+            if (segment + i > 0) & (i % GROUP == 0):
                 tl.store(states_ptr + n[:, None] * E + e[None, :], h, mask=inside[None, :])
                 states_ptr += N * E
         next_us, next_deltas, next_Bs, next_Cs = (), (), (), ()
         for k in tl.static_range(AHEAD):
-            more = i + (AHEAD + k) < T
+            more = i + (AHEAD + k) < tokens
             u_ptr += step * u_t
             delta_ptr += step * delta_t
             B_ptr += step * B_t
@@ -144,7 +172,7 @@ def forward_kernel(
             next_Bs += (tl.load(B_ptr + n, mask=(n >= 0) & more, other=0.0),)
             next_Cs += (tl.load(C_ptr + n, mask=(n >= 0) & more, other=0.0),)
         for k in tl.static_range(AHEAD):
-            here = inside if k == 0 else inside & (i + k < T)
+            here = inside if k == 0 else inside & (i + k < tokens)
             u, delta, B, C = us[k], deltas[k], Bs[k], Cs[k]
             if GATE:
                 z = tl.load(z_ptr + e, mask=here, other=0.0).to(tl.float32)
@@ -152,12 +180,46 @@ def forward_kernel(
 
             size = softplus(delta.to(tl.float32) + bias)
             h = tl.exp2(exponent * size[None, :]) * h + B.to(tl.float32)[:, None] * (size * u.to(tl.float32))[None, :]
-            y = tl.sum(C.to(tl.float32)[:, None] * h, 0) + skip * u.to(tl.float32)
-            if GATE:
-                y = y * (z * sigmoid(z))
-            tl.store(out_ptr + e, y.to(out_ptr.dtype.element_ty), mask=here)
-            out_ptr += step * R * E
+            if ENDS:
+                total += size
+            else:
+                y = tl.sum(C.to(tl.float32)[:, None] * h, 0) + skip * u.to(tl.float32)
+                if GATE:
+                    y = y * (z * sigmoid(z))
+                tl.store(out_ptr + e, y.to(out_ptr.dtype.element_ty), mask=here)
+                out_ptr += step * R * E
         us, deltas, Bs, Cs = next_us, next_deltas, next_Bs, next_Cs
+    if ENDS:
+        tl.store(edges_ptr + edge * E * N + tile, h, mask=inside[None, :])
+        tl.store(steps_ptr + edge * E + e, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["segments", "R", "E"])
+def starts_kernel(
+    A_ptr, steps_ptr, ends_ptr, starts_ptr, segments, R, E, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The states behind so many segments, starts (B,R,segments,E,N), from those of each alone: ends, and the sums of Δ,
+    steps (B,R,segments,E). A thread has one state of a channel.
+    """
+    route, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < E * N
+    exponent = tl.load(A_ptr + route % R * E * N + place, mask=inside, other=0.0) * LOG2E
+    steps_ptr += route.to(tl.int64) * segments * E + place // N
+    ends_ptr += route.to(tl.int64) * segments * E * N + place
+    starts_ptr += route.to(tl.int64) * segments * E * N + place
+    h = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, segments, AT_ONCE):
+        steps, ends = (), ()
+        for k in tl.static_range(AT_ONCE):
+            there = inside & (first + k < segments)
+            steps += (tl.load(steps_ptr + k * E, mask=there, other=0.0),)
+            ends += (tl.load(ends_ptr + k * E * N, mask=there, other=0.0),)
+        for k in tl.static_range(AT_ONCE):
+            h = tl.exp2(exponent * steps[k]) * h + ends[k]
+            tl.store(starts_ptr + k * E * N, h, mask=inside & (first + k < segments))
+        steps_ptr += AT_ONCE * E
+        ends_ptr += AT_ONCE * E * N
+        starts_ptr += AT_ONCE * E * N
 
 
 def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
@@ -216,6 +278,16 @@ def programs(shape: Sequence[int]) -> int:
     return images * R * -(-E // BLOCK)
 
 
+def count_segments(shape: Sequence[int]) -> int:
+    """How many segments the tokens are cut into for delta of shape (B,T,R,E).
+
+    One where a launch has programs for a whole GPU, since segments double the exponentials, and where there would be
+    less than three, which take two thirds of the time: two launches cost the rest.
+    """
+    tokens = shape[1]
+    return 1 if programs(shape) > FEW or tokens < 3 * SEGMENT else triton.cdiv(tokens, SEGMENT)
+
+
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
     """The one config of both kernels, a warp for each program: nothing is tuned, and every run gives the same bits."""
     return [triton.Config({}, num_warps=1, num_stages=1)]
@@ -224,8 +296,26 @@ def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
     """out (B,T,R,E) in `x.out_dtype`; states in fp32, of shape `states_shape`. For sizes that are not `unsupported`."""
     shape, N = x.delta.shape, x.A.shape[-1]
-    out = torch.empty(shape, dtype=x.out_dtype, device=x.u.device)
-    states = torch.empty(states_shape(shape, N, keep_states), dtype=torch.float32, device=x.u.device)
-    arguments = shared_arguments(x) | {"out_ptr": out, "states_ptr": states, "AHEAD": ahead(N), "KEEP": keep_states}
-    launch(forward_kernel, configs, (), (programs(shape),), arguments, x.u.device, config or configs()[0])
+    images, _, R, E = shape
+    config = config or configs()[0]
+
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.u.device)
+
+    def run(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: object) -> None:
+        launch(kernel, configs, (), grid, arguments, x.u.device, config)
+
+    out, states = torch.empty(shape, dtype=x.out_dtype, device=x.u.device), fp32(*states_shape(shape, N, keep_states))
+    given = shared_arguments(x) | {"out_ptr": out, "states_ptr": states, "AHEAD": ahead(N)}
+    count, segments = programs(shape), count_segments(shape)
+    split = {"edges_ptr": states, "steps_ptr": states, "SEGMENT": 0}
+    if segments > 1:
+        ends, starts = (fp32(images, R, segments - 1, E, N) for _ in range(2))
+        split = {"edges_ptr": ends, "steps_ptr": fp32(images, R, segments - 1, E), "SEGMENT": SEGMENT}
+        run(forward_kernel, (count, segments - 1), **given | split, KEEP=False, ENDS=True)
+        shared = {name: given[name] for name in ("A_ptr", "R", "E", "N", "BLOCK")}
+        of_edges = {"steps_ptr": split["steps_ptr"], "ends_ptr": ends, "starts_ptr": starts, "segments": segments - 1}
+        run(starts_kernel, (images * R, triton.cdiv(E * N, BLOCK)), **shared | of_edges, AT_ONCE=AT_ONCE)
+        split["edges_ptr"] = starts
+    run(forward_kernel, (count, segments), **given | split, KEEP=keep_states, ENDS=False)
     return out, states

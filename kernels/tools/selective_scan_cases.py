@@ -67,6 +67,8 @@ VMAMBA: dict[str, Any] = {
     "gate": False,
     "full_precision": True,
 }
+WHOLE = {"SEGMENT": 0, "ENDS": False}  # constants of the forward kernel, for all tokens in one program
+SEGMENTS = {"SEGMENT": triton_fwd.SEGMENT, "ENDS": False}
 MAMBAVISION: dict[str, Any] = {"state_dim": 8, "reverse": (False,), "gate": False}
 
 
@@ -240,8 +242,23 @@ CASES = SelectiveScanCases(
     PEER="mamba_ssm",
     DISTRIBUTIONS={"mamba_ssm": "mamba-ssm"},
     KERNELS={
-        "selective_scan_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False}),
-        "selective_scan_forward_keeping_states": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": True}),
+        "selective_scan_forward": (triton_fwd.configs, triton_fwd.forward_kernel, WHOLE | {"KEEP": False}),
+        "selective_scan_forward_segments": (triton_fwd.configs, triton_fwd.forward_kernel, SEGMENTS | {"KEEP": False}),
+        "selective_scan_forward_keeping_states": (
+            triton_fwd.configs,
+            triton_fwd.forward_kernel,
+            WHOLE | {"KEEP": True},
+        ),
+        "selective_scan_forward_ends": (
+            triton_fwd.configs,
+            triton_fwd.forward_kernel,
+            SEGMENTS | {"KEEP": False, "ENDS": True},
+        ),
+        "selective_scan_forward_starts": (
+            triton_fwd.configs,
+            triton_fwd.starts_kernel,
+            {"AT_ONCE": triton_fwd.AT_ONCE},
+        ),
         "selective_scan_backward": (triton_fwd.configs, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("u", "delta", "B", "C", "z", "out", "dout", "du", "ddelta"),
