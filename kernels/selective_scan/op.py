@@ -160,8 +160,8 @@ def selected_backend(
 ) -> str:
     """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
-    slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched
+    `triton` is one kernel for the forward pass, or for few images of many tokens three launches, and one for the
+    backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched
     PyTorch operations with a hand-written backward pass, for any device and any size. `reference` is the recurrence
     under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these
     sizes, `numba` on a CPU where it is installed, else `torch`. `state_dim` and `dtype` are N and u's dtype. Errors are

@@ -32,8 +32,14 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program
 GROUP = 64  # tokens from one kept state to the next: N / 64 of the memory of an fp32 activation
 AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1
+AHEAD_OF_ENDS = {
+    1: 8,
+    8: 4,
+    16: 4,
+    32: 2,
+}  # the same by N where nothing but the state at the end is wanted; more spills
 SEGMENT = 256  # tokens, a multiple of GROUP and of what is loaded at once
-FEW = 512  # programs: the quarters of a GPU's multiprocessors, of which each runs a warp at a time, are 432 to 528
+FEW = 512  # programs, one for each scheduler of a large GPU: with more, a second one runs while the first one waits
 AT_ONCE = 8  # segments whose states are loaded at once
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -237,9 +243,9 @@ def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tup
     return images, R, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, state_dim, E
 
 
-def ahead(state_dim: int) -> int:
-    """Tokens that the forward kernel loads at once."""
-    return AHEAD_OF_ONE_STATE if state_dim == 1 else 1
+def ahead(state_dim: int, ends: bool = False) -> int:
+    """Tokens that the forward kernel loads at once; `ends` is its ENDS."""
+    return AHEAD_OF_ENDS[state_dim] if ends else AHEAD_OF_ONE_STATE if state_dim == 1 else 1
 
 
 def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:
@@ -281,8 +287,8 @@ def programs(shape: Sequence[int]) -> int:
 def count_segments(shape: Sequence[int]) -> int:
     """How many segments the tokens are cut into for delta of shape (B,T,R,E).
 
-    One where a launch has programs for a whole GPU, since segments double the exponentials, and where there would be
-    less than three, which take two thirds of the time: two launches cost the rest.
+    One where the images alone fill a GPU, since every token is then done twice for nothing; and where there would be
+    less than three, which save less time than two more launches take.
     """
     tokens = shape[1]
     return 1 if programs(shape) > FEW or tokens < 3 * SEGMENT else triton.cdiv(tokens, SEGMENT)
@@ -306,16 +312,16 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
         launch(kernel, configs, (), grid, arguments, x.u.device, config)
 
     out, states = torch.empty(shape, dtype=x.out_dtype, device=x.u.device), fp32(*states_shape(shape, N, keep_states))
-    given = shared_arguments(x) | {"out_ptr": out, "states_ptr": states, "AHEAD": ahead(N)}
+    given = shared_arguments(x) | {"out_ptr": out, "states_ptr": states}
     count, segments = programs(shape), count_segments(shape)
     split = {"edges_ptr": states, "steps_ptr": states, "SEGMENT": 0}
     if segments > 1:
         ends, starts = (fp32(images, R, segments - 1, E, N) for _ in range(2))
         split = {"edges_ptr": ends, "steps_ptr": fp32(images, R, segments - 1, E), "SEGMENT": SEGMENT}
-        run(forward_kernel, (count, segments - 1), **given | split, KEEP=False, ENDS=True)
+        run(forward_kernel, (count, segments - 1), **given | split, KEEP=False, ENDS=True, AHEAD=ahead(N, True))
         shared = {name: given[name] for name in ("A_ptr", "R", "E", "N", "BLOCK")}
         of_edges = {"steps_ptr": split["steps_ptr"], "ends_ptr": ends, "starts_ptr": starts, "segments": segments - 1}
         run(starts_kernel, (images * R, triton.cdiv(E * N, BLOCK)), **shared | of_edges, AT_ONCE=AT_ONCE)
         split["edges_ptr"] = starts
-    run(forward_kernel, (count, segments), **given | split, KEEP=keep_states, ENDS=False)
+    run(forward_kernel, (count, segments), **given | split, KEEP=keep_states, ENDS=False, AHEAD=ahead(N))
     return out, states

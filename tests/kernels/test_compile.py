@@ -261,11 +261,13 @@ def test_sizes_that_triton_does_not_take(chunk_size, head_dim, dtype, backend):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["selective_scan_forward_keeping_states", "selective_scan_backward"])
+@pytest.mark.parametrize(
+    "kernel", ["forward_keeping_states", "forward_segments", "forward_ends", "forward_starts", "backward"]
+)
 def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
-    found = OPERATORS["selective_scan"].compilation(kernel, dtype).read(target)
+    found = OPERATORS["selective_scan"].compilation(f"selective_scan_{kernel}", dtype).read(target)
     assert found["loops"] and found["shared_bytes"] <= 4096
-    if (kernel, target) == ("selective_scan_backward", 80):  # its 255 registers are a few too few
+    if (kernel, target) == ("backward", 80):  # its 255 registers are a few too few
         assert found["stack_bytes"] <= 128
     else:
         assert spills(found) == (0, 0, 0)
@@ -294,6 +296,15 @@ def test_other_sizes_of_the_selective_scan_compile(kernel, gate, state_dim):
         .read(90)["registers"]
         <= 255
     )
+
+
+def test_a_token_of_a_segment_costs_what_others_do():
+    """The state that it starts from comes in the layout of the decays, which would else be exchanged at every token."""
+    whole, segment = (
+        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90)["loops"][0]
+        for name in ("forward", "forward_segments")
+    )
+    assert segment["instructions"] <= 1.02 * whole["instructions"] and segment["BAR"] == whole["BAR"]
 
 
 def test_sums_of_the_selective_scan_take_few_shuffles():

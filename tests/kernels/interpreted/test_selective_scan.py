@@ -1,8 +1,10 @@
-"""What is the selective scan's own among the tests of its kernels: groups of tokens, small steps, strides that
+"""What is the selective scan's own among the tests of its kernels: groups and segments of tokens, small steps, strides that
 are not copied.
 """
 
 import functools
+import itertools
+import math
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from kernels.selective_scan import selective_scan_bidir, triton_fwd
 from kernels.selective_scan.reference import Arguments
 from kernels.tools import check
 from kernels.tools.selective_scan_cases import CASES as cases
-from kernels.tools.selective_scan_cases import VMAMBA, Sizes
+from kernels.tools.selective_scan_cases import MAMBAVISION, VMAMBA, Sizes
 from tests.slow import slow
 
 INPUTS, draw = cases.INPUTS, cases.draw
@@ -29,6 +31,58 @@ def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dt
     assert triton_fwd.states_shape(shape, sizes.state_dim, True)[2] == (2 if tokens == 19 else 0)
     row = check.compare(cases, "", sizes, dtype, seeds=[0])
     assert row["passed"], row
+
+
+@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "options"),
+    [(1, 53, 33, {}), *itertools.starmap(slow, [(2, 48, 8, {}), (1, 79, 40, VMAMBA), (2, 49, 8, MAMBAVISION)])],
+)
+def test_segments_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
+    """Three to five segments, the last one full, short or of one token, each with two groups: the output, and by the
+    states kept at the groups every gradient.
+    """
+    monkeypatch.setattr(triton_fwd, "GROUP", 8)
+    monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
+    sizes = Sizes(batch=batch, tokens=tokens, channels=channels, **options)
+    assert triton_fwd.count_segments((batch, tokens, len(sizes.reverse), channels)) == -(-tokens // 16)
+    row = check.compare(cases, "", sizes, dtype, seeds=[0])
+    assert row["passed"], row
+
+
+def test_nan_passes_from_segment_to_segment(monkeypatch):
+    """In the order of each direction, of its own image, and to no token before it."""
+    monkeypatch.setattr(triton_fwd, "GROUP", 8)
+    monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
+    inputs = dict(zip(INPUTS, (x.float() for x in draw(0, Sizes(batch=2, tokens=50, channels=8))[:-1]), strict=True))
+    inputs["u"][0, 20] = float("nan")
+    bad = selective_scan_bidir(*inputs.values(), backend="triton").isnan().all(-1)
+    assert not bad[1].any()
+    assert bad[0, :, 0].tolist() == [t >= 20 for t in range(50)]
+    assert bad[0, :, 1].tolist() == [t <= 20 for t in range(50)]
+
+
+def count_programs(monkeypatch, images, tokens):
+    """The programs of each launch of Vim-T's forward pass, at sizes for which no memory is taken."""
+    grids = []
+    monkeypatch.setattr(triton_fwd, "launch", lambda *arguments: grids.append(math.prod(arguments[3])))
+    u, z, B, A, D = (
+        torch.empty(shape, device="meta")
+        for shape in ((images, tokens, 2, 384), (images, tokens, 384), (images, tokens, 2, 16), (2, 384, 16), (2, 384))
+    )
+    _, states = triton_fwd.forward(Arguments(u, u, A, B, B, D, z, D, [False, True], False), True)
+    assert states.shape == triton_fwd.states_shape(u.shape, 16, True)
+    return grids
+
+
+def test_one_large_image_fills_a_gpu_and_many_images_are_not_cut(monkeypatch):
+    """6,400 tokens of 1,280 pixels: 2 directions of 12 blocks of channels, in 25 segments, of which the last state is
+    not needed; the states between them, 2 · 384 · 16, are a thread each.
+    """
+    assert count_programs(monkeypatch, 1, 6400) == [24 * 24, 2 * 384 * 16 // 32, 24 * 25]
+    assert count_programs(monkeypatch, 64, 6400) == [64 * 24]
+    assert count_programs(monkeypatch, 21, 6400)[-1] == 21 * 24 * 25 and count_programs(monkeypatch, 22, 6400) == [528]
+    assert [len(count_programs(monkeypatch, 1, tokens)) for tokens in (1, 196, 767, 768)] == [1, 1, 1, 3]
 
 
 def test_small_steps_keep_their_accuracy():
