@@ -72,8 +72,18 @@ class Runtime:
         return (paths.root / self.data_roots[kind]).absolute()
 
 
-# TFLOP/s of dense bf16 products by the makers' data sheets; a part of a GPU's name -> its peak
-PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "L40S": 362.05, "RTX 4090": 165.2, "B200": 2250.0}
+# TFLOP/s of dense bf16 products that are summed in fp32; a part of a GPU's name -> its peak, and the first that fits
+# counts. They are NVIDIA's: its papers on the Ampere (A100), Hopper (H100, SXM5 unless it says PCIe) and Ada (RTX 4090)
+# architectures, and the data sheets of the others, where those with sparsity are twice as high.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "L40S": 362.05,
+    "RTX 4090": 165.2,
+    "B200": 2250.0,
+}
 
 
 def find_peak(gpu: str) -> float | None:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..bench.adapted import pyramid_cost
@@ -25,6 +26,7 @@ from ..data.manifest import read_manifest
 from ..papers import load_papers, load_primary
 from ..report.answer import PIPELINE_FILE
 from ..report.demands import Measurement, demands
+from ..report.records import Source
 from ..report.results import Results
 
 CLASSIFIERS = ("pretrain", "linearize", "ablate")  # the stages that train classifiers, all of them alike
@@ -32,6 +34,8 @@ FREE = ("runtime", "report", "tune", BY_HAND)  # sections that no work of the pl
 PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
 FLOPS_PER_MAC = 2
 BYTES_PER_VALUE = 4  # fp32
+COPIES = 4  # of the weights while AdamW steps: themselves, their gradients and two moments
+SHORTENED = ("pretrain", "detect", "segment")  # the stages whose cells --epochs shortens
 STRIDE = 32  # to multiples of which images of dense tasks are padded
 
 
@@ -43,8 +47,13 @@ class PlanRow:
         command: what would run it.
         hours: of one device; None where unknown.
         disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
-        basis: how the hours come about.
-        note: where a number in `basis` is known from.
+        basis: of what the hours are; for a training on a GPU, seeds × epochs × images.
+        mark: how the hours are known: `~` estimated, `≥` estimated without the heads of a dense task, `≤` the time after
+            which it is stopped, else measured, given or counted.
+        note: where the hours or the memory are known from.
+        memory_gib: the peak that a training of these sizes had on a GPU; None where none was measured.
+        least_memory_gib: what a training holds for certain; None for other work.
+        measure: the command that measures the hours and the memory of a training; empty for other work.
         gives: the measurements that it yields, see `repro.report.demands`.
     """
 
@@ -52,7 +61,11 @@ class PlanRow:
     hours: float | None
     disk_gb: float | None
     basis: str
+    mark: str = ""
     note: str = ""
+    memory_gib: float | None = None
+    least_memory_gib: float | None = None
+    measure: str = ""
     gives: frozenset[Measurement] = frozenset()
 
 
@@ -102,10 +115,10 @@ class CostPlan:
         """The commands of rows whose hours or disk are unknown."""
         return [row.command for row in self.rows if None in (row.hours, row.disk_gb)]
 
-    def find_places(self, row: PlanRow) -> dict[str, int]:
-        """Table or figure -> how many of its numbers need a measurement of this row; those without any are left out."""
-        counts = {place: sum(bool(need & row.gives) for need in needs) for place, needs in self.needs.items()}
-        return {place: count for place, count in counts.items() if count}
+    def find_rows(self, place: str) -> list[PlanRow]:
+        """The rows that give a measurement which a number of a table or figure needs."""
+        needed = frozenset().union(*self.needs[place])
+        return [row for row in self.rows if row.gives & needed]
 
     def count_covered(self) -> dict[str, tuple[int, int]]:
         """Table or figure -> (numbers whose measurements are all among those of the rows, all numbers)."""
@@ -116,27 +129,35 @@ class CostPlan:
         }
 
 
-def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, rates: Rates) -> CostPlan:
-    """Charge every stage of the table that params.yaml, or a profile, has a section for; records and manifests count
-    where they exist.
+def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, devices: Sequence[Rates]) -> list[CostPlan]:
+    """Charge every stage of the table that params.yaml, or a profile, has a section for, on each device; records and
+    manifests count where they exist.
+
+    Returns:
+        A plan for each device, with the same rows but for their hours.
 
     Raises:
         UserError: wrong parameters, or a given rate of a model that no cell trains.
     """
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
-    sections = {name: content for name, content in load_sections(params_file).items() if name not in FREE}
+    every = load_sections(params_file)
+    sections = {name: content for name, content in every.items() if name not in FREE}
     params = {name: _build_params(stages[name], name, content) for name, content in sections.items() if name in stages}
-    planner = Planner(paths, rates, Results(paths, load_papers().values(), scores), params.get("prepare_data", {}))
-    rows = []
-    for name in sections:
-        units = params.get(name, {None: None})
-        command = f"repro {name} --cell {{}}" if name in stages and stages[name].purpose != "graph" else None
-        rows += [planner.charge(name, cell, own, command) for cell, own in units.items()]
-    if unknown := sorted(rates.given.keys() - planner.trained):
-        raise UserError(
-            f"plan: --img-per-s {unknown[0]}: no cell trains this model{did_you_mean(unknown[0], sorted(planner.trained))}"
-        )
-    return CostPlan(rows, demands(load_primary().ledger))
+    results, data = Results(paths, load_papers().values(), scores), params.get("prepare_data", {})
+    runtime, plans = every.get("runtime") or {}, []
+    planner = Planner(paths, devices[0], results, data, micro_batch=runtime.get("micro_batch"))
+    needs = demands(load_primary().ledger)
+    for planner.rates in devices:
+        rows = []
+        for name in sections:
+            units = params.get(name, {None: None})
+            command = f"repro {name} --cell {{}}" if name in stages and stages[name].purpose != "graph" else None
+            rows += [planner.charge(name, cell, own, command) for cell, own in units.items()]
+        if unknown := sorted(planner.rates.given.keys() - planner.trained):
+            guess = did_you_mean(unknown[0], sorted(planner.trained))
+            raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{guess}")
+        plans.append(CostPlan(rows, needs))
+    return plans
 
 
 class Planner:
@@ -147,10 +168,15 @@ class Planner:
         rates: the device, and what it achieves.
         results: the records.
         data: cell of prepare_data -> its params.
+        micro_batch: see `repro.core.runtime.Runtime`.
     """
 
-    def __init__(self, paths: Paths, rates: Rates, results: Results, data: Mapping[str, Any]):
+    def __init__(
+        self, paths: Paths, rates: Rates, results: Results, data: Mapping[str, Any], *, micro_batch: int | None = None
+    ):
         self.paths, self.rates, self.results, self.data = paths, rates, results, data
+        self.micro_batch = micro_batch
+        self.counted: dict[tuple[str, str], Any] = {}  # stage and cell -> the count of its model, which takes long
         self.trained: set[str] = set()  # the names of the classifiers whose speed was asked for
 
     def charge(self, stage: str, cell: str | None, params: Any, command: str | None = None) -> PlanRow:
@@ -162,20 +188,15 @@ class Planner:
         elif stage == "prepare_data":
             found = self._charge_data(cell, params)
         elif stage == "complexity":
-            found = {
-                "hours": 0.0,
-                "disk_gb": 0.0,
-                "basis": "CPU only, under a minute",
-                "gives": self._list_counts(params),
-            }
+            found = {"hours": 0.0, "disk_gb": 0.0, "basis": "CPU, under a minute", "gives": self._list_counts(params)}
         elif stage == "efficiency":  # the time after which every row would be stopped
             rows = len(params.models) * len(params.image_sizes)
             gives = frozenset((kind, model, "") for kind in ("fps", "memory_mib") for model, _ in params.models)
             found = {"hours": rows * params.budget_s / 3600, "disk_gb": 0.0, "gives": gives}
-            found["basis"] = f"at most: {rows} rows of {params.budget_s:g} s"
+            found |= {"basis": f"{rows} rows of {params.budget_s:g} s", "mark": "≤"}
         else:
-            found = {"hours": None, "disk_gb": None, "basis": "no cost model for this stage"}
-        if self.rates.gpu is None and params is not None and not found.get("basis", "").endswith(", given"):
+            found = {"hours": None, "disk_gb": None, "basis": "no cost model"}
+        if self.rates.gpu is None and params is not None and not found.get("note", "").startswith("given"):
             found |= self._find_seconds(stage, cell, params)
         unit = f"{stage}@{cell}" if cell else stage
         return PlanRow(command=command.format(cell) if command else f"dvc repro {unit}", **found)
@@ -193,22 +214,47 @@ class Planner:
         manifest = read_manifest(file)
         return about.kind, len(manifest.classes), manifest.splits["train"].images
 
-    def find_measured(self, key: str, stages: Sequence[str]) -> tuple[float, str] | None:
-        """Images per second of a model in the records of training of some stages on one GPU, and from where; the slowest
-        of several.
+    def find_trainings(self, key: str, params: Any, stages: Sequence[str]) -> list[Source]:
+        """The records of the speed of trainings on any GPU, of a model on images of the same size in the same precision.
 
-        They are at results/measured/<device>/<stage>/<cell>.json.
+        They are at results/measured/<device>/<stage>/<cell>.json, see `repro.runs.cells.record_speed`.
         """
         found = []
         for record in self.results.sources:
-            rate, processes = record.metrics.get("throughput_img_per_s"), record.metrics.get("processes")
-            is_of_gpu = record.device.startswith("cuda") and self.rates.gpu.lower() in record.device.lower()
-            # only records of training state their processes
-            if rate and processes and is_of_gpu and record.path.split("/")[-2] in stages:
-                if self.results.model_key(record.metrics, record.path) == key:
-                    shown = f"{key}, {rate / processes:,.0f} img/s in training on {record.device} ({record.path})"
-                    found.append((rate / processes, f"measured: {shown}"))
+            stage, metrics = record.path.split("/")[-2], record.metrics
+            # only records of the speed of training have a transform
+            if not record.device.startswith("cuda") or stage not in stages or "transform" not in metrics:
+                continue
+            size = find_input_size(SimpleNamespace(**metrics["transform"]))
+            is_alike = size == find_input_size(params.transform) and self.results.model_key(metrics, record.path) == key
+            if is_alike and params.precision in ("auto", record.identity.get("dtype")):
+                found.append(record)
+        return found
+
+    def find_measured(self, records: Sequence[Source]) -> tuple[float, str] | None:
+        """Images per second of one GPU of the plan's by the records of its trainings, and from where; the slowest of
+        several.
+        """
+        found = []
+        for record in records:
+            rate = record.metrics["throughput_img_per_s"]
+            if rate is not None and self.rates.gpu.lower() in record.device.lower():
+                rate /= record.metrics["processes"]
+                found.append((rate, f"measured: {rate:,.0f} img/s on {record.origin} ({record.path})"))
         return min(found, default=None)
+
+    def find_memory(self, records: Sequence[Source], params: Any) -> tuple[float, str] | None:
+        """The largest peak of GPU memory, in GiB, of trainings that send as many images at once through the model and
+        keep the same beside its weights, and from where.
+        """
+        found, micro_batch = [], min(self.micro_batch or params.batch_size, params.batch_size)
+        for record in records:
+            metrics = record.metrics
+            is_alike = all(bool(getattr(params, name, None)) == is_on for name, is_on in metrics["keeps"].items())
+            if is_alike and metrics["micro_batch"] == micro_batch and metrics["peak_memory_mib"] is not None:
+                gib = metrics["peak_memory_mib"] / 1024
+                found.append((gib, f"measured: {gib:.2f} GiB on {record.origin} ({record.path})"))
+        return max(found, default=None)
 
     def _charge_training(self, stage: str, cell: str, params: Any) -> dict[str, Any]:
         """One training for each seed.
@@ -217,45 +263,55 @@ class Planner:
         one, the moving average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in
         addition there are one state that is being written, and the first seed's snapshots and weights in the results.
         For dense tasks, whose heads are not counted, the disk space is unknown, and estimated hours are a lower bound.
+
+        The GPU holds the weights, and while AdamW steps their gradients and its two moments, all in fp32, and the moving
+        average; activations come on top. Where part of the weights is frozen, only the weights are certain.
         """
         kind, classes, images = self.find_data(stage, cell, params.data)
-        dense_size = _find_dense_size(params.transform)
-        if dense_size:
-            counted = pyramid_cost(params.model, dense_size, params.options)
-        else:
+        dense = _is_dense(params.transform)
+        if (stage, cell) not in self.counted:
+            size = find_input_size(params.transform)
             options = {**getattr(params, "model_options", params.options), "num_classes": classes}
-            counted = cost(params.model, options, _find_size(params.transform))
+            self.counted[stage, cell] = (
+                pyramid_cost(params.model, size, params.options) if dense else cost(params.model, options, size)
+            )
+        counted = self.counted[stage, cell]
         key = self.results.model_key({"model": params.model, "options": params.options}, params.model)
-        speed, source, note = self._find_speed(stage, params.model, key, counted.macs)
+        records = self.find_trainings(key, params, CLASSIFIERS if stage in CLASSIFIERS else (stage,))
+        speed, mark, note = self._find_speed(stage, params.model, key, counted.macs, records)
+        of_stage = [record for record in records if record.path.split("/")[-2] == stage]
+        memory = self.find_memory(of_stage, params)
         seen = params.steps_per_epoch * params.batch_size if params.steps_per_epoch else images
-        epochs = "1 epoch" if params.epochs == 1 else f"{params.epochs} epochs"
-        repeated = f"{len(params.seeds)} seeds of " if len(params.seeds) > 1 else ""
-        bound = "at least, without the heads: " if dense_size and source == "estimated" else ""
         state, snapshots = 3 + bool(params.ema_decay), len(params.snapshot_epochs)
         copies = len(params.seeds) * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
+        is_frozen = any(getattr(params, name, False) for name in ("freeze", "freeze_backbone"))
+        held = (1 if is_frozen else COPIES) + bool(params.ema_decay)
         return {
             "hours": len(params.seeds) * params.epochs * seen / speed / 3600,
-            "disk_gb": None if dense_size else copies * counted.num_params * BYTES_PER_VALUE / 1e9,
-            "basis": f"{bound}{repeated}{epochs} of {seen:,} images at {speed:,.0f} img/s, {source}",
-            "note": note,
+            "disk_gb": None if dense else copies * counted.num_params * BYTES_PER_VALUE / 1e9,
+            "basis": f"{len(params.seeds)} × {params.epochs} × {seen:,} images",
+            "mark": "≥" if dense and mark else mark,
+            "note": "\n".join(filter(None, (note, memory and memory[1]))),
+            "memory_gib": memory and memory[0],
+            "least_memory_gib": held * counted.num_params * BYTES_PER_VALUE / 2**30,
+            "measure": f"repro {stage} --cell {cell}" + " --epochs 1 --seeds 1" * (stage in SHORTENED),
             "gives": frozenset({("accuracy", kind, key)}),
         }
 
-    def _find_speed(self, stage: str, model: str, key: str, macs: int) -> tuple[float, str, str]:
-        """Training images per second, whether they are given, measured or estimated, and from where: a classifier's as
-        given, else as measured, else from the multiply-adds of the forward pass of one image.
+    def _find_speed(
+        self, stage: str, model: str, key: str, macs: int, records: Sequence[Source]
+    ) -> tuple[float, str, str]:
+        """Training images per second, the mark of their hours, and from where they are known: a classifier's as given,
+        else as measured, else from the multiply-adds of the forward pass of one image.
         """
         rates = self.rates
         if stage in CLASSIFIERS:
             self.trained.update((model, key))
             if (given := rates.given.get(key, rates.given.get(model))) is not None:
-                return given, "given", ""
-        alike = CLASSIFIERS if stage in CLASSIFIERS else (stage,)
-        if rates.gpu and (measured := self.find_measured(key, alike)):
-            return measured[0], "measured", measured[1]
-        peak = f"{rates.gpu}, {rates.tflops:g} TFLOP/s and {100 * rates.utilisation:g} % utilisation"
-        note = f"estimated from multiply-adds, not measured: {peak}, a training step as {PASSES} forward passes"
-        return rates.tflops * 1e12 * rates.utilisation / (PASSES * FLOPS_PER_MAC * macs), "estimated", note
+                return given, "", f"given: {given:,.1f} img/s of {key}"
+        if rates.gpu and (measured := self.find_measured(records)):
+            return measured[0], "", measured[1]
+        return rates.tflops * 1e12 * rates.utilisation / (PASSES * FLOPS_PER_MAC * macs), "~", ""
 
     def _charge_data(self, cell: str, params: Any) -> dict[str, Any]:
         """No GPU time, and the size of a data set from its manifest or as published."""
@@ -264,8 +320,8 @@ class Planner:
             size_gb = sum(split.bytes for split in read_manifest(file).splits.values()) / 1e9
             source = "from its manifest"
         elif not size_gb:
-            source = "unknown until it is written"
-        return {"hours": 0.0, "disk_gb": size_gb, "basis": f"CPU only; size {source}"}
+            source = "unknown as yet"
+        return {"hours": 0.0, "disk_gb": size_gb, "basis": f"CPU; size {source}"}
 
     def _list_counts(self, params: Any) -> frozenset[Measurement]:
         """What counting gives."""
@@ -302,12 +358,11 @@ class Planner:
             if seconds is None or params_hash(like) != source.identity["params_hash"]:
                 continue
             cpu = (source.identity.get("machine") or {}).get("cpu")
-            basis = "measured on this CPU"
-            if cpu != cpu_name():
-                basis = f"an estimate: the seconds of another machine, {cpu or source.device}"
-            basis += "" if times == 1 else f", times {times:.3g} for other epochs or seeds"
-            return {"hours": seconds * times / 3600, "basis": basis, "note": ""}
-        return {"hours": None, "basis": "not measured; this command measures it", "note": ""}
+            is_here = cpu == cpu_name()
+            basis = "measured on this CPU" if is_here else f"by the seconds of another: {cpu or source.device}"
+            basis += "" if times == 1 else f", × {times:.3g} by epochs"
+            return {"hours": seconds * times / 3600, "basis": basis, "mark": "" if is_here else "~", "note": ""}
+        return {"hours": None, "basis": "not measured; this command measures it", "mark": "", "note": ""}
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
@@ -334,17 +389,18 @@ def _build_params(stage: Any, name: str, content: Any) -> dict[str | None, Any]:
     return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in cells.items()}
 
 
-def _find_dense_size(transform: Any) -> tuple[int, int] | None:
-    """Height and width of the largest image that a detector or a segmenter trains on, padded; None for other tasks."""
+def find_input_size(transform: Any) -> tuple[int, int]:
+    """Height and width of an image that a model trains on; of the largest one, padded, for a detector or segmenter."""
+    if hasattr(transform, "shape"):  # of a denoiser
+        return tuple(transform.shape[1:])
+    if not _is_dense(transform):
+        return transform.image_size, transform.image_size
     if hasattr(transform, "max_size"):
         sides = transform.min_size[-1], transform.max_size
-    elif hasattr(transform, "crop_size"):
-        sides = transform.crop_size, transform.crop_size
     else:
-        return None
+        sides = transform.crop_size, transform.crop_size
     return -(-sides[0] // STRIDE) * STRIDE, -(-sides[1] // STRIDE) * STRIDE
 
 
-def _find_size(transform: Any) -> tuple[int, int]:
-    """Height and width of an image that a classifier or a denoiser trains on."""
-    return transform.shape[1:] if hasattr(transform, "shape") else (transform.image_size, transform.image_size)
+def _is_dense(transform: Any) -> bool:
+    return hasattr(transform, "max_size") or hasattr(transform, "crop_size")

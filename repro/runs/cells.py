@@ -39,6 +39,13 @@ from .job import (
 )
 
 _FOLDERS = ("snapshots", "examples")  # of the first seed's files
+_SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")  # of a transform: what says how large an input is
+_KEEPS = (
+    "ema_decay",
+    "mesa",
+    "freeze",
+    "freeze_backbone",
+)  # parameters that change what a GPU keeps beside the weights
 
 
 def read_cells(
@@ -197,14 +204,24 @@ def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
 def record_speed(
     cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float
 ) -> None:
-    """Write the speed of a cell's training, with which `repro plan` counts, to
+    """Write the speed and the peak memory of a cell's training, with which `repro plan` counts, to
     results/measured/<slug>/<stage>/<cell>.json.
 
-    It is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call
+    Beside them stands what they depend on: the model, the size of its input as `transform` states it, the images that go
+    through it at once, and what a GPU keeps beside the weights. The speed is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call
     trained has none. It differs from run to run, so it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
-    of = {"model": cell.params.model, "options": cell.params.options, "processes": cell.ranks.world_size}
+    params = cell.params
+    sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
+    of = {
+        "model": params.model,
+        "options": params.options,
+        "processes": cell.ranks.world_size,
+        "micro_batch": split_batch(params, cell.runtime, cell.ranks, cell.where)[1],
+        "transform": {name: size for name, size in sizes.items() if size is not None},
+        "keeps": {name: bool(getattr(params, name, None)) for name in _KEEPS},
+    }
     write_record(cell.paths.measured(slug) / cell.stage, of | dict(speed), identity, seconds, name=cell.name)
 
 

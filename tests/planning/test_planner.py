@@ -11,16 +11,18 @@ from repro.bench.params import ComplexityParams, EfficiencyParams
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
+from repro.core.ranks import Ranks
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.planning.planner import CostPlan, Planner, PlanRow, Rates, parse_rates, plan_costs
 from repro.report.results import Results
+from repro.runs.cells import record_speed
 
 NANO = "vittt_nano_patch16_144"
 GIVEN = Rates(given={NANO: 7.19})
 
 
-def make_planner(root, rates=GIVEN):
+def make_planner(root, rates=GIVEN, micro_batch=None):
     def prepared(kind, classes, train):
         return SimpleNamespace(kind=kind, expected=SimpleNamespace(classes=classes, train=train))
 
@@ -29,13 +31,13 @@ def make_planner(root, rates=GIVEN):
         "photos": prepared("imagenet", 1000, 1_281_167),
         "coco": prepared("coco", 80, 118_287),
     }
-    return Planner(Paths(root), rates, Results(Paths(root), load_papers().values(), {}), data)
+    return Planner(Paths(root), rates, Results(Paths(root), load_papers().values(), {}), data, micro_batch=micro_batch)
 
 
 def make_params(transform, **changes):
     """A cell of a training stage, of which the planner reads attributes alone."""
     shared = {"model": NANO, "options": {"depth": 1}, "data": "digits", "seeds": (0,), "epochs": 2, "batch_size": 16}
-    shared |= {"steps_per_epoch": None, "ema_decay": None, "snapshot_epochs": ()}
+    shared |= {"steps_per_epoch": None, "ema_decay": None, "snapshot_epochs": (), "precision": "auto"}
     return SimpleNamespace(**shared | changes, transform=SimpleNamespace(**transform))
 
 
@@ -44,13 +46,13 @@ def make_params(transform, **changes):
     [
         # 2 epochs of 1438 images at 7.19 images per second; three states of weights and two moments, and the weights
         # twice
-        ({}, 400, 11, "2 epochs of 1,438 images at 7 img/s, given"),
-        ({"snapshot_epochs": (0, 2)}, 400, 11 + 3 * 2, "2 epochs of 1,438 images at 7 img/s, given"),
-        ({"ema_decay": 0.99}, 400, 11 + 3, "2 epochs of 1,438 images at 7 img/s, given"),
+        ({}, 400, 11, "1 × 2 × 1,438 images"),
+        ({"snapshot_epochs": (0, 2)}, 400, 11 + 3 * 2, "1 × 2 × 1,438 images"),
+        ({"ema_decay": 0.99}, 400, 11 + 3, "1 × 2 × 1,438 images"),
         # a second seed adds two states and its weights
-        ({"seeds": (3, 5)}, 800, 11 + 2 * 3 + 1, "2 seeds of 2 epochs of 1,438 images at 7 img/s, given"),
+        ({"seeds": (3, 5)}, 800, 11 + 2 * 3 + 1, "2 × 2 × 1,438 images"),
         # 2 epochs of 719 steps of 16 images
-        ({"steps_per_epoch": 719}, 3200, 11, "2 epochs of 11,504 images at 7 img/s, given"),
+        ({"steps_per_epoch": 719}, 3200, 11, "1 × 2 × 11,504 images"),
     ],
 )
 def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
@@ -60,7 +62,13 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
     model = build_model(NANO, img_size=32, depth=1, num_classes=10)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     assert row.disk_gb == pytest.approx(copies * 4 * num_params / 1e9)
-    assert (row.basis, row.note) == (basis, "") and row.gives == {("accuracy", "digits", f"{NANO}[depth=1]")}
+    assert (row.basis, row.mark) == (basis, "") and row.note.startswith("given: 7.2 img/s")
+    # the weights, their gradients and two moments, and the moving average
+    held = 4 + bool(changes.get("ema_decay"))
+    assert row.memory_gib is None and row.least_memory_gib == pytest.approx(held * 4 * num_params / 2**30)
+    assert row.measure == "repro pretrain --cell nano --epochs 1 --seeds 1" and row.gives == {
+        ("accuracy", "digits", f"{NANO}[depth=1]")
+    }
     assert planner.trained == {NANO, f"{NANO}[depth=1]"}
 
 
@@ -70,7 +78,7 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
     row = planner.charge("ablate", "nano", params)
     macs = cost(NANO, {"num_classes": 1000}, (64, 64)).macs
     assert row.hours * 3600 == pytest.approx(2 * 1_281_167 * 3 * 2 * macs / 0.5e9)
-    assert row.basis.endswith(", estimated") and row.note and row.gives == {("accuracy", "imagenet", NANO)}
+    assert row.mark == "~" and row.gives == {("accuracy", "imagenet", NANO)}
 
 
 @pytest.mark.parametrize(
@@ -99,24 +107,59 @@ def test_dense_tasks_by_hand(tmp_path, stage, transform, changes, images, image_
     row = planner.charge(stage, "nano", make_params(transform, **changes, options={"design": "dual"}))
     macs = adapted_cost(NANO, image_size, {"design": "dual"}).macs
     # the speed that is given is a classifier's, and does not apply
-    assert row.hours == pytest.approx(images * 6 * macs / (0.3 * 312e12) / 3600) and "without the heads" in row.basis
+    assert row.hours == pytest.approx(images * 6 * macs / (0.3 * 312e12) / 3600) and row.mark == "≥"
     assert row.disk_gb is None and not planner.trained
 
 
+def record(root, stage, params, speed, gpu="NVIDIA L40S", processes=1, micro_batch=None, dtype="bf16"):
+    """Write a record as a training on a GPU does."""
+    cell = SimpleNamespace(params=params, paths=Paths(root), stage=stage, name="nano", where=f"{stage}.nano")
+    cell.ranks, cell.runtime = Ranks(world_size=processes), SimpleNamespace(micro_batch=micro_batch)
+    params.needs_even_parts = False
+    speed = {"peak_memory_mib": 2048.0, **speed}
+    record_speed(cell, [speed], gpu.lower().replace(" ", "_"), {"device": f"cuda: {gpu}", "dtype": dtype}, 1.0)
+
+
+def test_a_training_on_a_gpu_is_planned_by_its_record(tmp_path):
+    """200 images per second on two processes, of which each sends 8 at once through the model: 100 on one of them, in
+    2 GiB.
+    """
+    params = make_params({"image_size": 32, "color_jitter": None})
+    record(tmp_path, "pretrain", params, {"throughput_img_per_s": 200.0}, processes=2)
+    gpu, another = Rates(gpu="L40S"), Rates(gpu="A100")
+    row = make_planner(tmp_path, gpu, micro_batch=8).charge("pretrain", "other", params)
+    assert row.hours * 3600 == pytest.approx(2 * 1438 / 100) and (row.mark, row.memory_gib) == ("", 2.0)
+    assert "results/measured/nvidia_l40s/pretrain/nano.json" in row.note
+    # the speed of another GPU is not this one's, but the memory is
+    row = make_planner(tmp_path, another, micro_batch=8).charge("pretrain", "nano", params)
+    assert (row.mark, row.memory_gib) == ("~", 2.0)
+    # another stage that trains classifiers has the speed, and its memory is not known
+    row = make_planner(tmp_path, gpu, micro_batch=8).charge("ablate", "nano", params)
+    assert (row.mark, row.memory_gib) == ("", None)
+    for changes, micro_batch, mark in (
+        ({}, 4, ""),  # images at once
+        ({"ema_decay": 0.9}, 8, ""),
+        ({"precision": "fp32"}, 8, "~"),
+        ({"options": {"depth": 2}}, 8, "~"),
+    ):
+        changed = make_params({"image_size": 32}, **changes)
+        row = make_planner(tmp_path, gpu, micro_batch=micro_batch).charge("pretrain", "nano", changed)
+        assert (row.mark, row.memory_gib) == (mark, None), changes
+    larger = make_params({"image_size": 64})
+    row = make_planner(tmp_path, gpu, micro_batch=8).charge("pretrain", "nano", larger)
+    assert (row.mark, row.memory_gib) == ("~", None)
+
+
 def test_a_detector_takes_a_measured_speed_of_its_own_stage_alone(tmp_path):
-    for stage, rate in (("pretrain", 2.0), ("detect", 8.0)):
-        file = tmp_path / "results" / "measured" / "l40s" / stage / "nano.json"
-        file.parent.mkdir(parents=True)
-        metrics = {"model": NANO, "options": {}, "processes": 2, "throughput_img_per_s": rate}
-        file.write_text(json.dumps({"metrics": metrics, "identity": {"device": "cuda: NVIDIA L40S"}}))
-    detector = make_params({"min_size": (32,), "max_size": 32}, options={})
-    row = make_planner(tmp_path, Rates(gpu="L40S")).charge("detect", "nano", detector)
-    assert row.hours == pytest.approx(2 * 1438 / 4 / 3600) and row.basis.endswith("1,438 images at 4 img/s, measured")
-    row = make_planner(tmp_path).charge("segment", "nano", make_params({"crop_size": 32}, options={}))
-    assert row.basis.endswith("estimated")
+    detector = make_params({"min_size": (24, 30), "max_size": 32, "crop_size": (8, 9)}, options={})
     classifier = make_params({"image_size": 32}, options={})
-    row = make_planner(tmp_path, Rates(gpu="L40S")).charge("ablate", "nano", classifier)
-    assert row.basis == "2 epochs of 1,438 images at 1 img/s, measured"
+    for stage, params, rate in (("pretrain", classifier, 2.0), ("detect", detector, 8.0)):
+        record(tmp_path, stage, params, {"throughput_img_per_s": rate}, processes=2)
+    planner = make_planner(tmp_path, Rates(gpu="L40S"))
+    row = planner.charge("detect", "nano", detector)
+    assert row.hours == pytest.approx(2 * 1438 / 4 / 3600) and row.mark == ""
+    assert planner.charge("segment", "nano", make_params({"crop_size": 32}, options={})).mark == "≥"
+    assert planner.charge("ablate", "nano", classifier).hours == pytest.approx(2 * 1438 / 1 / 3600)
 
 
 def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):
@@ -135,9 +178,9 @@ def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):
     rows = [planner.charge("prepare_data", cell, params) for cell, params in cells.items()]
     sizes = [(row.disk_gb, row.basis) for row in rows]
     assert sizes == [
-        (14_000 / 1e9, "CPU only; size from its manifest"),
-        (150, "CPU only; size as published"),
-        (None, "CPU only; size unknown until it is written"),
+        (14_000 / 1e9, "CPU; size from its manifest"),
+        (150, "CPU; size as published"),
+        (None, "CPU; size unknown as yet"),
     ]
 
 
@@ -162,7 +205,7 @@ def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
     )
     row = make_planner(tmp_path).charge("efficiency", None, params)
     # Vittt, DeiT with two kinds of attention, for two sizes, and one more model, at three image sizes
-    assert row.hours == (2 * 3 + 1) * 3 * 600 / 3600 and row.basis == "at most: 21 rows of 600 s"
+    assert row.hours == (2 * 3 + 1) * 3 * 600 / 3600 and (row.basis, row.mark) == ("21 rows of 600 s", "≤")
     assert row.gives == {
         (kind, model, "") for kind in ("fps", "memory_mib") for model in ("v_T", "v_S", "d_T", "d_S", "o")
     }
@@ -197,18 +240,18 @@ def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
     file.write_text(
         f"runtime: {{}}\nother: {{}}\nmany: {{a: {empty}}}\nuse: {{b: {empty}}}\nreport: {{odd: 1}}\nnone:\ncomplexity: {empty}\n"
     )
-    plan = plan_costs(stages, file, Paths(tmp_path), Rates())
+    plan = plan_costs(stages, file, Paths(tmp_path), [Rates()])[0]
     unknown = ["dvc repro other", "dvc repro many@a", "repro use --cell b"]
     assert [row.command for row in plan.rows] == [*unknown, "dvc repro complexity"] and plan.unknown == unknown
     with pytest.raises(UserError, match="^plan: --img-per-s m: no cell trains this model$"):
-        plan_costs(stages, file, Paths(tmp_path), Rates(given={"m": 1.0}))
+        plan_costs(stages, file, Paths(tmp_path), [Rates(given={"m": 1.0})])
     for wrong, message in (
         ("many: [1]", "many: expected a mapping of cells"),
         ("many: {a: {odd: 1}}", "many.a.odd: unknown key"),
     ):
         file.write_text(f"{wrong}\n")
         with pytest.raises(UserError, match=f"^{message}"):
-            plan_costs(stages, file, Paths(tmp_path), Rates())
+            plan_costs(stages, file, Paths(tmp_path), [Rates()])[0]
 
 
 def test_which_numbers_the_rows_cover():
@@ -219,46 +262,35 @@ def test_which_numbers_the_rows_cover():
     ]
     plan = CostPlan(rows, {"Table 1": [{a}, {a, b}, {b, c}, set()], "Table 2": [{c}]})
     assert plan.count_covered() == {"Table 1": (2, 4), "Table 2": (0, 1)}
-    assert plan.find_places(rows[0]) == {"Table 1": 2} and plan.find_places(rows[1]) == {"Table 1": 2}
+    assert plan.find_rows("Table 1") == rows and plan.find_rows("Table 2") == []
 
 
 def test_a_measured_speed_is_the_slowest_of_one_gpu(tmp_path):
-    l40s, h200, cpu = "cuda: NVIDIA L40S", "cuda: NVIDIA H200", "cpu: AMD EPYC"
-    records = [  # name, stage, device, images per second, processes
-        ("m", "pretrain", cpu, 1.0, 1),
-        ("other", "pretrain", l40s, 1.0, 1),
-        ("m", "pretrain", l40s, 1.0, None),
-        ("m", "detect", l40s, 1.0, 1),
-        ("m", "pretrain", l40s, 2000.0, 2),
-        ("m", "ablate", l40s, 3000.0, 1),
-        ("m", "ablate", h200, 1.0, 1),
-    ]
-    sources = [
-        SimpleNamespace(
-            metrics={"model": name, "throughput_img_per_s": rate, **({"processes": processes} if processes else {})},
-            device=device,
-            path=f"results/measured/device/{stage}/cell.json",
-        )
-        for name, stage, device, rate, processes in records
-    ]
+    params = make_params({"image_size": 32})
+    for stage, gpu, rate, processes in (
+        ("pretrain", "NVIDIA L40S", 2000.0, 2),
+        ("ablate", "NVIDIA L40S", 3000.0, 1),
+        ("ablate", "NVIDIA H200", 1.0, 1),
+        ("linearize", "NVIDIA L40S", None, 1),
+    ):
+        why = {"throughput_img_per_s_reason": "no step was timed"}
+        record(tmp_path, stage, params, {"throughput_img_per_s": rate, **why}, gpu, processes)
     planner = make_planner(tmp_path, Rates(gpu="l40s"))
-    planner.results = SimpleNamespace(sources=sources[:4], model_key=lambda record, where: record["model"])
-    assert planner.find_measured("m", ("pretrain", "ablate")) is None
-    assert planner.find_measured("m", ("detect",))[0] == 1.0
-    planner.results.sources = sources
-    speed, note = planner.find_measured("m", ("pretrain", "ablate"))
-    assert speed == 1000.0 and l40s in note and "results/measured/device/pretrain/cell.json" in note
+    found = planner.find_trainings(f"{NANO}[depth=1]", params, ("pretrain", "ablate", "linearize"))
+    speed, note = planner.find_measured(found)
+    assert speed == 1000.0 and "cuda: NVIDIA L40S" in note and "nvidia_l40s/pretrain/nano.json" in note
+    assert not planner.find_trainings(f"{NANO}[depth=1]", params, ("detect",))
 
 
 def test_a_given_speed_is_of_a_model_with_or_without_its_options(tmp_path):
     """The more exact name counts, and one with other options does not."""
-    for given, speed in (
-        ({NANO: 7.0}, "7 img/s, given"),
-        ({NANO: 7.0, f"{NANO}[depth=1]": 8.0}, "8 img/s, given"),
-        ({f"{NANO}[depth=2]": 8.0}, "estimated"),
+    for given, note in (
+        ({NANO: 7.0}, "given: 7.0 img/s"),
+        ({NANO: 7.0, f"{NANO}[depth=1]": 8.0}, "given: 8.0 img/s"),
+        ({f"{NANO}[depth=2]": 8.0}, ""),
     ):
         row = make_planner(tmp_path, Rates(given=given)).charge("pretrain", "nano", make_params({"image_size": 32}))
-        assert row.basis.endswith(speed)
+        assert row.note.startswith(note) and row.mark == ("" if note else "~")
 
 
 def test_rates_are_read_from_text():

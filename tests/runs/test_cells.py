@@ -27,20 +27,21 @@ UNTIMED = {"throughput_img_per_s": None, "throughput_img_per_s_reason": "no step
 )
 def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded):
     """Or of the one before, where an earlier call trained the last seed to its last step."""
-    params = SimpleNamespace(model="m", options={"depth": 1})
+    transform = SimpleNamespace(image_size=32, hflip=0.5)
+    params = SimpleNamespace(model="m", options={"depth": 1}, transform=transform, batch_size=16, ema_decay=0.9)
+    params.needs_even_parts = False
     cell = SimpleNamespace(
-        params=params, ranks=Ranks(world_size=2), paths=Paths(tmp_path), stage="pretrain", name="nano"
+        params=params, ranks=Ranks(world_size=2), paths=Paths(tmp_path), stage="pretrain", name="nano", where="p.nano"
     )
+    cell.runtime = SimpleNamespace(micro_batch=4)
     record_speed(cell, speeds, "gpu", {"device": "cuda: GPU"}, 1.0)
     folder = tmp_path / "results/measured/gpu/pretrain"
     assert {file.name for file in folder.iterdir()} == {"nano.json", "nano.run.json"}
     record = json.loads((folder / "nano.json").read_text())
     assert record["metrics"]["throughput_img_per_s"] == recorded and record["identity"] == {"device": "cuda: GPU"}
-    assert (record["metrics"]["model"], record["metrics"]["options"], record["metrics"]["processes"]) == (
-        "m",
-        {"depth": 1},
-        2,
-    )
+    named = {name: record["metrics"][name] for name in ("model", "options", "processes", "micro_batch", "transform")}
+    of = {"model": "m", "options": {"depth": 1}, "processes": 2, "micro_batch": 4, "transform": {"image_size": 32}}
+    assert named == of and [name for name, is_on in record["metrics"]["keeps"].items() if is_on] == ["ema_decay"]
 
 
 def list_files(folder):
