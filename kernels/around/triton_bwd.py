@@ -12,16 +12,33 @@ from torch import Tensor
 
 from ..triton_launch import launch
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
-from .triton_fwd import as_rows, convolve, gelu, lay_taps, normalise, rows_bucket
+from .triton_fwd import as_rows, gelu, lay_grid_taps, lay_taps, load_wide, normalise, rows_bucket
 
 LOOP = 16
+
+
+@triton.jit
+def convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D: tl.constexpr):
+    """Tokens t of an image, whose channels c lie at `tile`, with the sum of their nine weighted neighbours on the grid
+    added.
+    """
+    y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
+    column = t % width
+    for i in tl.static_range(9):
+        down, right = i // 3 - 1, i % 3 - 1
+        at = t + down * width + right
+        some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
+        there = tile + tl.cast(down * width + right, tl.int64) * D
+        x = tl.load(tokens_ptr + there, mask=here & some[:, None], other=0.0).to(tl.float32)
+        y += x * load_wide(taps_ptr + i * D, y, D)
+    return y
 
 
 @triton.jit(do_not_specialize=["T", "width", "bucket"])
 def norm_backward_kernel(
     dout_ptr,
     tokens_ptr,
-    weight_ptr,
+    taps_ptr,
     gamma_ptr,
     g_ptr,
     sums_ptr,
@@ -49,7 +66,7 @@ def norm_backward_kernel(
         t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
         here = (t < T)[:, None] & (c < D)[None, :]
         tile = (b * T + t[:, None]) * D + c[None, :]
-        y = convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D)
+        y = convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D)
         x, rstd = normalise(y, D, here, eps)
         d = tl.load(dout_ptr + size + tile, mask=here, other=0.0).to(tl.float32)
         dgamma += d * x
@@ -67,7 +84,7 @@ def norm_backward_kernel(
 def conv_backward_kernel(
     tokens_ptr,
     g_ptr,
-    weight_ptr,
+    taps_ptr,
     dtokens_ptr,
     sums_ptr,
     T,
@@ -102,7 +119,7 @@ def conv_backward_kernel(
             sums += tl.where(n == i, tl.sum(g * x, 0)[None, :], 0.0)
             # the token there takes this tap of its neighbour here: tap 8 − i of the token there is this one
             other = tl.load(g_ptr + there, mask=some, other=0.0).to(tl.float32)
-            dtokens += other * tl.load(weight_ptr + c * 9 + (8 - i), mask=c < D, other=0.0).to(tl.float32)[None, :]
+            dtokens += other * tl.load(taps_ptr + (8 - i) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
     at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
     tl.store(at, sums, mask=(n < 9) & (c < D)[None, :])
@@ -278,7 +295,7 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     g, dtokens = torch.empty_like(tokens), torch.empty_like(tokens)
     programs = B * _most_programs(T, row_configs(tokens.dtype, D), "ROWS")
     norm, conv = (tokens.new_zeros(programs, rows, D, dtype=torch.float32) for rows in (2, 9))
-    shared = {"tokens_ptr": tokens, "weight_ptr": x.weight.contiguous(), "g_ptr": g, "T": T, "width": T // x.height}
+    shared = {"tokens_ptr": tokens, "taps_ptr": lay_grid_taps(x), "g_ptr": g, "T": T, "width": T // x.height}
     shared |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
     grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
     arguments = {

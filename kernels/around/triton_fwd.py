@@ -34,26 +34,33 @@ def gelu(g):
 
 
 @triton.jit
-def convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D: tl.constexpr):
-    """Tokens t of an image, whose channels c lie at `tile`, with the sum of their nine weighted neighbours on the grid
-    added.
+def load_wide(weight_ptr, like, D: tl.constexpr):
+    """A weight (D,) in fp32, repeated for each row of `like` (rows,width), where each thread has what its own elements
+    take: nothing passes between threads.
     """
-    y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
-    column = t % width
-    for i in tl.static_range(9):
-        down, right = i // 3 - 1, i % 3 - 1
-        at = t + down * width + right
-        some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
-        there = tile + tl.cast(down * width + right, tl.int64) * D
-        x = tl.load(tokens_ptr + there, mask=here & some[:, None], other=0.0).to(tl.float32)
-        y += x * tl.load(weight_ptr + c * 9 + i, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    return y
+    at = tl.zeros_like(like).to(tl.int32) + tl.arange(0, like.shape[1])[None, :]
+    return tl.load(weight_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_column(tokens_ptr, middle, x, width, above, here, below, D: tl.constexpr):
+    """Column x of the grid in three of its rows, whose first columns lie a row before `middle`, there, and a row
+    behind.
+    """
+    some = (x >= 0) & (x < width)
+    row = width.to(tl.int64) * D
+    at = tokens_ptr + middle + tl.cast(x, tl.int64) * D
+    return (
+        tl.load(at - row, mask=above & some, other=0.0),
+        tl.load(at, mask=here & some, other=0.0),
+        tl.load(at + row, mask=below & some, other=0.0),
+    )
 
 
 @triton.jit(do_not_specialize=["T", "width", "bucket"])
 def conv_norm_kernel(
     tokens_ptr,
-    weight_ptr,
+    taps_ptr,
     gamma_ptr,
     beta_ptr,
     out_ptr,
@@ -65,20 +72,55 @@ def conv_norm_kernel(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
-    """`size` is B·T·D, the distance from y to its norm."""
+    """ROWS rows of the grid, LOOP columns from left to right. `size` is B·T·D, the distance from y to its norm; the taps
+    are (9,D).
+
+    A column is loaded once, one step ahead, and added to its own sum and to those of its neighbours: a thread carries
+    two sums of each of its channels.
+    """
+    parts = (width + LOOP - 1) // LOOP
     b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    y = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % parts * LOOP
     c = tl.arange(0, WIDTH)
-    here = (t < T)[:, None] & (c < D)[None, :]
-    tile = (b * T + t[:, None]) * D + c[None, :]
-    y = convolve(tokens_ptr, weight_ptr, tile, t, T, width, c, here, D)
+    height = T // width
+    here = (y < height)[:, None] & (c < D)[None, :]
+    above = here & (y > 0)[:, None]
+    below = here & (y + 1 < height)[:, None]
+    middle = (b * T + y[:, None] * width) * D + c[None, :]
+    like = tl.zeros((ROWS, WIDTH), tl.float32)
+    k00 = load_wide(taps_ptr, like, D)
+    k01 = load_wide(taps_ptr + D, like, D)
+    k02 = load_wide(taps_ptr + 2 * D, like, D)
+    k10 = load_wide(taps_ptr + 3 * D, like, D)
+    k11 = load_wide(taps_ptr + 4 * D, like, D) + 1.0  # the token itself is added too
+    k12 = load_wide(taps_ptr + 5 * D, like, D)
+    k20 = load_wide(taps_ptr + 6 * D, like, D)
+    k21 = load_wide(taps_ptr + 7 * D, like, D)
+    k22 = load_wide(taps_ptr + 8 * D, like, D)
+    gamma = load_wide(gamma_ptr, like, D)
+    beta = load_wide(beta_ptr, like, D)
     dt: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + tile, y.to(dt), mask=here)
-    x, _ = normalise(y, D, here, eps)
-    gamma = tl.load(gamma_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    beta = tl.load(beta_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + size + tile, (x * gamma + beta).to(dt), mask=here)
+    left0, left1, left2 = load_column(tokens_ptr, middle, first - 1, width, above, here, below, D)
+    own0, own1, own2 = load_column(tokens_ptr, middle, first, width, above, here, below, D)
+    new0, new1, new2 = load_column(tokens_ptr, middle, first + 1, width, above, here, below, D)
+    last = k00 * left0.to(tl.float32) + k10 * left1.to(tl.float32) + k20 * left2.to(tl.float32)
+    last += k01 * own0.to(tl.float32) + k11 * own1.to(tl.float32) + k21 * own2.to(tl.float32)
+    current = k00 * own0.to(tl.float32) + k10 * own1.to(tl.float32) + k20 * own2.to(tl.float32)
+    for j in tl.range(0, LOOP):
+        x = first + j
+        up, own, down = new0.to(tl.float32), new1.to(tl.float32), new2.to(tl.float32)
+        new0, new1, new2 = load_column(tokens_ptr, middle, x + 2, width, above, here, below, D)
+        sums = last + k02 * up + k12 * own + k22 * down
+        last = current + k01 * up + k11 * own + k21 * down
+        current = k00 * up + k10 * own + k20 * down
+        inside = here & (x < width)
+        at = out_ptr + middle + tl.cast(x, tl.int64) * D
+        tl.store(at, sums.to(dt), mask=inside)
+        normed, _ = normalise(sums, D, (c < D)[None, :], eps)
+        tl.store(at + size, (normed * gamma + beta).to(dt), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
@@ -261,9 +303,23 @@ def rows_bucket(x: Tensor) -> int:
     return (x.shape[0] * x.shape[1]).bit_length()
 
 
+def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
+    """The candidates of the convolution on the grid: a thread has eight channels, for which it holds the taps."""
+    channels = triton.next_power_of_2(width)
+    return [
+        triton.Config({"ROWS": max(1, 1024 // channels), "LOOP": loop}, num_warps=max(4, channels // 256), num_stages=1)
+        for loop in (16, 8, 4)
+    ]
+
+
 def lay_taps(x: ScanConvs) -> Tensor:
     """The weights as (2,4,2D), k's and q's: channels that lie side by side are loaded at once."""
     return torch.stack([x.k_weight.T, x.q_weight.T])
+
+
+def lay_grid_taps(x: ConvNorm) -> Tensor:
+    """The weight as (9,D), row by row of the taps, likewise."""
+    return x.weight.flatten(1).T.contiguous()
 
 
 def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
@@ -271,18 +327,12 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
     out = tokens.new_empty(2, B, T, D)
-    arguments = {f"{name}_ptr": getattr(x, name).contiguous() for name in ("weight", "gamma", "beta")}
-    arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": T // x.height, "size": B * T * D, "eps": x.eps}
+    width = T // x.height
+    arguments = {"taps_ptr": lay_grid_taps(x), "gamma_ptr": x.gamma.contiguous(), "beta_ptr": x.beta.contiguous()}
+    arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": width, "size": B * T * D, "eps": x.eps}
     arguments |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
-    launch(
-        conv_norm_kernel,
-        row_configs,
-        (tokens.dtype, D),
-        lambda c: (triton.cdiv(T, c["ROWS"]), B),
-        arguments,
-        tokens.device,
-        config,
-    )
+    grid = lambda c: (triton.cdiv(x.height, c["ROWS"]) * triton.cdiv(width, c["LOOP"]), B)  # noqa: E731
+    launch(conv_norm_kernel, grid_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
     return out
 
 

@@ -173,7 +173,7 @@ CASES = (
         "conv_norm",
         op.CONV_NORM,
         {
-            "forward": (triton_fwd.row_configs, triton_fwd.conv_norm_kernel),
+            "forward": (triton_fwd.grid_configs, triton_fwd.conv_norm_kernel),
             "backward_norm": (triton_bwd.row_configs, triton_bwd.norm_backward_kernel),
             "backward": (triton_bwd.row_configs, triton_bwd.conv_backward_kernel),
         },

@@ -384,11 +384,23 @@ def test_the_product_reads_x_once():
 @pytest.mark.parametrize("kernel", ["scan_convs_forward", slow("scan_convs_backward"), "gated_norm_forward"])
 def test_slices_are_loaded_by_sixteen_bytes(kernel):
     """Their rows are multiples of 16 numbers apart, as `Constants.in_weight` has them. Single ones are not loaded."""
-    found = load_widths(kernel)
+    cases = next(cases for cases in OPERATORS.values() if kernel in cases.KERNELS)
+    found = load_widths(cases.compilation(kernel, "bf16"))
     assert found["LDG.E.128"] > 0 and not {"LDG.E.U16", "LDG.E.S16", "LDG.E"} & set(found)
 
 
-def load_widths(kernel):
-    """How often each kind of load from memory occurs in a kernel's machine code, in bf16 for sm_90."""
-    one = next(cases for cases in OPERATORS.values() if kernel in cases.KERNELS).compilation(kernel, "bf16")
+@pytest.mark.parametrize("channels", [192, slow(384), slow(768)])
+def test_the_convolution_on_the_grid_loads_its_taps_once(channels):
+    """Before its loop, and in the layout in which they are used, so that nothing passes between threads: what barriers
+    there are are the norm's, where several warps share a row.
+    """
+    one = OPERATORS["conv_norm"].compilation("conv_norm_forward", "bf16", channels=channels)
+    found = one.read(90)
+    # three columns and one in the loop, of three rows; nine taps, gamma and beta, 32 bytes of each
+    assert load_widths(one) == {"LDG.E.128": 4 * 3 + 11 * 2} and spills(found) == (0, 0, 0)
+    assert len(found["loops"]) == 1 and found["instructions"]["BAR"] <= (0 if channels <= 256 else 4)
+
+
+def load_widths(one):
+    """How often each kind of load from memory occurs in the machine code for sm_90."""
     return Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", resources.disassemble(one.compile(90).asm["cubin"])))

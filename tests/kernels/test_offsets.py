@@ -107,6 +107,8 @@ def test_no_offset_overflows(name, kernel, options):
     one = cases.compilation(kernel, "bf16", **options)
     rows = math.prod(one.config.kwargs.get(each, 1) for each in ("ROWS", "TOKENS", "LOOP"))
     count = LARGEST["count" if "count" in one.kernel.arg_names else "T"]
+    if kernel == "conv_norm_forward":  # on a grid of one column, or of one row, most of a program is outside
+        rows = 1
     columns = -(-one.constants["HIDDEN"] // one.config.kwargs["BLOCK"]) if kernel == "gated_linear_forward" else 1
     programs = {"x": columns * -(-count // rows), "y": 64 if "BLOCK" in one.config.kwargs else 65535, "z": 65535}
     assert find_overflows(one.compile(90).asm["ttir"], programs) == []
