@@ -22,6 +22,10 @@ Trained = TypeVar("Trained")  # has `most_seeds`
 VERIFIED_FILE = "verify.json"
 
 
+class Missing(Exception):
+    """A number that was not measured. Its `args` are the reason, and the command that would measure it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Twin:
     """What another machine made of a record."""

@@ -12,8 +12,9 @@ from ..core.freshness import hash_row
 from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
+from .drawn import find_drawn
 from .paper import Paper
-from .records import Source, check_mapping, name_keys, read_sources
+from .records import Missing, Source, check_mapping, name_keys, read_sources
 from .trainings import Training
 
 
@@ -31,17 +32,11 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
-# of published scores of drawn pictures: how many are drawn, and what they are compared with
-DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
 # of two rows that measure the same, the one of the first backend counts, then a quiet one
 _BACKENDS = ("triton", "numba", "torch")
-
-
-class Missing(Exception):
-    """A number that was not measured. Its `args` are the reason, and the command that would measure it."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -151,7 +146,7 @@ class Results:
             "macs_saved_percent": lambda size: self._complexity("saved_at_1280_percent", size),
             "complexity": self._complexity,
             "accuracy": self._score,
-            "drawn": self._drawn,
+            "drawn": partial(find_drawn, self),
             "raised_percent": self._raised,
             "images": self._images,
             "profile": self._profile,
@@ -298,44 +293,9 @@ class Results:
         if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.is_of_recipe:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
         for section in self.scores:
-            if (cell := self._profile_cell(section, model, kind, training)) is not None:
+            if (cell := self.find_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
         return "none: profiles/paper.yaml has no cell that trains it so"
-
-    def _drawn(self, model: str, key: str) -> float:
-        """A score of pictures that a denoiser drew as its cell of profiles/paper.yaml does, against ADM's reference
-        batch; the weights are those of a whole training by that cell.
-        """
-        cell = self._profile_cell("generate", model, "latents")
-        if cell is None:
-            raise Missing("profiles/paper.yaml has no generate cell for it", "none")
-        asked = self._paper_profile["generate"][cell]
-        about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
-        about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
-        about |= {"split": "val", "held_out_images": BENCHMARKS["imagenet"].val_images}
-        trained = {
-            run["weights_hash"]
-            for source in self.score_sources
-            if about.items() <= source.metrics.items() and self.model_key(source.metrics, source.path) == model
-            for run in source.metrics.get("by_seed", ())
-        }
-        for source in self.sources:
-            m = source.metrics
-            if (
-                (m.get("protocol"), m.get("samples"), m.get("image_size")) == (REFERENCE, DRAWN, 256)
-                and m["weights_hash"] in trained
-                and m["sampling"] == asked["sampling"]
-                and len(m["classes"]) == about["classes"]
-                and m.get(key) is not None
-            ):
-                self.used.add(source.path)
-                return m[key]
-        files = "--vae DECODER --inception inception-2015-12-05.pt"
-        draw = f"repro generate --weights WEIGHTS --samples {DRAWN} {files} --data {REFERENCE}"
-        raise Missing(
-            f"no {DRAWN:,} pictures by a whole training were scored against ADM's reference batch; others are never compared",
-            f"repro profile use paper && repro generate --cell {cell} && {draw}",
-        )
 
     def _raised(self, probe: str) -> float:
         """In what share of the trained models that `repro explain --probe` ran, the steps of a probe raise the inner
@@ -360,14 +320,14 @@ class Results:
         raise Missing(f"{BENCHMARKS[kind].name} is not here", f"repro data check {kind} ROOT")
 
     @cached_property
-    def _paper_profile(self) -> Mapping[str, Any]:
+    def paper_profile(self) -> Mapping[str, Any]:
         file = self.paths.profiles / "paper.yaml"
         return load_yaml(file) if file.is_file() else {}
 
-    def _profile_cell(self, section: str, model: str, kind: str, training: Training = Training()) -> str | None:
+    def find_cell(self, section: str, model: str, kind: str, training: Training = Training()) -> str | None:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
-        prepared = self._paper_profile.get("prepare_data") or {}
-        for name, cell in (self._paper_profile.get(section) or {}).items():
+        prepared = self.paper_profile.get("prepare_data") or {}
+        for name, cell in (self.paper_profile.get(section) or {}).items():
             if (
                 isinstance(cell, Mapping)
                 and "model" in cell
@@ -378,10 +338,10 @@ class Results:
         return None
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        cell, command = self._profile_cell(section, model, kind), "repro profile show paper"
+        cell, command = self.find_cell(section, model, kind), "repro profile show paper"
         if cell is None:
             raise Missing(f"profiles/paper.yaml has no {section} cell for it", command)
-        value: Any = self._paper_profile[section][cell]
+        value: Any = self.paper_profile[section][cell]
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
@@ -393,14 +353,14 @@ class Results:
         return value[-1] if isinstance(value, list) else value
 
     def _profile_setting(self, section: str, key: str) -> float:
-        value = (self._paper_profile.get(section) or {}).get(key)
+        value = (self.paper_profile.get(section) or {}).get(key)
         if value is None:
             raise Missing(f"profiles/paper.yaml does not state {section}.{key}", "repro profile show paper")
         self.used.add("profiles/paper.yaml")
         return value
 
     def _expected(self, kind: str, split: str) -> int:
-        for cell in (self._paper_profile.get("prepare_data") or {}).values():
+        for cell in (self.paper_profile.get("prepare_data") or {}).values():
             if cell.get("kind") == kind and split in (cell.get("expected") or {}):
                 self.used.add("profiles/paper.yaml")
                 return cell["expected"][split]

@@ -19,7 +19,9 @@ from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.recipe import RELEASED
+from repro.papers.linearize.sections import list_students
 from repro.papers.variants import load_variants
+from repro.report.markdown import render_blocks
 from repro.report.results import Results
 from repro.report.variants import find_orders, find_variant
 from repro.tasks.classification.params import ClassifierParams
@@ -356,3 +358,18 @@ def test_frozen_weights_are_said_to_be():
     described, listed = describe(freeze=True)
     assert described["recipe"]["linearize"]["freeze"] and "the new weights alone" in listed[0]
     assert set(RELEASED) >= {"new_lr_factor", "decay_all"}
+
+
+def test_a_student_stands_beside_its_model_from_random_weights(checkout):
+    """Differences of 10 ± 1 points over three seeds: 10 ± 4.303 · 1/√3, and p of t = 10 √3 with 2 degrees of freedom."""
+    options = {"neighbours": 5}
+    shared = {"held_out_images": 1000, "options": options, "steps": 165, "split": "test"}
+    runs = [{"seed": seed, "top1_percent": 90.0 + seed, "untrained_top1_percent": 50.0} for seed in range(3)]
+    student = {"by_seed": runs, "top1_percent": 91.0, "untrained_top1_percent": 50.0, "init": INIT}
+    checkout.train("measured/cpu/ablate/linearize/digits/nat5", "t5_nano_patch4_32", "digits", **shared | student)
+    for name, top1, steps in (("scratch", (80.0, 80.0, 83.0), 165), ("longer", (90.0, 91.0, 92.0), 660)):
+        more = shared | {"steps": steps, "recipe_hash": name}
+        checkout.train(f"measured/cpu/pretrain/{name}", "t5_nano_patch4_32", "digits", top1=top1, **more)
+    text = render_blocks(list_students(JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))))
+    # 10, 11 and 9 points; against the longer training none
+    assert "+10.0 [+7.5, +12.5] points, p 0.0033" in text and text.index("165 steps (") < text.index("660 steps (")

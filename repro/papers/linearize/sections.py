@@ -2,13 +2,14 @@
 data, and where their tokens look.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
 from ...report.gallery import describe_origin
+from ...report.ordering import compare_accuracies
 from ...report.records import Source, describe_seeds, group_by, keep_best, show_mean
 
 SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
@@ -43,16 +44,22 @@ def list_students(report: Report) -> list[Block]:
             known.append(f": top-1 {_show_score(teacher)} after {length}")
         known.append(f". All on {m['data']}, {m['held_out_images']} images of {m['split']}.")
         blocks += [tuple(known), tabulate(_list_columns(teacher, report), students)]
-        shared = {(each.metrics["model"], each.metrics["data"]) for each in students}
-        scratch = [
-            _describe_scratch(each, report)
-            for each in sources
-            if each.is_trained
-            and not each.metrics.get("init")
-            and (each.metrics.get("model"), each.metrics.get("data")) in shared
-        ]
+        scratch = [_describe_scratch(each, students, report) for each in _find_scratch(students, sources)]
         blocks += [Bullets(scratch)] if scratch else []
     return blocks
+
+
+def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list[Source]:
+    """The trainings of the students' models from random weights on the same data, the shortest first."""
+    shared = {(each.metrics["model"], each.metrics["data"]) for each in students}
+    found = [
+        each
+        for each in sources
+        if each.is_trained
+        and not each.metrics.get("init")
+        and (each.metrics.get("model"), each.metrics.get("data")) in shared
+    ]
+    return sorted(found, key=lambda each: each.metrics["steps"])
 
 
 def name_student(metrics: Mapping[str, Any]) -> str:
@@ -139,11 +146,23 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
     }
 
 
-def _describe_scratch(source: Source, report: Report) -> Line:
+def _describe_scratch(source: Source, students: Sequence[Source], report: Report) -> Line:
+    """What random weights come to, and how much better the student of the same choices is, all of whose weights train."""
     length = f"top-1 {_show_score(source)} after {source.metrics['steps']:,} steps"
     text = f" from random weights ({name_student(source.metrics)}): {length}"
     about = f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
-    return code(source.metrics["model"]), text, about
+    known: list[Piece] = [code(source.metrics["model"]), text, about]
+    for student in students:
+        m = student.metrics
+        if name_student(m) == name_student(source.metrics) and not m.get("freeze"):
+            values = {"student": student.by_seed(SCORE), "scratch": source.by_seed(SCORE)}
+            found = compare_accuracies(values, [("student", "scratch")], m["held_out_images"], m["classes"])
+            known += [
+                f" The student after {m['steps']:,} steps differs from it by {pair.show(1)} points, p {pair.p:.2g}."
+                for pair in found
+                if pair.interval is not None
+            ]
+    return tuple(known)
 
 
 def _show_score(source: Source) -> str:
