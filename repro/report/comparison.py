@@ -30,6 +30,12 @@ ERRATA = (
     "writes it from the ledgers, which also hold the dates and the answers (`errata` in repro/papers/*/ledger.yaml)."
 )
 _EVIDENCE = ["where", "it prints", "but"]
+PAPER_PROFILE = "paper"
+# how a number of a paper can be made again
+_DEFAULT_RUN = "made again by the default run"
+_OUTSIDE = "made again by runs outside the pipeline"
+_RERUNNABLE = "can be made again with the papers' data and GPUs"
+_PAPER_ALONE = "known from the paper alone"
 # function of a ledger -> how it counts a model as it is classified, with its head
 _COUNTED = {
     "params_m": "every parameter",
@@ -48,6 +54,31 @@ def find_claims_files(report: Report) -> Line:
 def list_marks(_: Report) -> list[Block]:
     """What the marks mean."""
     return [table(["mark", "what it means"], LEGEND.items())]
+
+
+def count_ways(report: Report) -> list[Block]:
+    """How many of the paper's numbers and statements are made again here, can be with its data and GPUs, or neither."""
+    graph = {source.path for source in report.results.sources if source.stage is not None}
+
+    def find_way(verdict: Verdict) -> str:
+        if verdict.ours is not None:
+            return _DEFAULT_RUN if graph.issuperset(verdict.sources) else _OUTSIDE
+        return _PAPER_ALONE if verdict.command is None or _is_remark(verdict.command) else _RERUNNABLE
+
+    ways = group_by(report.all, find_way)
+    plan = f"repro plan --profile {PAPER_PROFILE}"
+    said = {
+        _DEFAULT_RUN: (code("make reproduce"),),
+        _OUTSIDE: (code("make measure-cpu"), ", in hours"),
+        _RERUNNABLE: (
+            "the commands under “Not measured, and why”; ",
+            code(plan),
+            " says the hours and the memory of GPUs",
+        ),
+        _PAPER_ALONE: ("–",),
+    }
+    rows = [[way, number(len(ways[way])), said[way]] for way in said if way in ways]
+    return [table(["the paper's numbers and statements", "", "how"], rows)]
 
 
 def describe_speed_rule(report: Report) -> str:

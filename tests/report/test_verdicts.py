@@ -5,7 +5,7 @@ truth is by hand.
 import pytest
 
 from repro.core.errors import UserError
-from repro.report.comparison import count_kinds, count_relations, list_differences, not_measurable
+from repro.report.comparison import count_kinds, count_relations, count_ways, list_differences, not_measurable
 from repro.report.markdown import render_blocks
 from repro.report.measured import format_scores
 from repro.report.verdicts import STATUSES
@@ -236,6 +236,22 @@ def test_not_measured_has_a_mark_where_the_papers_other_numbers_agree(checkout):
         "text.x_v": "–",
         "text.wrong_v": "⚠",
     }
+
+
+def test_how_each_number_can_be_made_again(checkout):
+    """Of a record of the graph, of one outside it, of none, and of what nothing measures."""
+    count(checkout)
+    losses = {"inner_loss_after": 2.0, "inner_loss_before": 1.0}
+    checkout.record("measured/cpu/probes/p", {"probe": "ascent", "probed": losses})
+    report = checkout.report_on(
+        "claims:\n"
+        + claim()
+        + claim("100", name="text.y", ours='raised_percent("ascent")')
+        + claim(name="text.z", ours='params_m("toy_small@224")')
+        + claim(name="text.w", ours="", out_of_scope="no model of images")
+    )
+    (found,) = count_ways(report)
+    assert [row[1][0].text for row in found.rows] == ["1"] * 4
 
 
 def test_every_status_can_be_had_and_is_counted(checkout):
