@@ -15,7 +15,12 @@ STAGE = Stage(purpose="run")
 
 def command(
     data: Annotated[str, typer.Option(help="A cell of `prepare_data` of an embedded kind, e.g. digits.")],
-    cell: Annotated[str | None, typer.Option(help="One cell of `pretrain`; without it, all on this data.")] = None,
+    cell: Annotated[
+        str | None,
+        typer.Option(
+            help="One cell of `pretrain`, also one in `by_hand`; without it, all of the pipeline on this data."
+        ),
+    ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, help="Trials that train at once, over the GPUs; on a CPU they share the threads.")
     ] = 1,

@@ -60,7 +60,8 @@ def plan_contest(report: Report) -> Drawings:
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
-    """The record with most of the contest's rows; among equals a GPU's, then the one with most image sizes.
+    """The record with most of the contest's rows; among equals one of the code here, then a GPU's, then the one with
+    most image sizes.
 
     None where no record has both models.
     """
@@ -78,7 +79,8 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
 
     def rank(speeds: Speeds) -> tuple:
         wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)
-        return wanted, speeds.group.device.startswith("cuda"), len(speeds.rows), speeds.source.path
+        is_gpu = speeds.group.device.startswith("cuda")
+        return wanted, speeds.source.is_fresh, is_gpu, len(speeds.rows), speeds.source.path
 
     both = [
         speeds

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.config import bounded, load_section, load_yaml, params_hash
+from ..core.config import BY_HAND, bounded, find_cell, load_section, load_yaml, params_hash
 from ..core.errors import Diverged, RunError, UserError, did_you_mean
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import Paths, find_root
@@ -160,7 +160,7 @@ class Search:
 
 
 def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
-    """The searches of all cells of `STAGE` on a data set, or of one of them.
+    """The searches of all cells of `STAGE` on a data set, or of one, also of one that no stage of the graph trains.
 
     Raises:
         UserError: no such cell, data without a split `tune`, or a search that does not fit a cell.
@@ -175,8 +175,9 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
         )
     folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
     found = {}
-    for name in content.get(STAGE) or ():
-        params = load_section(spec.params, paths.params, STAGE, name)
+    outside = (content.get(BY_HAND) or {}).get(STAGE) or ()
+    for name in [*(content.get(STAGE) or ()), *(name for name in outside if name == cell)]:
+        params = load_section(spec.params, paths.params, *find_cell(paths.params, STAGE, name))
         if params.data == data:
             shared = {"spec": spec, "paths": paths, "runtime": runtime, "folder": folder}
             found[name] = Search(name=name, params=params, tune=tune, **shared)

@@ -165,3 +165,11 @@ def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
         assert stage == STAGE and cell in content[stage]
         optim = load_section(SPEC.params, ROOT / profile, stage, cell).optim
         assert {key: getattr(optim, key) for key in found} == found, name
+
+
+def test_a_cell_outside_the_pipeline_is_searched_where_it_is_named(ready):
+    content = load_yaml(Path("params.yaml"))
+    ((name, cell),) = content["pretrain"].items()
+    Path("params.yaml").write_text(json.dumps(content | {"by_hand": {"pretrain": {"other": cell}}}))
+    assert [search.name for search in find_searches(SPEC, "digits", "other")] == ["other"]
+    assert [search.name for search in find_searches(SPEC, "digits", None)] == [name]
