@@ -11,7 +11,7 @@ import pytest
 
 from repro.core.config import active_profile
 from repro.core.paths import Paths
-from repro.core.record import read_json
+from repro.core.record import read_json, write_json
 from repro.core.runtime import RUN_BEGAN
 from repro.papers import load_papers
 from repro.report.answer import answer_blocks, judge_question, readme_blocks, verdict_block
@@ -121,6 +121,10 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency")
     assert find_speeds(contest, checkout.results()).group.device == checkout.H200
     assert facts(checkout)["anything on a GPU"][0] == checkout.H200
+    file = checkout.paths.results / "measured/a_gpu/efficiency/metrics.json"
+    record = read_json(file)
+    write_json(file, record | {"identity": record["identity"] | {"number_hash": "of older code"}})
+    assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
     speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", mode="train")
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
 
