@@ -44,7 +44,7 @@ class Printed:
 
 
 def describe(params: Any, facts: Mapping[str, Any], printed: Printed) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained: the content of recipe.json, and lines for people; `facts` are for `resolve`."""
+    """How a classifier is trained: the recipe for the record, and lines for people; `facts` are for `resolve`."""
     asked = dataclasses.asdict(params)
     resolved = resolve(asked, printed.choices, **facts)
     departs = find_departures(asked, resolved, printed)

@@ -120,7 +120,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
             files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
             files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
     for file in sorted(root.glob("measured/**/*.json")):
-        if not file.name.endswith(("run.json", "recipe.json", DETAILS_FILE)):
+        if not file.name.endswith(("run.json", DETAILS_FILE)):
             files.append((file, None, None))
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..core.csvfile import read_csv
-from ..core.record import read_json
 from .claims import Report
 from .document import Block, Heading, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
@@ -216,11 +215,11 @@ def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
     """Each group with each table and figure of which it has two variants, unless another one says all that it says, and
     more.
     """
-    pairs, root = _list_pairs(report), report.results.paths.root
+    pairs = _list_pairs(report)
     return [
         (group, where)
         for group, where in pairs
-        if not any(_surpasses(other, group, where, root) for other, at in pairs if at is where)
+        if not any(_surpasses(other, group, where) for other, at in pairs if at is where)
     ]
 
 
@@ -229,24 +228,23 @@ def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
     return [(group, where) for group in groups for where in report.paper.compared if len(group.at(where)) > 1]
 
 
-def _surpasses(other: Group, group: Group, where: VariantTable, root: Path) -> bool:
+def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
     """Whether another group has all variants of a group, on the same data by the same recipes with more seeds, as those
     outside the pipeline may.
 
-    The recipe is that of recipe.json. `recipe_hash` also covers what changes no weights, such as the epochs of
+    The recipe is the one that was written out: `recipe_hash` also covers what changes no weights, such as the epochs of
     snapshots.
     """
     if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
         return False
     ours, theirs = group.at(where), other.at(where)
-    return all(
-        name in theirs and _read_recipe(theirs[name], root) == _read_recipe(source, root)
-        for name, source in ours.items()
-    )
+    return all(name in theirs and _read_recipe(theirs[name]) == _read_recipe(source) for name, source in ours.items())
 
 
-def _read_recipe(source: Source, root: Path) -> dict[str, Any]:
-    return read_json(root / source.folder / "recipe.json")
+def _read_recipe(source: Source) -> dict[str, Any]:
+    """The recipe without the machine."""
+    recipe = source.identity["recipe"]
+    return {**recipe, "precision": recipe["precision"]["dtype"]}
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:

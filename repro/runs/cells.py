@@ -21,7 +21,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
-from ..core.record import atomic, make_identity, read_record, sweep, write_json, write_record
+from ..core.record import atomic, make_identity, read_record, sweep, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
@@ -106,7 +106,7 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     """Train cells with each of their seeds, and write their results.
 
     A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
-    first seed; curve.csv of every seed; recipe.json; and the record with the means over the seeds. What a seed leaves
+    first seed; curve.csv of every seed; and the record with the recipe and the means over the seeds. What a seed leaves
     stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
     by the same parameters, data and code, are not trained again.
 
@@ -176,8 +176,11 @@ def record_cell(
     if cell.ranks.world_size > 1:
         place["device"] += f", {cell.ranks.world_size} processes"
     identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
+    recipe, _ = _describe_recipe(job, cell.params.seeds[0])
     seconds = time.monotonic() - started
-    write_record(cell.folder, metrics, identity, seconds, scores=cell.spec.scores)
+    # DVC compares metrics.json of the graph's cells, which has the scores alone; any other record is one file
+    scores = cell.spec.scores if cell.folder == cell.paths.cell(cell.stage, cell.name) else ()
+    write_record(cell.folder, metrics, identity | recipe, seconds, scores=scores)
     if job.task.device.type == "cuda":
         code = [*_code_of(cell), "repro.bench.speed"]  # it makes the record one of speed
         identity = make_identity(cell.paths.root, code, cell.params, data_manifest=cell.inputs[0], **place)
@@ -273,7 +276,7 @@ def format_load_report(report: Mapping[str, str]) -> list[str]:
 
 
 def _describe_recipe(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """The content of recipe.json, and lines for people: the cell's recipe, else its parameters and where they run."""
+    """The recipe for the record, and lines for people: the cell's recipe, else its parameters and where they run."""
     world_size = job.cell.ranks.world_size
     params = job.params.with_seed(seed)
     facts = {
@@ -370,7 +373,6 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
             metrics |= {f"{key}_reason": "one seed has no spread" for key in (std, ci95)}
     if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
         metrics["without_learning"] = baseline
-    write_json(cell.folder / "recipe.json", _describe_recipe(job, params.seeds[0])[0])
     return metrics
 
 

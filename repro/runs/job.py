@@ -18,7 +18,7 @@ from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
 from ..training.params import InitParams, TrainParams
 
-# the parameters of a training and facts about the run -> the recipe for recipe.json, and its lines for people
+# the parameters of a training and facts about the run -> the recipe for the record, and its lines for people
 Recipe = Callable[[TrainParams, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 
 

@@ -52,7 +52,6 @@ def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, l
         folder = f"measured/cpu/ablate/{room}/digits/{name}"
         top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
         checkout.train(folder, model, "digits", held_out_images=100_000, top1=top1, **about)
-        checkout.write(f"results/{folder}/recipe.json", "{}")
     results = Results(checkout.paths, [checkout.paper, paper], SCORES)
     (group,) = find_groups(results, paper.variants)
     where = next(table for table in paper.compared if table.place == place)

@@ -323,7 +323,6 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
                 for seed, wobble in enumerate((-0.01, 0.0, 0.01))
                 for epoch in (2, 16)
             ]
-            checkout.write(f"results/measured/cpu/ablate/vit3/{folder}/{name}/recipe.json", "{}")
             write_csv(checkout.paths.results / f"measured/cpu/ablate/vit3/{folder}/{name}/curve.csv", rows)
         report = JUDGE(PAPER, Results(checkout.paths, [checkout.paper, PAPER], SCORES))
         (group,) = [each for each in find_groups(report.results, PAPER.variants) if each.common["data"] == folder]

@@ -121,6 +121,7 @@ class Checkout:
             "backend": "torch",
             "data_manifest_hash": None,
             "versions": {"python": "3.12.1", "torch": "2.14.1"},
+            "recipe": {"precision": {"dtype": dtype, "device": device}},
         }
         write_record(self.paths.results / path, metrics, identity, seconds=1.0, name=name)
 
