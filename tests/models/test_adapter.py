@@ -93,11 +93,6 @@ def test_injection_passes_class_tokens_by(family, options):
     assert same.nonzero().flatten().tolist() == list(adapter.backbone.prefix_positions(h * w))
 
 
-def test_weights_outside_the_blocks_are_taken_off():
-    adapter = nano()
-    assert not [name for name in adapter.state_dict() if name.startswith(("backbone.norm", "backbone.head"))]
-
-
 @pytest.mark.parametrize("features", ["last", "each"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_the_final_norm_the_tokens_pass_it_before_they_are_added(family, features):
@@ -123,12 +118,6 @@ def test_with_the_final_norm_the_tokens_pass_it_before_they_are_added(family, fe
     torch.testing.assert_close((found[True] - found[False]).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_final_norm_must_be_there():
-    """timm's ViTs that average their patches have a `fc_norm` behind the average instead."""
-    with pytest.raises(ValueError, match="vit_tiny_patch16_224: it has no final norm; leave out final_norm"):
-        build_pyramid("vit_tiny_patch16_224", options={"global_pool": "avg"}, final_norm=True)
-
-
 def test_order_of_the_interactions():
     adapter, order = nano(), []
     for name in ("injectors", "extractors", "trunk.blocks"):
@@ -138,19 +127,6 @@ def test_order_of_the_interactions():
     with torch.no_grad():
         adapter(torch.randn(1, 3, 32, 32))
     assert order == ["i0", "t0", "e0", "i1", "t1", "e1", "i2", "t2", "e2", "i3", "t3", "e3", "e4", "e5"]
-
-
-@pytest.mark.parametrize("height, width", [(64, 96), (33, 100), (1, 32)])
-def test_maps_are_of_the_padded_image(height, width):
-    adapter, image = nano(), torch.randn(2, 3, height, width)
-    padded = torch.zeros(2, 3, -(-height // 32) * 32, -(-width // 32) * 32)
-    padded[:, :, :height, :width] = image
-    with torch.no_grad():
-        maps, expected = adapter(image), adapter(padded)
-    assert [tuple(m.shape) for m in maps] == [
-        (2, 64, padded.shape[2] // s, padded.shape[3] // s) for s in (4, 8, 16, 32)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
 
 
 def test_reference_points_are_cell_centres_row_by_row():
@@ -253,20 +229,6 @@ def test_drop_path_rates():
     assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | {
         f"backbone.blocks.{i}.drop_path": pytest.approx(0.1 * i) for i in range(1, 4)
     }
-
-
-def test_initial_values():
-    adapter = nano("vit3", size=AdapterSize(num_heads=4, prior_channels=32))
-    stem, up, dwconv = adapter.prior.stages[1][0], adapter.up, adapter.extractors[0].ffn.dwconv
-    for weight, fan_out in ((stem.weight, 9 * 64), (up.weight, 4 * 64), (dwconv.weight, 9)):
-        assert weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.15)
-    assert adapter.extractors[0].ffn.fc1.weight.std().item() == pytest.approx(0.02, rel=0.15)
-    assert adapter.level_embed.std().item() == pytest.approx(1, rel=0.2)
-    bound = math.sqrt(6 / (64 + 64))
-    assert 0.95 * bound < adapter.injectors[3].attn.value_proj.weight.abs().max() <= bound
-    own = {name: p for name, p in adapter.named_parameters() if not name.startswith("backbone.")}
-    zero = [name for name in own if name.endswith((".gamma", ".bias")) and "offset_proj" not in name]
-    assert len(zero) > 60 and not any(own[name].any() for name in zero)
 
 
 def test_which_tokens_are_added_to_the_maps():
@@ -409,29 +371,3 @@ def test_backends_are_chosen_everywhere():
     assert adapter.selected_backend(torch.float32) == "reference"
     adapter.injectors[0].attn.backend = "torch"
     assert adapter.selected_backend(torch.float32) == "reference+torch"
-
-
-def test_backends_agree():
-    adapter, image = shaken(nano()), torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        found = [adapter(image)]
-        adapter.set_backend("reference")
-        found.append(adapter(image))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name, options, kwargs, message",
-    [
-        ("vittt_nano_patch16_144", {"embed_dim": 128, "num_heads": 2}, {}, "width 128"),
-        ("vittt_nano_patch16_144", {"depth": 3}, {}, "patches of 16 pixels and 3 blocks"),
-        ("vittt_nano_patch16_144", {"patch_size": 8}, {}, "patches of 8 pixels and 4 blocks"),
-        ("vittt_nano_patch16_144", {}, {"features": "every"}, "'every'"),
-        ("deit_nano_patch16_144", {"reg_tokens": 2}, {}, "register tokens"),
-        ("vittt_nano_patch16_14", {}, {}, "did you mean"),
-    ],
-)
-def test_what_does_not_fit_is_refused(name, options, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        build_pyramid(name, options=options, **kwargs)

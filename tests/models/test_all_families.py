@@ -3,6 +3,7 @@ torch.compile.
 """
 
 import os
+import re
 import sys
 
 import pytest
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from repro.models.backbone import PlainBackbone, remove_tokens
 from repro.models.hierarchy import Hierarchy
+from repro.training.optim import build_optimizer
+from repro.training.params import OptimParams
 from tests.models.helpers import HIERARCHICAL, OWN, nano, nano_name, relative, shaken
 from tests.slow import first
 
@@ -143,15 +146,6 @@ def test_features_of_a_hierarchy_agree_with_feature_info(family):
     assert {name for name, _ in backbone.named_parameters()} == kept
 
 
-@pytest.mark.parametrize(
-    ("family", "option"),
-    [*((family, "pool") for family in ("vim", "vit3", "vrwkv", "study", "t5")), *((f, "chunks") for f in OWN)],
-)
-def test_an_option_that_changes_nothing_is_refused(family, option):
-    with pytest.raises(TypeError, match=f"(argument|option) '?{option}"):
-        nano(family, **{option: "max"})
-
-
 @pytest.mark.parametrize("family", OWN)
 def test_entry_points_are_functions_of_the_familys_module(family):
     module = sys.modules[f"repro.models.{family}"]
@@ -199,6 +193,50 @@ def test_every_parameter_has_a_layer(family, options):
     assert set(groups[0]) == {
         name for name in names if name.startswith(("cls_token", "cls_pos_embed", "pos_embed", "patch_embed"))
     }
+
+
+FAMILIES_OF_OURS = (*OWN, *HIERARCHICAL)
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_OURS)
+def test_stochastic_depth_grows_over_the_blocks_and_spares_what_is_no_branch(family):
+    """From 0 to the rate; at a rate of 1 a block does what it does where its mixer and its MLP return nothing."""
+    model, given = shaken(nano(family, drop_path_rate=0.3)), []
+    blocks = [block for stage in model.stages for block in stage.blocks] if family in HIERARCHICAL else model.blocks
+    expected = [0.3 * i / (len(blocks) - 1) for i in range(len(blocks))]
+    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks] == pytest.approx(expected)
+    block = blocks[-1]
+    block.register_forward_pre_hook(lambda module, inputs: given.append(inputs))
+    with torch.no_grad():
+        model(torch.randn(2, 3, 96, 64))
+        block.train().drop_path.drop_prob = 1.0
+        dropped = block(*given[0])
+        for name in ("attn", "mixer", "att", "mlp", "ffn"):
+            if hasattr(block, name):
+                getattr(block, name).register_forward_hook(lambda module, inputs, out: torch.zeros_like(out))
+        torch.testing.assert_close(dropped, block.eval()(*given[0]))
+
+
+# by name, what does not decay though it has more than one dimension
+EXEMPT = {
+    "vittt": r"^(pos_embed|cls_token|cls_pos_embed)$|mixer\.(ln_weight|ln_bias|b0|token_scale)$",
+    "vim": r"^(pos_embed|cls_token)$",
+    **dict.fromkeys(HIERARCHICAL, "^$"),
+}
+EXEMPT["ladder_vittt"] = EXEMPT["vittt"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_OURS)
+def test_weight_decay_falls_on_matrices_but_for_embeddings_and_inner_norms(family):
+    """VRWKV's release spares norms and biases alone."""
+    model = nano(family, **{"vittt": {"pool": "head"}, "vrwkv": {"post_norm": True}}.get(family, {}))
+    groups = build_optimizer(model, OptimParams(lr=1e-3), 512).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        expected = parameter.ndim > 1 and not re.search(EXEMPT.get(family, r"pos_embed$|positions\.table$"), name)
+        if family == "vrwkv":
+            expected = not re.search(r"(norm|ln\d)\.weight$|\.bias$", name)
+        assert (id(parameter) in decayed) == expected, name
 
 
 @pytest.mark.parametrize(("family", "backend"), [("vittt", "numba"), ("vim", "numba"), ("vrwkv", "numba")])

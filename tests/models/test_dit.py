@@ -12,7 +12,7 @@ from repro.bench.build import create
 from repro.bench.flops import OperatorCounter, cost
 from repro.core.errors import UserError
 from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, official_state_dict
-from repro.models.registry import build_denoiser, build_model, family_module
+from repro.models.registry import build_denoiser, family_module
 from repro.models.weights import load_state, save_weights
 from repro.tasks.generation.data import fill
 from tests.models.helpers import relative, shaken
@@ -302,15 +302,3 @@ def test_the_mixer_of_a_dit5_is_the_releases():
 def test_denoisers_have_their_own_register():
     assert family_module("dit3_small_patch2") == family_module("dit_base_patch8") == "repro.models.dit"
     assert not timm.is_model("dit3_small_patch2")
-    for wrong, message in (
-        ("dit3_smal_patch2", "no such denoiser; did you mean 'dit3_small_patch2'"),
-        ("vit3_nano_patch16_144", "not a denoiser"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_denoiser(wrong)
-    with pytest.raises(ValueError, match="cannot be built with {'mixer': 'tt'}: mixer 'tt' is not softmax, ttt or t5"):
-        build_denoiser("dit3_nano_patch4", mixer="tt")
-    with pytest.raises(ValueError, match="embed_dim 50 is not a multiple of num_heads 2 and of 4"):
-        build_denoiser("dit_nano_patch4", embed_dim=50)
-    with pytest.raises(ValueError, match="cannot be built with .*drop_path_rate"):
-        build_model("dit_nano_patch4", img_size=32, drop_path_rate=0.1)

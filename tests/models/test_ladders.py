@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from timm import create_model
 
 from kernels.ttt_linear.reference import ttt_linear_dual
 from repro.models.inner import InnerLoop
-from repro.models.ladder_vit3 import ViT3Ladder
 from repro.models.ttt_mixer import STEPS as VITTT_STEPS
 from repro.models.ttt_mixer import TTTMixer
 from repro.models.vit3 import STEPS, InnerTraining
@@ -94,41 +92,6 @@ def test_a_step_as_derived_follows_its_loss(step, steps):
     assert relative(found, stated) < 1e-12
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_ascent_from_mirrored_values_trains_as_descent_bit_for_bit(optimizer):
-    """Loss by loss and weight by weight, with weight decay, clipping and label smoothing; the value rows keep their
-    turned sign.
-    """
-    losses, weights = {}, {}
-    for step in ("own", "ascent"):
-        torch.manual_seed(0)
-        model = ViT3Ladder(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5, step=step)
-        rows = slice(32, 48)  # of q, k, v and the convolution's three, v of the heads is the third
-        values = [parameter for block in model.blocks for parameter in (block.attn.qkv.weight, block.attn.qkv.bias)]
-        if step == "ascent":
-            with torch.no_grad():
-                for parameter in values:
-                    parameter[rows] *= -1
-        tuned = optimizer(model.parameters(), lr=1e-2, weight_decay=0.05)
-        losses[step] = []
-        for _ in range(5):
-            images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 5, (4,))
-            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
-            tuned.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            tuned.step()
-            losses[step].append(loss.item())
-        weights[step] = [parameter.detach().clone() for parameter in model.parameters()]
-        turned = [
-            place for place, parameter in enumerate(model.parameters()) if any(parameter is value for value in values)
-        ]
-    for place in turned:
-        weights["ascent"][place][rows] *= -1
-    assert losses["own"] == losses["ascent"] and len(set(losses["own"])) == 5
-    assert all(torch.equal(a, b) for a, b in zip(weights["own"], weights["ascent"], strict=True))
-
-
 @pytest.mark.parametrize(("ladder", "family"), [("ladder_vit3", "vit3"), ("ladder_vittt", "vittt")])
 def test_the_unchanged_ladder_is_the_model_itself(ladder, family):
     x = torch.randn(2, 3, 144, 144, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -207,31 +170,6 @@ def test_with_keys_for_queries_nobody_reads_the_queries_convolution():
     assert not [name for name, _ in model.named_parameters() if "conv_q" in name]
     _, arguments = model.blocks[0].mixer._project(torch.randn(1, 81, 64))
     assert arguments.q is arguments.k
-
-
-@pytest.mark.parametrize("step", ["plain", "dot"])
-def test_what_nothing_reads_is_no_parameter(step):
-    model = nano("ladder_vittt", step=step)
-    model.train()(torch.randn(2, 3, 144, 144)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert not [name for name in model.state_dict() if name.endswith(("b0", "mixer.ln_weight", "mixer.ln_bias"))]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("ladder_vit3_nano_patch4_32", {"step": "v2"}, "step 'v2': not known; known: own, ascent, q_is_k, v1, v3"),
-        ("ladder_vit3_nano_patch4_32", {"inner_steps": 0}, "inner epochs 0: expected 1 or more"),
-        ("ladder_vittt_nano_patch16_144", {"step": "plane"}, "step 'plane': not known; did you mean 'plain'?"),
-        ("lact_nano_patch4_32", {"step": "v7"}, "step 'v7': not known; known: own, ascent"),
-        ("lact_nano_patch4_32", {"chunk_size": -1}, "chunk_size -1: expected 1 or more tokens, or 0 for all of them"),
-        ("lact_nano_patch4_32", {"num_heads": 48}, "a head of width 1 has vectors; use step v6 or fewer heads"),
-    ],
-)
-def test_wrong_options_say_what_to_do(name, options, message):
-    with pytest.raises(ValueError) as error:
-        create_model(name, **options)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("step", VITTT_STEPS)

@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention
-from timm.optim import param_groups_weight_decay
 from torch import Tensor
 
-from repro.bench import build
-from repro.bench.flops import cost, counted_macs
+from repro.bench.flops import cost
 from repro.core.errors import UserError
-from repro.models.checkpoints import open_weights
 from repro.models.mambavision import (
     ConvBlock,
     MambaVision,
@@ -23,9 +19,9 @@ from repro.models.mambavision import (
     official_state_dict,
     scan_blocks,
 )
-from repro.models.pyramid import build_pyramid, load_backbone
-from repro.models.weights import read_official, save_weights
-from tests.models.helpers import load_official, nano, relative, shaken
+from repro.models.pyramid import build_pyramid
+from repro.models.weights import read_official
+from tests.models.helpers import load_official, nano, relative
 
 SIZES = ("tiny", "small", "base")
 MODEL = "model_layer_scale/"
@@ -147,37 +143,6 @@ def test_windows_by_hand(size):
                 torch.testing.assert_close(found[b, :, i, j], x[b, :, i, j] + 100 * window + (i % 3 * 3 + j % 3))
 
 
-def test_windows_that_cover_the_grid_are_the_plain_map():
-    model, image = shaken(nano("mambavision")), torch.randn(1, 3, 144, 144)
-    larger = shaken(nano("mambavision", windows=(9, 10)))
-    stage = model.stages[2]
-    with torch.no_grad():
-        x = torch.randn(2, 64, 9, 9)
-        torch.testing.assert_close(stage(x).flatten(2).mT, stage.run_blocks(x.flatten(2).mT, recompute=False))
-        assert relative(larger(image), model(image)) > 1e-4  # padded tokens are seen by the others
-
-
-@torch.no_grad()
-def test_mixer_by_hand():
-    """Token by token; the step size has twice the bias, and the second branch is beside the scan, not a gate."""
-    torch.manual_seed(0)
-    mixer = shaken(MambaVisionMixer(8).double())
-    tokens, E = torch.randn(7, 8, dtype=torch.float64), 4
-    projected = F.pad(tokens @ mixer.in_proj.weight.T, (0, 0, 1, 1))
-    weight = torch.cat((mixer.conv1d_x.weight, mixer.conv1d_z.weight))[:, 0]
-    branches = sum(weight[:, k] * projected[k : k + 7] for k in range(3))
-    branches = branches * torch.sigmoid(branches)
-    u, z = branches[:, :E], branches[:, E:]
-    state, outs = torch.zeros(E, 8, dtype=torch.float64), []
-    for t in range(7):
-        low, B, C = (mixer.x_proj.weight @ u[t]).split((1, 8, 8))
-        step = torch.log1p(torch.exp(mixer.dt_proj.weight @ low + 2 * mixer.dt_proj.bias))
-        state = torch.exp(-step[:, None] * torch.exp(mixer.A_log)) * state + (step * u[t])[:, None] * B
-        outs.append(state @ C + mixer.D * u[t])
-    expected = torch.cat((torch.stack(outs), z), 1) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(mixer(tokens[None])[0], expected, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize(("depth", "kinds"), [(1, "M"), (2, "MA"), (5, "MMMAA"), (8, "MMMMAAAA")])
 def test_which_blocks_scan(depth, kinds):
     model = nano("mambavision", depths=(1, 1, depth, 2))
@@ -229,57 +194,6 @@ def test_published_multiply_adds_of_dense_backbones(size, enlarged, usual):
         assert round(sum(model.paper_mac_terms((800, 1280)).values()) / 1e9, 1) == giga
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("mambavision_tiny_224", {}), ("mambavision_base_224", {}), ("mambavision_nano_144", {"windows": (4, 3)})],
-)
-@pytest.mark.parametrize("image_size", [(224, 224), (70, 102)])
-def test_closed_form_equals_the_operators(name, options, image_size):
-    model = build.create(name, options, image_size, fused=False, device="meta")
-    assert cost(name, options, image_size).macs == counted_macs(model, image_size)
-    assert sum(model.param_terms().values()) == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize(("size", "backbone"), [("tiny", 31_154_368), ("small", 49_372_928), ("base", 96_662_080)])
-def test_dense_backbones_have_the_published_parameters(size, backbone):
-    with torch.device("meta"):
-        pyramid = build_pyramid(f"mambavision_{size}_224")
-    assert sum(p.numel() for p in pyramid.parameters()) == backbone
-
-
-def official_names(depths, *, layer_scale: bool) -> list[str]:
-    """The names of the release, written out."""
-    norm = [f"{{}}.{kind}" for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
-    names = [f"patch_embed.conv_down.{i}.weight" for i in (0, 3)]
-    names += [
-        name.format(part) for part in ("patch_embed.conv_down.1", "patch_embed.conv_down.4", "norm") for name in norm
-    ]
-    names += ["head.weight", "head.bias", *(f"levels.{i}.downsample.reduction.0.weight" for i in range(3))]
-    conv = [f"conv{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")] + [
-        name.format(f"norm{i}") for i in (1, 2) for name in norm
-    ]
-    shared = [f"{part}.{kind}" for part in ("norm1", "norm2", "mlp.fc1", "mlp.fc2") for kind in ("weight", "bias")]
-    shared += ["gamma_1", "gamma_2"] if layer_scale else []
-    linear = ("in_proj", "x_proj", "dt_proj", "out_proj", "conv1d_x", "conv1d_z")
-    scan = ["mixer.A_log", "mixer.D", "mixer.dt_proj.bias", *(f"mixer.{part}.weight" for part in linear)]
-    attention = [f"mixer.{part}.{kind}" for part in ("qkv", "proj") for kind in ("weight", "bias")]
-    for i, depth in enumerate(depths):
-        for j in range(depth):
-            own = conv if i < 2 else shared + (scan if j < -(-depth // 2) else attention)
-            names += [f"levels.{i}.blocks.{j}.{name}" for name in own]
-    return names
-
-
-@pytest.mark.parametrize(("size", "depths"), [("tiny", (1, 3, 8, 4)), ("small", (3, 3, 7, 5)), ("base", (3, 3, 10, 5))])
-def test_official_names(size, depths):
-    with torch.device("meta"):
-        model = timm.create_model(f"mambavision_{size}_224")
-    names = official_names(depths, layer_scale=size == "base")
-    renamed = official_state_dict({name: torch.empty(1) for name in names})
-    assert set(renamed) == set(model.state_dict()) and len(renamed) == len(names)
-    assert "unknown.weight" in official_state_dict({"unknown.weight": torch.empty(1)})
-
-
 @pytest.mark.parametrize("prefix", ["", "module.", "module.encoder.", "encoder."])
 @pytest.mark.parametrize("counters", [True, False])
 def test_official_files(truth, tmp_path, prefix, counters):
@@ -300,99 +214,3 @@ def test_official_files(truth, tmp_path, prefix, counters):
     assert counted == {key: official[key].item() if counters else 0 for key in counted} and len(counted) == 7
     with pytest.raises(UserError, match=r"stages\.2\.blocks\.0\.mixer\.D missing"):
         load_official(model, {key: x for key, x in state.items() if key != "levels.2.blocks.0.mixer.D"})
-
-
-def test_windows_may_differ_from_those_of_the_training(tmp_path):
-    """No weight depends on them: a classifier becomes the backbone of a detector with larger windows."""
-    model, path = shaken(nano("mambavision")), tmp_path / "weights.safetensors"
-    preprocessing = {
-        "input_size": [3, 144, 144],
-        "interpolation": "bicubic",
-        "crop_pct": 1.0,
-        "mean": [0.5] * 3,
-        "std": [0.5] * 3,
-    }
-    options = {"num_classes": 10, "windows": [9, 5]}
-    save_weights(
-        path,
-        model,
-        name="mambavision_nano_144",
-        options=options,
-        preprocessing=preprocessing,
-        classes=list("0123456789"),
-    )
-    pyramid = build_pyramid("mambavision_nano_144", options={"windows": (18, 9)})
-    report = load_backbone(pyramid, open_weights(path))
-    assert report["stages.2.blocks.0.mixer.A_log"] == "used" and report["norm.weight"] == "expected: not needed"
-
-
-@torch.no_grad()
-def test_initialisation():
-    torch.manual_seed(0)
-    model = timm.create_model("mambavision_base_224")
-    block, attention = model.stages[2].blocks[0], model.stages[2].blocks[-1]
-    mixer = block.mixer
-    linears = [mixer.in_proj, mixer.x_proj, mixer.dt_proj, mixer.out_proj, attention.mixer.qkv, attention.mixer.proj]
-    for linear in (*linears, block.mlp.fc1, block.mlp.fc2, model.head):
-        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
-        assert linear.bias is None or not linear.bias.any()
-    for conv in (mixer.conv1d_x, mixer.conv1d_z):
-        assert conv.weight.abs().max() <= 3**-0.5 and conv.weight.std().item() == pytest.approx(1 / 3, rel=0.05)
-    conv = model.stages[1].blocks[0].conv1
-    assert (
-        conv.weight.std().item() == pytest.approx((3 * 9 * 256) ** -0.5, rel=0.05)
-        and conv.bias.abs().max() <= (9 * 256) ** -0.5
-    )
-    torch.testing.assert_close(-mixer.A_log.exp()[5], -torch.arange(1.0, 9))
-    assert (mixer.D == 1).all() and (block.ls1.gamma == 1e-5).all() and (attention.ls2.gamma == 1e-5).all()
-    norms = [module for module in model.modules() if isinstance(module, (torch.nn.LayerNorm, torch.nn.BatchNorm2d))]
-    assert all((norm.weight == 1).all() and not norm.bias.any() for norm in norms)
-    stem = [module.eps for module in model.patch_embed if isinstance(module, torch.nn.BatchNorm2d)]
-    assert stem == [1e-4, 1e-4] and sum(norm.eps == 1e-5 for norm in norms) == len(norms) - 2
-    assert {norm.momentum for norm in norms if isinstance(norm, torch.nn.BatchNorm2d)} == {0.1}
-    assert not any("ls1" in name for name, _ in timm.create_model("mambavision_nano_144").named_parameters())
-
-
-def test_weight_decay():
-    model = nano("mambavision")
-    groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
-    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    names = {
-        name.rpartition(".")[2]
-        for name, p in model.stages[2].blocks[0].mixer.named_parameters(prefix="mixer")
-        if id(p) in decayed
-    }
-    assert names == {"weight", "A_log"} and all((id(p) in decayed) == (p.ndim > 1) for p in model.parameters())
-
-
-def test_stochastic_depth_grows_over_all_blocks():
-    model = nano("mambavision", drop_path_rate=0.5)
-    blocks = [block for stage in model.stages for block in stage.blocks]
-    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks] == pytest.approx(
-        [0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    )
-    for block, x in ((blocks[1], torch.randn(2, 32, 5, 6)), (blocks[-1], torch.randn(2, 9, 128))):
-        block.train().drop_path.drop_prob = 1.0
-        assert torch.equal(block(x), x)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"windows": (9,)}, r"num_heads \[2, 4\] and windows \[9\]: expected one of each for the last two stages"),
-        ({"windows": (9, 0)}, r"windows \[9, 0\]: a side is 0, expected at least 1"),
-        ({"num_heads": (3, 4)}, "width 64 is not a multiple of 2 and of its 3 heads"),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(options, message):
-    with pytest.raises(ValueError, match=message):
-        nano("mambavision", **options)
-
-
-def test_half_precision():
-    model, image = nano("mambavision"), torch.randn(1, 3, 40, 64)
-    with torch.no_grad():
-        expected = model(image)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert relative(model(image).float(), expected) < 0.1
-        assert model.bfloat16()(image.bfloat16()).dtype == torch.bfloat16

@@ -201,21 +201,6 @@ def test_exemptions_from_weight_decay_are_the_backbones():
     assert native("resnet_nano", {}).no_weight_decay() == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("xcit_nano_12_p16_224", {}, "its maps have the strides 16; a pyramid also needs 4"),
-        ("hrnet_w18_small", {}, "neither a plain backbone nor one with timm's forward_intermediates"),
-        ("swin_tiny_patch4_window7_22", {}, "did you mean 'swin_tiny_patch4_window7_224'"),
-        (SWIN, {"embed_dim": 9, "num_heads": 4}, "swin_tiny_patch4_window7_224: cannot be built with"),
-    ],
-)
-def test_what_is_no_pyramid_is_one_line(name, options, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        build_pyramid(name, options=options)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_size_that_a_swin_does_not_take_is_one_line():
     pyramid = native(SWIN, {**SMALL_SWIN, "strict_img_size": True, "img_size": 64})
     pyramid(torch.zeros(1, 3, 64, 64))
@@ -342,12 +327,6 @@ def test_a_final_norm_that_is_kept_is_loaded(tmp_path, name):
     report = load_backbone(adapter, open_weights(path, model=name))
     assert report["norm.weight"] == report["norm.bias"] == "used" and report["head.weight"] == "expected: not needed"
     assert torch.equal(adapter.trunk.norm.weight, model.norm.weight)
-
-
-@pytest.mark.parametrize(("name", "options", "channels"), NATIVE[:1])
-def test_a_native_pyramid_has_norms_of_its_own(name, options, channels):
-    with pytest.raises(ValueError, match="its maps have norms of their own; leave out final_norm"):
-        build_pyramid(name, options=options, final_norm=True)
 
 
 def test_official_weights_under_their_own_names(tmp_path):

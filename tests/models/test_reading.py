@@ -175,23 +175,6 @@ def test_text_and_reading_are_the_same():
     assert Reading.of(dataclasses.asdict(both)) == Reading.of(both) == both
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("gate=sigmoid", "gate: no such switch"),
-        ("gate_activation=tanh", "gate_activation=tanh: expected one of gelu, sigmoid"),
-        ("gate_bias=yes", "gate_bias=yes: expected one of false, true"),
-        ("conv1d_kernel=5", "conv1d_kernel=5: expected one of 4, 3"),
-        ("w0_std=0", "w0_std=0.0: expected a number above 0"),
-        ("eta_base=much", "eta_base=much: expected a number above 0"),
-        ("post_norm", "'post_norm': expected switch=value"),
-    ],
-)
-def test_what_is_no_reading_is_refused_in_one_line(text, line):
-    with pytest.raises(ValueError, match=line):
-        build_model("vittt_nano_patch16_144", reading=text)
-
-
 def _save(path, model, options):
     preprocessing = {
         "input_size": [3, 144, 144],

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from timm import create_model
 
 from repro.bench.build import create
 from repro.bench.flops import cost, counted_macs
@@ -15,10 +14,9 @@ from repro.models.inner import InnerLoop, learn
 from repro.models.inner_mixer import LOOPS, InnerMixer, KeyNorm, attend_linearly
 from repro.models.neighbours import attend_to_neighbours, find_neighbours
 from repro.models.t5 import CHOICES, T5, official_state_dict
-from tests.models.helpers import load_official, nano, relative, shaken
+from tests.models.helpers import load_official, nano, relative
 
 TINY = "t5_tiny_patch16_224"
-INNERS = ("linear", "projqk", "gate", "2layer", "3layer", "swiglu")
 BLOCKS = {
     "swiglu_kin_dwcqk": {"inner": "swiglu", "dwc": "qk"},
     "two_layer_kin": {"inner": "2layer"},
@@ -120,11 +118,6 @@ def test_counts_are_those_that_the_paper_prints(inner, key_norm, dwc, window, pa
     assert abs(sum(fvcore_terms(TINY, options, (224, 224)).values()) / 1e9 - printed) < 0.0061
 
 
-@pytest.mark.parametrize(("size", "params"), {"small": 23_026_792, "base": 79_270_376}.items())
-def test_parameters_of_the_sizes_of_the_release(size, params):
-    assert cost(f"t5_{size}_patch16_224", {}, (224, 224)).num_params == params
-
-
 def test_multiply_adds_of_the_release_by_hand():
     """T5-T, and with two layers, as the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the
     keys' norm.
@@ -183,60 +176,6 @@ def test_neighbourhood_attention_by_loops(grid, window):
             query = q[:, :, i * columns + j, None]
             expected[:, :, i * columns + j] = ((query @ k[:, :, near].mT / 2).softmax(-1) @ v[:, :, near])[:, :, 0]
     assert relative(attend_to_neighbours(q, k, v, grid, window), expected) < 1e-12
-
-
-def test_a_window_over_the_whole_grid_is_softmax_attention():
-    q, k, v = torch.randn(3, 2, 2, 25, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert relative(attend_to_neighbours(q, k, v, (5, 5), 5), F.scaled_dot_product_attention(q, k, v)) < 1e-12
-
-
-@pytest.mark.parametrize("inner", INNERS)
-def test_a_constant_added_to_the_keys_changes_nothing_behind_their_norm(inner):
-    """As in softmax attention: a key's bias cancels behind an instance norm, and does not without it."""
-    x = torch.randn(2, 81, 64, generator=torch.Generator().manual_seed(0))
-    for key_norm, same in (("instance", True), ("none", False)):
-        torch.manual_seed(0)
-        mixer = InnerMixer(64, 2, inner, key_norm)
-        mixer.init_weights()
-        shaken(mixer)
-        before = mixer(x, (9, 9))
-        with torch.no_grad():
-            mixer.qkv.bias[64:128] += torch.linspace(-2, 2, 64)
-        assert (relative(mixer(x, (9, 9)), before) < 1e-4) == same
-
-
-@pytest.mark.parametrize("dwc", ["none", "v", "qk"])
-def test_neighbours_see_what_is_projected(dwc):
-    """Half of the output is neighbourhood attention of q, k and v before norm and convolutions."""
-    torch.manual_seed(0)
-    mixed, alone = InnerMixer(24, 2, "gate", "instance", dwc, 3), InnerMixer(24, 2, "gate", "instance", dwc)
-    mixed.init_weights()
-    shaken(mixed)
-    alone.load_state_dict(mixed.state_dict())
-    x = torch.randn(1, 20, 24)
-    q, k, v = mixed.qkv(x).view(1, 20, 3, 2, 12).permute(2, 0, 3, 1, 4)
-    near = attend_to_neighbours(q, k, v, (4, 5), 3).transpose(1, 2).flatten(2)
-    raw = mixed.mix(*mixed.qkv(x).chunk(3, -1), (4, 5))
-    assert relative(raw, 0.5 * alone.mix(*mixed.qkv(x).chunk(3, -1), (4, 5)) + 0.5 * near) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"inner": "3layers"}, "inner '3layers': not known; did you mean '3layer'?"),
-        ({"key_norm": "kin"}, "key_norm 'kin': not known"),
-        ({"dwc": "k"}, "dwc 'k': not known"),
-        ({"neighbours": 4}, "neighbours 4: expected an odd side of a window, or 0 for none"),
-        (
-            {"inner": "softmax"},
-            "inner softmax: attends as the pretrained model does; it goes with key_norm none, dwc none and neighbours 0",
-        ),
-    ],
-)
-def test_wrong_options_are_one_line(options, error):
-    with pytest.raises(ValueError) as found:
-        create_model("t5_nano_patch16_144", **options)
-    assert str(found.value).startswith(error)
 
 
 def test_only_what_a_softmax_model_lacks_is_new():

@@ -52,13 +52,6 @@ def test_the_tiny_size_is_built_runs_and_learns(name):
 
 
 @each
-def test_features_only(name):
-    model = build(name, features_only=True)
-    maps = model(draw(model, 1))
-    assert [each.shape[1] for each in maps] == model.feature_info.channels()
-
-
-@each
 def test_the_head_is_taken_off(name):
     """`reset_classifier(0)` leaves pooled features, and `(0, "")` leaves them unpooled, as `global_pool=""` does."""
     model = build(name)
@@ -159,16 +152,16 @@ def test_a_rate_outside_0_to_1_is_refused(name, rate):
 
 @each
 def test_low_precision(name):
+    """Weights of bf16, and autocast."""
     model = build(name)
     image = draw(model)
-    expected, found = model(image), model.bfloat16()(image.bfloat16())
-    assert found.dtype == torch.bfloat16
-    assert (found.float() - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
-
-
-def test_a_wrong_option_gets_the_nearest_name():
-    with pytest.raises(TypeError, match=r"chunksize.*chunk_size"):
-        build("vittt_nano_patch16_144", chunksize=4)
+    expected = model(image)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model(image)
+    low = model.bfloat16()(image.bfloat16())
+    assert low.dtype == torch.bfloat16
+    for found in (mixed, low):
+        assert (found.float() - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
 
 
 @each_own

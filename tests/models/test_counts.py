@@ -1,0 +1,60 @@
+"""Counts of every family with a closed form: published parameters, and the products that a counter sees."""
+
+import pytest
+
+from repro.bench.build import create
+from repro.bench.flops import cost, counted_macs
+from repro.models.fast_weights import LADDER
+from tests.models.helpers import nano_name
+
+# VRWKV's and Vim's stand with their multiply-adds in their own tests, Vittt's in tests/bench/test_flops.py
+PARAMETERS = {
+    "hvit3_tiny_224": 28_703_560,
+    "hvit3_small_224": 54_362_056,
+    "hvit3_base_224": 94_369_304,
+    "vit3_tiny_patch16_224": 6_149_416,
+    "vit3_small_patch16_224": 23_799_400,
+    "vit3_base_patch16_224": 90_055_912,
+    "t5_small_patch16_224": 23_026_792,
+    "t5_base_patch16_224": 79_270_376,
+}
+SQUARE, PADDED = [(144, 144), (32, 80)], [(224, 224), (70, 102)]
+CLOSED_FORMS = [
+    ("study", {}, SQUARE),
+    ("study", {"mixer": "softmax", "positions": "table"}, SQUARE),
+    ("study", {"inner_model": "conv", "inner_rate": "dynamic", "num_classes": 0}, SQUARE),
+    ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}, SQUARE),
+    ("t5", {"inner": "projqk", "dwc": "cpe", "layer_scale": True}, SQUARE),
+    ("t5", {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0}, SQUARE),
+    ("lact", {"inner_ratio": 2.0}, SQUARE),
+    *(
+        ("lact", {"step": step, "order": order, "inner_steps": 2, "chunk_size": 20}, SQUARE[:1])
+        for step in LADDER
+        for order in ("before", "after", "end")
+    ),
+    *(("ladder_vit3", {"step": step, "inner_steps": 2}, SQUARE) for step in ("own", "v1", "v3", "v6_as_run")),
+    ("hvit3", {}, PADDED),
+    ("hvit3", {"num_classes": 0}, PADDED),
+    ("vmamba", {"expand": 2}, PADDED),
+    ("mambavision", {"windows": (4, 3)}, PADDED),
+    ("mambavision", {"windows": (14, 7), "layer_scale": 1e-5}, PADDED),
+]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_parameters(name):
+    assert cost(name, {}, (224, 224)).num_params == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sizes"),
+    CLOSED_FORMS,
+    ids=["-".join(map(str, (case[0], *case[1].values()))) for case in CLOSED_FORMS],
+)
+def test_closed_forms_add_up(family, options, sizes):
+    """To the parameters of the model and to the products that a counter sees, on square and other grids."""
+    for size in sizes:
+        counted = cost(nano_name(family), options, size)
+        model = create(nano_name(family), options, size, fused=False, device="meta")
+        assert counted.method == "analytic" and counted.num_params == sum(p.numel() for p in model.parameters())
+        assert counted_macs(model, size) == counted.macs
