@@ -1,13 +1,17 @@
-"""What the tests of all families share: small models, parameters away from their initial values, and a measure of
-error.
+"""What the tests of all families share: small models, parameters away from their initial values, files of tensors and
+weights, and measures of error.
 """
 
+from pathlib import Path
+
+import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
-from repro.models.weights import adapt_to_size, load_state, translate_official
+from repro.models.registry import build_model
+from repro.models.weights import adapt_to_size, load_state, save_weights, translate_official
 
 # families of `Hierarchy`, and those whose tokens have one grid but for timm's own: all that have a nano for these tests
 HIERARCHICAL = tuple(name.removesuffix("_nano_144") for name in timm.list_models("*_nano_144"))
@@ -15,6 +19,13 @@ OWN = tuple(
     name.removesuffix("_nano_patch16_144")
     for name in timm.list_models("*_nano_patch16_144", exclude_filters=["deit_*", "t5_softmax_*"])
 )
+PREPROCESSING = {
+    "input_size": [3, 144, 144],
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "mean": [0.5] * 3,
+    "std": [0.5] * 3,
+}
 
 
 def nano_name(family: str) -> str:
@@ -37,10 +48,50 @@ def shaken(module: nn.Module) -> nn.Module:
     return module
 
 
+def frozen_statistics(model: nn.Module) -> nn.Module:
+    """The model in training mode, but for batch norms, whose statistics would mix the images of a batch."""
+    for module in model.train().modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
 def relative(ours: Tensor, truth: Tensor) -> float:
     """The largest error as a share of the largest true value."""
     assert ours.shape == truth.shape
     return ((ours.double() - truth.double()).abs().max() / truth.double().abs().max()).item()
+
+
+def gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """Of the sum of all squared outputs, by parameter."""
+    model.zero_grad()
+    out = model(*inputs)
+    sum(each.square().sum() for each in ([out] if isinstance(out, Tensor) else out)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_recomputing_changes_nothing(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """Of the gradients, which it returns, in the backward pass of a model with stochastic depth or without."""
+    found = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(3)
+        found.append(gradients(model, *inputs))
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, msg=lambda text, name=name: f"{name}: {text}")
+    return found[0]
+
+
+def read_data(file: str, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in a file of tests/data whose names begin with the prefix, without it."""
+    with np.load(Path(__file__).parents[1] / "data" / file) as stored:
+        names = [name for name in stored if name.startswith(prefix) and stored[name].dtype.kind != "U"]
+        return {name.removeprefix(prefix): torch.from_numpy(np.asarray(stored[name])) for name in names}
+
+
+def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tuple[int, int] | None = None) -> None:
@@ -48,3 +99,19 @@ def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tupl
     state = translate_official(state, type(model).__module__)
     state = adapt_to_size(model, state, trained_size) if trained_size else state
     load_state(model, state, f"official weights do not fit {type(model).__name__} as built")
+
+
+def save_model(
+    path: Path, name: str, *, model: nn.Module | None = None, side: int = 144, classes=10, task=None, **options
+):
+    """Write the file that a training of a classifier leaves, with random weights or those of a model that was built with
+    the options; returns the model.
+    """
+    names = [f"class {i}" for i in range(classes)] if isinstance(classes, int) else classes
+    options = {**options, "num_classes": len(names), "img_size": side}
+    if model is None:
+        torch.manual_seed(1)
+        model = shaken(build_model(name, **options)).eval()
+    preprocessing = PREPROCESSING | {"input_size": [3, side, side]}
+    save_weights(path, model, name=name, options=options, preprocessing=preprocessing, classes=names, task=task)
+    return model

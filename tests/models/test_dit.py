@@ -1,7 +1,5 @@
 """DiT and DiT3 against the official release, against exact counts, and what a denoiser must do whatever its mixer is."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import timm
@@ -15,10 +13,9 @@ from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, o
 from repro.models.registry import build_denoiser, family_module
 from repro.models.weights import load_state, save_weights
 from repro.tasks.generation.data import fill
-from tests.models.helpers import relative, shaken
+from tests.models.helpers import assert_recomputing_changes_nothing, below, read_data, relative, shaken
 from tests.slow import first
 
-FILE = Path(__file__).parents[1] / "data" / "dit3.npz"
 VARIANTS = [
     ("dit_nano_patch4", {}),
     ("dit_nano_patch4", {"cpe": True, "learn_sigma": True}),
@@ -26,15 +23,6 @@ VARIANTS = [
     ("dit5_nano_patch4", {}),
 ]
 each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
-
-
-def read(prefix: str) -> dict[str, Tensor]:
-    with np.load(FILE) as file:
-        return {
-            key.removeprefix(prefix): torch.from_numpy(file[key])
-            for key in file
-            if key.startswith(prefix) and file[key].dtype.kind != "U"
-        }
 
 
 def small(name: str = "dit3_nano_patch4", **options) -> Denoiser:
@@ -48,7 +36,7 @@ def make_inputs(batch: int = 2, channels: int = 1, size: tuple[int, int] = (12, 
 
 
 def test_block_equals_the_official_release():
-    truth = read("block/")
+    truth = read_data("dit3.npz", "block/")
     block = DiTBlock(32, 4, "ttt", cpe=True)
     state = {
         key.removeprefix("state_dict/").replace("adaLN_modulation.1.", "modulation."): v
@@ -61,31 +49,31 @@ def test_block_equals_the_official_release():
     out.backward(truth["cot"])
     assert relative(out, truth["out"]) < 1e-5
     assert relative(x.grad, truth["grad_x"]) < 1e-4 and relative(c.grad, truth["grad_c"]) < 1e-4
-    gradients = {key.removeprefix("grads/"): value for key, value in truth.items() if key.startswith("grads/")}
-    assert len(gradients) == 5
-    for name, expected in gradients.items():
+    expected_gradients = below(truth, "grads/")
+    assert len(expected_gradients) == 5
+    for name, expected in expected_gradients.items():
         found = block.get_parameter(name.replace("adaLN_modulation.1.", "modulation."))
         assert relative(found.grad, expected) < 1e-4, name
 
 
 def official_model(truth: dict[str, Tensor]) -> Denoiser:
-    given = {name.removeprefix("config/"): int(value) for name, value in truth.items() if name.startswith("config/")}
+    given = {name: int(value) for name, value in below(truth, "config/").items()}
     sizes = {"patch_size": given["patch_size"], "in_channels": given["in_channels"], "embed_dim": given["hidden_size"]}
     model = Denoiser(
         **sizes, depth=given["depth"], num_heads=given["num_heads"], num_classes=given["num_classes"], mixer="ttt"
     )
-    state = {key.removeprefix("state_dict/"): value for key, value in truth.items() if key.startswith("state_dict/")}
-    assert set(load_state(model, official_state_dict(state), "file").values()) == {"used"}
+    state = official_state_dict(below(truth, "state_dict/"))
+    assert set(load_state(model, state, "file").values()) == {"used"}
     return model
 
 
 def test_model_equals_the_official_release():
-    truth = read("model/")
+    truth = read_data("dit3.npz", "model/")
     model = official_model(truth)
     out = model(truth["x"], truth["t"], truth["y"])
     assert relative(out, truth["out"]) < 1e-5
     out.backward(truth["cot"])
-    names = {key.removeprefix("grads/"): value for key, value in truth.items() if key.startswith("grads/")}
+    names = below(truth, "grads/")
     ours = dict.fromkeys(names)
     for key in ours:  # a parameter is found as a weight of the file is
         ours[key] = model.get_parameter(next(iter(official_state_dict({key: torch.zeros(1)}))))
@@ -95,7 +83,7 @@ def test_model_equals_the_official_release():
 
 
 def test_a_table_of_positions_that_is_not_the_fixed_one_is_refused():
-    table = read("model/")["state_dict/pos_embed"]
+    table = read_data("dit3.npz", "model/")["state_dict/pos_embed"]
     assert (
         torch.allclose(embed_positions((4, 4), 32), table[0], atol=1e-6)
         and official_state_dict({"pos_embed": table}) == {}
@@ -189,20 +177,10 @@ def test_the_pixels_of_a_patch_come_back_to_their_places():
     )
 
 
-def gradients(model: Denoiser, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(*inputs).square().sum().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
 @each_variant
 def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(name, options):
-    model, inputs = small(name, **options), make_inputs()
-    plain = gradients(model, inputs)
-    model.set_grad_checkpointing(True)
-    for key, recomputed in gradients(model, inputs).items():
-        assert plain[key].abs().sum() > 0, key
-        torch.testing.assert_close(recomputed, plain[key])
+    found = assert_recomputing_changes_nothing(small(name, **options), *make_inputs())
+    assert not [key for key, gradient in found.items() if not gradient.any()]
 
 
 @each_variant
@@ -278,17 +256,8 @@ def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
 
 def test_the_mixer_of_a_dit5_is_the_releases():
     """Its tensors of one mixer, under the release's names, through the same translation as a whole file."""
-    with np.load(FILE.with_name("t5.npz")) as file:
-        truth = {
-            key.removeprefix("dit5_mixed_nat5/"): torch.from_numpy(file[key])
-            for key in file
-            if key.startswith("dit5_mixed_nat5/")
-        }
-    state = {
-        f"blocks.0.attn.{key.removeprefix('state_dict/')}": value
-        for key, value in truth.items()
-        if key.startswith("state_dict/")
-    }
+    truth = read_data("t5.npz", "dit5_mixed_nat5/")
+    state = {f"blocks.0.attn.{key}": value for key, value in below(truth, "state_dict/").items()}
     mixer = build_mixer("t5", 36, 3)
     mixer.load_state_dict(
         {key.removeprefix("blocks.0.attn."): value for key, value in official_state_dict(state).items()}

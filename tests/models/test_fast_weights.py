@@ -1,9 +1,7 @@
 """LaCT's fast weights: the releases' tensors, autograd, and the parallel form of every learner that has one."""
 
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from repro.models.inner import InnerLoop, read_out
 from repro.models.inner import learn as learn_recurrently
 from repro.models.lact import FastWeights
 from repro.models.muon import newton_schulz
-from tests.models.helpers import relative
+from tests.models.helpers import below, read_data, relative
 
 NAMES = {"to_qkv": "qkv", "o_proj": "proj", "c_proj": "proj", "lr_proj": "rates", "lr_fc": "rates", "o_norm": "norm"}
 REDUCIBLE = [name for name, options in LADDER.items() if find_obstacle(InnerLoop(**options)) is None]
@@ -29,8 +27,7 @@ def lact(step: str = "own", **changes) -> InnerLoop:
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, torch.Tensor]:
-    with np.load(Path(__file__).parents[1] / "data" / "lact.npz") as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files if file[key].dtype.kind != "U"}
+    return read_data("lact.npz")
 
 
 def causal(reference: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
@@ -100,14 +97,10 @@ def test_each_step_of_the_ladder_is_that_of_the_papers_code(reference, name):
 @pytest.mark.parametrize(("name", "muon"), [("bidirectional", "none"), ("bidirectional_muon", "lact")])
 def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
     """As meant: the release assigns the orthogonal step to the weight, so that its layer with Muon forgets it."""
-    part = {key.removeprefix(f"{name}/"): value for key, value in reference.items() if key.startswith(f"{name}/")}
+    part = below(reference, f"{name}/")
     layer = FastWeights(24, 3, lact(momentum=False, muon=muon, width=2))
-    keys = {
-        key: [NAMES.get(word, word) for word in key.removeprefix("state_dict/").split(".")]
-        for key in part
-        if "state_dict/" in key
-    }
-    layer.load_state_dict({".".join(words): part[key] for key, words in keys.items()})
+    state = below(part, "state_dict/")
+    layer.load_state_dict({".".join(NAMES.get(word, word) for word in key.split(".")): x for key, x in state.items()})
     x = part["x"].requires_grad_()
     out = layer(x, (3, 7))
     assert relative(out, part["out" if muon == "none" else "out_as_meant_fp32"]) < 1e-5
@@ -122,12 +115,8 @@ def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
 @pytest.mark.parametrize(("steps", "muon"), [(0, "frobenius"), (5, "nvs")])
 def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
     """It learns on the first tokens and reads all; its matrices are stored transposed, its rates with their own order."""
-    part = {
-        key.removeprefix(f"nvs_steps{steps}/"): value
-        for key, value in reference.items()
-        if key.startswith(f"nvs_steps{steps}/")
-    }
-    state = {key.removeprefix("state_dict/"): value for key, value in part.items() if key.startswith("state_dict/")}
+    part = below(reference, f"nvs_steps{steps}/")
+    state = below(part, "state_dict/")
     for name in ("w0", "w1", "w2"):
         state[name].requires_grad_()
     x, count = part["x"].clone().requires_grad_(), int(part["update_tokens"])

@@ -2,9 +2,6 @@
 Vittt's.
 """
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +11,7 @@ from repro.models.inner import InnerLoop
 from repro.models.ttt_mixer import STEPS as VITTT_STEPS
 from repro.models.ttt_mixer import TTTMixer
 from repro.models.vit3 import STEPS, InnerTraining
-from tests.models.helpers import nano, relative, shaken
+from tests.models.helpers import below, nano, read_data, relative, shaken
 
 TOLERANCE = 1e-5
 # mode of the authors' code -> our step, with the loop where it has no name: V1 without damping is what their V6 shares
@@ -31,19 +28,14 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, torch.Tensor]:
-    with np.load(Path(__file__).parents[1] / "data" / "lact.npz") as file:
-        return {
-            key[12:]: torch.from_numpy(file[key])
-            for key in file.files
-            if key.startswith("vit3_ladder/") and file[key].dtype.kind != "U"
-        }
+    return read_data("lact.npz", "vit3_ladder/")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_as_run_is_that_of_the_authors_code(reference, mode):
     step, loop = MODES[mode]
     training = InnerTraining(24, 3, step, loop=loop)
-    training.load_state_dict({name[11:]: value for name, value in reference.items() if name.startswith("state_dict/")})
+    training.load_state_dict(below(reference, "state_dict/"))
     x = reference["x"].clone().requires_grad_()
     out = training(x, tuple(reference["grid"].tolist()))
     (out * reference["cot"]).sum().backward()

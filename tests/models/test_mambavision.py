@@ -1,8 +1,5 @@
 """MambaVision against its official release, by-hand windows and mixers, the published counts, and timm's conventions."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import timm
 import torch
@@ -21,7 +18,7 @@ from repro.models.mambavision import (
 )
 from repro.models.pyramid import build_pyramid
 from repro.models.weights import read_official
-from tests.models.helpers import load_official, nano, relative
+from tests.models.helpers import below, load_official, nano, read_data, relative
 
 SIZES = ("tiny", "small", "base")
 MODEL = "model_layer_scale/"
@@ -29,12 +26,7 @@ MODEL = "model_layer_scale/"
 
 @pytest.fixture(scope="module")
 def truth() -> dict[str, Tensor]:
-    with np.load(Path(__file__).parents[1] / "data" / "mambavision.npz") as file:
-        return {key: torch.from_numpy(np.asarray(file[key])) for key in file}
-
-
-def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    return read_data("mambavision.npz")
 
 
 def shape(truth) -> dict:

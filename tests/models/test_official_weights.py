@@ -6,7 +6,6 @@ import sys
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,18 +16,14 @@ from repro.core.errors import UserError
 from repro.models.backbone import Backbone
 from repro.models.vit3 import ViT3
 from repro.models.weights import read_official
-from tests.models.helpers import load_official, nano
+from tests.models.helpers import below, load_official, nano, read_data
 
 
 @pytest.fixture(scope="module")
 def release() -> dict:
     """A small ViT3 from the official release: `weights` under their official names, x and logits."""
-    with np.load(Path(__file__).parents[1] / "data" / "vit3_model.npz") as file:
-        tensors = {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
-    weights = {
-        key.removeprefix("state_dict/"): value for key, value in tensors.items() if key.startswith("state_dict/")
-    }
-    return {"weights": weights, "x": tensors["x"], "logits": tensors["logits"]}
+    tensors = read_data("vit3_model.npz")
+    return {"weights": below(tensors, "state_dict/"), "x": tensors["x"], "logits": tensors["logits"]}
 
 
 def small() -> ViT3:

@@ -1,8 +1,5 @@
 """T5: the tensors of the official release, printed counts, and what its switches do."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +11,7 @@ from repro.models.inner import InnerLoop, learn
 from repro.models.inner_mixer import LOOPS, InnerMixer, KeyNorm, attend_linearly
 from repro.models.neighbours import attend_to_neighbours, find_neighbours
 from repro.models.t5 import CHOICES, T5, official_state_dict
-from tests.models.helpers import load_official, nano, relative
+from tests.models.helpers import below, load_official, nano, read_data, relative
 
 TINY = "t5_tiny_patch16_224"
 BLOCKS = {
@@ -38,19 +35,6 @@ ROWS = [
 ]
 
 
-def read(prefix: str) -> dict[str, torch.Tensor]:
-    with np.load(Path(__file__).parents[1] / "data" / "t5.npz") as file:
-        return {
-            key.removeprefix(f"{prefix}/"): torch.from_numpy(file[key])
-            for key in file.files
-            if key.startswith(f"{prefix}/") and file[key].dtype.kind != "U"
-        }
-
-
-def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key.removeprefix(f"{prefix}/"): value for key, value in tensors.items() if key.startswith(f"{prefix}/")}
-
-
 def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a block of the release, or gradients of them, under the names of `InnerMixer`."""
     renamed = official_state_dict(
@@ -65,15 +49,15 @@ def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_the_release(name):
-    truth = read(name)
+    truth = read_data("t5.npz", name + "/")
     mixer = InnerMixer(int(truth["dim"]), int(truth["num_heads"]), key_norm="instance", **BLOCKS[name])
-    mixer.load_state_dict(ours(part(truth, "state_dict")))
+    mixer.load_state_dict(ours(below(truth, "state_dict/")))
     x = truth["x"].requires_grad_()
     out = mixer(x, (6, 6))
     out.backward(truth["cot"])
     assert relative(out, truth["out"]) < 1e-5
     assert relative(x.grad, truth["grad_x"]) < 1e-4
-    gradients = part(truth, "grads")
+    gradients = below(truth, "grads/")
     if (scale := gradients.pop("qk_scale_ttt", None)) is not None:
         assert relative(mixer.affine.grad[..., 0].T, scale[0, 0]) < 1e-4
     found = dict(mixer.named_parameters())
@@ -86,23 +70,23 @@ def test_blocks_of_the_release(name):
     {"gate": "one_layer_gate", "2layer": "two_layer", "3layer": "three_layer", "swiglu": "swiglu"}.items(),
 )
 def test_formulas(inner, name):
-    truth = read("formula")
+    truth = read_data("t5.npz", "formula/")
     q, k, v = (truth[key] for key in "qkv")
-    weights = [value[0] for key, value in sorted(part(truth, f"{name}/w").items())]
+    weights = [value[0] for key, value in sorted(below(truth, f"{name}/w/").items())]
     assert LOOPS[inner].scale is None and float(truth["scale"]) == pytest.approx(q.shape[-1] ** -0.5, rel=1e-12)
     assert relative(learn(LOOPS[inner], weights, q, k, v, (5, 5)), truth[f"{name}/out"]) < 1e-12
 
 
 def test_a_converted_model_of_the_release():
-    truth = read("conversion")
-    shape = {key: int(value) for key, value in part(truth, "config").items() if value.numel() == 1}
+    truth = read_data("t5.npz", "conversion/")
+    shape = {key: int(value) for key, value in below(truth, "config/").items() if value.numel() == 1}
     teacher, student = T5(**shape, inner="softmax", key_norm="none", dwc="none").eval(), T5(**shape).eval()
-    load_official(teacher, part(truth, "teacher_state_dict"))
-    load_official(student, part(truth, "teacher_state_dict") | part(truth, "new_parameters"))
+    load_official(teacher, below(truth, "teacher_state_dict/"))
+    load_official(student, below(truth, "teacher_state_dict/") | below(truth, "new_parameters/"))
     with torch.no_grad():
         assert relative(teacher(truth["x"]), truth["teacher_logits"]) < 1e-5
         assert relative(student(truth["x"]), truth["logits"]) < 1e-5
-    assert student.new_parameters() == set(official_state_dict(part(truth, "new_parameters")))
+    assert student.new_parameters() == set(official_state_dict(below(truth, "new_parameters/")))
 
 
 @pytest.mark.parametrize(

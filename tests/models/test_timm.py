@@ -9,8 +9,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from tests.models.helpers import HIERARCHICAL, OWN, shaken
-from tests.models.test_all_families import frozen_statistics
+from tests.models.helpers import HIERARCHICAL, OWN, frozen_statistics, shaken
 
 MODELS = [
     name

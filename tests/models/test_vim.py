@@ -1,8 +1,5 @@
 """Vim against tensors of the official mixer, published counts, a token-by-token implementation, and timm's conventions."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import timm
 import torch
@@ -10,20 +7,17 @@ import torch.nn.functional as F
 
 from repro.bench.flops import cost
 from repro.models.vim import VimMixer, official_state_dict
-from tests.models.helpers import nano, relative, shaken
+from tests.models.helpers import below, nano, read_data, relative, shaken
 
-OFFICIAL = Path(__file__).parents[1] / "data" / "vim_mixer.npz"
 WIDTHS = {"tiny": 192, "small": 384, "base": 768}
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_official_mixer(backend):
     """The output and every gradient, with a state dict under the official names."""
-    data = {key: torch.from_numpy(np.asarray(x)) for key, x in np.load(OFFICIAL).items()}
+    data = read_data("vim_mixer.npz")
     mixer = VimMixer(int(data["dim"]), depth=24)
-    mixer.load_state_dict(
-        {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")}
-    )
+    mixer.load_state_dict(below(data, "state_dict/"))
     mixer.backend = backend
     x = data["x"].requires_grad_()
     out = mixer(x)

@@ -1,29 +1,14 @@
 """ViT3 against its official release, against autograd of the inner loss, and against counts by hand."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from repro.models.vit3 import InnerTraining, ViT3, official_state_dict
-from tests.models.helpers import nano, relative
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def read(name: str) -> dict[str, Tensor]:
-    with np.load(DATA / name) as file:
-        return {key: torch.from_numpy(file[key]) for key in file if file[key].dtype.kind == "f"}
-
-
-def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+from tests.models.helpers import below, nano, read_data, relative
 
 
 def test_block_equals_the_official_release():
-    truth = read("vit3_block.npz")
+    truth = read_data("vit3_block.npz")
     block = InnerTraining(32, 4)
     block.load_state_dict(below(truth, "state_dict/"))
     x = truth["x"].clone().requires_grad_()
@@ -38,7 +23,7 @@ def test_block_equals_the_official_release():
 
 
 def test_model_equals_the_official_release():
-    truth = read("vit3_model.npz")
+    truth = read_data("vit3_model.npz")
     model = ViT3(img_size=64, num_classes=11, embed_dim=48, depth=2, num_heads=3).eval()
     model.load_state_dict(official_state_dict(below(truth, "state_dict/")))
     with torch.no_grad():

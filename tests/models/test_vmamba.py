@@ -1,8 +1,5 @@
 """VMamba against its official release, a token-by-token implementation, the published counts, and timm's conventions."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import timm
 import torch
@@ -15,19 +12,14 @@ from repro.models.vmamba import REVERSE, SS2D, VMamba, add_routes, official_stat
 from repro.models.weights import read_official
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
-from tests.models.helpers import load_official, relative
+from tests.models.helpers import below, load_official, read_data, relative
 
 SIZES = ("tiny", "small", "base")
 
 
 @pytest.fixture(scope="module")
 def truth() -> dict[str, Tensor]:
-    with np.load(Path(__file__).parents[1] / "data" / "vmamba.npz") as file:
-        return {key: torch.from_numpy(np.asarray(file[key])) for key in file}
-
-
-def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    return read_data("vmamba.npz")
 
 
 def shape(truth) -> dict:

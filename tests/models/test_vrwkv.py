@@ -1,9 +1,7 @@
 """VRWKV against tensors and sizes of the official release, its equations token by token, and timm's conventions."""
 
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -12,9 +10,8 @@ import torch.nn.functional as F
 from repro.bench.flops import counted_macs
 from repro.core.errors import UserError
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
-from tests.models.helpers import load_official, nano, relative, shaken
+from tests.models.helpers import below, load_official, nano, read_data, relative, shaken
 
-OFFICIAL = Path(__file__).parents[1] / "data" / "vrwkv_model.npz"
 OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: in the operator's formula, and in the paper's script
 
 
@@ -43,11 +40,9 @@ def test_sizes(size, params, backbone, macs_g):
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_official_feature_map(backend):
-    data = {key: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items() if x.dtype.kind == "f"}
+    data = read_data("vrwkv_model.npz")
     model = VRWKV(img_size=64, embed_dim=48, depth=3, num_classes=0).eval()
-    load_official(
-        model, {key.removeprefix("state_dict/"): x for key, x in data.items() if key.startswith("state_dict/")}
-    )
+    load_official(model, below(data, "state_dict/"))
     model.set_backend(backend)
     with torch.no_grad():
         _, (feature_map,) = model.forward_intermediates(data["x"], indices=1, norm=True)

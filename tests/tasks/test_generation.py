@@ -31,14 +31,14 @@ from repro.tasks.generation.scores import (
     precision_recall,
 )
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
-from tests.models.helpers import relative
-from tests.models.test_dit import official_model, read
+from tests.models.helpers import read_data, relative
+from tests.models.test_dit import official_model
 
 CPU = torch.device("cpu")
 
 
 def test_losses_equal_the_official_releases():
-    truth, diffusion = read("diffusion/"), Diffusion.linear()
+    truth, diffusion = read_data("dit3.npz", "diffusion/"), Diffusion.linear()
     x_start, noise, step, output = (truth[name] for name in ("x_start", "noise", "t", "model_output"))
     assert relative(diffusion.betas, truth["betas"]) < 1e-12
     x = diffusion.add_noise(x_start, step, noise)
@@ -49,7 +49,7 @@ def test_losses_equal_the_official_releases():
 
 
 def test_the_bound_trains_the_variance_alone():
-    truth, diffusion = read("diffusion/"), Diffusion.linear()
+    truth, diffusion = read_data("dit3.npz", "diffusion/"), Diffusion.linear()
     output = truth["model_output"].clone().requires_grad_()
     found = diffusion.losses(output, truth["x_start"], truth["x_t"], truth["t"], truth["noise"])
     (gradient,) = torch.autograd.grad(found["vb"].sum(), output)
@@ -57,10 +57,13 @@ def test_the_bound_trains_the_variance_alone():
 
 
 def test_the_respaced_reverse_step_equals_the_official_releases():
-    truth, x = read("diffusion/respaced/"), read("diffusion/")["x_start"]  # the release takes it for x_t
+    truth, x = (
+        read_data("dit3.npz", "diffusion/respaced/"),
+        read_data("dit3.npz", "diffusion/")["x_start"],
+    )  # the release takes it for x_t
     chain = Diffusion.linear().respaced(int(truth["steps"]))
     assert torch.equal(chain.timesteps, truth["use_timesteps"]) and relative(chain.betas, truth["betas"]) < 1e-12
-    found = chain.reverse(read("diffusion/")["model_output"], x, truth["t"])
+    found = chain.reverse(read_data("dit3.npz", "diffusion/")["model_output"], x, truth["t"])
     for ours, name in ((found.mean, "mean"), (found.log_variance, "log_variance"), (found.x_start, "pred_xstart")):
         assert relative(ours, truth[name]) < 1e-5, name
     assert relative(chain.ddim_step(found, x, truth["t"]), truth["ddim_eta0"]) < 1e-5
@@ -68,9 +71,9 @@ def test_the_respaced_reverse_step_equals_the_official_releases():
 
 def test_guidance_equals_the_official_releases():
     """The release carries the unconditional half along; what becomes of the other half is what counts."""
-    truth = read("model/cfg/")
+    truth = read_data("dit3.npz", "model/cfg/")
     half = len(truth["x"]) // 2
-    denoise = guide(official_model(read("model/")), null=10, scale=float(truth["scale"]), channels=3)
+    denoise = guide(official_model(read_data("dit3.npz", "model/")), null=10, scale=float(truth["scale"]), channels=3)
     with torch.no_grad():
         out = denoise(truth["x"][:half], truth["t"][:half], truth["y"][:half])
     assert relative(out, truth["out"][:half]) < 1e-5
