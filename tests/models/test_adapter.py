@@ -273,29 +273,6 @@ def test_gradients_reach_every_parameter(family, options):
     assert not [name for name, p in adapter.named_parameters() if p.grad is None or not p.grad.any()]
 
 
-@pytest.mark.parametrize("family", ["vittt", "deit"])
-def test_checkpointing_changes_nothing(family):
-    adapter, image, gradients = shaken(nano(family, drop_path_rate=0.5)).train(), torch.randn(2, 3, 32, 64), []
-    for enable in (False, True):
-        adapter.set_grad_checkpointing(enable)
-        adapter.zero_grad()
-        torch.manual_seed(3)
-        sum(out.square().sum() for out in adapter(image)).backward()
-        gradients.append([p.grad.clone() for p in adapter.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("family", ["vittt", "deit"])
-def test_frozen_backbone(family):
-    adapter = shaken(nano(family, drop_path_rate=0.5, freeze_backbone=True)).train()
-    assert not adapter.backbone.training and not any(module.training for module in adapter.backbone.modules())
-    assert adapter.prior.training and adapter.extractors[0].drop_path.training
-    sum(out.square().sum() for out in adapter(torch.randn(2, 3, 32, 64))).backward()
-    assert all(p.grad is None for p in adapter.backbone.parameters())
-    assert all(injector.gamma.grad.any() for injector in adapter.injectors)  # gradients pass through the frozen blocks
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family, options, backend", [("vittt", {"pool": "mid"}, "aot_eager"), ("deit", {}, "eager")])
 def test_compiles_into_one_graph(family, options, backend):

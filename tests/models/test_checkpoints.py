@@ -16,28 +16,11 @@ from repro.core.errors import UserError
 from repro.models.backbone import insert_tokens, remove_tokens
 from repro.models.checkpoints import initialise, open_weights
 from repro.models.registry import build_model
-from repro.models.weights import save_weights
+from tests.models.helpers import PREPROCESSING, save_model
 
 FAMILIES = ("vittt", "vim", "vrwkv", "vit3", "deit")
 NANO, DEIT, SWIN = "vittt_nano_patch16_144", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"
 SMALL_SWIN = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
-PREPROCESSING = {
-    "input_size": [3, 144, 144],
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-    "mean": [0.5] * 3,
-    "std": [0.5] * 3,
-}
-
-
-def train(path, name=NANO, *, classes=10, task=None, side=144, **options):
-    """Write the file that a training leaves, with random weights; returns its model."""
-    torch.manual_seed(1)
-    options = {**options, "num_classes": classes, "img_size": side}
-    model = build_model(name, **options)
-    names, preprocessing = [f"class {i}" for i in range(classes)], {**PREPROCESSING, "input_size": [3, side, side]}
-    save_weights(path, model, name=name, options=options, preprocessing=preprocessing, classes=names, task=task)
-    return model.eval()
 
 
 def publish(monkeypatch, tmp_path, name, tag, **options):
@@ -57,7 +40,7 @@ def publish(monkeypatch, tmp_path, name, tag, **options):
 
 def test_a_file_of_this_project_names_everything_itself(tmp_path):
     path = tmp_path / "own.safetensors"
-    model = train(path, chunk_size=8)
+    model = save_model(path, NANO, chunk_size=8)
     for found in (open_weights(path), open_weights(path, model=NANO)):
         assert (found.name, found.model, found.task, found.path) == (NANO, NANO, None, path)
         assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144} and found.size_option == {
@@ -146,7 +129,7 @@ def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
 
 def test_a_model_for_one_size_is_resampled_for_another(tmp_path):
     path = tmp_path / "deit.safetensors"
-    model = train(path, "deit_nano_patch16_144")
+    model = save_model(path, "deit_nano_patch16_144")
     built = open_weights(path).build(96)
     assert built(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
     table = model.pos_embed[:, 1:].mT.reshape(1, 64, 9, 9)
@@ -180,7 +163,7 @@ def cut(path):
 )
 def test_what_cannot_be_opened_is_one_line(tmp_path, change, model, message):
     path = tmp_path / "w.safetensors"
-    train(path)
+    save_model(path, NANO)
     if change:
         change(path)
     with pytest.raises(UserError, match=message) as caught:
@@ -189,9 +172,11 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, change, model, message):
 
 
 def test_dense_models_and_bare_backbones_are_not_classifiers(tmp_path):
-    train(tmp_path / "dense.safetensors", task={"name": "detect"})
+    save_model(tmp_path / "dense.safetensors", NANO, task={"name": "detect"})
     with pytest.raises(UserError, match="a model for the task 'detect', expected a classifier"):
         open_weights(tmp_path / "dense.safetensors").build()
+    with pytest.raises(UserError, match="expected a classifier"):
+        initialise(build_model(NANO, num_classes=10, img_size=144), open_weights(tmp_path / "dense.safetensors"))
     torch.save({"patch_embed.proj.bias": torch.zeros(64)}, tmp_path / "headless.pth")
     headless = open_weights(tmp_path / "headless.pth", model="vit3_nano_patch16_144")
     assert headless.num_classes is None
@@ -210,7 +195,7 @@ CASES += [("resnet_nano", {}), (NANO, {"pool": "double", "w0": "frozen"}), (SWIN
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_initialise_with_other_classes_leaves_the_head_new(tmp_path, name, options):
     side = 96 if name == SWIN else 144
-    source = train(tmp_path / "w.safetensors", name, side=side, **options).state_dict()
+    source = save_model(tmp_path / "w.safetensors", name, side=side, **options).state_dict()
     torch.manual_seed(2)
     model = build_model(name, **options, num_classes=4, img_size=side, drop_path_rate=0.1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -227,7 +212,7 @@ def test_initialise_with_other_classes_leaves_the_head_new(tmp_path, name, optio
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, options):
     side = 96 if name == SWIN else 144
-    source = train(tmp_path / "w.safetensors", name, side=side, **options)
+    source = save_model(tmp_path / "w.safetensors", name, side=side, **options)
     torch.manual_seed(2)
     model = build_model(name, **options, num_classes=10, img_size=side).eval()
     assert set(initialise(model, open_weights(tmp_path / "w.safetensors")).values()) == {"used"}
@@ -248,9 +233,7 @@ def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, o
 )
 def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs, ours, reused):
     torch.manual_seed(1)
-    source = build_model(NANO, num_classes=3, depth=1)
-    described = {"options": {"num_classes": 3, "depth": 1}, "preprocessing": PREPROCESSING, "classes": theirs}
-    save_weights(tmp_path / "w.safetensors", source, name=NANO, **described)
+    source = save_model(tmp_path / "w.safetensors", NANO, classes=theirs, depth=1)
     model = build_model(NANO, num_classes=3, depth=1)
     before = model.head.weight.clone()
     report = initialise(model, open_weights(tmp_path / "w.safetensors"), ours)
@@ -261,14 +244,7 @@ def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs,
 @pytest.mark.parametrize(("family", "options"), [("vittt", {}), ("vrwkv", {}), ("vim", {}), ("vittt", {"pool": "mid"})])
 def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, options):
     name = f"{family}_nano_patch16_144"
-    source = train(tmp_path / "w.safetensors", name, **options)
-    torch.nn.init.normal_(source.pos_embed)
-    saved = {
-        "options": {**options, "num_classes": 10, "img_size": 144},
-        "preprocessing": PREPROCESSING,
-        "classes": list("0123456789"),
-    }
-    save_weights(tmp_path / "w.safetensors", source, name=name, **saved)
+    source = save_model(tmp_path / "w.safetensors", name, **options)
     model = build_model(name, **options, num_classes=10, img_size=96)
     report = initialise(model, open_weights(tmp_path / "w.safetensors"))
     shared = source.prefix_positions(81) if family == "vim" else ()  # in Vim, the class token keeps its own row
@@ -280,12 +256,12 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
 
 
 def test_initialise_resamples_what_timms_models_have(tmp_path):
-    train(tmp_path / "deit.safetensors", "deit_nano_patch16_144")
+    save_model(tmp_path / "deit.safetensors", "deit_nano_patch16_144")
     model = build_model("deit_nano_patch16_144", num_classes=10, img_size=96)
     assert initialise(model, open_weights(tmp_path / "deit.safetensors"))[
         "pos_embed"
     ] == "used" and model.pos_embed.shape == (1, 37, 64)
-    train(tmp_path / "swin.safetensors", SWIN, side=96, **SMALL_SWIN)  # windows of 7, 7, 6 and 3
+    save_model(tmp_path / "swin.safetensors", SWIN, side=96, **SMALL_SWIN)  # windows of 7, 7, 6 and 3
     model = build_model(SWIN, **SMALL_SWIN, num_classes=10, img_size=224)
     assert set(initialise(model, open_weights(tmp_path / "swin.safetensors")).values()) == {"used"}
     assert model(torch.zeros(1, 3, 224, 224)).shape == (1, 10)
@@ -308,7 +284,7 @@ def test_initialise_from_published_weights(monkeypatch, tmp_path):
     ],
 )
 def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, name, options, message):
-    train(tmp_path / "w.safetensors")
+    save_model(tmp_path / "w.safetensors", NANO)
     model = build_model(name, **options, num_classes=10, img_size=144)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(UserError, match=message):
@@ -316,39 +292,13 @@ def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, name, opt
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda state: state.pop("blocks.1.mixer.W0"),
-            r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$",
-        ),
-        (lambda state: state.update(spare=torch.zeros(1)), "spare not used$"),
-        (lambda state: state.update({"norm.bias": torch.zeros(7)}), r"norm\.bias is \(7,\), expected \(64,\)$"),
-    ],
-)
 @pytest.mark.parametrize("classes", [10, 4])
-def test_initialise_refuses_damaged_weights_and_changes_nothing(tmp_path, spoil, message, classes):
-    state = train(tmp_path / "w.safetensors").state_dict()
-    spoil(state)
-
-    class Holder(torch.nn.Module):
-        def state_dict(self):
-            return state
-
-    options = {"num_classes": 10, "img_size": 144}
-    names = [f"class {i}" for i in range(10)]
-    save_weights(
-        tmp_path / "w.safetensors", Holder(), name=NANO, options=options, preprocessing=PREPROCESSING, classes=names
-    )
+def test_initialise_refuses_weights_without_a_key_and_changes_nothing(tmp_path, classes):
+    damaged = build_model(NANO, num_classes=10, img_size=144)
+    del damaged.blocks[1].mixer.W0
+    save_model(tmp_path / "w.safetensors", NANO, model=damaged)
     model = build_model(NANO, num_classes=classes, img_size=144)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$"):
         initialise(model, open_weights(tmp_path / "w.safetensors"))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_initialise_refuses_a_detector(tmp_path):
-    train(tmp_path / "dense.safetensors", task={"name": "detect"})
-    with pytest.raises(UserError, match="expected a classifier"):
-        initialise(build_model(NANO, num_classes=10, img_size=144), open_weights(tmp_path / "dense.safetensors"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from repro.bench.flops import cost
 from repro.core.errors import UserError
+from repro.models.checkpoints import open_weights
 from repro.models.mambavision import (
     ConvBlock,
     MambaVision,
@@ -16,9 +17,9 @@ from repro.models.mambavision import (
     official_state_dict,
     scan_blocks,
 )
-from repro.models.pyramid import build_pyramid
+from repro.models.pyramid import build_pyramid, load_backbone
 from repro.models.weights import read_official
-from tests.models.helpers import below, load_official, nano, read_data, relative
+from tests.models.helpers import below, load_official, nano, read_data, relative, save_model
 
 SIZES = ("tiny", "small", "base")
 MODEL = "model_layer_scale/"
@@ -116,7 +117,7 @@ class Count(torch.nn.Module):
         return tokens + (100 * windows[:, None] + length)[..., None]
 
 
-@pytest.mark.parametrize("size", [(4, 6), (5, 7), (2, 3), (3, 9)])
+@pytest.mark.parametrize("size", [(4, 6), (5, 7), (2, 3), (3, 9), (3, 3)])
 def test_windows_by_hand(size):
     """In row-major order, in an image and in a window; what is padded is zero on the way in, and cut off on the way
     out.
@@ -206,3 +207,11 @@ def test_official_files(truth, tmp_path, prefix, counters):
     assert counted == {key: official[key].item() if counters else 0 for key in counted} and len(counted) == 7
     with pytest.raises(UserError, match=r"stages\.2\.blocks\.0\.mixer\.D missing"):
         load_official(model, {key: x for key, x in state.items() if key != "levels.2.blocks.0.mixer.D"})
+
+
+def test_windows_may_differ_from_those_of_the_training(tmp_path):
+    """No weight depends on them: a classifier becomes the backbone of a detector with larger windows."""
+    save_model(tmp_path / "weights.safetensors", "mambavision_nano_144", windows=[9, 5])
+    pyramid = build_pyramid("mambavision_nano_144", options={"windows": (18, 9)})
+    report = load_backbone(pyramid, open_weights(tmp_path / "weights.safetensors"))
+    assert report["stages.2.blocks.0.mixer.A_log"] == "used" and report["norm.weight"] == "expected: not needed"

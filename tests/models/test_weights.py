@@ -23,15 +23,9 @@ from repro.models.weights import (
     save_weights,
     translate_official,
 )
+from tests.models.helpers import PREPROCESSING
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
-PREPROCESSING = {
-    "input_size": [3, 144, 144],
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-    "mean": [0.5] * 3,
-    "std": [0.5] * 3,
-}
 
 
 @pytest.fixture
@@ -187,6 +181,7 @@ def test_integers_stand_only_where_the_model_has_some(dtype):
 )
 @pytest.mark.parametrize("swapped", [False, True])
 def test_two_keys_that_become_one_are_refused(family, theirs, ours, swapped):
+    assert "unknown.weight" in translate_official({"unknown.weight": torch.zeros(1)}, f"repro.models.{family}")
     keys = (ours, theirs) if swapped else (theirs, ours)
     with pytest.raises(UserError) as caught:
         translate_official({key: torch.zeros(2) for key in keys}, f"repro.models.{family}")
