@@ -1,6 +1,4 @@
-"""What the tests of all families share: small models, parameters away from their initial values, files of tensors and
-weights, and measures of error.
-"""
+"""What the tests of all families share: small models, files of tensors and of weights, and measures of error."""
 
 from pathlib import Path
 
@@ -104,9 +102,7 @@ def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tupl
 def save_model(
     path: Path, name: str, *, model: nn.Module | None = None, side: int = 144, classes=10, task=None, **options
 ):
-    """Write the file that a training of a classifier leaves, with random weights or those of a model that was built with
-    the options; returns the model.
-    """
+    """Write the file that a training leaves, of random weights or of a model built so; returns the model."""
     names = [f"class {i}" for i in range(classes)] if isinstance(classes, int) else classes
     options = {**options, "num_classes": len(names), "img_size": side}
     if model is None:

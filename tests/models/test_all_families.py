@@ -1,6 +1,4 @@
-"""What holds for every family: timm's interface, the PlainBackbone protocol or four maps, independence of images, and
-torch.compile.
-"""
+"""What holds for every family: timm's interface, PlainBackbone or four maps, independent images, and torch.compile."""
 
 import os
 import re
@@ -9,7 +7,6 @@ import sys
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from repro.models.backbone import PlainBackbone, remove_tokens
@@ -58,7 +55,6 @@ def named(cases):
     ]
 
 
-each_family = pytest.mark.parametrize(("family", "options"), named(FAMILIES))
 each_hierarchy = pytest.mark.parametrize("family", HIERARCHICAL)
 each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
 
@@ -94,9 +90,7 @@ def test_sizes_off_the_patch_grid_are_refused(family, size):
 @each_hierarchy
 @pytest.mark.parametrize("size", [(144, 144), (64, 112), (32, 32), (33, 95)])
 def test_any_size_and_the_maps_of_a_hierarchy(family, size):
-    """Grids are rounded up; running the stages one by one equals running the model, and the maps are those before each
-    downsampling.
-    """
+    """Grids are rounded up; the stages one by one equal the model, and the maps are those before each downsampling."""
     model, image = shaken(nano(family)), torch.randn(2, 3, *size)
     grids = [tuple(-(-side // stride) for side in size) for stride in (4, 8, 16, 32)]
     assert isinstance(model, Hierarchy) and not isinstance(model, PlainBackbone) and model.grids_of(*size) == grids
@@ -114,32 +108,8 @@ def test_any_size_and_the_maps_of_a_hierarchy(family, size):
         (last,) = model.forward_intermediates(image, 1, norm=True, intermediates_only=True)
         early, (second,) = model.forward_intermediates(image, [1], stop_early=True)
     assert [m.shape for m in maps] == [(2, width, *grid) for width, grid in zip(model.widths, grids, strict=True)]
-    assert (
-        model(image).shape == (2, 10)
-        and torch.equal(last, final)
-        and torch.equal(second, early)
-        and torch.equal(second, maps[1])
-    )
-
-
-@each_hierarchy
-def test_features_of_a_hierarchy_agree_with_feature_info(family):
-    whole = nano(family)
-    backbone = timm.create_model(nano_name(family), features_only=True, out_indices=(0, 2))
-    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [
-        (1, whole.widths[0], 24, 16),
-        (1, whole.widths[2], 6, 4),
-    ]
-    assert backbone.feature_info.channels() == [
-        whole.widths[0],
-        whole.widths[2],
-    ] and backbone.feature_info.reduction() == [4, 16]
-    kept = {
-        f"model.{name}"
-        for name, _ in whole.named_parameters()
-        if not name.startswith(("stages.2.downsample", "stages.3", "norm", "head"))
-    }
-    assert {name for name, _ in backbone.named_parameters()} == kept
+    assert model(image).shape == (2, 10) and torch.equal(last, final)
+    assert torch.equal(second, early) and torch.equal(second, maps[1])
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -149,22 +119,18 @@ def test_entry_points_are_functions_of_the_familys_module(family):
     assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 
-@pytest.mark.parametrize("family", ["vittt", "vrwkv"])
-def test_position_embedding_is_resampled_bicubically_without_antialias(family):
-    model = shaken(nano(family))
-    with torch.no_grad():
-        tokens, _ = model.embed(torch.zeros(1, 3, 80, 48))
-    table = model.pos_embed.reshape(1, 9, 9, 64).permute(0, 3, 1, 2)
-    expected = F.interpolate(table, size=(5, 3), mode="bicubic", antialias=False).flatten(2).mT + model.patch_embed.bias
-    torch.testing.assert_close(tokens, expected)
-
-
-@each_family
+@pytest.mark.parametrize(("family", "options"), named([*FAMILIES, *((family, {}) for family in HIERARCHICAL)]))
 def test_features_only_agrees_with_feature_info(family, options):
-    backbone = timm.create_model(f"{family}_nano_patch16_144", features_only=True, out_indices=(0, 2), **options)
-    assert [m.shape for m in backbone(torch.randn(1, 3, 96, 64))] == [(1, 64, 6, 4)] * 2
-    assert backbone.feature_info.channels() == [64, 64] and backbone.feature_info.reduction() == [16, 16]
-    assert not any(name.startswith(("blocks.3", "head")) for name, _ in backbone.named_parameters())
+    whole, deep = nano(family, **options), family in HIERARCHICAL
+    widths, strides = (whole.widths, (4, 8, 16, 32)) if deep else ((64,) * 4, (16,) * 4)
+    backbone = timm.create_model(nano_name(family), features_only=True, out_indices=(0, 2), **options)
+    maps = backbone(torch.randn(1, 3, 96, 64))
+    assert [m.shape for m in maps] == [(1, widths[i], 96 // strides[i], 64 // strides[i]) for i in (0, 2)]
+    assert backbone.feature_info.channels() == [widths[0], widths[2]]
+    assert backbone.feature_info.reduction() == [strides[0], strides[2]]
+    removed = ("stages.2.downsample", "stages.3", "blocks.3", "norm.", "head")
+    kept = {f"model.{name}" for name, _ in whole.named_parameters() if not name.startswith(removed)}
+    assert {name for name, _ in backbone.named_parameters()} == kept
 
 
 @each_variant
@@ -245,9 +211,7 @@ def test_backend_is_set_and_named(family, backend):
 
 @each_variant
 def test_an_image_alone_and_in_a_batch(family, options):
-    """What is learned at test time is learned from one image: each image starts from the initial state, and the model
-    keeps nothing.
-    """
+    """Each image starts from the initial state, and the model keeps nothing of what it learned."""
     model = shaken(nano(family, **options))
     images = torch.randn(3, 3, 144, 144)
     if family == "lact":  # Newton–Schulz makes singular values that are rounding alone a thousand times larger

@@ -1,6 +1,4 @@
-"""Opening weights from anywhere, and starting a training from them: every key is accounted for, and a misfit is one
-line.
-"""
+"""Opening weights from anywhere, and starting a training from them: every key is accounted for."""
 
 import dataclasses
 import hashlib
@@ -43,12 +41,10 @@ def test_a_file_of_this_project_names_everything_itself(tmp_path):
     model = save_model(path, NANO, chunk_size=8)
     for found in (open_weights(path), open_weights(path, model=NANO)):
         assert (found.name, found.model, found.task, found.path) == (NANO, NANO, None, path)
-        assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144} and found.size_option == {
-            "img_size": 144
-        }
-        assert (
-            found.facts == {"options": {"chunk_size": 8}} and found.classes[9] == "class 9" and found.num_classes == 10
-        )
+        assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144}
+        assert found.size_option == {"img_size": 144}
+        assert found.facts == {"options": {"chunk_size": 8}}
+        assert found.classes[9] == "class 9" and found.num_classes == 10
         assert found.preprocessing == PREPROCESSING and found.image_size == 144
         assert found.hash == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     state = found.read_state()
@@ -108,10 +104,8 @@ def test_the_moving_average_of_a_timm_file_counts_and_its_counters_are_integers(
         tmp_path / "r.pth",
     )
     built = open_weights(tmp_path / "r.pth", model="resnet18").build()
-    assert (
-        all(torch.equal(x, other[key]) for key, x in built.state_dict().items())
-        and "state_dict" not in built.pretrained_cfg
-    )
+    assert all(torch.equal(x, other[key]) for key, x in built.state_dict().items())
+    assert "state_dict" not in built.pretrained_cfg
 
 
 def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
@@ -121,10 +115,8 @@ def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
     found = open_weights(tmp_path / "own.safetensors", model="convnext_xlarge")
     assert found.num_classes == 3
     state = found.read_state({"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 8)})
-    assert (
-        all(torch.equal(state[key], x) for key, x in model.state_dict().items())
-        and state.keys() == model.state_dict().keys()
-    )
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
 def test_a_model_for_one_size_is_resampled_for_another(tmp_path):
@@ -209,18 +201,6 @@ def test_initialise_with_other_classes_leaves_the_head_new(tmp_path, name, optio
     assert all(torch.equal(own[key], source[key]) for key in set(source) - head)
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, options):
-    side = 96 if name == SWIN else 144
-    source = save_model(tmp_path / "w.safetensors", name, side=side, **options)
-    torch.manual_seed(2)
-    model = build_model(name, **options, num_classes=10, img_size=side).eval()
-    assert set(initialise(model, open_weights(tmp_path / "w.safetensors")).values()) == {"used"}
-    image = torch.randn(2, 3, side, side)
-    with torch.no_grad():
-        assert torch.equal(model(image), source(image))
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "reused"),
     [
@@ -229,6 +209,7 @@ def test_initialise_with_the_same_classes_gives_the_same_model(tmp_path, name, o
         (["cat", "dog", "cow"], ["cat", "dog", "owl"], False),
         (["0", "1", "2"], ["cat", "dog", "cow"], True),
         (["0", "2", "1"], ["cat", "dog", "cow"], False),
+        (["cat", "dog", "cow"], None, True),
     ],
 )
 def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs, ours, reused):
@@ -245,12 +226,12 @@ def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs,
 def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, options):
     name = f"{family}_nano_patch16_144"
     source = save_model(tmp_path / "w.safetensors", name, **options)
-    model = build_model(name, **options, num_classes=10, img_size=96)
+    model = build_model(name, **options, num_classes=10, img_size=(48, 80))
     report = initialise(model, open_weights(tmp_path / "w.safetensors"))
     shared = source.prefix_positions(81) if family == "vim" else ()  # in Vim, the class token keeps its own row
     patches = remove_tokens(source.pos_embed, shared).mT.reshape(1, 64, 9, 9)
-    expected = F.interpolate(patches, size=(6, 6), mode="bicubic", align_corners=False).flatten(2).mT
-    expected = insert_tokens(expected, source.pos_embed[:, list(shared)], model.prefix_positions(36) if shared else ())
+    expected = F.interpolate(patches, size=(3, 5), mode="bicubic", align_corners=False).flatten(2).mT
+    expected = insert_tokens(expected, source.pos_embed[:, list(shared)], model.prefix_positions(15) if shared else ())
     torch.testing.assert_close(model.pos_embed, expected)
     assert report["pos_embed"] == "used"
 
@@ -258,13 +239,8 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
 def test_initialise_resamples_what_timms_models_have(tmp_path):
     save_model(tmp_path / "deit.safetensors", "deit_nano_patch16_144")
     model = build_model("deit_nano_patch16_144", num_classes=10, img_size=96)
-    assert initialise(model, open_weights(tmp_path / "deit.safetensors"))[
-        "pos_embed"
-    ] == "used" and model.pos_embed.shape == (1, 37, 64)
-    save_model(tmp_path / "swin.safetensors", SWIN, side=96, **SMALL_SWIN)  # windows of 7, 7, 6 and 3
-    model = build_model(SWIN, **SMALL_SWIN, num_classes=10, img_size=224)
-    assert set(initialise(model, open_weights(tmp_path / "swin.safetensors")).values()) == {"used"}
-    assert model(torch.zeros(1, 3, 224, 224)).shape == (1, 10)
+    report = initialise(model, open_weights(tmp_path / "deit.safetensors"))
+    assert report["pos_embed"] == "used" and model.pos_embed.shape == (1, 37, 64)
 
 
 def test_initialise_from_published_weights(monkeypatch, tmp_path):
@@ -276,16 +252,15 @@ def test_initialise_from_published_weights(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("options", "message"),
     [
-        ("vim_nano_patch16_144", {}, "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
-        (NANO, {"pool": "max"}, "built with no options, but it is wanted with {'pool': 'max'}"),
-        (NANO, {"chunk_size": 8}, "but it is wanted with {'chunk_size': 8}"),
+        ({"pool": "max"}, "built with no options, but it is wanted with {'pool': 'max'}"),
+        ({"chunk_size": 8}, "but it is wanted with {'chunk_size': 8}"),
     ],
 )
-def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, name, options, message):
+def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, options, message):
     save_model(tmp_path / "w.safetensors", NANO)
-    model = build_model(name, **options, num_classes=10, img_size=144)
+    model = build_model(NANO, **options, num_classes=10, img_size=144)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(UserError, match=message):
         initialise(model, open_weights(tmp_path / "w.safetensors"))

@@ -84,10 +84,8 @@ def test_model_equals_the_official_release():
 
 def test_a_table_of_positions_that_is_not_the_fixed_one_is_refused():
     table = read_data("dit3.npz", "model/")["state_dict/pos_embed"]
-    assert (
-        torch.allclose(embed_positions((4, 4), 32), table[0], atol=1e-6)
-        and official_state_dict({"pos_embed": table}) == {}
-    )
+    assert torch.allclose(embed_positions((4, 4), 32), table[0], atol=1e-6)
+    assert official_state_dict({"pos_embed": table}) == {}
     for wrong in (table + 0.01, table[:, :15]):
         with pytest.raises(UserError, match="not the fixed table of sines and cosines"):
             official_state_dict({"pos_embed": wrong})
@@ -125,9 +123,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_of_the_sizes(name):
-    """On latents of 32x32, with 1,000 classes. The releases' multiply-adds leave out one of the two products of the
-    inner convolution.
-    """
+    """On latents of 32x32, 1,000 classes; the releases leave out one of two products of the inner convolution."""
     trainable, total, macs_g = COUNTS[name]
     found, model = cost(name, {}, (32, 32)), create(name, {}, (32, 32), device="meta")
     tokens = (32 // model.patch_size) ** 2
@@ -208,9 +204,7 @@ def test_compiled_equals_eager(name, options):
 
 
 def test_it_begins_as_the_identity_that_predicts_nothing():
-    """adaLN-Zero: whatever the mixer is, a new model's residuals and its output are zero; time and class reach the
-    output after a step.
-    """
+    """adaLN-Zero: new residuals and outputs are zero whatever the mixer is; time and class reach trained ones."""
     model = build_denoiser("dit3_nano_patch4")
     x, t, y = make_inputs()
     assert not model(x, t, y).any()
@@ -222,16 +216,12 @@ def test_it_begins_as_the_identity_that_predicts_nothing():
     assert weight.shape == (11, 48) and abs(weight.std().item() / 0.02 - 1) < 0.2
     trained = small()
     with torch.no_grad():
-        assert (
-            relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3
-            and relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
-        )
+        assert relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3
+        assert relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
 
 
 def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
-    """Everything that a DiT has is its own, from a file of this project or of a release; the rest is new; a DiT with a
-    CPE does not fit.
-    """
+    """Everything that a DiT has is its own, whoever wrote the file; the rest is new; a DiT with a CPE does not fit."""
     teacher = small("dit_nano_patch4")
     options = {"embed_dim": 24, "depth": 2}
     described = {"preprocessing": {"input_size": [1, 8, 8]}, "classes": [str(i) for i in range(10)]}

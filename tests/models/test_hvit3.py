@@ -1,6 +1,5 @@
 """H-ViT3 against its official release, RoPE against complex numbers, and counts against the published ones."""
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -14,9 +13,9 @@ from repro.models.pyramid import build_pyramid
 from repro.models.vit3 import rotate
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
+from repro.tasks.segmentation.params import UperNetParams
+from repro.tasks.segmentation.upernet import build_upernet
 from tests.models.helpers import below, load_official, nano, read_data, relative
-
-SIZES = ("tiny", "small", "base")
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +59,7 @@ def test_layer_norms_have_the_eps_of_the_release():
 
 
 def test_dense_maps_equal_the_official_detector(truth):
-    """On 70 x 102 pixels stem and downsampling pad: 72 x 104 pixels, 10 x 14 and 6 x 8 positions. The fourth stage is
-    not stored.
-    """
+    """On 70 x 102 pixels stem and downsampling pad; the fourth stage is not stored."""
     weights = below(truth, "dense/state_dict/")
     shape = {"widths": (32, 32, 64, 64), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
     norms = {f"norms.{key.removeprefix('norm')}": value for key, value in weights.items() if key.startswith("norm")}
@@ -83,31 +80,23 @@ def test_dense_maps_equal_the_official_detector(truth):
 
 @pytest.mark.parametrize(("grid", "dim"), [((5, 3), 12), ((1, 4), 8), ((6, 6), 32)])
 def test_rotations_are_complex_multiplications(grid, dim):
-    """Token by token and pair by pair, with Python's complex numbers."""
+    """Token by token; the first half of the pairs turns by the row, the other by the column."""
     torch.manual_seed(0)
     (h, w), m = grid, dim // 4
     x = torch.randn(2, h * w, dim, dtype=torch.float64)
     found = rotate(x, rotations(grid, dim, dtype=torch.float64, device=torch.device("cpu")))
-    for image in range(2):
-        for row in range(h):
-            for column in range(w):
-                token = row * w + column
-                for pair in range(dim // 2):
-                    place = row if pair < m else column
-                    angle = place * 10000 ** (-(pair % m) / m)
-                    real, imaginary = x[image, token, 2 * pair : 2 * pair + 2].tolist()
-                    turned = complex(real, imaginary) * complex(np.cos(angle), np.sin(angle))
-                    expected = torch.tensor([turned.real, turned.imag], dtype=torch.float64)
-                    torch.testing.assert_close(
-                        found[image, token, 2 * pair : 2 * pair + 2], expected, rtol=1e-12, atol=1e-12
-                    )
+    angles = 10000 ** (-torch.arange(m, dtype=torch.float64) / m)
+    for row in range(h):
+        for column in range(w):
+            angle = torch.cat((row * angles, column * angles))
+            pairs = torch.view_as_complex(x[:, row * w + column].unflatten(-1, (-1, 2)))
+            turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(1)
+            torch.testing.assert_close(found[:, row * w + column], turned, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("size", "giga"), [("tiny", 4.9033), ("small", 8.7320), ("base", 16.6821)])
 def test_multiply_adds_of_the_sizes(size, giga):
-    """The papers' counter does not see the convolution's inner gradient, which is written as a product of elements
-    there.
-    """
+    """The papers' counter does not see the convolution's inner gradient, a product of elements there."""
     counted = cost(f"hvit3_{size}_224", {}, (224, 224))
     assert counted.method == "analytic"
     assert round((counted.macs - counted.mac_terms["inner_conv"] / 2) / 1e9, 4) == giga
@@ -117,44 +106,33 @@ def count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize(("size", "published"), [("tiny", 48_358_992), ("small", 74_017_488), ("base", 113_987_296)])
-def test_detector_has_the_published_parameters(size, published):
-    """torchvision's heads also have a box and a mask of the background, which mmdet's have not: 4 (1024 + 1) and 256 +
-    1 parameters.
+# parameters of the published detector and segmenter; multiply-adds of their backbone at 800 x 1280 and 512 x 2048 pixels
+DENSE = {
+    "tiny": (48_358_992, 57_903_094, 100.06, 102.46),
+    "small": (74_017_488, 83_561_590, 178.19, 182.47),
+    "base": (113_987_296, 124_407_942, 340.44, 348.61),
+}
+
+
+@pytest.mark.parametrize("size", DENSE)
+def test_dense_models_are_those_that_are_published(size):
+    """torchvision's heads also have a box and a mask of the background, 4 (1024 + 1) and 256 + 1 parameters; the
+    published counts leave out the segmenter's auxiliary head.
     """
+    detector_params, segmenter_params, *gigas = DENSE[size]
     with torch.device("meta"):
-        model = MaskRcnn(build_pyramid(f"hvit3_{size}_224"), 80, MaskRcnnParams())
-    assert count(model) - 4 * (1024 + 1) - (256 + 1) == published
-
-
-@pytest.mark.parametrize(("size", "published"), [("tiny", 57_903_094), ("small", 83_561_590), ("base", 124_407_942)])
-def test_segmenter_has_the_published_parameters(size, published):
-    """The published counts leave out the auxiliary head, which is used in training alone."""
-    from repro.tasks.segmentation.params import UperNetParams
-    from repro.tasks.segmentation.upernet import build_upernet
-
-    with torch.device("meta"):
-        model = build_upernet(
-            build_pyramid(f"hvit3_{size}_224"), UperNetParams(), num_classes=150, window=512, stride=None
-        )
-    assert count(model) - count(model.auxiliary_head) == published
-
-
-@pytest.mark.parametrize(
-    ("size", "image_size", "giga"),
-    [
-        *((size, (800, 1280), giga) for size, giga in zip(SIZES, (100.06, 178.19, 340.44), strict=True)),
-        *((size, (512, 2048), giga) for size, giga in zip(SIZES, (102.46, 182.47, 348.61), strict=True)),
-    ],
-)
-def test_multiply_adds_of_the_dense_backbones(size, image_size, giga):
-    with torch.device("meta"):
-        pyramid, image = build_pyramid(f"hvit3_{size}_224").eval(), torch.empty(1, 3, *image_size)
-    with torch.no_grad(), OperatorCounter() as counter:
-        pyramid(image)
-    terms = pyramid.backbone.mac_terms(image_size)
-    assert counter.macs == sum(terms.values())
-    assert round((counter.macs - terms["inner_conv"] / 2) / 1e9, 2) == giga
+        pyramid = build_pyramid(f"hvit3_{size}_224").eval()
+        detector = MaskRcnn(pyramid, 80, MaskRcnnParams())
+        segmenter = build_upernet(pyramid, UperNetParams(), num_classes=150, window=512, stride=None)
+        images = [torch.empty(1, 3, *image_size) for image_size in ((800, 1280), (512, 2048))]
+    assert count(detector) - 4 * (1024 + 1) - (256 + 1) == detector_params
+    assert count(segmenter) - count(segmenter.auxiliary_head) == segmenter_params
+    for image, giga in zip(images, gigas, strict=True):
+        with torch.no_grad(), OperatorCounter() as counter:
+            pyramid.eval()(image)
+        terms = pyramid.backbone.mac_terms(image.shape[2:])
+        assert counter.macs == sum(terms.values())
+        assert round((counter.macs - terms["inner_conv"] / 2) / 1e9, 2) == giga
 
 
 @pytest.mark.parametrize("size", [(31, 64), (64, 8), (1, 1)])
@@ -167,16 +145,3 @@ def test_images_smaller_than_the_stride_are_refused(size):
         timm.create_model("hvit3_nano_144", img_size=size)
     with pytest.raises(UserError, match=f"HViT3 does not take images of {size[0]}x{size[1]} pixels"):
         build_pyramid("hvit3_nano_144")(torch.zeros(1, 3, *size))
-
-
-def test_stochastic_depth_grows_over_the_blocks_of_all_stages_and_spares_the_convolution():
-    model = nano("hvit3", drop_path_rate=0.4)
-    blocks = [block for stage in model.stages for block in stage.blocks]
-    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in blocks] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
-    block = model.stages[2].blocks[1].train()
-    block.drop_path.drop_prob = 1.0
-    x = torch.randn(2, 64, 3, 4)
-    rotation = rotations((3, 4), 64, dtype=torch.float32, device=x.device)
-    torch.testing.assert_close(
-        block(x, rotation), x + F.conv2d(x, block.cpe.weight, block.cpe.bias, padding=1, groups=64)
-    )

@@ -1,6 +1,4 @@
-"""Inner learners: every closed form against autograd through the printed loss, and the identities that follow from the
-equations.
-"""
+"""Inner learners: every closed form against autograd through the printed loss."""
 
 import itertools
 
@@ -15,21 +13,22 @@ from tests.slow import first
 
 GRID = (3, 4)
 N, D, HEADS, IMAGES = 12, 4, 2, 2
-# the twelve inner models: name, width, depth
-TWELVE = [
-    ("fc", 1, 2),
-    ("silu_fc", 1, 2),
-    ("glu", 1, 2),
-    ("swiglu", 1, 2),
-    ("mlp", 1, 2),
-    ("mlp", 2, 2),
-    ("mlp", 4, 2),
-    ("mlp", 1, 3),
-    ("mlp_residual", 1, 2),
-    ("mlp_identity", 1, 2),
-    ("conv", 1, 2),
-    ("dwconv", 1, 2),
-]
+# the twelve inner models: name, width, depth -> multiply-adds in units of N·d², as a person counts the products: forward
+# on keys, backward, forward on queries
+TWELVE = {
+    ("fc", 1, 2): 2,
+    ("silu_fc", 1, 2): 3,
+    ("glu", 1, 2): 6,
+    ("swiglu", 1, 2): 9,
+    ("mlp", 1, 2): 6,
+    ("mlp", 2, 2): 12,
+    ("mlp", 4, 2): 24,
+    ("mlp", 1, 3): 10,
+    ("mlp_residual", 1, 2): 6,
+    ("mlp_identity", 1, 2): 6,
+    ("conv", 1, 2): 18,
+    ("dwconv", 1, 2): 18 / 64,
+}
 SETTINGS = [
     {},
     {"damping": True},
@@ -101,9 +100,7 @@ def learn_by_autograd(loop: InnerLoop, weights: list[Tensor], q: Tensor, k: Tens
 
 
 def draw(loop: InnerLoop, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
-    """Weights (h, *shape), q, k, v (B, h, N, d) and token rates (B, h, N) in fp64, of which every one asks for its
-    gradient.
-    """
+    """Weights (h, *shape), q, k, v (B, h, N, d) and token rates (B, h, N) in fp64, which all ask for gradients."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -139,9 +136,7 @@ LEARNERS = [(loss, options) for loss in LOSSES for options in SETTINGS if loss !
     ("loss", "options"), LEARNERS, ids=["-".join(map(str, (loss, *options.values()))) for loss, options in LEARNERS]
 )
 def test_closed_forms_equal_autograd(model, width, depth, loss, options):
-    """Output and outer gradients of q, k, v, the rates and every weight; those of a loss that does not depend on one
-    are zero.
-    """
+    """Output and outer gradients, which are zero where the loss does not depend on the input."""
     loop = build(model, width, depth, **options, loss=loss)
     weights, q, k, v, rates = draw(loop)
     used = rates if loop.rate == "dynamic" else None
@@ -163,26 +158,9 @@ def test_the_models_are_those_of_the_paper_and_no_more():
     assert {name for name, _, _ in TWELVE} == set(MODELS)
 
 
-# multiply-adds in units of N·d², as a person counts the products: forward on keys, backward, forward on queries
-PRODUCTS = {
-    ("fc", 1, 2): 2,
-    ("silu_fc", 1, 2): 3,
-    ("glu", 1, 2): 6,
-    ("swiglu", 1, 2): 9,
-    ("mlp", 1, 2): 6,
-    ("mlp", 2, 2): 12,
-    ("mlp", 4, 2): 24,
-    ("mlp", 1, 3): 10,
-    ("mlp_residual", 1, 2): 6,
-    ("mlp_identity", 1, 2): 6,
-    ("conv", 1, 2): 18,
-    ("dwconv", 1, 2): 18 / 64,
-}
-
-
 @each_model
 def test_multiply_adds_by_hand(model, width, depth):
-    products = PRODUCTS[model, width, depth]
+    products = TWELVE[model, width, depth]
     assert build(model, width, depth).count_macs(196, 64) == products * 196 * 64**2
     # ten inner batches change nothing, and a loss that needs v̂ adds the last linear layer
     assert build(model, width, depth, batches=10).count_macs(196, 64) == products * 196 * 64**2

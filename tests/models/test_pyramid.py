@@ -54,10 +54,8 @@ def test_channels_and_strides(name, options, channels, height, width):
     """Images are padded to multiples of 32: 70 x 90 pixels give the maps of 96 x 96."""
     pyramid = build_pyramid(name, options=options).eval()
     assert pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
-    assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid) and pyramid.built_from == (
-        name,
-        options,
-    )
+    assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid)
+    assert pyramid.built_from == (name, options)
     image = torch.randn(2, 3, height, width)
     padded = F.pad(image, (0, -width % 32, 0, -height % 32))
     with torch.no_grad():
@@ -83,9 +81,7 @@ def test_a_hierarchy_of_ours_is_not_padded(name, options, channels):
 
 @pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)
 def test_native_maps_are_timms_with_a_norm(name, options, channels):
-    """timm's own `features_only` model of the same weights, built for this size and with full windows, before our
-    norms.
-    """
+    """timm's own `features_only` model of the same weights, for this size and full windows, before our norms."""
     swin = "swin" in name
     # where the last maps of a Swin are smaller than its windows
     pyramid = native(name, {**options, **({"img_size": 64} if swin else {})})
@@ -146,9 +142,7 @@ class Model(torch.nn.Module):
 
 
 def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
-    """By hand: the embedding, then six blocks in order (a stage's merging belongs to its first block), then everything
-    else.
-    """
+    """By hand: the embedding, six blocks (a stage's merging belongs to its first block), then everything else."""
     model = Model(native(SWIN, SMALL_SWIN))
     scales = {
         id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]
@@ -221,17 +215,14 @@ def test_a_swin_of_smaller_images_is_resampled_to_full_windows(tmp_path):
     pyramid = build_pyramid(SWIN, options=SMALL_SWIN)
     report = load_backbone(pyramid, open_weights(path, model=SWIN))
     key = "layers.3.blocks.0.attn.relative_position_bias_table"
-    assert (
-        model.state_dict()[key].shape == (9, 2)
-        and pyramid.backbone.state_dict()[key].shape == (49, 2)
-        and report[key] == "used"
-    )
+    assert model.state_dict()[key].shape == (9, 2) and report[key] == "used"
+    assert pyramid.backbone.state_dict()[key].shape == (49, 2)
 
 
 @pytest.mark.parametrize(
     "name, options",
     [
-        *((f"{family}_nano_patch16_144", {}) for family in ("vittt", "vim", "vrwkv", "vit3", "deit")),
+        *((f"{family}_nano_patch16_144", {}) for family in ("vittt", "vim", "vrwkv", "vit3", "t5", "deit")),
         (NANO, {"pool": "double", "design": "dual", "w0": "frozen"}),
     ],
 )
@@ -302,9 +293,7 @@ def test_what_is_refused_leaves_the_adapter_as_it_was(tmp_path, name, options, c
 
 
 def test_the_random_numbers_after_loading_are_fixed(tmp_path):
-    """They initialise a detector's heads: after a file of this project those that follow a build of its model, else the
-    next ones.
-    """
+    """They initialise a detector's heads: after our own file those that follow a build of its model, else the next."""
     path, model = trained(tmp_path)
     adapter, swin = build_pyramid(NANO), build_pyramid(SWIN, options=SMALL_SWIN)
     torch.manual_seed(3)

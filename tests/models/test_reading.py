@@ -1,6 +1,4 @@
-"""The switches of a reading: each against parameters and multiply-adds by hand, and against Algorithm 1 written out
-with it.
-"""
+"""The switches of a reading: against parameters and multiply-adds by hand, and against Algorithm 1."""
 
 import dataclasses
 import json
@@ -22,7 +20,7 @@ from tests.models.helpers import nano, save_model, shaken
 from tests.models.test_vittt import mixer_by_hand
 
 NANO = "vittt_nano_patch16_144"
-D, L, H, d, T, HIDDEN = 192, 12, 3, 64, 196, 512  # Vittt-T at 224 pixels
+D, L, H, T, HIDDEN = 192, 12, 3, 196, 512  # Vittt-T at 224 pixels
 # switch=value -> what it adds to the parameters and to the multiply-adds of Vittt-T, by hand; every value but the
 # defaults
 CHANGES = {

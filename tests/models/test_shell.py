@@ -6,7 +6,6 @@ import torch
 
 from tests.models.helpers import nano, relative, shaken
 
-FAMILIES = ("study", "t5", "lact", "vit3", "ladder_vit3")
 SOFTMAX = [
     ("study", {"mixer": "softmax", "positions": "table"}),
     ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}),

@@ -57,18 +57,11 @@ def test_parameters_by_hand():
     """DeiT-S without its class token and positions, a table of 197 rows in each block, and 12·6 heads of inner weights."""
     deit = 768 * 384 + 384 + 12 * (4 * 384**2 + 4 * 384 + 8 * 384**2 + 5 * 384 + 4 * 384) + 2 * 384 + 1000 * 384 + 1000
     assert deit == 21_974_632 and deit + 12 * 197 * 384 == 22_882_408
-    for options, weights in (
-        ({}, 2),
-        ({"inner_model": "fc"}, 1),
-        ({"inner_width": 4}, 8),
-        ({"inner_model": "conv"}, 9),
-    ):
+    for options, weights in ({}, 2), ({"inner_model": "fc"}, 1), ({"inner_width": 4}, 8), ({"inner_model": "conv"}, 9):
         assert cost(SMALL, options, (224, 224)).num_params == 22_882_408 + weights * 294_912
     assert cost(SMALL, {"inner_model": "dwconv"}, (224, 224)).num_params == 22_882_408 + 41_472
-    assert (
-        cost(SMALL, {"inner_rate": "dynamic", "positions": "none"}, (224, 224)).num_params
-        == deit + 2 * 294_912 + 12 * 384 * 6
-    )
+    counted = cost(SMALL, {"inner_rate": "dynamic", "positions": "none"}, (224, 224))
+    assert counted.num_params == deit + 2 * 294_912 + 12 * 384 * 6
     # timm's DeiT-S has a class token, its position and 196 others
     assert sum(p.numel() for p in timm.create_model("deit_small_patch16_224").parameters()) == deit + 384 + 197 * 384
     assert cost(SMALL, {"mixer": "softmax", "positions": "table"}, (224, 224)).num_params == deit + 196 * 384
@@ -96,25 +89,17 @@ def test_a_block_by_its_equations(options):
     assert relative(block(x, grid), expected) < 1e-12
 
 
+@torch.no_grad()
 def test_positions_are_added_where_they_should_be_and_resampled():
     image = torch.randn(1, 3, 144, 144)
-    for positions in ("table", "block_table", "none"):
-        model = shaken(nano("study", positions=positions))
-        with torch.no_grad():
-            tokens, grid = model.embed(image)
-            bare = model.patches(image)[0]
-            table = {
-                "table": getattr(model, "pos_embed", None),
-                "block_table": model.blocks[0].positions and model.blocks[0].positions.table,
-            }.get(positions)
-            if positions == "block_table":
-                shift = model.blocks[0].positions.shift
-                assert torch.equal(tokens, bare)
-                assert torch.equal(model.blocks[0].positions(tokens, grid), bare + table + shift)
-                small = model.blocks[0].positions(torch.zeros(1, 6, 64), (2, 3))
-                resampled = F.interpolate(
-                    table.reshape(1, 9, 9, 64).permute(0, 3, 1, 2), size=(2, 3), mode="bicubic", antialias=False
-                )
-                torch.testing.assert_close(small, resampled.flatten(2).mT + shift)
-            else:
-                assert torch.equal(tokens, bare if table is None else bare + table)
+    models = {kind: shaken(nano("study", positions=kind)) for kind in ("table", "block_table", "none")}
+    bare = {kind: model.patches(image)[0] for kind, model in models.items()}
+    assert torch.equal(models["none"].embed(image)[0], bare["none"])
+    assert torch.equal(models["table"].embed(image)[0], bare["table"] + models["table"].pos_embed)
+    tokens, grid = models["block_table"].embed(image)
+    positions = models["block_table"].blocks[0].positions
+    assert torch.equal(tokens, bare["block_table"])
+    assert torch.equal(positions(tokens, grid), tokens + positions.table + positions.shift)
+    table = positions.table.mT.reshape(1, 64, 9, 9)
+    resampled = F.interpolate(table, size=(2, 3), mode="bicubic", antialias=False).flatten(2).mT
+    torch.testing.assert_close(positions(torch.zeros(1, 6, 64), (2, 3)), resampled + positions.shift)

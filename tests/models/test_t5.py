@@ -103,9 +103,7 @@ def test_counts_are_those_that_the_paper_prints(inner, key_norm, dwc, window, pa
 
 
 def test_multiply_adds_of_the_release_by_hand():
-    """T5-T, and with two layers, as the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the
-    keys' norm.
-    """
+    """As the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the keys' norm."""
     assert sum(fvcore_terms(TINY, {}, (224, 224)).values()) == pytest.approx(1.3443e9, rel=1e-4)
     assert sum(fvcore_terms(TINY, {"inner": "2layer", "dwc": "none"}, (224, 224)).values()) == pytest.approx(
         1.2495e9, rel=1e-4

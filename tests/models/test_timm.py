@@ -1,6 +1,4 @@
-"""timm's contract for registered models: what timm's own test_models.py asks of every model, and what its users' scripts
-call, for the nano and the T size of every family.
-"""
+"""timm's contract: what its test_models.py asks of every model, for the nano and the T size of every family."""
 
 import fnmatch
 

@@ -1,9 +1,10 @@
-"""Vittt against the paper's arithmetic, a token-by-token implementation of Algorithm 1, and timm's conventions."""
+"""Vittt against its definition, written out around the reference of its inner learner."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.ttt_linear.reference import ttt_linear_dual
 from repro.models.backbone import insert_tokens, remove_tokens
 from repro.models.reading import Reading
 from repro.models.ttt_mixer import DESIGNS, TTTMixer
@@ -12,16 +13,8 @@ from repro.models.vittt_block import class_positions
 from tests.models.helpers import nano, shaken
 
 
-@pytest.mark.parametrize(("mode", "states"), [("per_direction", 2), ("shared", 1), ("frozen", 0)])
-def test_w0_modes_differ_by_their_learned_states(mode, states):
-    model = nano("vittt", w0=mode)
-    learned = sum(p.numel() for name, p in model.named_parameters() if name.endswith("mixer.W0"))
-    assert learned == 4 * states * 64 * 64
-    assert all(block.mixer.W0.std() > 0.015 for block in model.blocks)
-
-
 def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
-    """Section 2 of the model's definition, token by token in fp64, sharing no code with the mixer or the kernels."""
+    """Section 2 of the model's definition around the equations of the inner learner."""
     D, H, reading = mixer.dim, mixer.num_heads, getattr(mixer, "reading", Reading())
     d, T = D // H, x.shape[1]
     weights = list(mixer.in_proj.weight.split(D))
@@ -35,68 +28,41 @@ def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
     k_weights = [weights.pop(0) for _ in range(mixer.directions)] if mixer.separate_q else q_or_kq
     v_weights = [weights.pop(0) for _ in range(mixer.directions)]
     assert not weights
-    gated = x
-    outs = [torch.zeros_like(x) for _ in range(mixer.directions)]
+    gated, outs = x, []
     for r in range(mixer.directions):
-        keys = torch.zeros_like(x)
-        for b in range(x.shape[0]):
-            order = list(range(T)) if r == 0 else list(range(T - 1, -1, -1))
-            tokens = x[b, order]
-            q, k, v = tokens @ q_or_kq[r].T, tokens @ k_weights[r].T, tokens @ v_weights[r].T
-            convolved = {}
-            for name, source in (("conv_q", q), ("conv_k", k)):
-                if (conv := getattr(mixer, name, None)) is None:
-                    continue
+        tokens = x.flip(1) if r else x
+        q, k, v = (tokens @ weight[r].T for weight in (q_or_kq, k_weights, v_weights))
+        convolved = {}
+        for name, source in (("conv_q", q), ("conv_k", k)):
+            if (conv := getattr(mixer, name, None)) is not None:
                 size, w = conv.kernel_size[0], conv.weight[r * D : (r + 1) * D, 0]
-                start = torch.zeros_like(w[:, 0]) if conv.bias is None else conv.bias[r * D : (r + 1) * D]
-                rows = [
-                    start + sum(w[:, size - 1 - j] * source[t - j] for j in range(size) if t >= j) for t in range(T)
-                ]
-                convolved[name] = torch.stack(rows)
-            k = convolved.get("conv_k", k)
-            q = convolved.get("conv_q", k if reading.conv1d_count == 1 and "conv_k" in convolved else q)
-            keys[b, order] = k if "conv_k" in convolved else q
-            lr = reading.eta_base * torch.sigmoid(tokens @ mixer.lr_proj.weight.T + mixer.lr_proj.bias) / d
-            lr = lr[:, r * H :] if reading.learning_rate == "per_direction" else lr
-            chunk = mixer.chunk_size or T
-            if reading.rotary == "chunk":  # as a product of complex numbers
-                turned = []
-                for t in (q, k):
-                    heads = t.view(T, H, 2, d // 2)
-                    places = torch.tensor([float(i % chunk) for i in range(T)], dtype=torch.float64)
-                    angle = places[:, None] / torch.tensor(
-                        [10000 ** (2 * i / d) for i in range(d // 2)], dtype=torch.float64
-                    )
-                    z = (
-                        torch.complex(heads[:, :, 0], heads[:, :, 1])
-                        * torch.polar(torch.ones_like(angle), angle)[:, None]
-                    )
-                    turned.append(torch.stack([z.real, z.imag], 2).reshape(T, D))
-                q, k = turned
-            for h in range(H):
-                part = slice(h * d, (h + 1) * d)
-                W, shared = mixer.W0[min(r, mixer.W0.shape[0] - 1), h], min(r, mixer.b0.shape[0] - 1)
-                beta, gamma, mu = mixer.b0[shared, h], mixer.ln_weight[shared, h], mixer.ln_bias[shared, h]
-                for start in range(0, T, chunk):
-                    sum_W, sum_b = torch.zeros_like(W), torch.zeros_like(beta)
-                    for j, t in enumerate(range(start, min(start + chunk, T))):
-                        # the inner gradient at the chunk's start state, by autograd
-                        z = (k[t, part] @ W + beta).detach().requires_grad_()
-                        target = v[t, part] - k[t, part] if reading.inner_target == "v_minus_k" else v[t, part]
-                        loss = 0.5 * (F.layer_norm(z, (d,), gamma, mu, 1e-6) - target).square().sum()
-                        (G,) = torch.autograd.grad(loss, z)
-                        sum_W = sum_W + lr[t, h] * torch.outer(k[t, part], G)
-                        sum_b = sum_b + lr[t, h] * G
-                        delta = 0.0
-                        if mixer.token_scale is not None and j < mixer.token_scale.shape[1]:
-                            delta = float(mixer.token_scale[min(r, len(mixer.token_scale) - 1), j].detach())
-                        c = max(0.0, (1 / (j + 1) if reading.token_scale_start == "reciprocal" else 1.0) + delta)
-                        y = q[t, part] @ (W - c * sum_W) + beta - c * sum_b
-                        added = q[t, part] if reading.inner_residual else 0
-                        outs[r][b, order[t], part] += added + F.layer_norm(y, (d,), gamma, mu, 1e-6)
-                    W, beta = W - c * sum_W, beta - c * sum_b
-        if r == 0 and reading.gate_input == "conv1d" and any(hasattr(mixer, name) for name in ("conv_k", "conv_q")):
-            gated = keys
+                bias = 0.0 if conv.bias is None else conv.bias[r * D : (r + 1) * D]
+                padded = F.pad(source, (0, 0, size - 1, 0))
+                convolved[name] = bias + sum(w[:, j] * padded[:, j : j + T] for j in range(size))
+        k = convolved.get("conv_k", k)
+        q = convolved.get("conv_q", k if reading.conv1d_count == 1 and "conv_k" in convolved else q)
+        if r == 0 and reading.gate_input == "conv1d" and convolved:
+            gated = k if "conv_k" in convolved else q
+        lr = reading.eta_base * torch.sigmoid(tokens @ mixer.lr_proj.weight.T + mixer.lr_proj.bias) / d
+        lr = lr[..., r * H :] if reading.learning_rate == "per_direction" else lr
+        chunk = mixer.chunk_size or T
+        q, k, v = (t.unflatten(2, (H, d)) for t in (q, k, v))
+        if reading.rotary == "chunk":  # as a product of complex numbers
+            places = (torch.arange(T, dtype=torch.float64) % chunk)[:, None, None]
+            angle = places / 10000 ** (2 * torch.arange(d // 2, dtype=torch.float64) / d)
+            turns = torch.polar(torch.ones_like(angle), angle)
+            q, k = (torch.complex(*t.unflatten(3, (2, d // 2)).unbind(3)) * turns for t in (q, k))
+            q, k = (torch.cat([t.real, t.imag], 3) for t in (q, k))
+        c = 1 / torch.arange(1.0, chunk + 1, dtype=torch.float64) ** (reading.token_scale_start == "reciprocal")
+        if mixer.token_scale is not None:
+            delta = mixer.token_scale[min(r, len(mixer.token_scale) - 1)][:chunk]
+            c = c + F.pad(delta, (0, chunk - len(delta)))
+        shared = min(r, len(mixer.b0) - 1)
+        start = mixer.W0[min(r, len(mixer.W0) - 1)], mixer.b0[shared], mixer.ln_weight[shared], mixer.ln_bias[shared]
+        target = v if reading.inner_target == "v_minus_k" else v + k  # of which the reference takes k away
+        out = ttt_linear_dual(q, k, target, lr, c.clamp(min=0), *start, chunk_size=chunk)
+        out = (out if reading.inner_residual else out - q).flatten(2)
+        outs.append(out.flip(1) if r else out)
     gate = 1.0
     if gate_weight is not None:
         gate = gated @ gate_weight.T + gate_bias

@@ -102,9 +102,7 @@ def test_official_maps_pooling_and_logits(truth, run):
     ("base", 88_557_800, 15_358_944_256),
 ])  # fmt: skip
 def test_published_counts(size, params, fvcore):
-    """Parameters, and the multiply-adds that fvcore counts for the release; ours are those without norms, with 4 for a
-    state.
-    """
+    """Parameters, and fvcore's multiply-adds; ours are those without norms, with 4 for a state."""
     counted = cost(f"vmamba_{size}_224", {}, (224, 224))
     assert (counted.num_params, sum(counted.paper_terms.values())) == (params, fvcore)
     assert counted.macs_g_paper_convention == fvcore / 1e9

@@ -7,6 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
+from kernels.bi_wkv.reference import bi_wkv_formula
 from repro.bench.flops import counted_macs
 from repro.core.errors import UserError
 from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
@@ -74,16 +75,11 @@ def test_q_shift_by_hand(C):
 
 
 def spatial_by_hand(att, x, grid):
-    """The mixer token by token; it shares only Q-Shift with the model."""
+    """The mixer's equations around the reference of Bi-WKV; it shares only Q-Shift with the model."""
     shifted = q_shift(x, grid)
     k, v, r = (m * x + (1 - m) * shifted for m in (att.spatial_mix_k, att.spatial_mix_v, att.spatial_mix_r))
     r, k, v = r @ att.receptance.weight.T, k @ att.key.weight.T, v @ att.value.weight.T
-    T = x.shape[1]
-    w, u = att.spatial_decay / T, att.spatial_first / T
-    wkv = torch.zeros_like(v)
-    for t in range(T):
-        weights = [(k[:, i] + (u if i == t else -(abs(t - i) - 1) * w)).exp() for i in range(T)]
-        wkv[:, t] = sum(p * v[:, i] for i, p in enumerate(weights)) / sum(weights)
+    wkv = bi_wkv_formula(att.spatial_decay / x.shape[1], att.spatial_first / x.shape[1], k, v)
     return (torch.sigmoid(r) * wkv) @ att.output.weight.T
 
 

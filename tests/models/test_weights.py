@@ -26,6 +26,7 @@ from repro.models.weights import (
 from tests.models.helpers import PREPROCESSING
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
+DESCRIBED = {"options": OPTIONS, "preprocessing": PREPROCESSING, "classes": ["a", "b", "c"]}
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def saved(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model(NAME, **OPTIONS).eval()
     path = tmp_path / "weights.safetensors"
-    save_weights(path, model, name=NAME, options=OPTIONS, preprocessing=PREPROCESSING, classes=["a", "b", "c"])
+    save_weights(path, model, name=NAME, **DESCRIBED)
     return path, model
 
 
@@ -43,24 +44,13 @@ def test_round_trip(saved):
     image = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(model(image), again(image)) and not again.training
-    assert read_metadata(path) == {
-        "model": NAME,
-        "options": OPTIONS,
-        "preprocessing": PREPROCESSING,
-        "classes": ["a", "b", "c"],
-    }
+    assert read_metadata(path) == {"model": NAME, **DESCRIBED}
 
 
 def test_bytes_depend_on_the_content_alone(saved, tmp_path):
     path, model = saved
-    save_weights(
-        tmp_path / "again",
-        model,
-        name=NAME,
-        options=dict(reversed(OPTIONS.items())),
-        preprocessing=PREPROCESSING,
-        classes=["a", "b", "c"],
-    )
+    turned = DESCRIBED | {"options": dict(reversed(OPTIONS.items()))}
+    save_weights(tmp_path / "again", model, name=NAME, **turned)
     assert path.read_bytes() == (tmp_path / "again").read_bytes()
 
 
@@ -88,13 +78,8 @@ class Holder(torch.nn.Module):
 
 
 def save_tiny(path, state=None):
-    described = {
-        "options": {},
-        "preprocessing": PREPROCESSING,
-        "classes": ["a", 'b\u00e4"\\'],
-        "task": {"name": "detect"},
-    }
-    save_weights(path, Holder(state), name=NAME, **described)
+    described = DESCRIBED | {"options": {}, "classes": ["a", 'b\u00e4"\\']}
+    save_weights(path, Holder(state), name=NAME, task={"name": "detect"}, **described)
 
 
 @pytest.mark.parametrize("model", [None, NAME])
