@@ -44,7 +44,7 @@ def mixer_by_hand(mixer: TTTMixer, x: torch.Tensor) -> torch.Tensor:
         if r == 0 and reading.gate_input == "conv1d" and convolved:
             gated = k if "conv_k" in convolved else q
         lr = reading.eta_base * torch.sigmoid(tokens @ mixer.lr_proj.weight.T + mixer.lr_proj.bias) / d
-        lr = lr[..., r * H :] if reading.learning_rate == "per_direction" else lr
+        lr = lr[..., r * H : (r + 1) * H] if reading.learning_rate == "per_direction" else lr
         chunk = mixer.chunk_size or T
         q, k, v = (t.unflatten(2, (H, d)) for t in (q, k, v))
         if reading.rotary == "chunk":  # as a product of complex numbers
