@@ -19,7 +19,7 @@ from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.recipe import RELEASED
-from repro.papers.linearize.sections import list_students
+from repro.papers.linearize.sections import weigh_inheritance
 from repro.papers.variants import load_variants
 from repro.report.markdown import render_blocks
 from repro.report.results import Results
@@ -370,6 +370,8 @@ def test_a_student_stands_beside_its_model_from_random_weights(checkout):
     for name, top1, steps in (("scratch", (80.0, 80.0, 83.0), 165), ("longer", (90.0, 91.0, 92.0), 660)):
         more = shared | {"steps": steps, "recipe_hash": name}
         checkout.train(f"measured/cpu/pretrain/{name}", "t5_nano_patch4_32", "digits", top1=top1, **more)
-    text = render_blocks(list_students(JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))))
+    text = render_blocks(weigh_inheritance(JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES))))
     # 10, 11 and 9 points; against the longer training none
-    assert "+10.0 [+7.5, +12.5] points, p 0.0033" in text and text.index("165 steps (") < text.index("660 steps (")
+    equal, longer = text.splitlines()
+    assert "+10.0 [+7.5, +12.5] points" in equal and equal.endswith("p 0.0033.")
+    assert "660" in longer and "+0.0 [" in longer

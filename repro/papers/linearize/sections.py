@@ -9,11 +9,12 @@ from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
 from ...report.gallery import describe_origin
-from ...report.ordering import compare_accuracies
-from ...report.records import Source, describe_seeds, group_by, keep_best, show_mean
+from ...report.ordering import Pair, compare_accuracies
+from ...report.records import Missing, Source, describe_seeds, group_by, keep_best, show_mean
 
 SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
 COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
+SCRATCH = "repro pretrain --cell t5_nano_digits_scratch --seeds 5 --epochs 5"
 STATES = ("teacher", "before", "after")
 
 
@@ -44,7 +45,7 @@ def list_students(report: Report) -> list[Block]:
             known.append(f": top-1 {_show_score(teacher)} after {length}")
         known.append(f". All on {m['data']}, {m['held_out_images']} images of {m['split']}.")
         blocks += [tuple(known), tabulate(_list_columns(teacher, report), students)]
-        scratch = [_describe_scratch(each, students, report) for each in _find_scratch(students, sources)]
+        scratch = [_describe_scratch(each, report) for each in _find_scratch(students, sources)]
         blocks += [Bullets(scratch)] if scratch else []
     return blocks
 
@@ -146,23 +147,46 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
     }
 
 
-def _describe_scratch(source: Source, students: Sequence[Source], report: Report) -> Line:
-    """What random weights come to, and how much better the student of the same choices is, all of whose weights train."""
+def weigh_inheritance(report: Report) -> list[Block]:
+    """How far a student is from its model from random weights, after as many steps and after more: a line for each
+    training from random weights over several seeds.
+    """
+    sources = report.results.sources
+    students = [each for each in sources if each.is_trained and UNTRAINED in each.metrics and each.most_seeds > 1]
+    lines: list[Line] = []
+    for source in _find_scratch(students, sources):
+        for student, pair in _compare_scratch(source, students):
+            steps, longer = student.metrics["steps"], source.metrics["steps"]
+            length = f"{steps:,} steps as well" if steps == longer else f"{longer:,} steps rather than {steps:,}"
+            difference = f"the student's Top-1 minus its own: {pair.show(1)} points, p {pair.p:.2g}."
+            found = f", trained from random weights for {length}: {difference}"
+            lines.append((code(source.metrics["model"]), found))
+    if not lines:
+        raise Missing("no student's model was trained from random weights over several seeds", SCRATCH)
+    return [Bullets(lines)]
+
+
+def _compare_scratch(source: Source, students: Sequence[Source]) -> list[tuple[Source, Pair]]:
+    """The students of the same choices all of whose weights were trained, each with its difference to a training from
+    random weights.
+    """
+    found = []
+    for student in students:
+        m = student.metrics
+        if (m["model"], name_student(m)) == (source.metrics["model"], name_student(source.metrics)) and not m.get(
+            "freeze"
+        ):
+            values = {"student": student.by_seed(SCORE), "scratch": source.by_seed(SCORE)}
+            pairs = compare_accuracies(values, [("student", "scratch")], m["held_out_images"], m["classes"])
+            found += [(student, pair) for pair in pairs if pair.interval is not None]
+    return found
+
+
+def _describe_scratch(source: Source, report: Report) -> Line:
     length = f"top-1 {_show_score(source)} after {source.metrics['steps']:,} steps"
     text = f" from random weights ({name_student(source.metrics)}): {length}"
     about = f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
-    known: list[Piece] = [code(source.metrics["model"]), text, about]
-    for student in students:
-        m = student.metrics
-        if name_student(m) == name_student(source.metrics) and not m.get("freeze"):
-            values = {"student": student.by_seed(SCORE), "scratch": source.by_seed(SCORE)}
-            found = compare_accuracies(values, [("student", "scratch")], m["held_out_images"], m["classes"])
-            known += [
-                f" The student after {m['steps']:,} steps differs from it by {pair.show(1)} points, p {pair.p:.2g}."
-                for pair in found
-                if pair.interval is not None
-            ]
-    return tuple(known)
+    return code(source.metrics["model"]), text, about
 
 
 def _show_score(source: Source) -> str:
