@@ -118,10 +118,7 @@ def _compare_speeds(contest: Contest, results: Results) -> Line | None:
     ratios = speeds.find_ratios(contest)
     if not all(ratios.values()) or (largest := max(ratios["fused"])) not in ratios["unfused"]:
         return None
-    slower = {
-        attention: max((size for size, ratio in found.items() if ratio < 1), default=0)
-        for attention, found in ratios.items()
-    }
+    slower = speeds.find_slower(contest)
     kind, _, name = speeds.group.device.partition(": ")
     ours, theirs = contest.ours[1], contest.theirs[1]
     text = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.figures import against_resolution
+from ..core.noise import find_interval
 from .claims import Report
 from .paper import Contest, Drawings
 from .records import Source, describe_age
@@ -33,6 +34,24 @@ class Speeds:
                 continue
             if ours["latency_ms"] and row["latency_ms"]:
                 found[attention][size] = row["latency_ms"] / ours["latency_ms"]
+        return found
+
+    def find_slower(self, contest: Contest) -> dict[str, int]:
+        """Attention of the baseline -> the largest image at which the model is slower; 0 where it is at none.
+
+        A noisy row counts where the intervals of the two leave no doubt.
+        """
+        found = dict.fromkeys(("unfused", "fused"), 0)
+        for (name, attention, size), theirs in self.rows.items():
+            ours = self.rows.get((contest.ours[0], None, size))
+            if name != contest.theirs[0] or attention not in found or ours is None:
+                continue
+            if not ours["latency_ms"] or not theirs["latency_ms"]:
+                continue
+            (least, _), (_, most) = (find_interval(row) or (row["latency_ms"],) * 2 for row in (ours, theirs))
+            is_known = least > most or not (ours["noisy"] or theirs["noisy"])
+            if ours["latency_ms"] > theirs["latency_ms"] and is_known:
+                found[attention] = max(found[attention], size)
         return found
 
     @property

@@ -16,7 +16,7 @@ from repro.core.runtime import RUN_BEGAN
 from repro.papers import load_papers
 from repro.report.answer import answer_blocks, judge_question, readme_blocks, verdict_block
 from repro.report.claims import Report, judge_paper
-from repro.report.contest import find_speeds
+from repro.report.contest import Speeds, find_speeds
 from repro.report.markdown import render_blocks
 from repro.report.pages import build_passages
 from repro.report.results import Results
@@ -227,3 +227,23 @@ def test_the_verb_of_the_verdict_follows_the_statuses(statuses, verb):
         for _ in range(count)
     ]
     assert judge_question(own)[0] == verb
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "noisy", "slower"),
+    [
+        ((20, 21), (10, 11), [], True),
+        ((20, 21), (10, 11), ["spread"], True),  # the intervals are apart
+        ((9, 21), (10, 11), ["spread"], False),
+        ((9, 21), (10, 11), [], True),
+        ((8, 9), (10, 11), [], False),
+    ],
+)
+def test_slower_is_said_where_it_is_known(checkout, ours, theirs, noisy, slower):
+    def row(interval, noisy):
+        return {"latency_ms": sum(interval) / 2, "latency_ms_ci95": list(interval), "noisy": noisy}
+
+    contest = checkout.paper.contest
+    rows = {(contest.ours[0], None, 640): row(ours, noisy), (contest.theirs[0], "fused", 640): row(theirs, [])}
+    found = Speeds(group=None, source=None, rows=rows).find_slower(contest)
+    assert found == {"unfused": 0, "fused": 640 * slower}
