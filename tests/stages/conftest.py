@@ -35,19 +35,14 @@ pretrain:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """A checkout whose data set is written and whose cell `nano` is not trained; do not change it, copy it."""
-    from repro.core.config import load_section
-    from repro.core.paths import Paths
-    from repro.core.runtime import load_runtime
-    from repro.data.kinds import PrepareData
-    from repro.data.prepare import prepare
+    from tests.stages.helpers import prepare_cell
 
     root = tmp_path_factory.mktemp("prepared")
     (root / "params.yaml").write_text(PARAMS)
     (root / "dvc.yaml").write_text("stages: {}\n")
     for package in ("repro", "kernels", "stages", "profiles"):
         (root / package).symlink_to(ROOT / package)
-    paths = Paths(root)
-    prepare(load_section(PrepareData, paths.params, "prepare_data", "digits"), paths, load_runtime(paths), "digits")
+    prepare_cell(root, "digits")
     return root
 
 

@@ -31,44 +31,23 @@ from repro.runs.cells import train_cells
 from repro.runs.job import Cell
 from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
+from tests.stages.helpers import ABLATE
 
-VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
+VARIANTS = load_variants("vision_ttt").options
 CELL = Path("results/ablate/conv1d")
 COMMAND = [sys.executable, "-m", "repro", "ablate"]
-# a Vittt of one block and two seeds, on images of four tokens
-CELL_YAML = """
-ablate:
-  conv1d:
-    model: vittt_nano_patch16_144
-    options: {depth: 1, design: conv1d}
-    data: digits
-    seeds: [0, 1]
-    epochs: 1
-    batch_size: 128
-    drop_path: 0.0
-    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
-    mix: {mixup: 0.0, cutmix: 0.0, label_smoothing: 0.1}
-    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0}
-"""
 
 
 @pytest.fixture
 def ready(checkout) -> Path:
     """The checkout with one cell more; its pretrain cell is made as short as the grid is to be."""
     text = Path("params.yaml").read_text().replace("    epochs: 2\n", "    epochs: 1\n", 1).replace("[0, 2]", "[]")
-    Path("params.yaml").write_text(text + CELL_YAML)
+    Path("params.yaml").write_text(text + ABLATE)
     return checkout
 
 
 def record(folder: Path) -> dict:
     return read_record(folder / "metrics.json")
-
-
-def test_the_grid_is_17_models_of_20_entries():
-    assert [len(names) for names in TABLES_AND_FIGURES.values()] == [6, 5, 6, 3] and len(VARIANTS) == 17
-    assert {name for names in TABLES_AND_FIGURES.values() for name in names} == set(VARIANTS)
-    assert all("conv2d" in names for names in TABLES_AND_FIGURES.values()) and VARIANTS["conv2d"] == {}
-    assert len({json.dumps(options) for options in VARIANTS.values()}) == 17
 
 
 @pytest.mark.parametrize(
@@ -231,41 +210,6 @@ def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
     built = build_variant(choose_variants("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
     assert built.cell.name == "vit3_digits_fc" and built.arguments[:4] == ("--paper", "vit3", "--variant", "fc")
     assert repro_cli(*arguments) == (0, "", "")  # it is there
-
-
-WRONG = [
-    (
-        ["--all", "--data", "digit"],
-        "ablate: --data digit: not a cell of prepare_data in params.yaml; did you mean 'digits'?",
-    ),
-    (["--all", "--data", "imagenet"], "results/prepare_data/imagenet/manifest.json: no such manifest"),
-    (["--variant", "conv1"], "ablate: --variant conv1: not known; did you mean 'conv1d'?"),
-    (["--all", "--cell", "conv1d"], "leave them out with --all and --variant"),
-    (["--cell", "conv1"], "ablate.conv1: no such section; did you mean 'conv1d'?"),
-    (["--all", "--paper", "vit"], "ablate: --paper vit: not known; did you mean 'vit3'?"),
-    (["--paper", "vit3"], "ablate: --paper vit3: give --all or --variant with it"),
-    (["--variant", "conv1d", "--paper", "vit3"], "ablate: --variant conv1d: not known; did you mean 'conv'?"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_wrong_input_is_one_line(ready, repro_cli, arguments, message):
-    code, _, err = repro_cli("ablate", *arguments)
-    assert code == 2 and err.count("\n") == 1 and message in err
-    assert not Path(".runs").exists()
-
-
-@pytest.mark.parametrize("option", ["--seeds", "--jobs", "--epochs"])
-def test_no_option_takes_zero(ready, repro_cli, option):
-    code, _, err = repro_cli("ablate", "--all", option, "0")
-    assert (code, err) == (2, f"repro: ablate: {option} 0: expected 1 or more\n")
-
-
-@pytest.mark.parametrize("seeds", ["[]", "[0, 0]", "[-1]"])
-def test_seeds_that_are_none_are_refused(ready, repro_cli, seeds):
-    Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seeds: [0, 1]", f"seeds: {seeds}"))
-    code, _, err = repro_cli("ablate", "--cell", "conv1d")
-    assert code == 2 and err.count("\n") == 1 and "ablate.conv1d" in err and "seeds" in err
 
 
 def test_the_record_of_a_training_with_mesa_says_so(ready):

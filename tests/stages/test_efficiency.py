@@ -11,38 +11,6 @@ from repro.bench import rows as store_module
 COMMAND = ("efficiency", "--res", "32,64", "--families", "vittt,deit_fused", "--sizes", "T")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--res", "1280..224"), "efficiency: --res 1280..224: begins above its end; write 224..1280"),
-        (
-            ("--res", "225"),
-            "efficiency: --res 225: not a positive multiple of the patch, 16 pixels; the nearest is 224",
-        ),
-        (("--families", "deit,vmi"), "efficiency: --families vmi: not known; did you mean 'vim'?"),
-        (("--sizes", "L"), "efficiency: --sizes L: not known; known: T, S, B"),
-    ],
-)
-def test_wrong_options_are_one_line(checkout, repro_cli, options, message):
-    assert repro_cli("efficiency", *options) == (2, "", f"repro: {message}\n")
-    assert not Path("results/measured").exists()
-
-
-def test_a_device_that_is_not_there_is_one_line(checkout, repro_cli, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, err = repro_cli("efficiency", "--device", "cuda")
-    assert code == 2 and err.count("\n") == 1 and "cuda" in err
-    assert not Path("results/measured").exists()
-
-
-@pytest.mark.parametrize(
-    "options", [("--batch", "0"), ("--batch-size", "0"), ("--minutes", "0"), ("--mode", "test"), ("--runs", "10")]
-)
-def test_options_out_of_range_are_refused(checkout, repro_cli, options):
-    code, _, err = repro_cli("efficiency", *options)
-    assert code == 2 and options[0] in err
-
-
 def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypatch):
     monkeypatch.setattr("repro.bench.efficiency.device_slug", lambda device: "made_up")
     file = Path("results/measured/made_up/efficiency.json")

@@ -17,42 +17,20 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the family
-from repro.core.hashing import hash_file
 from repro.core.record import read_record
+from repro.data.settings import TransformSettings
 from repro.models.published import find_published, is_only_imagenet_1k
 from repro.models.weights import save_weights
 from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
+from tests.stages.helpers import DIGITS, NANO, save_model
 
-PREPROCESSING = {
-    "input_size": [3, 32, 32],
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-    "mean": [0.485, 0.456, 0.406],
-    "std": [0.229, 0.224, 0.225],
-}
 DEIT = "deit_tiny_patch16_224"
 
 
 @pytest.fixture
 def weights(checkout):
     """Random weights of a small Vittt, with the digits' class names."""
-    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
-    return random_weights(
-        checkout / "w.safetensors", "vittt_nano_patch16_144", {"depth": 1, "num_classes": 10}, classes
-    )
-
-
-def random_weights(path, name, options, classes):
-    torch.manual_seed(0)
-    save_weights(
-        path,
-        timm.create_model(name, **options),
-        name=name,
-        options=options,
-        preprocessing=PREPROCESSING,
-        classes=classes,
-    )
-    return str(path)
+    return save_model(checkout / "w.safetensors", NANO, depth=1, img_size=32)
 
 
 def records():
@@ -62,13 +40,6 @@ def records():
 def only(values):
     (value,) = values
     return value
-
-
-def test_a_data_set_that_is_not_here_is_suggested(weights, repro_cli):
-    code, _, err = repro_cli("evaluate", "--weights", weights, "--data", "digit")
-    assert code == 2 and "did you mean 'digits'?" in err
-    code, _, err = repro_cli("evaluate", "--weights", weights, "--data", "scenes_hard")  # the paper profile has it
-    assert code == 2 and "profiles/paper.yaml" in err and err.count("\n") == 1
 
 
 def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
@@ -102,8 +73,7 @@ def sizes(*values):
 
 
 def test_a_vit_of_one_size_is_resampled_for_the_others(checkout, repro_cli):
-    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
-    path = random_weights(checkout / "vit.safetensors", DEIT, {"img_size": 32, "depth": 1, "num_classes": 10}, classes)
+    path = save_model(checkout / "vit.safetensors", DEIT, depth=1, img_size=32)
     code, _, err = repro_cli("evaluate", "--weights", path, "--data", "digits", "--limit", "20", *sizes(32, 64))
     assert code == 0, err
     assert {r["metrics"]["image_size"] for r in records().values()} == {32, 64}
@@ -204,10 +174,9 @@ def official(checkout, tmp_path):
     model = timm.create_model(name, num_classes=10)
     theirs = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in model.state_dict().items()}
     torch.save({"model": theirs, "epoch": 299, "args": argparse.Namespace(lr=1e-3)}, tmp_path / "vit3.pth")
-    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
-    preprocessing = PREPROCESSING | {"input_size": [3, 144, 144], "crop_pct": 0.875}
+    preprocessing = TransformSettings(image_size=144, crop_pct=0.875).preprocessing()
     own = tmp_path / "own.safetensors"
-    save_weights(own, model, name=name, options={"num_classes": 10}, preprocessing=preprocessing, classes=classes)
+    save_weights(own, model, name=name, options={"num_classes": 10}, preprocessing=preprocessing, classes=DIGITS)
     return name, str(tmp_path / "vit3.pth"), str(own)
 
 
@@ -224,25 +193,6 @@ def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
     for size in (144, 96):
         both = [r["metrics"] for r in records().values() if r["metrics"]["image_size"] == size]
         assert len({m["weights_hash"] for m in both}) == 2 and len({m["held_out_loss"] for m in both}) == 1
-
-
-def test_official_files_that_do_not_fit_are_one_line(official, repro_cli, tmp_path):
-    name, theirs, _ = official
-    command = ("evaluate", "--data", "digits", "--weights")
-    torch.save({"patch_embed.proj.bias": torch.zeros(64)}, tmp_path / "headless.pth")
-    wrong = [
-        ((theirs,), "so it does not name its model; name it with --model"),
-        ((theirs, "--model", "vit3_tiny_patch16_224"), "vit3.pth: official weights do not fit ViT3 as built: "),
-        ((theirs, "--model", "vit3_nano_patch16"), "no such model; did you mean 'vit3_nano_patch16_144'?"),
-        ((theirs, "--model", name, "--image-size", "100"), "multiples of the patch size 16"),
-        ((str(tmp_path / "none.pth"), "--model", name), "none.pth: no such weights file"),
-        ((str(tmp_path / "headless.pth"), "--model", name), "holds a backbone without its head, expected a classifier"),
-        ((theirs, "--model", DEIT), f"vit3.pth: {DEIT}.fb_in1k: weights cannot be loaded: "),
-    ]
-    for options, message in wrong:
-        code, _, err = repro_cli(*command, *options)
-        assert code == 2 and err.count("\n") == 1 and message in err, (options, err)
-    assert not Path("results/measured").exists()
 
 
 def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, repro_cli, tmp_path):
@@ -363,31 +313,6 @@ def test_table1_without_a_network(imagenet, published, tmp_path):
     assert not Path("results/measured").exists()
 
 
-WRONG = [
-    (["--limit", "359", "--weights", "W"], "--limit 359: the split test has 359 images"),
-    (["--weights", "W", "--image-size", "32", "--image-size", "32"], "--image-size 32 is given twice"),
-    (["--weights", "W", "--image-size", "32", "--image-size", "40"], "multiples of the patch size 16"),
-    (["--weights", "W", "--models", "a", "--models", "b"], "a weights file holds one model, but 2 are named"),
-    (["--weights", "W", "--table1"], "--table1 chooses models and weights itself"),
-    (["--table1"], "has 1000 classes, digits has 10"),
-    (["--pretrained", "--model", DEIT], "has 1000 classes, digits has 10"),
-    (["--pretrained", "--model", "deit_tiny_patch16_22"], "no such model; did you mean 'deit_tiny_patch16_224'?"),
-    (
-        ["--pretrained", "--model", f"{DEIT}.nobody_in1k"],
-        "timm has no such weights; for deit_tiny_patch16_224 it has fb_in1k",
-    ),
-    (["--pretrained", "--model", "vittt_tiny_patch16_224"], "timm has no published weights; give a file of weights"),
-    (["--pretrained"], "an untrained model has no accuracy"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_wrong_requests_are_one_line_and_write_nothing(weights, repro_cli, options, message):
-    code, _, err = repro_cli("evaluate", "--data", "digits", *[weights if word == "W" else word for word in options])
-    assert code == 2 and err.count("\n") == 1 and message in err
-    assert not Path("results/measured").exists()
-
-
 def test_a_limit_of_imagenets_own_size_is_refused():
     from repro.core.errors import UserError
     from repro.inference.evaluate import check_limit
@@ -398,13 +323,12 @@ def test_a_limit_of_imagenets_own_size_is_refused():
 
 
 def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
-    classes = sorted(p.name for p in (checkout / "data/digits/test").iterdir())
     path = checkout / "large.safetensors"
     model = timm.create_model("vittt_nano_patch16_144", depth=1, num_classes=10)
     with torch.no_grad():
         model.head.weight.fill_(3e38)  # sums overflow, though every weight is finite
     about = {"name": "vittt_nano_patch16_144", "options": {"depth": 1, "num_classes": 10}}
-    save_weights(path, model, **about, preprocessing=PREPROCESSING, classes=classes)
+    save_weights(path, model, **about, preprocessing=TransformSettings(image_size=32).preprocessing(), classes=DIGITS)
     code, _, err = repro_cli("evaluate", "--weights", str(path), "--data", "digits", "--limit", "9")
     assert (
         code == 2
@@ -419,25 +343,3 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
         assert (
             (code, out, err.count("\n")) == (2, "", 1) and "large.safetensors" in err and not Path("seen.json").exists()
         )
-
-
-@pytest.mark.parametrize(
-    ("verb", "rest"),
-    [
-        ("evaluate", ["--data", "digits", "--limit", "9", "--weights"]),
-        ("predict", ["PICTURE", "--weights"]),
-        ("export", ["--format", "safetensors", "-o", "out", "--weights"]),
-        ("explain", ["PICTURE", "-o", "out.png", "--weights"]),
-        ("linearize", ["--from"]),
-        ("generate", ["--weights"]),
-        ("generate", ["--cell", "none", "--from"]),
-    ],
-)
-def test_another_file_than_the_stated_one_is_refused(weights, checkout, repro_cli, verb, rest):
-    picture = str(next((checkout / "data/digits/test").rglob("*.png")))
-    arguments = [picture if each == "PICTURE" else each for each in rest]
-    for stated, message in (("0" * 8, "has SHA-256"), ("0" * 7, "8 hex digits")):
-        code, out, err = repro_cli(verb, *arguments, weights, "--sha256", stated)
-        assert (code, out, err.count("\n")) == (2, "", 1) and message in err
-    if verb in ("evaluate", "predict"):
-        assert repro_cli(verb, *arguments, weights, "--sha256", hash_file(Path(weights)))[0] == 0

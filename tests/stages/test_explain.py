@@ -4,16 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from repro.core.record import read_record
 from repro.data import pixels
-from repro.data.settings import TransformSettings
-from repro.models.registry import build_model
-from repro.models.weights import save_weights
+from tests.stages.helpers import NANO, WEIGHTS, save_model
 
-WEIGHTS = Path("results/pretrain/nano/weights.safetensors")
 DEIT = Path("results/pretrain/deit/weights.safetensors")
 VISUALIZE = """
 visualize:
@@ -30,30 +26,13 @@ visualize:
 """
 
 
-def write(path: Path, name: str, seed: int, **options) -> None:
-    """An untrained model for digits, of 64 pixels unless `img_size` says otherwise."""
-    torch.manual_seed(seed)
-    options = {"num_classes": 10, "img_size": 64, **options}
-    preprocessing = TransformSettings(image_size=options["img_size"], crop_pct=1.0).preprocessing()
-    classes = [f"digit_{i}" for i in range(10)]
-    save_weights(
-        path, build_model(name, **options), name=name, options=options, preprocessing=preprocessing, classes=classes
-    )
-
-
 @pytest.fixture
 def weights(checkout) -> Path:
     """A checkout with the weights of a nano Vittt, earlier snapshots of it, and a DeiT."""
-    write(WEIGHTS, "vittt_nano_patch16_144", 0, depth=2, chunk_size=4)
-    for epoch, seed in ((0, 1), (1, 2)):
-        write(
-            WEIGHTS.parent / f"snapshots/epoch_{epoch:03d}.safetensors",
-            "vittt_nano_patch16_144",
-            seed,
-            depth=2,
-            chunk_size=4,
-        )
-    write(DEIT, "deit_nano_patch16_144", 0, depth=1)
+    names = ["weights", "snapshots/epoch_000", "snapshots/epoch_001"]
+    for seed, name in enumerate(names):
+        save_model(WEIGHTS.parent / f"{name}.safetensors", NANO, seed=seed, depth=2, chunk_size=4)
+    save_model(DEIT, "deit_nano_patch16_144", depth=1)
     return WEIGHTS
 
 
@@ -88,8 +67,8 @@ def test_another_family_has_a_receptive_field_only(weights, picture, repro_cli, 
 def students(checkout) -> tuple[Path, Path]:
     """A softmax model and a student of it, as a training would leave them."""
     softmax, student = (Path(f"results/pretrain/{name}/weights.safetensors") for name in ("softmax", "student"))
-    write(softmax, "t5_softmax_nano_patch4_32", 0, img_size=32)
-    write(student, "t5_nano_patch4_32", 1, img_size=32, neighbours=3)
+    save_model(softmax, "t5_softmax_nano_patch4_32", img_size=32)
+    save_model(student, "t5_nano_patch4_32", seed=1, img_size=32, neighbours=3)
     return softmax, student
 
 
@@ -125,39 +104,6 @@ def test_attention_of_a_vit_alone(students, weights, picture, repro_cli):
     assert (code, err) == (0, "") and is_figure(Path("out.png")) and "overlap (%)" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["picture.png", "--weights", str(WEIGHTS)],
-            "has no softmax attention, and nothing that was put in the place of one; use --map erf",
-        ),
-        (["picture.png", "--data", "digits"], "--map attention takes --data NAME in place of pictures"),
-        (
-            ["picture.png", "--weights", "SOFTMAX", "--teacher", "SOFTMAX"],
-            "is no linearised model; leave the teacher out",
-        ),
-        (["picture.png", "--weights", "STUDENT", "--teacher", "STUDENT"], "is a linearised model already"),
-        (["picture.png", "--weights", "STUDENT", "--teacher", str(DEIT)], "does not fit the student"),
-        (
-            ["picture.png", "--weights", "STUDENT", "--teacher", "none.safetensors"],
-            "none.safetensors: no such weights file",
-        ),
-        (["picture.png", "--map", "gmm", "--teacher", "SOFTMAX"], "explain: --teacher goes with --map attention"),
-        (["--data", "digits", "--map", "erf"], "explain: give pictures"),
-        (
-            ["picture.png", "--data", "digits", "--map", "erf"],
-            "explain: --data goes with --probe, or with --map attention",
-        ),
-    ],
-)
-def test_wrong_input_for_attention_is_one_line(students, weights, picture, repro_cli, arguments, message):
-    Image.open(picture).save("picture.png")
-    named = {"SOFTMAX": str(students[0]), "STUDENT": str(students[1])}
-    code, _, err = repro_cli("explain", "--map", "attention", *(named.get(word, word) for word in arguments))
-    assert code == 2 and err.count("\n") == 1 and message in err and not Path("explained.png").exists()
-
-
 def save_animation(path):
     frames = [Image.new("L", (20, 20), value) for value in (10, 200)]
     frames[0].save(path, save_all=True, append_images=frames[1:])
@@ -180,28 +126,6 @@ def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplo
     assert ("an animation" in caplog.text) == (name == "moving.webp")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "explain: give pictures to draw a map, or --probe NAME"),
-        (["text.png"], "text.png: unreadable image"),
-        (["thin.png"], "thin.png: unreadable image"),
-        (["missing.png"], "missing.png: unreadable image"),
-        (["text.png", "--probe", "ascent"], "explain: give pictures to draw a map, or --probe NAME"),
-        (["text.png", "-o", "out.pdf"], "out.pdf: the figure is written as PNG"),
-        (["text.png", "--weights", "text.png"], "text.png: "),
-        (["--probe", "descent"], "explain: probe descent: no such probe; known: steps=K, ascent, q_is_k"),
-        (["--probe", "ascent", "--weights", str(DEIT)], "explain: the model has no inner learner of Vision-TTT"),
-        (["--probe", "ascent", "--data", "digit"], "did you mean 'digits'"),
-    ],
-)
-def test_wrong_input_is_one_line(weights, repro_cli, arguments, message):
-    Path("text.png").write_text("no picture")
-    Image.new("L", (1, 60)).save("thin.png")
-    code, _, err = repro_cli("explain", *arguments)
-    assert code == 2 and err.count("\n") == 1 and message in err and not Path("explained.png").exists()
-
-
 def test_a_probe_prints_both_accuracies(weights, repro_cli):
     code, out, err = repro_cli("explain", "--probe", "steps=1")
     assert (code, err) == (0, "")
@@ -211,7 +135,7 @@ def test_a_probe_prints_both_accuracies(weights, repro_cli):
 @pytest.mark.parametrize("name", ["ladder_vit3_nano_patch4_32", "lact_nano_patch4_32"])
 def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
     file = Path("results/measured/made_up/weights.safetensors")
-    write(file, name, 0, depth=1, img_size=32)
+    save_model(file, name, depth=1, img_size=32)
     code, out, err = repro_cli("explain", "--probe", "steps=2", "--weights", str(file))
     assert (
         (code, err) == (0, "")

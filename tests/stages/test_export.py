@@ -258,10 +258,3 @@ def test_exports_are_timed_once_and_shown(tmp_path, monkeypatch):
         assert weights_mib < row["file_mib"] < weights_mib + 1
         assert row["logit_difference"] <= 1e-4 * row["largest_logit"]
         assert f"| {name}, 48² | {row['format']} | {row['write_s']:.0f} |" in describe_exports(paths)
-
-
-def test_timed_exports_choose_their_models(repro_cli):
-    code, _, err = repro_cli("export", "--bench", "--format", "onnx")
-    assert code == 2 and "--bench" in err and err.count("\n") == 1
-    code, _, err = repro_cli("export", "--format", "onnx")
-    assert code == 2 and "--weights" in err and err.count("\n") == 1

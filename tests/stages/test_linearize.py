@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 
 from repro.core.hashing import hash_file
 from repro.core.record import read_record
-from repro.models.registry import build_model
-from repro.models.weights import save_weights
 from repro.tasks.classification.task import Classification
-from tests.models.helpers import shaken
+from tests.stages.helpers import save_model
 from tests.stages.test_own import draw
 
 TEACHER = Path("weights/vit.safetensors")
@@ -39,25 +37,8 @@ SHELL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_head
 @pytest.fixture
 def ready(checkout) -> Path:
     """A checkout with a softmax model of ours and a cell that linearises it."""
-    torch.manual_seed(0)
     options = {**SHELL, "inner": "softmax", "key_norm": "none", "dwc": "none"}
-    model = shaken(build_model("t5_tiny_patch16_224", **options))
-    shown = {
-        "input_size": [3, 32, 32],
-        "interpolation": "bilinear",
-        "crop_pct": 1.0,
-        "mean": [0.5] * 3,
-        "std": [0.5] * 3,
-    }
-    TEACHER.parent.mkdir()
-    save_weights(
-        TEACHER,
-        model,
-        name="t5_tiny_patch16_224",
-        options=options,
-        preprocessing=shown,
-        classes=[str(i) for i in range(10)],
-    )
+    save_model(TEACHER, "t5_tiny_patch16_224", **options)
     write_cell()
     return checkout
 
@@ -141,22 +122,6 @@ def test_stopped_and_continued_gives_the_same_bits(ready, repro_cli, monkeypatch
     ]
 
 
-def test_a_file_of_timm_becomes_a_student_for_other_classes(ready, repro_cli):
-    """A DeiT with a class token and more classes, as a lab has it: at its own names, trained, and exported."""
-    torch.manual_seed(0)
-    shape = {key: value for key, value in SHELL.items() if key != "num_classes"}
-    deit = timm.create_model("deit_tiny_patch16_224", **shape)
-    torch.save({"model": deit.state_dict()}, "deit.pth")
-    code, _, err = repro_cli("linearize", "--from", "deit.pth")
-    assert (
-        code == 2
-        and err
-        == f"repro: {Path('deit.pth').resolve()}: not a file of this project, so it does not name its model; name it with --model\n"
-    )
-    code, _, err = repro_cli("linearize", "--from", "deit.pth", "--model", "deit_tiny_patch16_224")
-    assert code == 2 and "weights cannot be loaded" in err and err.count("\n") == 1  # it is a smaller one
-
-
 def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
     """Another ViT than that of the cell: the student follows from it, and the recipe from the cell."""
     torch.manual_seed(0)
@@ -221,62 +186,3 @@ def test_from_a_file_with_options_and_an_export(ready, repro_cli):
     (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     with torch.no_grad():
         assert np.abs(found - model(images).numpy()).max() < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--from", "nothing.pth"], "linearize: --from nothing.pth: no such file"),
-        (
-            ["--from", "resnet18"],
-            "linearize: --from resnet18: is no ViT or DeiT; expected one of timm's, or a file of weights",
-        ),
-        (["--from", "vit_tinny"], "vit_tinny: no such model"),
-        (
-            ["--from", str(TEACHER), "--data", "digitss"],
-            "linearize: --data digitss: not a cell of prepare_data in params.yaml; did you mean 'digits'?",
-        ),
-        (
-            ["--from", str(TEACHER), "--neighbours", "4"],
-            "neighbours 4: expected an odd side of a window, or 0 for none",
-        ),
-        (
-            ["--from", str(TEACHER), "--inner", "linear", "--dwc", "none", "--freeze"],
-            "freeze: inner linear with dwc none has no parameters of its own",
-        ),
-        (["--from", str(TEACHER), "--data", "coco:."], "--data coco:.: expected folder:PATH"),
-        (["--from", str(TEACHER), "--cell", "student"], "linearize: --from and --cell: give one of them"),
-        (["--data", "digits"], "linearize: --data goes with --from"),
-        (["--cell", "studnet"], "linearize.studnet"),
-    ],
-)
-def test_wrong_inputs_are_one_line(ready, repro_cli, arguments, error):
-    code, out, err = repro_cli("linearize", *arguments)
-    assert code == 2 and error in err and err.count("\n") == 1, err
-
-
-def test_data_of_a_profile_is_named_with_its_profile(ready, repro_cli):
-    code, _, err = repro_cli("linearize", "--from", str(TEACHER), "--data", "coco")
-    assert code == 2 and "profiles/paper.yaml" in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"init": None}, "init: a linearised model inherits from a softmax ViT; name its weights"),
-        ({"optim": {"lr": 1e-3, "layer_decay": 0.6}}, "optim.layer_decay: a linearised model has two rates"),
-        (
-            {"model": "vittt_nano_patch16_144", "options": {}},
-            "linearize.student.model: vittt_nano_patch16_144 has softmax attention or none",
-        ),
-        ({"options": {"embed_dim": 48, "depth": 3, "patch_size": 8}}, "does not fit the student: blocks.2"),
-        (
-            {"transform": {"image_size": 36}},
-            "image size 36x36: height and width must be positive multiples of the patch size 8",
-        ),
-    ],
-)
-def test_wrong_cells_are_one_line(ready, repro_cli, changes, error):
-    write_cell(**changes)
-    code, out, err = repro_cli("linearize", "--cell", "student")
-    assert code == 2 and error in err and err.count("\n") == 1, err

@@ -150,21 +150,6 @@ def test_imbalance_is_said(checkout, repro_cli, tmp_path):
     assert code == 0 and "favour off" in out, err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--flip",),
-        ("--model", "vim_nano_patch16_144"),
-        ("--data", "folder:.", "--cell", "nano"),
-        ("--data", "coco:."),
-        ("--data", "digits"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(checkout, repro_cli, arguments):
-    code, _, err = repro_cli("pretrain", *arguments)
-    assert code == 2 and "--data" in err and err.count("\n") == 1
-
-
 SIDE = 64  # of a picture of scenes, in pixels
 
 
@@ -331,13 +316,3 @@ def test_scenes_that_cannot_be_learned_are_one_line_and_leave_nothing(tmp_path, 
 def test_one_scene_is_too_few_to_segment(tmp_path):
     with pytest.raises(UserError, match="one training picture"):
         prepare_own(f"ade20k:{draw_scenes(tmp_path / 'rooms', 1)}", Paths(tmp_path), Runtime(data_roots={}))
-
-
-@pytest.mark.parametrize("stage", ["detect", "segment"])
-@pytest.mark.parametrize(
-    "arguments", [("--flip",), ("--model", "vim_nano"), ("--data", "folder:."), ("--data", "{}", "--random")]
-)
-def test_options_of_scenes_that_do_not_go_together_are_refused(checkout, repro_cli, stage, arguments):
-    own = {"detect": "coco:.", "segment": "ade20k:."}[stage]
-    code, _, err = repro_cli(stage, *(argument.format(own) for argument in arguments))
-    assert code == 2 and "--data" in err and err.count("\n") == 1

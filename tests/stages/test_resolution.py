@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from repro.models.checkpoints import open_weights
-from tests.stages.test_explain import DEIT, WEIGHTS, write
+from tests.stages.helpers import NANO, WEIGHTS, save_model
+from tests.stages.test_explain import DEIT
 
 PARAMS = """
 resolution:
@@ -23,8 +24,8 @@ resolution:
 
 @pytest.fixture
 def models(checkout) -> dict[str, Path]:
-    write(WEIGHTS, "vittt_nano_patch16_144", 0, depth=2, chunk_size=4)
-    write(DEIT, "deit_nano_patch16_144", 0, depth=1)
+    save_model(WEIGHTS, NANO, depth=2, chunk_size=4)
+    save_model(DEIT, "deit_nano_patch16_144", depth=1)
     with open("params.yaml", "a") as stream:
         stream.write(PARAMS % (WEIGHTS, DEIT))
     return {"vittt": WEIGHTS, "deit": DEIT}
@@ -61,30 +62,3 @@ def test_rows_figure_and_lines(models, repro_cli):
     assert "vittt_nano_patch16_144 at 96: top-1" in out + err
     with Image.open("results/resolution/accuracy_and_time.png") as figure:
         assert figure.width > 900 and np.asarray(figure.convert("L")).std() > 5
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("image_sizes: [64, 96]", "image_sizes: [64, 90]", "image size 90x90"),
-        ("vittt: results", "swin: results", "resolution: models: swin has no style in figures"),
-        ("repeats: 3", "repeats: 0", "resolution.repeats: 0 is out of range, must be >= 1"),
-        (
-            "results/pretrain/deit/weights",
-            "results/pretrain/gone/weights",
-            "results/pretrain/gone/weights.safetensors: no such weights file",
-        ),
-    ],
-)
-def test_wrong_inputs_are_one_line(models, repro_cli, old, new, message):
-    file = Path("params.yaml")
-    file.write_text(file.read_text().replace(old, new))
-    code, _, err = repro_cli("resolution")
-    assert code == 2 and message in err and err.count("\n") == 1
-    assert not Path("results/resolution").exists()
-
-
-def test_models_of_different_training_sizes_are_refused(models, repro_cli):
-    write(DEIT, "deit_nano_patch16_144", 0, depth=1, img_size=32)
-    code, _, err = repro_cli("resolution")
-    assert code == 2 and "were trained at different image sizes" in err and err.count("\n") == 1

@@ -25,14 +25,3 @@ def test_every_group_has_a_test(group):
     from tests.faults import test_faults
 
     assert any(group in name for name in vars(test_faults) if name.startswith("test_"))
-
-
-def test_an_unknown_group_is_one_line(repro_cli):
-    code, _, err = repro_cli("selftest", "faults", "--only", "kill,flood")
-    assert code == 2 and err.count("\n") == 1 and "--only flood: no such group; known: kill, two, " in err
-
-
-@pytest.mark.parametrize("option", [("--seed", "1"), ("--only", "kill"), ("--keep",)])
-def test_the_campaign_refuses_what_it_would_ignore(repro_cli, option):
-    code, _, err = repro_cli("selftest", "faults", "--many", *option)
-    assert code == 2 and err.count("\n") == 1 and option[0] in err

@@ -120,34 +120,6 @@ def _accept_data():
     write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
 
 
-@pytest.mark.parametrize(
-    ("search", "arguments", "message"),
-    [
-        (SEARCH, ["--data", "imagenet"], "--data imagenet: is of kind imagenet, which has no split tune to choose on"),
-        (
-            SEARCH,
-            ["--data", "digits", "--cell", "nanno"],
-            "--cell nanno: no cell of pretrain on digits; did you mean 'nano'?",
-        ),
-        (SEARCH, ["--data", "digits", "--trial", "1"], "name the cell with --cell"),
-        (SEARCH, ["--data", "digits", "--cell", "nano", "--trial", "3"], "--trial 3: nano has the trials 1 to 2"),
-        ("tune: {seed: 0, warmup_epochs: [0]}\n", ["--data", "digits"], "tune.seed: 0 is a seed of pretrain.nano"),
-        ("tune: {lr: []}\n", ["--data", "digits"], "lr: [], expected one or more, each once"),
-        ("tune: {lr: [0.0]}\n", ["--data", "digits"], "tune.lr: 0.0 is out of range"),
-        (
-            "tune: {warmup_epochs: [0, 2]}\n",
-            ["--data", "digits"],
-            "tune.warmup_epochs: 2, and pretrain.nano trains 2 epochs",
-        ),
-    ],
-)
-def test_wrong_input_is_one_line(checkout, repro_cli, search, arguments, message):
-    Path("params.yaml").write_text(Path("params.yaml").read_text() + search)
-    code, _, err = repro_cli("tune", *arguments)
-    assert (code, err.count("\n")) == (2, 1) and message in err
-    assert not Path(".runs").exists()
-
-
 @pytest.mark.parametrize("profile", ["params.yaml", "profiles/mini.yaml"])
 def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
     load_section(TuneParams, ROOT / profile, "tune")

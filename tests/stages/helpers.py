@@ -1,0 +1,125 @@
+"""Cells and untrained models that several stages' tests use."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from repro.core.config import load_section
+from repro.core.paths import Paths
+from repro.core.runtime import load_runtime
+from repro.data.kinds import PrepareData
+from repro.data.prepare import prepare
+from repro.data.settings import TransformSettings
+from repro.models.registry import build_model
+from repro.models.weights import save_weights
+
+NANO = "vittt_nano_patch16_144"
+DIGITS = [f"digit_{digit}" for digit in range(10)]
+# of the cell `nano` of pretrain, and beside it
+WEIGHTS = Path("results/pretrain/nano/weights.safetensors")
+
+
+def save_model(path: Path | str, name: str, *, seed: int = 0, **options: Any) -> str:
+    """Write an untrained classifier of digits, of 64 pixels unless `img_size` says otherwise; returns the path."""
+    torch.manual_seed(seed)
+    options = {"num_classes": 10, "img_size": 64, **options}
+    preprocessing = TransformSettings(image_size=options["img_size"], crop_pct=1.0).preprocessing()
+    described = {"name": name, "options": options, "preprocessing": preprocessing, "classes": DIGITS}
+    save_weights(Path(path), build_model(name, **options), **described)
+    return str(path)
+
+
+def save_trained(path: Path, name: str, **options: Any) -> None:
+    """The same, with a record beside it that says its hash, as a training leaves it."""
+    save_model(path, name, **options)
+    metrics = {"weights_hash": hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+    path.with_name("metrics.json").write_text(json.dumps({"metrics": metrics, "identity": {}}))
+
+
+def prepare_cell(root: Path, name: str) -> None:
+    """Write the data set of a cell of prepare_data, and its manifest."""
+    paths = Paths(root)
+    prepare(load_section(PrepareData, paths.params, "prepare_data", name), paths, load_runtime(paths), name)
+
+
+def add_params(root: Path, text: str) -> None:
+    """Put further sections into params.yaml; a section or a data set that is there gets more entries."""
+    file = root / "params.yaml"
+    params = yaml.safe_load(file.read_text())
+    for name, section in yaml.safe_load(text).items():
+        params[name] = {**params.get(name, {}), **section}
+    file.write_text(yaml.safe_dump(params, sort_keys=False))
+
+
+# a Vittt of one block and two seeds, on images of four tokens
+ABLATE = """
+ablate:
+  conv1d:
+    model: vittt_nano_patch16_144
+    options: {depth: 1, design: conv1d}
+    data: digits
+    seeds: [0, 1]
+    epochs: 1
+    batch_size: 128
+    drop_path: 0.0
+    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
+    mix: {mixup: 0.0, cutmix: 0.0, label_smoothing: 0.1}
+    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0}
+"""
+GENERATE = """
+generate:
+  nano:
+    model: dit3_nano_patch4
+    options: {depth: 1, embed_dim: 24}
+    data: digits
+    seeds: [0]
+    epochs: 2
+    steps_per_epoch: 4
+    batch_size: 16
+    snapshot_epochs: [2]
+    ema_decay: 0.9
+    optim: {lr: 0.003, lr_batch_size: 16, weight_decay: 0.0, warmup_epochs: 0}
+    transform: {image_size: 16, channels: 1, hflip: 0.0}
+    sampling: {sampler: ddim, steps: 4, guidance: 2.0}
+    judge: {weights: judge.safetensors, samples: 20}
+"""
+SCENES = """
+runtime: {workers: 0, save_every_steps: 1, log_every_steps: 5, data_roots: {digits: data/digits, imagenet: data/imagenet, scenes: data/scenes}}
+prepare_data:
+  scenes:
+    kind: scenes
+    expected: {classes: 13, train: 12, tune: 3, test: 4}
+    draw: {image_size: 128, train: 12, tune: 3, test: 4, seed: 0, tune_fraction: 0.2, test_fraction: 0.2, split_seed: 0}
+"""
+_DENSE = f"""
+    model: {NANO}
+    options: {{depth: 4}}
+    init: {{weights: {WEIGHTS}}}
+    data: scenes
+    epochs: 2
+    batch_size: 4
+    drop_path: 0.1
+    precision: fp32
+"""
+_RATES = "lr: 1.0e-3, warmup_lr: 1.0e-4, lr_batch_size: 4, warmup_steps: 2, layer_decay: 0.85, clip_grad_norm: 5.0"
+DETECT = f"""
+detect:
+  nano: {_DENSE}
+    optim: {{{_RATES}, schedule: step, milestones: [1]}}
+    mask_rcnn:
+      {{fpn_channels: 16, box_channels: 32, mask_channels: 8, mask_layers: 1, train_proposals: 50, test_proposals: 50,
+        roi_samples: 16, min_score: 0.0}}
+    transform: {{min_size: [96], max_size: 96, hflip: 0.0}}
+"""
+SEGMENT = f"""
+segment:
+  nano: {_DENSE}
+    steps_per_epoch: 2
+    optim: {{{_RATES}, schedule: poly}}
+    upernet: {{channels: 16, aux_channels: 8, pool_scales: [1, 2]}}
+    transform: {{scale: [160, 160], ratio: [0.8, 1.25], crop_size: 128, stride: 96, hflip: 0.0}}
+"""

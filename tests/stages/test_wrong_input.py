@@ -1,0 +1,403 @@
+"""Every verb refuses wrong input: exit code 2, one line with the names that explain it, and nothing is written."""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+
+from repro.core.hashing import hash_file
+from repro.models.registry import build_denoiser, build_model
+from repro.models.weights import save_weights
+from tests.stages.helpers import (
+    ABLATE,
+    DETECT,
+    DIGITS,
+    GENERATE,
+    NANO,
+    SCENES,
+    SEGMENT,
+    WEIGHTS,
+    add_params,
+    prepare_cell,
+    save_model,
+    save_trained,
+)
+from tests.stages.test_own import draw_scenes
+
+ROOT = Path(__file__).parents[2]
+OTHERS = f"""
+linearize:
+  student:
+    model: t5_tiny_patch16_224
+    options: {{embed_dim: 48, depth: 2, patch_size: 8}}
+    init: {{weights: softmax.safetensors, sha256: SHA256}}
+    data: digits
+    epochs: 1
+    batch_size: 128
+    drop_path: 0.0
+    optim: {{lr: 0.001, lr_batch_size: 128, warmup_epochs: 0, clip_grad_norm: null}}
+    mix: {{mixup: 0.0, cutmix: 0.0}}
+    transform: {{image_size: 32, hflip: 0.0, crop_pct: 1.0}}
+resolution:
+  {{data: digits, models: {{vittt: vittt.safetensors, deit: deit.safetensors}}, image_sizes: [32, 64], repeats: 3}}
+efficiency:
+  sizes: {{T: {{model: {NANO}, baseline: deit_tiny_patch16_224}}}}
+  image_sizes: [32]
+  backend: auto
+  op: {{tokens: 16, heads: 1, matmul_side: 8, repeats: 6}}
+tune: {{lr: [0.003, 0.006], warmup_epochs: [0], seed: 7}}
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(prepared, tmp_path_factory) -> Path:
+    """A checkout with a cell of every task, and files of every sort; no test may change it."""
+    root = tmp_path_factory.mktemp("lab")
+    shutil.copytree(prepared, root, symlinks=True, dirs_exist_ok=True)
+    (root / "tests").symlink_to(ROOT / "tests")
+    save_trained(root / WEIGHTS, NANO, depth=4, img_size=144)
+    for name, about in {
+        "vittt": (NANO, {"depth": 1}),
+        "deit": ("deit_nano_patch16_144", {"depth": 1}),
+        "larger": ("deit_nano_patch16_144", {"depth": 1, "img_size": 64}),
+        "softmax": ("t5_tiny_patch16_224", {"inner": "softmax", "key_norm": "none", "dwc": "none"} | SMALL),
+        "student": ("t5_tiny_patch16_224", SMALL),
+    }.items():
+        save_model(root / f"{name}.safetensors", about[0], **{"img_size": 32, **about[1]})
+    save_denoiser(root / "own.safetensors")
+    save_others(root)
+    for text in (ABLATE, GENERATE, SCENES, DETECT, SEGMENT, OTHERS.replace("SHA256", hash_of(root))):
+        add_params(root, text)
+    prepare_cell(root, "scenes")
+    return root
+
+
+SMALL = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+
+
+def hash_of(root: Path) -> str:
+    return hash_file(root / "softmax.safetensors", digits=64)
+
+
+def save_denoiser(path: Path) -> None:
+    options = {"depth": 1, "embed_dim": 24, "in_channels": 1, "num_classes": 10}
+    shown = {"image_size": 16, "channels": 1, "hflip": 0.0}
+    task = {"name": "generate", "transform": shown, "sampling": {"sampler": "ddim", "steps": 4, "guidance": 2.0}}
+    described = {"preprocessing": {"input_size": [1, 16, 16]}, "classes": DIGITS, "task": task}
+    name = "dit3_nano_patch4"
+    save_weights(path, build_denoiser(name, **options), name=name, options=options, **described)
+
+
+def save_others(root: Path) -> None:
+    """A classifier by its authors, one without a head, a detector, one of a model that is unknown, and pictures."""
+    official = timm.create_model("vit3_nano_patch16_144", num_classes=10)
+    theirs = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in official.state_dict().items()}
+    torch.save({"model": theirs, "epoch": 299, "args": argparse.Namespace(lr=1e-3)}, root / "vit3.pth")
+    torch.save({"patch_embed.proj.bias": torch.zeros(64)}, root / "headless.pth")
+    torch.save({"model": timm.create_model("deit_tiny_patch16_224", depth=1).state_dict()}, root / "short.pth")
+    options = {"depth": 1, "img_size": 32, "num_classes": 10}
+    described = {"options": options, "preprocessing": {"input_size": [3, 32, 32]}, "classes": DIGITS}
+    model = build_model(NANO, **options)
+    save_weights(root / "detector.safetensors", model, name=NANO, task={"name": "detect"}, **described)
+    save_weights(root / "unknown.safetensors", model, name="vittt_nanno_patch16_144", **described)
+    (root / "cut.safetensors").write_bytes((root / "vittt.safetensors").read_bytes()[:2000])
+    Image.new("RGB", (20, 20)).save(root / "picture.png")
+    Image.new("L", (1, 60)).save(root / "thin.png")
+    (root / "text.png").write_text("no picture")
+    (root / "there.pt2").write_text("somebody's")
+    draw_scenes(root / "rooms")
+
+
+# command -> what its line names; where a word is one of several, the more exact one
+COMMANDS = {
+    "ablate --all --data digit": "--data digit prepare_data 'digits'",
+    "ablate --all --data imagenet": "results/prepare_data/imagenet/manifest.json",
+    "ablate --variant conv1": "--variant conv1 'conv1d'",
+    "ablate --variant conv1d --paper vit3": "--variant conv1d 'conv'",
+    "ablate --all --cell conv1d": "--cell --all --variant",
+    "ablate --cell conv1": "ablate.conv1 'conv1d'",
+    "ablate --all --paper vit": "--paper vit 'vit3'",
+    "ablate --paper vit3": "--paper vit3 --all --variant",
+    "ablate --all --seeds 0": "--seeds 0",
+    "ablate --all --jobs 0": "--jobs 0",
+    "ablate --all --epochs 0": "--epochs 0",
+    "detect --flip": "--flip --data",
+    "detect --model vim_nano": "--model --data",
+    "detect --data folder:.": "--data folder:. coco:",
+    "detect --data coco:rooms --random": "--random --data",
+    "detect --data coco:rooms --from own.safetensors": "own.safetensors classif",
+    "segment --flip": "--flip --data",
+    "segment --data folder:.": "--data folder:. ade20k:",
+    "segment --data ade20k:rooms --random": "--random --data",
+    "segment --data ade20k:rooms --from detector.safetensors": "detector.safetensors detect classif",
+    "efficiency --res 1280..224": "--res 1280..224 224..1280",
+    "efficiency --res 225": "--res 225 224",
+    "efficiency --families deit,vmi": "--families vmi 'vim'",
+    "efficiency --sizes L": "--sizes L B",
+    "efficiency --device cuda": "cuda",
+    "evaluate --data digit --weights vittt.safetensors": "digit 'digits'",
+    "evaluate --data scenes_hard --weights vittt.safetensors": "scenes_hard profiles/paper.yaml",
+    "evaluate --data digits": "--weights --pretrained",
+    "evaluate --data digits --model vittt_tiny_patch16_224": "--weights --pretrained",
+    "evaluate --data digits --pretrained": "--model",
+    "evaluate --data digits --weights vittt.safetensors --limit 359": "--limit 359 test",
+    "evaluate --data digits --weights vittt.safetensors --image-size 32 --image-size 32": "--image-size 32",
+    "evaluate --data digits --weights vittt.safetensors --image-size 32 --image-size 40": "40x40 16",
+    "evaluate --data digits --weights vittt.safetensors --models a --models b": "weights 2 --model",
+    "evaluate --data digits --weights vittt.safetensors --table1": "--table1",
+    "evaluate --data digits --weights vittt.safetensors --model deit_tiny_patch16_224": f"{NANO} deit_tiny_patch16_224",
+    "evaluate --data digits --weights cut.safetensors": "cut.safetensors",
+    "evaluate --data digits --weights absent.safetensors": "absent.safetensors",
+    "evaluate --data digits --table1": "1000 digits 10",
+    "evaluate --data digits --pretrained --model deit_tiny_patch16_224": "1000 digits 10",
+    "evaluate --data digits --pretrained --model deit_tiny_patch16_22": "'deit_tiny_patch16_224'",
+    "evaluate --data digits --pretrained --model deit_tiny_patch16_224.nobody_in1k": "nobody_in1k fb_in1k",
+    "evaluate --data digits --pretrained --model vittt_tiny_patch16_224": "vittt_tiny_patch16_224 timm",
+    "evaluate --data digits --weights vit3.pth": "vit3.pth --model",
+    "evaluate --data digits --weights vit3.pth --model vit3_tiny_patch16_224": "vit3.pth ViT3",
+    "evaluate --data digits --weights vit3.pth --model vit3_nano_patch16": "'vit3_nano_patch16_144'",
+    "evaluate --data digits --weights vit3.pth --model vit3_nano_patch16_144 --image-size 100": "100x100 16",
+    "evaluate --data digits --weights vit3.pth --model deit_tiny_patch16_224": "vit3.pth deit_tiny_patch16_224",
+    "evaluate --data digits --weights headless.pth --model vit3_nano_patch16_144": "headless.pth head",
+    "explain": "--probe",
+    "explain text.png": "text.png",
+    "explain thin.png": "thin.png",
+    "explain absent.png": "absent.png",
+    "explain picture.png --probe ascent": "--probe",
+    "explain picture.png -o out.pdf": "out.pdf PNG",
+    "explain picture.png --weights text.png": "text.png",
+    "explain picture.png --map gmm --weights deit.safetensors": "deit.safetensors --map erf",
+    "explain picture.png --map reconstruction --weights deit.safetensors": "deit.safetensors --map erf",
+    "explain --probe descent": "descent steps=K ascent q_is_k",
+    "explain --probe ascent --weights deit.safetensors": "Vision-TTT",
+    "explain --probe ascent --data digit": "digit 'digits'",
+    "explain --data digits --map erf": "pictures",
+    "explain picture.png --data digits --map erf": "--data --probe --map attention",
+    "explain picture.png --map gmm --teacher softmax.safetensors": "--teacher --map attention",
+    "explain picture.png --map attention": f"{WEIGHTS} --map erf",
+    "explain picture.png --map attention --data digits": "--map attention --data",
+    "explain picture.png --map attention --weights softmax.safetensors --teacher softmax.safetensors": "teacher",
+    "explain picture.png --map attention --weights student.safetensors --teacher student.safetensors": "student.s",
+    "explain picture.png --map attention --weights student.safetensors --teacher deit.safetensors": "fit student",
+    "explain picture.png --map attention --weights student.safetensors --teacher absent.safetensors": "absent.s",
+    "export --bench --format onnx": "--bench",
+    "export --format onnx": "--weights",
+    "export --weights vittt.safetensors --format torch_export --image-size 47": "47x47",
+    "export --weights vittt.safetensors --format safetensors --image-size 64": "--image-size onnx torch_export",
+    "export --weights vittt.safetensors --format safetensors --any-size": "--any-size onnx torch_export",
+    "export --weights vittt.safetensors --format torch_export -o there.pt2": "there.pt2",
+    "export --weights detector.safetensors --format safetensors": "detector.safetensors 'detect'",
+    "generate": "--cell --weights",
+    "generate --seeds 2": "--cell --weights",
+    "generate --cell nan": "generate.nan 'nano'",
+    "generate --cell nano --steps 20": "--steps --weights",
+    "generate --class-label 3": "--class-label --weights",
+    "generate --cell nano -o out": "--output",
+    "generate --cell nano --from absent.pt": "--from absent.pt",
+    "generate --cell nano --from vittt.safetensors": f"vittt.safetensors {NANO}",
+    "generate --weights own.safetensors --cell nano": "--cell --weights",
+    "generate --weights own.safetensors -o out --class-label 10": "--class-label 10 0 9",
+    "generate --weights own.safetensors -o out --class-label -1": "--class-label -1",
+    "generate --weights own.safetensors -o out --class-label digit_x": "digit_x 'digit_",
+    "generate --weights own.safetensors -o out --guidance -1": "generate.guidance -1.0 >= 0",
+    "generate --weights own.safetensors -o out --steps 2000": "generate.steps 2000 1000",
+    "generate --weights own.safetensors -o out --steps 1": "generate.steps 1 >= 2",
+    "generate --weights own.safetensors -o out --image-size 18": "18x18 4",
+    "generate --weights own.safetensors -o out --image-size 0": "image_size 0 >= 1",
+    "generate --weights own.safetensors -o out --vae own.safetensors": "own.safetensors pixels",
+    "generate --weights own.safetensors -o out --model dit_nano_patch4": "dit3_nano_patch4 dit_nano_patch4",
+    "generate --weights own.safetensors -o out --data digits": "--data --inception --judge",
+    "generate --weights own.safetensors -o out --judge own.safetensors": "own.safetensors 'generate'",
+    "generate --weights own.safetensors -o out --judge vit3.pth": "vit3.pth judge",
+    "generate --weights own.safetensors -o out --judge absent.safetensors": "absent.safetensors",
+    "generate --weights own.safetensors -o out --judge vittt.safetensors --data numbers": "numbers prepare_data",
+    "generate --weights own.safetensors -o out --judge vittt.safetensors --data batch.npz": "--data batch.npz judge",
+    "generate --weights own.safetensors -o out --inception own.safetensors": "--inception --data",
+    "generate --weights own.safetensors -o out --inception own.safetensors --data digits": "own.safetensors SHA-256",
+    "generate --weights own.safetensors -o out --inception-sha256 0000000000000000": "--inception-sha256 --inception",
+    "generate --weights vittt.safetensors -o out": "vittt.safetensors classify generate",
+    "generate --weights absent.safetensors -o out": "absent.safetensors",
+    "generate --weights params.yaml -o out": "params.yaml --model",
+    "generate --weights params.yaml -o out --model dit3_xl": "--model dit3_xl",
+    "generate --weights params.yaml -o out --model dit3_small_patch2": "params.yaml",
+    "kernels check": "CUDA",
+    "kernels bench": "CUDA",
+    "kernels check --op bi_wvk": "bi_wvk 'bi_wkv'",
+    "linearize --cell studnet": "linearize.studnet 'student'",
+    "linearize --data digits": "--data --from",
+    "linearize --from absent.pth": "--from absent.pth",
+    "linearize --from resnet18": "--from resnet18 ViT",
+    "linearize --from vit_tinny": "vit_tinny",
+    "linearize --from short.pth": "short.pth --model",
+    "linearize --from short.pth --model deit_tiny_patch16_224": "short.pth deit_tiny_patch16_224",
+    "linearize --from softmax.safetensors --cell student": "--from --cell",
+    "linearize --from softmax.safetensors --data digitss": "--data digitss 'digits'",
+    "linearize --from softmax.safetensors --data coco": "coco profiles/paper.yaml",
+    "linearize --from softmax.safetensors --data coco:.": "--data coco:. folder:",
+    "linearize --from softmax.safetensors --neighbours 4": "neighbours 4",
+    "linearize --from softmax.safetensors --inner linear --dwc none --freeze": "freeze linear none",
+    "predict picture.png --weights picture.png": "picture.png",
+    "predict picture.png --weights unknown.safetensors": f"'{NANO}'",
+    "predict picture.png --weights vittt.safetensors --task detect": "vittt.safetensors classify detect",
+    "predict picture.png --weights own.safetensors": "own.safetensors generate",
+    "predict text.png --weights vittt.safetensors": "text.png",
+    "prepare-data --cell imagenet": "data/imagenet",
+    "pretrain --cell nan": "pretrain.nan 'nano'",
+    "pretrain --flip": "--flip --data",
+    "pretrain --model vim_nano_patch16_144": "--model --data",
+    "pretrain --data folder:. --cell nano": "--data --cell",
+    "pretrain --data coco:.": "--data coco:. folder:",
+    "pretrain --data digits": "--data digits folder:",
+    "pretrain --replay-bad-step x.pt --seeds 2": "--replay-bad-step --seeds",
+    "selftest faults --only kill,flood": "--only flood kill",
+    "selftest faults --many --seed 1": "--many --seed",
+    "selftest faults --many --only kill": "--many --only",
+    "selftest faults --many --keep": "--many --keep",
+    "tune --data imagenet": "--data imagenet tune",
+    "tune --data digits --cell nanno": "--cell nanno 'nano'",
+    "tune --data digits --trial 1": "--trial --cell",
+    "tune --data digits --cell nano --trial 3": "--trial 3 nano 2",
+}
+# a value of params.yaml -> what the line of its stage names
+VALUES = {
+    "ablate.conv1d.seeds=[]": "ablate.conv1d seeds",
+    "ablate.conv1d.seeds=[0, 0]": "ablate.conv1d seeds",
+    "ablate.conv1d.seeds=[-1]": "ablate.conv1d seeds",
+    "detect.nano.model=vim_nano_patch16_144": f"{WEIGHTS} {NANO} vim_nano_patch16_144",
+    "detect.nano.options={depth: 8}": f"{WEIGHTS} {NANO}",
+    "detect.nano.options={depth: 3}": "4 blocks",
+    "detect.nano.data=scene": "scene 'scenes'",
+    "detect.nano.mask_rcnn.fpn_chanels=16": "detect.nano.mask_rcnn.fpn_chanels 'fpn_channels'",
+    "detect.nano.optim.milestones=[3]": "milestones 3 2",
+    "efficiency.sizes.T.model=vittt_nano_patch16_14": f"'{NANO}'",
+    "efficiency.image_sizes=[40]": "40x40 16",
+    "efficiency.backend=triton": "cpu CUDA",
+    "generate.nano.model=dit3_nano_patch": "'dit3_nano_patch4'",
+    f"generate.nano.model={NANO}": NANO,
+    "generate.nano.options={depht: 1}": "depht",
+    "generate.nano.options={in_channels: 3}": "in_channels transform",
+    "generate.nano.transform.image_size=18": "generate.nano 18x18 4",
+    "generate.nano.transform.channels=2": "generate.nano.transform.channels 2 1 3",
+    "generate.nano.transform.latents={stride: 3}": "latents channels image_size 3",
+    "generate.nano.transform={image_size: 16, channels: 3, latents: {}, hflip: 0.0}": "transform.latents digits",
+    "generate.nano.sampling.steps=1001": "generate.nano.sampling.steps 1001 1000",
+    "generate.nano.sampling.guidance=-2.0": "generate.nano.sampling.guidance -2.0 >= 0",
+    "generate.nano.sampling.sampler=dpm": "'dpm' ddpm ddim",
+    "generate.nano.drop_path=0.1": "generate.nano.drop_path 0.1 <= 0",
+    "generate.nano.label_dropout=1.5": "generate.nano.label_dropout 1.5 <= 1",
+    "generate.nano.judge.weights=nobody.safetensors": "nobody.safetensors",
+    "linearize.student.init=null": "init softmax",
+    "linearize.student.optim.layer_decay=0.6": "optim.layer_decay",
+    f"linearize.student.model={NANO}": f"linearize.student.model {NANO}",
+    "linearize.student.options.depth=3": "student blocks.2",
+    "linearize.student.transform.image_size=36": "36x36 8",
+    "pretrain.nano.epoch=2": "pretrain.nano.epoch 'epochs'",
+    "pretrain.nano.epochs=two": "pretrain.nano.epochs int 'two'",
+    "pretrain.nano.epochs=-2": "pretrain.nano.epochs -2 >= 1",
+    "pretrain.nano.epochs=1": "snapshot_epochs 2",
+    "pretrain.nano.optim.schedule=poly": "pretrain.nano optim.schedule poly cosine",
+    "pretrain.nano.optim.lr=.nan": "pretrain.nano.optim.lr nan",
+    "pretrain.nano.batch_size=127": "batch_size 127",
+    "pretrain.nano.batch_size=4096": "1079",
+    "pretrain.nano.model=vitt_nano_patch16_144": f"'{NANO}'",
+    "pretrain.nano.options={depht: 1}": "depht",
+    "pretrain.nano.options={drop_path_rate: 0.1}": "options drop_path_rate",
+    "pretrain.nano.options={design: conv3d}": "design 'conv3d'",
+    "pretrain.nano.transform.image_size=40": "40x40 16",
+    "pretrain.nano.data=numbers": "numbers prepare_data",
+    "resolution.image_sizes=[64, 90]": "90x90",
+    "resolution.models={swin: vittt.safetensors}": "models swin",
+    "resolution.models.deit=larger.safetensors": "sizes",
+    "resolution.models.deit=absent.safetensors": "absent.safetensors",
+    "resolution.repeats=0": "resolution.repeats 0 >= 1",
+    "runtime.device=tpu": "runtime.device 'tpu' auto cpu cuda",
+    "tune.seed=0": "tune.seed 0 pretrain.nano",
+    "tune.lr=[]": "lr []",
+    "tune.lr=[0.0]": "tune.lr 0.0",
+    "tune.warmup_epochs=[0, 2]": "tune.warmup_epochs 2 pretrain.nano",
+}
+ONE_SECTION = {"tune": "tune --data digits", "runtime": "pretrain --cell nano"}
+
+
+def list_files(root: Path) -> dict[Path, int]:
+    """The files with the times of their last change, without those of the code and the data."""
+    folders = root / "results", root / ".runs"
+    found = [*root.iterdir(), *(file for folder in folders for file in folder.rglob("*"))]
+    return {file: file.stat().st_mtime_ns for file in found if file.is_file()}
+
+
+@pytest.fixture
+def refuse(lab, monkeypatch, repro_cli):
+    """`refuse("pretrain --flip", "--flip --data")`: assert that the command is refused with a line that has the words."""
+    monkeypatch.chdir(lab)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def call(command: str, names: str) -> None:
+        before = list_files(lab)
+        code, out, err = repro_cli(*command.split())
+        assert code == 2 and err.startswith("repro: ") and err.count("\n") == 1, err or out
+        assert not [name for name in names.split() if name not in err], err
+        assert list_files(lab) == before
+
+    return call
+
+
+@pytest.mark.parametrize(("command", "names"), COMMANDS.items(), ids=COMMANDS)
+def test_a_wrong_command_is_one_line_and_writes_nothing(refuse, command, names):
+    refuse(command, names)
+
+
+@pytest.fixture
+def settings(lab):
+    """The values of params.yaml, which is as before when the test ends."""
+    text = (lab / "params.yaml").read_text()
+    yield yaml.safe_load(text)
+    (lab / "params.yaml").write_text(text)
+
+
+def put(values: dict[str, Any], change: str) -> None:
+    """Set a value at its place, as in `pretrain.nano.epochs=two`."""
+    place, _, value = change.partition("=")
+    *path, last = place.split(".")
+    for key in path:
+        values = values[key]
+    values[last] = yaml.safe_load(value)
+
+
+@pytest.mark.parametrize(("change", "names"), VALUES.items(), ids=VALUES)
+def test_a_wrong_value_is_one_line_and_writes_nothing(lab, settings, refuse, change, names):
+    put(settings, change)
+    (lab / "params.yaml").write_text(yaml.safe_dump(settings))
+    stage, cell = change.partition("=")[0].split(".")[:2]
+    cells = ("ablate", "detect", "generate", "linearize", "pretrain")
+    refuse(ONE_SECTION.get(stage, f"{stage} --cell {cell}" if stage in cells else stage), names)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate --data digits --limit 9 --weights vittt.safetensors",
+        "predict picture.png --weights vittt.safetensors",
+        "export --format safetensors -o out --weights vittt.safetensors",
+        "explain picture.png -o out.png --weights vittt.safetensors",
+        "linearize --from vittt.safetensors",
+        "generate --weights vittt.safetensors",
+        "generate --cell nano --from vittt.safetensors",
+    ],
+)
+def test_another_file_than_the_stated_one_is_refused(refuse, command):
+    refuse(f"{command} --sha256 00000000", "vittt.safetensors SHA-256")
+    refuse(f"{command} --sha256 0000000", "0000000 8")
+
+
+@pytest.mark.parametrize("options", ["--batch-size 0", "--minutes 0", "--mode test", "--runs 10"])
+def test_an_option_out_of_its_range_is_refused(lab, monkeypatch, repro_cli, options):
+    monkeypatch.chdir(lab)
+    code, _, err = repro_cli("efficiency", *options.split())
+    assert code == 2 and options.split()[0] in err
