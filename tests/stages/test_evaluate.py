@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the family
+from repro.core.hashing import hash_file
 from repro.core.record import read_record
 from repro.data.settings import TransformSettings
 from repro.models.published import find_published, is_only_imagenet_1k
@@ -64,7 +65,8 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     before = (folder / "curve.png").read_bytes()
     with Image.open(folder / "curve.png") as image:
         assert image.width >= 400
-    assert repro_cli("evaluate", "--weights", weights, "--data", "digits", *sizes(16, 32, 48))[0] == 0
+    stated = ("--sha256", hash_file(Path(weights)))
+    assert repro_cli("evaluate", "--weights", weights, "--data", "digits", *stated, *sizes(16, 32, 48))[0] == 0
     assert (folder / "curve.png").read_bytes() == before
 
 
