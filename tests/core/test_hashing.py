@@ -1,10 +1,11 @@
-"""The hash of sources: what changes it, and what does not."""
+"""The hash of sources: what changes it, and what does not; and the stated hash of a file."""
 
 import hashlib
 
 import pytest
 
-from repro.core.hashing import hash_code, hash_sources
+from repro.core.errors import UserError
+from repro.core.hashing import hash_code, hash_file, hash_sources, require_hash
 
 SOURCE = '''"""Says what this is."""
 
@@ -166,3 +167,14 @@ def test_the_code_of_a_module_is_its_import_closure(tmp_path):
     assert hash_code(tmp_path, ["repro.a"]) == before
     (tmp_path / "repro" / "b.py").write_text("x = 2")
     assert hash_code(tmp_path, ["repro.a"]) != before
+
+
+def test_eight_digits_of_a_hash_are_enough_and_seven_are_not(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    digits = hash_file(file, digits=64)
+    for count in (8, 16, 64):
+        require_hash(file, digits[:count])
+    for stated in (digits[:7], digits[:7] + ("0" if digits[7] != "0" else "1")):
+        with pytest.raises(UserError):
+            require_hash(file, stated)
