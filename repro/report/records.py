@@ -1,6 +1,7 @@
 """The records under results/, read once; what is damaged is an error of one line."""
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -90,6 +91,16 @@ class Source:
         return len(self.metrics.get("by_seed", ()))
 
     @property
+    def recipe(self) -> str | None:
+        """How it was trained, as JSON without the machine; None for a record without a recipe."""
+        if (recipe := self.identity.get("recipe")) is None:
+            return None
+        precision = recipe.get("precision")
+        dtype = precision["dtype"] if isinstance(precision, Mapping) else precision
+        rest = {name: value for name, value in recipe.items() if name not in ("device", "backend")}
+        return json.dumps(rest | {"precision": dtype}, sort_keys=True)
+
+    @property
     def is_trained(self) -> bool:
         """Whether it records trainings, one for each seed."""
         return "by_seed" in self.metrics
@@ -153,7 +164,7 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
 def _name_experiment(source: Source) -> tuple[str, Any] | None:
     """What records of one experiment on several machines have in common; None for what is of one machine alone."""
     name = find_shared_name(source.path, source.metrics)
-    return None if name is None else (name, source.metrics.get("recipe_hash"))
+    return None if name is None else (name, source.recipe)
 
 
 def _merge(alike: Sequence[Source], verified: Iterable[Source]) -> Source:

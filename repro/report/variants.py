@@ -238,13 +238,7 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
     if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
         return False
     ours, theirs = group.at(where), other.at(where)
-    return all(name in theirs and _read_recipe(theirs[name]) == _read_recipe(source) for name, source in ours.items())
-
-
-def _read_recipe(source: Source) -> dict[str, Any]:
-    """The recipe without the machine."""
-    recipe = source.identity["recipe"]
-    return {**recipe, "precision": recipe["precision"]["dtype"]}
+    return all(name in theirs and theirs[name].recipe == source.recipe for name, source in ours.items())
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
