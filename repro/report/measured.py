@@ -83,7 +83,7 @@ def list_runs(report: Report) -> list[Block]:
     rows: list[list[Piece]] = []
     unlearned: set[tuple[str, str]] = set()
     for source in sorted(runs, key=lambda each: -len(each.metrics.get("by_seed", ()))):
-        m, run = source.metrics, code(source.folder.removeprefix("results/"))
+        m, run = source.metrics, code(_shorten(source.folder))
         images, seeds = number(m.get("held_out_images"), ".0f"), number(len(m.get("by_seed", ())) or None)
         about = [m["data"], number(m.get("epochs")), seeds, images]
         score = next(key for key in labels if key in m)
@@ -99,9 +99,15 @@ def list_runs(report: Report) -> list[Block]:
     legend = prose(
         f"A curve still rises where the best score of its last quarter exceeds the best before by {RISE:.0f} point or more, "
         "as a mean over the seeds, on the split of the curve: such a run says what a model learns in so many epochs, not "
-        "what it can learn."
+        "what it can learn. A run outside the pipeline lies in results/measured, in the folder of its device."
     )
     return [table(header, rows), legend]
+
+
+def _shorten(folder: str) -> str:
+    """The folder of a record below results/, or below that of its device."""
+    _, *parts = folder.split("/")
+    return "/".join(parts[2:] if parts[0] == "measured" else parts)
 
 
 def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
@@ -150,17 +156,18 @@ def list_searches(report: Report) -> list[Block]:
     rows: list[list[Piece | Line]] = []
     for source in found:
         m, chosen = source.metrics, source.metrics["chosen"]
-        tried = sorted(m["trials"], key=lambda trial: (trial["lr"], trial["warmup_epochs"]))
+        tried = group_by(sorted(m["trials"], key=lambda trial: trial["lr"]), lambda trial: trial["lr"])
+        best = [max(alike, key=lambda t: -1 if t["diverged"] else t[m["score"]]) for alike in tried.values()]
         scores = "; ".join(
-            f"{t['lr']:g}, {t['warmup_epochs']}: " + ("diverged" if t["diverged"] else f"{t[m['score']]:.1f}")
-            for t in tried
+            f"{t['lr']:g}: diverged" if t["diverged"] else f"{t['lr']:g} ({t['warmup_epochs']}): {t[m['score']]:.1f}"
+            for t in best
         )
-        edge = ", at the edge" if chosen["lr"] in (tried[0]["lr"], tried[-1]["lr"]) else ""
+        edge = ", at the edge" if chosen["lr"] in (best[0]["lr"], best[-1]["lr"]) else ""
         rate = number(chosen["lr"], "g", edge)
         rows.append([code(m["cell"]), rate, number(chosen["warmup_epochs"]), scores, source.origin])
     m = found[0].metrics
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
-    header = ["cell", "rate", "warm-up (epochs)", "rate, warm-up: score on tune (%)", "device"]
+    header = ["cell", "rate", "warm-up (epochs)", "rate (its best warm-up): score on tune (%)", "device"]
     return [(rule,), table(header, rows)]
 
 

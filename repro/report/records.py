@@ -173,7 +173,8 @@ def _merge(alike: Sequence[Source], verified: Iterable[Source]) -> Source:
     twins = [_compare(first, other, _find_scores(first, other)) for other in others]
     for source in verified:
         held, scores = first.metrics, source.metrics["scores"].get(first.folder)
-        if scores is not None and not _is_same_machine(first, source):
+        is_alike = source.metrics["params_hash"].get(first.folder) == first.identity.get("params_hash")
+        if scores is not None and is_alike and not _is_same_machine(first, source):
             twins.append(_compare(first, source, {name: (held[name], scores[name]) for name in scores if name in held}))
     return dataclasses.replace(first, twins=tuple(twin for twin in twins if twin.differences)) if twins else first
 

@@ -68,7 +68,8 @@ def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]
 def save_scores(paths: Paths, runtime: Runtime, scores: Iterable[Score]) -> Path:
     """Write what this machine made of these scores to results/measured/<device>/verify.json; return the file.
 
-    metrics: {scores: record -> score -> value}. The identity names the code of all records.
+    metrics: {scores: record -> score -> value, params_hash: record -> that of its identity}. The identity names the code
+    of all records.
 
     Raises:
         UserError: a record is missing, or the records are of several devices, of which one was not this one.
@@ -88,7 +89,8 @@ def save_scores(paths: Paths, runtime: Runtime, scores: Iterable[Score]) -> Path
     about = {"device": devices.pop(), "dtype": identities[0]["dtype"], "backend": ", ".join(sorted(backends))}
     identity = make_identity(paths.root, modules, runtime, **about)
     name = VERIFIED_FILE.removesuffix(".json")
-    write_record(paths.measured(slug), {"scores": made}, identity, 0.0, name=name)
+    hashes = {record: each["params_hash"] for record, each in zip(made, identities, strict=True)}
+    write_record(paths.measured(slug), {"scores": made, "params_hash": hashes}, identity, 0.0, name=name)
     return paths.measured(slug) / VERIFIED_FILE
 
 

@@ -108,7 +108,10 @@ def test_saved_scores_are_those_of_another_machine(checkout):
         checkout.paths, Runtime(device="cpu", data_roots={}), list_scores(checkout.paths, ["pretrain"], "HEAD")
     )
     saved = json.loads(file.read_text())
-    assert saved["metrics"] == {"scores": {"results/pretrain/one": {"top1_percent": 50.0}}}
+    assert saved["metrics"]["scores"] == {"results/pretrain/one": {"top1_percent": 50.0}}
     saved["metrics"]["scores"]["results/pretrain/one"]["top1_percent"] = 49.5
     file.write_text(json.dumps(saved))
     assert list_twins(checkout) == {"one": [{"top1_percent": -0.5}]}
+    saved["metrics"]["params_hash"]["results/pretrain/one"] = "another"
+    file.write_text(json.dumps(saved))
+    assert list_twins(checkout) == {"one": []}
