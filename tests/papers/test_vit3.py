@@ -287,7 +287,7 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
         section = text.partition("\n## Runs on other data")[2].partition("\n## ")[0]
         return sorted(re.findall(r"(?m)^\| `(.*?)` ", section))
 
-    shared = "measured/cpu/pretrain/"
+    shared = "pretrain/"
     assert listed(checkout.paper) == [
         shared + name for name in ("resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144")
     ]
