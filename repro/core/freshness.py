@@ -6,7 +6,7 @@ run may continue. `number_hash` covers the files that can change the number, and
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .hashing import hash_sources, import_closure
@@ -91,7 +91,7 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
     A record is old where the files that its numbers depend on have another content now, or where it does not name them.
     If a record that is not old has a training with the same weights, then the change of code did not change that
-    training, and the old one is `REPEATED`. If one that is not old has the same scores of another machine, see
+    training, and the old one is `REPEATED`. If a record of another machine with the same shared name is not old, see
     `find_shared_name`, the old one is `RENEWED`.
     """
     now: dict[tuple[str, ...], str] = {}
@@ -126,11 +126,11 @@ def find_shared_name(path: str, metrics: Any) -> str | None:
     """What the record of a training or a search is called in the folders of all machines under results/measured; None
     for another record.
 
-    Scores belong to no machine, so records of one name are of one experiment. Times do.
+    Times belong to a machine and scores do not, so records of scores with one name are of one experiment.
     """
-    _, folder, *rest = f"{path}//".split("/", 3)
+    parts = PurePosixPath(path).parts  # results, measured, the device, ...
     is_scored = isinstance(metrics, Mapping) and ("by_seed" in metrics or "trials" in metrics)
-    return rest[-1].rstrip("/") if folder == "measured" and is_scored else None
+    return "/".join(parts[3:]) if parts[1:2] == ("measured",) and is_scored else None
 
 
 def _list_weights(metrics: Any) -> set[str]:

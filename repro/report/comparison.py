@@ -30,7 +30,6 @@ ERRATA = (
     "writes it from the ledgers, which also hold the dates and the answers (`errata` in repro/papers/*/ledger.yaml)."
 )
 _EVIDENCE = ["where", "it prints", "but"]
-PAPER_PROFILE = "paper"
 # how a number of a paper can be made again
 _DEFAULT_RUN = "made again by the default run"
 _OUTSIDE = "made again by runs outside the pipeline"
@@ -66,15 +65,11 @@ def count_ways(report: Report) -> list[Block]:
         return _PAPER_ALONE if verdict.command is None or _is_remark(verdict.command) else _RERUNNABLE
 
     ways = group_by(report.all, find_way)
-    plan = f"repro plan --profile {PAPER_PROFILE}"
+    plan = code("repro plan --profile paper")
     said = {
         _DEFAULT_RUN: (code("make reproduce"),),
         _OUTSIDE: (code("make measure-cpu"), ", in hours"),
-        _RERUNNABLE: (
-            "the commands under “Not measured, and why”; ",
-            code(plan),
-            " says the hours and the memory of GPUs",
-        ),
+        _RERUNNABLE: ("the commands under “Not measured, and why”; ", plan, " says the hours and the memory of GPUs"),
         _PAPER_ALONE: ("–",),
     }
     rows = [[way, number(len(ways[way])), said[way]] for way in said if way in ways]

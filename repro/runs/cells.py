@@ -39,13 +39,10 @@ from .job import (
 )
 
 _FOLDERS = ("snapshots", "examples")  # of the first seed's files
-_SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")  # of a transform: what says how large an input is
-_KEEPS = (
-    "ema_decay",
-    "mesa",
-    "freeze",
-    "freeze_backbone",
-)  # parameters that change what a GPU keeps beside the weights
+# of a transform: what says how large an input is
+_SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
+# parameters that change what a GPU keeps beside the weights
+_KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
 
 
 def read_cells(
@@ -210,9 +207,10 @@ def record_speed(
     """Write the speed and the peak memory of a cell's training, with which `repro plan` counts, to
     results/measured/<slug>/<stage>/<cell>.json.
 
-    Beside them stands what they depend on: the model, the size of its input as `transform` states it, the images that go
-    through it at once, and what a GPU keeps beside the weights. The speed is that of the last of the seeds that has one, whose kernels were tuned by then: a seed that an earlier call
-    trained has none. It differs from run to run, so it is not an output of the graph.
+    The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
+    go through it at once, and what a GPU keeps beside the weights. The speed is that of the last of the seeds that has
+    one, whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
+    it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
     params = cell.params
