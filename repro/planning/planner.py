@@ -147,13 +147,14 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, devic
     runtime, plans = every.get("runtime") or {}, []
     planner = Planner(paths, devices[0], results, data, micro_batch=runtime.get("micro_batch"))
     needs = demands(load_primary().ledger)
-    for planner.rates in devices:
+    for rates in devices:
+        planner.rates = rates
         rows = []
         for name in sections:
             units = params.get(name, {None: None})
             command = f"repro {name} --cell {{}}" if name in stages and stages[name].purpose != "graph" else None
             rows += [planner.charge(name, cell, own, command) for cell, own in units.items()]
-        if unknown := sorted(planner.rates.given.keys() - planner.trained):
+        if unknown := sorted(rates.given.keys() - planner.trained):
             guess = did_you_mean(unknown[0], sorted(planner.trained))
             raise UserError(f"plan: --img-per-s {unknown[0]}: no cell trains this model{guess}")
         plans.append(CostPlan(rows, needs))

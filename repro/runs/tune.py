@@ -182,7 +182,7 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
             shared = {"spec": spec, "paths": paths, "runtime": runtime, "folder": folder}
             found[name] = Search(name=name, params=params, tune=tune, **shared)
     if cell is not None and cell not in found:
-        raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, found)}")
+        raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, [*found, *outside])}")
     chosen = [found[cell]] if cell else list(found.values())
     for search in chosen:
         if tune.seed in search.params.seeds:
