@@ -1,7 +1,6 @@
 """One room for each paper: a folder here, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
 
-A room here is found by itself. Its other modules (variants, recipes) may be imported alone; nothing here imports the
-report, so that code that uses them does not depend on the report.
+Nothing here imports the report, so that code that uses a room's other modules does not depend on it.
 """
 
 import importlib
@@ -24,10 +23,7 @@ def load_papers() -> dict[str, Any]:
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained beside the recipe of the paper of its family, or else of the primary one.
-
-    See `repro.papers.recipe.describe`.
-    """
+    """How a classifier is trained beside the recipe of the paper of its family; see `repro.papers.recipe.describe`."""
     family, primary = params.model.split("_")[0], load_primary().id
     # the primary paper also compares families of other papers, whose recipes are not its own
     rooms = [paper.id for paper in load_papers().values() if family in paper.families and not paper.primary] + [primary]

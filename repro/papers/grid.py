@@ -34,13 +34,7 @@ DTYPE = {"cpu": "fp32", "cuda": "fp16"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltVariant:
-    """A variant with all that its trainings need.
-
-    Args:
-        cell: how it is trained, and its folder.
-        changes: what it changes of the model, for people.
-        arguments: of the command line that trains this variant alone.
-    """
+    """A variant with its cell, what it changes for people, and the arguments of the command that trains it alone."""
 
     cell: Cell
     changes: str
@@ -56,13 +50,8 @@ class BuiltVariant:
 def choose_variants(paper: str, teacher: str | None = None) -> VariantSet:
     """The variants of a paper's room, or the same for students of another softmax model, in a folder of their own.
 
-    Args:
-        paper: a folder of repro/papers.
-        teacher: a file of weights.
-
     Raises:
-        UserError: an unknown paper, or one whose room has no variants; a teacher for variants that do not inherit, or
-            whose file is not of this project, or of no softmax ViT.
+        UserError: an unknown paper or one without variants; a teacher that is no softmax ViT, or that is not inherited.
     """
     rooms = [room.split(".")[-2] for room in find_rooms()]
     if paper not in rooms:
@@ -94,14 +83,12 @@ def choose_variants(paper: str, teacher: str | None = None) -> VariantSet:
 def run_variants(
     grid: VariantSet, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool
 ) -> None:
-    """Train one variant in this process, or all in processes of their own, into
-    results/measured/<device>/<folder>/<data>/<variant>/.
+    """Train one variant in this process, or all, into results/measured/<device>/<folder>/<data>/<variant>/.
 
     Args:
-        grid: the variants.
         variant: the name of one; None trains all.
         data: a cell of prepare_data; None takes that of the shared recipe.
-        seeds, epochs: trainings of each variant, with seeds 0, 1, ..., and their length; None takes that of the recipe.
+        seeds, epochs: trainings of each variant and their length; None takes that of the recipe.
         jobs, speed: see `train_grid`.
 
     Raises:
@@ -141,11 +128,8 @@ def vary_recipe(
 ) -> ClassifierParams:
     """The parameters of a variant, trained as `pretrain` trains its first model of the family on this data.
 
-    Where `pretrain` has none on the data, the recipe of its first one holds, or the grid's own, without the changes of
-    the image that its labels may not survive; generated images keep their own size.
-
-    Raises:
-        UserError: an unknown variant or data set, or no recipe.
+    Where there is none, the recipe of its first one holds, or the grid's own, without the changes of the image that
+    labels may not survive. A UserError for an unknown variant or data set, or no recipe.
     """
     if name not in grid.variants:
         raise UserError(f"{grid.stage}: --variant {name}: not known{did_you_mean(name, grid.variants)}")
@@ -197,12 +181,7 @@ def _override(params: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def train_grid(variants: Mapping[str, BuiltVariant], *, jobs: int, speed: bool) -> None:
-    """Show the plan, train what is missing, then measure the throughputs one after the other on the quiet machine.
-
-    Args:
-        variants: name -> variant, of one stage.
-        jobs: how many are trained at once, each in a process of its own.
-        speed: whether to measure throughputs.
+    """Show the plan, train what is missing in `jobs` processes, then measure the throughputs one after the other.
 
     Raises:
         UserError: a folder holds a record of other parameters; before anything is trained.
@@ -232,14 +211,10 @@ def train_one(name: str, variant: BuiltVariant, *, speed: bool) -> None:
 
 
 def measure_throughput(cell: Cell) -> float | None:
-    """Measure a trained classifier and write speed.json into the cell's folder; images per second, or None with the
-    reason there.
+    """Write speed.json of a trained classifier into its folder; images per second, or None with the reason there.
 
-    The batch is 64, or the largest power of two below that for which memory suffices; weights and inputs are fp32 on a
-    CPU and fp16 on a GPU. `noisy` has the reasons of `core.noise.find_noise`.
-
-    Raises:
-        RunError: the measuring process broke.
+    The batch is 64, or the largest power of two below that fits; fp32 on a CPU and fp16 on a GPU. A RunError where the
+    measuring process broke.
     """
     from ..models.registry import family_module
 

@@ -1,6 +1,4 @@
-"""What a training comes to, with nothing left to compute; where it departs from a paper's recipe; the lines that say
-so.
-"""
+"""What a training comes to, where it departs from a paper's recipe, and the lines that say so."""
 
 import dataclasses
 import json
@@ -27,10 +25,9 @@ class Printed:
 
     Args:
         models: registered name -> where its values differ, as in `said`.
-        said: source -> key path, e.g. `optim.lr` -> value; a source is a clause with a place for the value. The rates
-            are those at `optim.lr_batch_size`. Options that are named are the models' defaults; then any other departs.
-        choices: of this project, that are neither departures nor somebody's defaults -> the values with which one is
-            made.
+        said: source -> key path, e.g. `optim.lr` -> value; a source is a clause with a place for the value. Options
+            that are named are the models' defaults; then any other departs.
+        choices: of this project, that are no departures -> the values with which one is made.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -120,10 +117,9 @@ def resolve(
 
 
 def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> list[str]:
-    """One line for each value that is not the paper's, and for another model or data set.
+    """One line for each value that is not the paper's, and for another model or data set; of what `resolve` made.
 
-    GPUs and accumulation, which keep the batch, do not count, nor do keys without effect. Takes the argument and the
-    result of `resolve`.
+    GPUs and accumulation, which keep the batch, do not count, nor do keys without effect.
     """
     flat = {}
     for key, value in params.items():

@@ -1,7 +1,4 @@
-"""What a paper ablates, as data: each room that has variants says them in its `variants.yaml`.
-
-This module imports no report, so that a stage that trains the variants depends on none.
-"""
+"""What a paper ablates, from the `variants.yaml` of its room. It imports no report, as the stage that trains them."""
 
 import dataclasses
 import functools
@@ -67,9 +64,7 @@ class VariantSet:
 
     @property
     def recipes(self) -> dict[str, Mapping[str, Any]]:
-        """Variant -> the settings of the recipe that tell it from others; none for one that names its own model, whose
-        recipe they are.
-        """
+        """Variant -> what of the recipe tells it from others; none where it names its own model."""
         return {name: {} if "model" in each.changes else each.changes for name, each in self.variants.items()}
 
     @functools.cached_property

@@ -1,7 +1,6 @@
-"""The plan of a params file: what its stages cost, and which numbers of the paper they would give. Nothing is started.
+"""What the stages of a params file cost, and which numbers of the paper they would give. Nothing is started.
 
-Hours of a training are its images over the throughput of one GPU. They leave out its evaluations (under 1 % of
-ImageNet's 300 epochs) and a teacher's forward pass.
+Hours of a training are its images over the throughput of one GPU, without evaluations and a teacher's forward pass.
 """
 
 import dataclasses
@@ -44,14 +43,12 @@ class PlanRow:
     """What a stage or one of its cells costs.
 
     Args:
-        command: what would run it.
         hours: of one device; None where unknown.
         disk_gb: the most disk that it occupies, in units of 1e9 bytes; None where unknown.
         basis: of what the hours are; for a training on a GPU, seeds × epochs × images.
-        mark: how the hours are known: `~` estimated, `≥` estimated without the heads of a dense task, `≤` the time after
-            which it is stopped, else measured, given or counted.
+        mark: how the hours are known: `~` estimated, `≥` estimated without heads, `≤` a limit, else measured or given.
         note: where the hours or the memory are known from.
-        memory_gib: the peak that a training of these sizes had on a GPU; None where none was measured.
+        memory_gib: the measured peak of a training of these sizes on a GPU; None where there is none.
         least_memory_gib: what a training holds for certain; None for other work.
         measure: the command that measures the hours and the memory of a training; empty for other work.
         gives: the measurements that it yields, see `repro.report.demands`.
@@ -71,16 +68,13 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The device that the work is planned for, and what it achieves.
+    """The device that the work is planned for, and what it achieves; a UserError for a number out of range.
 
     Args:
         given: `model` or `model[option=value]` -> training images per second.
         gpu: a part of the name of a GPU; None plans for a CPU, by the seconds of earlier runs alone.
         tflops: the GPU's peak in TFLOP/s, for models of unknown speed.
         utilisation: the share of that peak, in (0, 1], that training reaches.
-
-    Raises:
-        UserError: a number out of range.
     """
 
     given: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -97,11 +91,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class CostPlan:
-    """The costs of all stages in the order of the params file, and what the paper asks for.
-
-    `needs` is table or figure -> for each number there, the measurements from which ours is computed, see
-    `repro.report.demands`.
-    """
+    """The costs of all stages, and what the paper asks for: `needs`, see `repro.report.demands`."""
 
     rows: list[PlanRow]
     needs: Mapping[str, list[set[Measurement]]]
@@ -130,11 +120,7 @@ class CostPlan:
 
 
 def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, devices: Sequence[Rates]) -> list[CostPlan]:
-    """Charge every stage of the table that params.yaml, or a profile, has a section for, on each device; records and
-    manifests count where they exist.
-
-    Returns:
-        A plan for each device, with the same rows but for their hours.
+    """A plan for each device: charge every stage that a params file has a section for.
 
     Raises:
         UserError: wrong parameters, or a given rate of a model that no cell trains.
@@ -162,15 +148,7 @@ def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, devic
 
 
 class Planner:
-    """Charges one stage or cell after the other.
-
-    Args:
-        paths: of the checkout.
-        rates: the device, and what it achieves.
-        results: the records.
-        data: cell of prepare_data -> its params.
-        micro_batch: see `repro.core.runtime.Runtime`.
-    """
+    """Charges one stage or cell after the other; `data`: cell of prepare_data -> its params."""
 
     def __init__(
         self, paths: Paths, rates: Rates, results: Results, data: Mapping[str, Any], *, micro_batch: int | None = None
@@ -203,9 +181,7 @@ class Planner:
         return PlanRow(command=command.format(cell) if command else f"dvc repro {unit}", **found)
 
     def find_data(self, stage: str, cell: str, name: str) -> tuple[str, int, int]:
-        """The data set that a cell trains on: its kind, its classes and its training images, from its manifest or,
-        before that is written, as expected; or a UserError.
-        """
+        """The kind, classes and training images of a cell's data, from its manifest or as expected; or a UserError."""
         if name not in self.data:
             where = f"{stage}.{cell}.data: {name}"
             raise UserError(f"{where}: prepare_data has no such cell{suggest_data(self.paths, name, self.data)}")
@@ -216,10 +192,7 @@ class Planner:
         return about.kind, len(manifest.classes), manifest.splits["train"].images
 
     def find_trainings(self, key: str, params: Any, stages: Sequence[str]) -> list[Source]:
-        """The records of the speed of trainings on any GPU, of a model on images of the same size in the same precision.
-
-        They are at results/measured/<device>/<stage>/<cell>.json, see `repro.runs.cells.record_speed`.
-        """
+        """The records of the speed of trainings on any GPU, of a model on such images in such a precision."""
         found = []
         for record in self.results.sources:
             stage, metrics = record.path.split("/")[-2], record.metrics
@@ -233,9 +206,7 @@ class Planner:
         return found
 
     def find_measured(self, records: Sequence[Source]) -> tuple[float, str] | None:
-        """Images per second of one GPU of the plan's by the records of its trainings, and from where; the slowest of
-        several.
-        """
+        """Images per second of one of the plan's GPUs and from where; the slowest of several records."""
         found = []
         for record in records:
             rate = record.metrics["throughput_img_per_s"]
@@ -245,9 +216,7 @@ class Planner:
         return min(found, default=None)
 
     def find_memory(self, records: Sequence[Source], params: Any) -> tuple[float, str] | None:
-        """The largest peak of GPU memory, in GiB, of trainings that send as many images at once through the model and
-        keep the same beside its weights, and from where.
-        """
+        """The largest peak of GPU memory, in GiB, of trainings of as many images at once, and from where."""
         found, micro_batch = [], min(self.micro_batch or params.batch_size, params.batch_size)
         for record in records:
             metrics = record.metrics
@@ -260,13 +229,11 @@ class Planner:
     def _charge_training(self, stage: str, cell: str, params: Any) -> dict[str, Any]:
         """One training for each seed.
 
-        The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and, where there is
-        one, the moving average. Until all seeds are done, each keeps two states, its snapshots twice and its weights; in
-        addition there are one state that is being written, and the first seed's snapshots and weights in the results.
-        For dense tasks, whose heads are not counted, the disk space is unknown, and estimated hours are a lower bound.
+        The disk holds copies of the weights in fp32. A state is the weights, AdamW's two moments and a moving average.
+        Each seed keeps two states, its snapshots twice and its weights; one state more is being written, and the first
+        seed's snapshots and weights are in the results. Heads of dense tasks are not counted: their disk is unknown.
 
-        The GPU holds the weights, and while AdamW steps their gradients and its two moments, all in fp32, and the moving
-        average; activations come on top. Where part of the weights is frozen, only the weights are certain.
+        The GPU holds the weights, gradients, moments and moving average in fp32; activations come on top.
         """
         kind, classes, images = self.find_data(stage, cell, params.data)
         dense = _is_dense(params.transform)
@@ -302,9 +269,7 @@ class Planner:
     def _find_speed(
         self, stage: str, model: str, key: str, macs: int, records: Sequence[Source]
     ) -> tuple[float, str, str]:
-        """Training images per second, the mark of their hours, and from where they are known: a classifier's as given,
-        else as measured, else from the multiply-adds of the forward pass of one image.
-        """
+        """Training images per second, the mark of their hours, and their source: given, measured or estimated."""
         rates = self.rates
         if stage in CLASSIFIERS:
             self.trained.update((model, key))
@@ -338,11 +303,7 @@ class Planner:
         return frozenset(gives | {("macs_g_fvcore", name(*row), "") for row in fvcore})
 
     def _find_seconds(self, stage: str, cell: str | None, params: Any) -> dict[str, Any]:
-        """The hours on a CPU, from what ran there before with these params and from nothing else, and how they are known.
-
-        The seconds of a record are in run.json beside it, or for the last run of all stages in results/pipeline.json. A
-        training over another number of epochs or seeds takes the same time for each.
-        """
+        """The hours on a CPU, from what ran there before with these params, and how they are known."""
         results = self.results
         pipeline = results.paths.results / PIPELINE_FILE
         noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}

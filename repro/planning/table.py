@@ -1,6 +1,4 @@
-"""The plan as it is printed: a table of rows and totals, what its marks mean, and a table of the paper's places; all of
-them fit 120 columns for up to three GPUs.
-"""
+"""The plan as it is printed: rows and totals, what its marks mean, and the paper's places, in 120 columns."""
 
 import math
 import shutil
@@ -21,14 +19,7 @@ MARKS = {
 
 
 def print_plan(plans: Sequence[CostPlan], devices: Sequence[Rates], count: int, paths: Paths) -> None:
-    """Print the plans of one params file.
-
-    Args:
-        plans: one for each GPU, with the same rows; or one, of the CPU.
-        devices: the GPUs; none for the CPU.
-        count: the GPUs of one kind that share the work.
-        paths: of the checkout.
-    """
+    """Print the plans of one params file, one for each of `devices` or one of the CPU; `count` GPUs share the work."""
     names = [each.gpu for each in devices if each.gpu]
     _print_rows(plans, names, count)
     _print_legend(plans, devices)
@@ -94,9 +85,7 @@ def _print_last_run(paths: Paths) -> None:
 
 
 def _print_places(plans: Sequence[CostPlan], gpus: Sequence[str]) -> None:
-    """A line for each table or figure: its numbers that could then be compared with ours, and the time of all rows that
-    these need.
-    """
+    """A line for each table or figure: its numbers that could be compared, and the time that these need."""
     table, without = [], []
     for place, (ours, every) in plans[0].count_covered().items():
         hours = [sum(row.hours or 0.0 for row in plan.find_rows(place)) for plan in plans]

@@ -1,3 +1,1 @@
-"""The report: it judges each paper's ledger (ledger.yaml) by our records and writes results/tables.md. It only reads
-files.
-"""
+"""The report: it judges each paper's ledger.yaml by our records and writes the pages. It only reads files."""

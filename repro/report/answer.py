@@ -1,6 +1,4 @@
-"""The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts with what
-they were measured on.
-"""
+"""The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts."""
 
 import dataclasses
 import datetime
@@ -66,9 +64,7 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
 
 
 def verdict_block(report: Report) -> Bullets:
-    """What a reader comes for, a sentence each: what reproduces, what does not, what was not tested, and how fast the
-    model is here.
-    """
+    """A sentence each: what reproduces, what does not, what was not tested, and how fast the model is here."""
     lines: list[Line] = []
     for question, own in _said_questions(report):
         verb, detail = judge_question(own)
@@ -110,9 +106,7 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
 
 
 def _compare_speeds(contest: Contest, results: Results) -> Line | None:
-    """How many times as fast the contest's model is at the largest size, and up to which size it is slower; None
-    without such rows.
-    """
+    """How fast the model is at the largest size, and up to which size it is slower; None without such rows."""
     if (speeds := find_speeds(contest, results)) is None:
         return None
     ratios = speeds.find_ratios(contest)
@@ -156,9 +150,8 @@ def _describe_run(pipeline: Path) -> str:
 def note_pipeline(results: Results) -> None:
     """Write results/pipeline.json: how long all stages and each took, how many ran at once, and their commits.
 
-    After `repro run --force` that is the time since it began, else the sum of the stages' seconds. These lie beside the
-    records, where Git does not keep them. Where one is missing or damaged, as on a fresh clone, the file stays as it
-    is; likewise where it was written for records of the same commits and only the report runs again.
+    After `repro run --force` that is the time since it began, else the sum of the stages' seconds. The file stays as it
+    is where the seconds of a record are not here, as on a fresh clone, and where only the report runs again.
     """
     # the record of the machine has no code hash, and is none of results
     own = [source for source in results.sources if source.stage is not None and "code_hash" in source.identity]
@@ -224,9 +217,7 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the pairs that the paper orders are seen, a row for each data set; of each table the group with the
-    most seeds.
-    """
+    """How many of the paper's ordered pairs are seen, by data set; of each table the group with the most seeds."""
     judged = group_by(judge_variants(report), lambda each: (each[0].common["data"], each[1].place))
     facts: list[Fact] = []
     for data, keys in group_by(judged, lambda key: key[0]).items():
@@ -239,9 +230,7 @@ def _orderings(report: Report) -> list[Fact]:
 
 
 def _count_pairs(found: Ordering) -> str:
-    """How many of the paper's pairs are seen, and how many contradicted; only the word where the budget is
-    insufficient.
-    """
+    """How many of the paper's pairs are seen and contradicted, or that the budget is insufficient."""
     if found.word == "insufficient budget":
         return found.word
     seen, contradicted = (sum(pair.side == side for pair in found.pairs) for side in (1, -1))

@@ -62,8 +62,7 @@ def judge_paper(
     """Judge every entry of a paper's ledger.
 
     Args:
-        speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which does not name
-            its own.
+        speed_dtype: the precision in which our rows on the paper's device stand for the paper's.
         verbs: the verbs of the command line. A command with another verb is marked as not built yet.
         profile: the profile that params.yaml equals; None where it was edited.
     """
@@ -150,9 +149,7 @@ class _Judge:
         return next((why for name in entry.ours.references if (why := self._find_scope(self.entries[name]))), None)
 
     def _count_plainly(self, entry: Entry) -> Entry:
-        """An entry whose convention was chosen for its row, with the column's own in its place where that rounds to the
-        printed number too.
-        """
+        """The entry, by the column's own convention where that rounds to the printed number too."""
         if entry.plain is None:
             return entry
         plain = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
@@ -220,9 +217,7 @@ class _Judge:
         return None
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
-        """Evidence that the paper's own numbers violate a relation; None where they do not, or where rounding could
-        explain it.
-        """
+        """Evidence that the paper's own numbers violate a relation; None where rounding could explain it."""
         if relation.requires is not None:
             failing = [part for part in relation.expression.conjuncts if not self._of_paper(part)]
             if all(self._is_explained_by_rounding(part, bool) for part in failing):
@@ -239,9 +234,7 @@ class _Judge:
         return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1))
 
     def _is_explained_by_rounding(self, expression: Expression, satisfies: Callable[[Any], bool]) -> bool:
-        """Whether an expression satisfies for some operands that round or truncate to the printed ones, tried at their
-        extremes.
-        """
+        """Whether some operands that round or truncate to the printed ones satisfy, tried at their extremes."""
         printed = {name: self.entries[name].printed for name in expression.references}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
             units = (shift / 10 ** decimals(digits) for shift, digits in zip(shifts, printed.values(), strict=True))
@@ -253,9 +246,7 @@ class _Judge:
     def _of_paper(
         self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False
     ) -> Number | bool:
-        """The value of an expression over the paper's printed numbers, or over `moved` ones; `counted`: and over our
-        counts.
-        """
+        """The value over the paper's printed numbers, or `moved` ones; `counted`: and over our counts."""
         measured = dict.fromkeys(
             [*self.results.functions(), *_SPEEDS], _raise_missing("the paper prints no such number", "")
         )
@@ -265,9 +256,7 @@ class _Judge:
         return self._evaluate(expression, printed, measured)
 
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
-        """Our counterpart of an entry, with speeds from one group of rows; `Missing` where a part of it was not
-        measured.
-        """
+        """Our counterpart, with speeds from one group of rows; `Missing` where a part was not measured."""
         if entry.ours is None:
             raise Missing(entry.reason or entry.out_of_scope, entry.command or "none")
         return self._evaluate_ours(entry.ours, group, choose=choose)
@@ -314,11 +303,7 @@ class _Judge:
         return values
 
     def _spread(self, part: Expression, group: SpeedGroup, attention: str) -> list[Number | bool]:
-        """The value of an expression at the medians of its speeds, then at each combination of the ends of their
-        intervals.
-
-        What rises or falls with every speed takes its extremes there.
-        """
+        """The value at the medians of the speeds, then at each combination of the ends of their intervals."""
         intervals: dict[str, tuple[float, float]] = {}
 
         def note(row: str, speed: float, ends: tuple[float, float]) -> float:
@@ -348,11 +333,9 @@ def _raise_missing(reason: str, command: str) -> Callable:
 
 
 def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
-    """What the values of each part, see `_spread`, say together: a quantity, which has one part, and its ends; or a
-    statement's word.
+    """What the values of each part, see `_spread`, say together: a quantity and its ends, or a statement's word.
 
-    A statement holds if all its parts do whatever the speeds are within their intervals. It does not if one of them
-    never does.
+    A statement holds if all its parts do at every speed; it does not if one of them never does.
     """
     if isinstance(parts[0][0], bool):
         if not all(map(any, parts)):

@@ -98,9 +98,7 @@ def count_kinds(report: Report) -> list[Block]:
 
 
 def count_relations(report: Report, what: str) -> int:
-    """How many of the relations among the paper's numbers were `checked`, `hold` or are `broken`; how many entries are
-    `unmeasured`, and how many of these are in such relations and `consistent`.
-    """
+    """How many relations are `checked`, `hold` or are `broken`; how many entries are `unmeasured` or `consistent`."""
     checks = sum(verdict.checks for verdict in report.all)
     violations = sum(verdict.violations for verdict in report.all)
     own = _find_status(report, NOT_MEASURED.word)
@@ -143,9 +141,7 @@ def table_section(about: Table, report: Report) -> Section:
 
 
 def shared_counts(reports: Sequence[Report]) -> list[Section]:
-    """The counts of one model that several papers print, where they print or get another number; no section where none
-    is shared.
-    """
+    """The counts of one model that several papers print, where they print or get another number."""
     found: dict[tuple[str, str], dict[str, Verdict]] = {}
     for report in reports:
         for verdict in report.all:
@@ -186,9 +182,7 @@ def list_contradictions(report: Report) -> list[Block]:
 
 
 def list_errata(reports: Sequence[Report]) -> list[Section]:
-    """What each paper's authors are asked, with their answers: its contradictions, and what cannot be measured as
-    described.
-    """
+    """What each paper's authors are asked: its contradictions, and what cannot be measured as described."""
     sections = [Section("Errata", [(ERRATA,)])]
     for report in reports:
         about, errata = report.paper.ledger.paper, report.paper.ledger.errata

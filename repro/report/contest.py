@@ -1,6 +1,4 @@
-"""The contest of a paper's model with its baseline over the image size: the record that it is read from, and its
-picture.
-"""
+"""A paper's model against its baseline over the image size: the record, and its picture."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -79,11 +77,7 @@ def plan_contest(report: Report) -> Drawings:
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
-    """The record with most of the contest's rows; among equals one of the code here, then a GPU's, then the one with
-    most image sizes.
-
-    None where no record has both models.
-    """
+    """The record with most of the contest's rows; among equals a fresh one, a GPU's, the one with most image sizes."""
     models = {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ("fused", "unfused"))}
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
     for group, rows in results.speed_rows.items():

@@ -1,6 +1,4 @@
-"""Pictures of trainings that a method without learning is set beside: their learning curves, and which classes they
-confuse.
-"""
+"""Pictures of trainings beside a method without learning: their learning curves, and which classes they confuse."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -40,11 +38,9 @@ def name_first_weights(source: Source) -> str:
 
 
 def plan_dense(report: Report) -> Drawings:
-    """The learning curves, and what is confused.
+    """The learning curves, and what the first seed of each run of the pipeline confuses.
 
-    The curves of a model, a task and a data set share a picture, those outside the pipeline in place of those in it where
-    they have more seeds. What is confused is drawn for the first seed of each run of the pipeline. The models are those
-    that stand on the paper's page.
+    The curves of a model, a task and a data set share a picture; the training with most seeds is drawn.
     """
     drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
@@ -61,9 +57,7 @@ def plan_dense(report: Report) -> Drawings:
 
 
 def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: Results) -> Path:
-    """A panel for each score: thin lines for the seeds, a thick one for their mean, a point for the reported score, a
-    line without learning.
-    """
+    """A panel for each score: thin lines for seeds, a thick one for their mean, a star for the reported score."""
     labels = dict(list(results.scores[stage].items())[:_PANELS])
     figure, panels = new_figure(len(labels))
     for panel, (key, label) in zip(panels, labels.items(), strict=True):

@@ -1,8 +1,6 @@
-"""A page as data: sections of paragraphs, lists and tables, whose cells know what they hold. `markdown` and `html`
-render it.
+"""A page as data: sections of paragraphs, lists and tables. `markdown` and `html` render it.
 
-A piece of text is a `str` (shown as it is, never read as markup) or one of the classes below; a line is a tuple of
-pieces.
+A piece of text is a `str` (never read as markup) or one of the classes below; a line is a tuple of pieces.
 """
 
 import dataclasses
@@ -120,9 +118,7 @@ _MARKUP = re.compile(r"`([^`]+)`|\*\*([^*]+)\*\*|\*(\w[^*]*)\*|\[([^]]+)\]\(([^)
 
 
 def prose(text: str) -> Line:
-    """A line of our own words with the markup of Markdown: code, `**strong**`, `*emphasis*` and `[text](file)`, a link
-    to a file of the checkout. It is no place for what a record holds.
-    """
+    """A line of our own words with the markup of Markdown: code, strong, emphasis and `[text](file of a checkout)`."""
     line: list[Piece] = []
     place = 0
     for match in _MARKUP.finditer(text):
@@ -160,10 +156,7 @@ def cross(
     show: Callable[[Any], Piece | Line],
     name: Callable[[Any], str] = "{}²".format,
 ) -> Table:
-    """A table of (row, column) -> what `show` makes a cell of, or None where there is nothing; the columns in order.
-
-    `title`: of the rows; `name`: of a column.
-    """
+    """A table of (row, column) -> what `show` makes a cell of, or None where there is nothing; the columns in order."""
     columns = sorted({column for _, column in cells})
     rows = (
         [row, *(show(cells.get((row, column))) for column in columns)] for row in dict.fromkeys(r for r, _ in cells)

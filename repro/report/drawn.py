@@ -9,9 +9,7 @@ DRAWN, REFERENCE, IMAGES = 50_000, "VIRTUAL_imagenet256_labeled.npz", 50_000
 
 
 def find_drawn(results: Any, model: str, key: str) -> float:
-    """A score of pictures that a denoiser drew as its cell of profiles/paper.yaml does, against ADM's reference
-    batch; the weights are those of a whole training by that cell.
-    """
+    """A score against ADM's reference batch, of pictures by weights of a whole training by the cell of the profile."""
     cell = results.find_cell("generate", model, "latents")
     if cell is None:
         raise Missing("profiles/paper.yaml has no generate cell for it", "none")

@@ -33,8 +33,8 @@ class Call(NamedTuple):
 class Expression:
     """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
 
-    An id is written as it is, `table1.vittt_t.top1_percent`, or as `entry("text.5_3.speedup_1280_t")` where a part
-    begins with a digit. A part of another kind is a `ValueError`, a mistake in the ledger.
+    An id is written as it is, or as `entry("text.5_3.speedup_1280_t")` where a part begins with a digit. Anything else
+    is a `ValueError`.
     """
 
     def __init__(self, tree: ast.expr):
@@ -76,8 +76,7 @@ class Expression:
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
         """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
 
-        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`. Another function is a
-        `ValueError`.
+        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`, others are a `ValueError`.
         """
         functions = {**FUNCTIONS, **functions, "entry": value}
         if unknown := [call.name for call in self.calls if call.name not in functions]:

@@ -22,11 +22,7 @@ def list_figures(report: Report) -> list[Block]:
 
 
 def list_examples(report: Report) -> list[Block]:
-    """What trained models see in held-out images, a row of pictures for each run; then their learning curves, and what
-    they confuse.
-
-    A page shows the models that stand on it.
-    """
+    """What trained models see in held-out images, a row of pictures for each run; then the pictures of dense tasks."""
     results = report.results
     blocks: list[Block] = []
     patterns = (f"{where}{stage}/*/examples/*.png" for stage in results.scores for where in ("", "measured/*/"))
@@ -69,9 +65,7 @@ def find_beside(name: str, results: Results) -> list[Source]:
 
 
 def describe_origin(sources: Sequence[Source], named: str) -> str:
-    """The devices of records, the profile that they were made with, whose name is `named`, or that a person ran their
-    commands, whether older code made them, and whether other machines made them again.
-    """
+    """The devices of records, the profile `named` or that a person ran them, their age, and other machines."""
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)

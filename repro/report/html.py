@@ -1,8 +1,4 @@
-"""results/report.html: the pages of all papers and their ledgers as one file that needs no network, from
-`template.html`.
-
-Whatever comes from a record is escaped, here or by the template.
-"""
+"""results/report.html: the pages of all papers and their ledgers as one file, from `template.html`; all is escaped."""
 
 import base64
 import io

@@ -35,9 +35,7 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains the
-    fields.
-    """
+    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains it."""
 
     id: str
     equals: str | None = None
@@ -95,9 +93,7 @@ class Entry:
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """The tables, figures, equations and sections that `place` names, each once; `place` itself where it names
-        none.
-        """
+        """The tables, figures, equations and sections that `place` names, each once; else `place` itself."""
         found = dict.fromkeys(name[0].upper() + name[1:] for name in _PLACE.findall(self.place))
         return tuple(found) or (self.place,)
 
@@ -106,9 +102,8 @@ class Entry:
 class Column:
     """A column of a table. `ours` may use {model}, {size} and the other keys of a row.
 
-    `by_formula` has, for the ids of rows by pattern, what stands for it where the paper counts as a family's own
-    authors do, and not as we do. A column without `ours` has a `reason` and a `command`, as a claim has, or is
-    `out_of_scope`.
+    `by_formula`: pattern of ids of rows -> what stands for `ours` where the paper counts as a family's own authors do.
+    A column without `ours` has a `reason` and a `command`, or is `out_of_scope`.
     """
 
     label: str
@@ -132,10 +127,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of the paper. Each of `rows` has the values of `keys`, then the printed numbers of `columns`.
-
-    The entry of a number is `{table}.{row}.{column}`.
-    """
+    """A table of the paper. Each of `rows` has the values of `keys`, then the printed numbers of `columns`."""
 
     id: str
     place: str
@@ -147,11 +139,7 @@ class Table:
 
     @cached_property
     def records(self) -> dict[str, dict[str, str]]:
-        """Id of a row -> its values by name.
-
-        Raises:
-            ValueError: a row has too few or too many values.
-        """
+        """Id of a row -> its values by name; a `ValueError` where a row has too few or too many."""
         names = [*self.keys, *self.columns]
         for row in self.rows:
             if len(row) != len(names):
@@ -204,9 +192,7 @@ class _Answer:
     out_of_scope: str | None = None
 
     def fields(self, by_default: str | None) -> dict[str, Any]:
-        """The same as fields of an entry. Where `ours` is not given, our numbers are asked what the paper's are:
-        `by_default`.
-        """
+        """The same as fields of an entry; by `by_default` our numbers are asked what the paper's are."""
         text = self.ours or (None if self.reason or self.declared or self.out_of_scope else by_default)
         parsed = {
             name: Expression.parse(each) if each else None
@@ -228,9 +214,7 @@ class Value(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(_Answer):
-    """A sentence of the text. It has an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a
-    statement.
-    """
+    """A sentence of the text: an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a statement."""
 
     id: str
     place: str
@@ -327,8 +311,7 @@ def load_ledger(path: Path) -> Ledger:
 
     Raises:
         UserError: an unknown key, or one that is missing.
-        ValueError: an id is there twice, an expression or a relation names an unknown id or is not understood, or a row
-            has the wrong length.
+        ValueError: an id that is there twice or unknown, a wrong expression, or a row of the wrong length.
     """
     ledger: Ledger = build(Ledger, load_yaml(path, as_text=True), path.name)
     named = [(relation.id, relation.id) for relation in ledger.relations]
@@ -358,11 +341,7 @@ _ASKED_SIZE = re.compile(r"([a-z]\w*?)_(?:(tiny|small|base)_|([tsb])\.)")
 
 
 def find_narrowed(claim: Claim) -> str | None:
-    """The sizes, e.g. `S, B`, to which a statement is narrowed, which is about more.
-
-    A statement is about the sizes that it names. One that names none is about T, S and B of every model that it speaks
-    of.
-    """
+    """The sizes, e.g. `S, B`, to which a statement is narrowed that is about more: all that it names, or T, S and B."""
     if claim.kind != "statement" or claim.about:
         return None
     asked: dict[str, set[str]] = {}

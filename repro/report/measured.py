@@ -217,10 +217,7 @@ def list_records(report: Report) -> list[Block]:
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:
-    """E.g. `top1 97.49 %, top5 100.00 %`; with the 95 % interval where several seeds were trained.
-
-    `labels`: key of a score in the metrics -> its label; `places`: decimals.
-    """
+    """E.g. `top1 97.49 %, top5 100.00 %`, with intervals over seeds; `labels`: key of a score -> its label."""
     shown = []
     for key, label in labels.items():
         value, interval = metrics.get(key), find_score_interval(metrics, key)

@@ -1,10 +1,7 @@
-"""Is the paper's order of variants seen in ours? Paired differences over seeds, Holm's correction, and what makes a
-verdict void.
+"""Is the paper's order of variants seen in ours? Paired differences over seeds, and Holm's correction.
 
-Why paired: a seed gives every variant the same order and augmentation of the images and the same random stream for its
-first weights, so the accuracies of one seed are not independent of each other. The differences of a pair, one for each
-seed, are independent over the seeds, whatever the two variants share; Welch's test would take the two variants for
-independent. The price is degrees of freedom: with n seeds Student's t has n − 1.
+Why paired: a seed gives every variant the same order and augmentation of the images, so accuracies of one seed are not
+independent. The differences of a pair are, over the seeds; with n seeds Student's t has n − 1 degrees of freedom.
 """
 
 import bisect
@@ -77,8 +74,7 @@ def judge_ordering(
 
     Args:
         top1: variant -> seed -> accuracy in percent, on the reported split.
-        ends: variant -> seed -> accuracies at the last two evaluations of the curve, on the curve's split; the first of
-            them is None where there was one evaluation.
+        ends: variant -> seed -> accuracies at the last two evaluations of the curve; None first where there was one.
         orders: (better, worse) by the paper. Pairs with a variant that was not trained are left out.
         images: size of the reported split.
         classes: of the data set.
@@ -100,17 +96,13 @@ def judge_ordering(
 def compare_accuracies(
     top1: Mapping[str, Top1], pairs: Sequence[tuple[str, str]], images: int, classes: int
 ) -> tuple[Pair, ...]:
-    """`compare_pairs` of accuracies in percent on so many images of so many classes: two variants at chance are not
-    separated.
-    """
+    """`compare_pairs` of accuracies in percent on so many images; two variants at chance are not separated."""
     floor = 100 / classes + sampling_noise(100 / classes, images)
     return compare_pairs(top1, pairs, round_off(images), floor)
 
 
 def round_off(images: int) -> float:
-    """The standard deviation of a difference of two accuracies in percent that is due to their coming in whole images:
-    √(2/12) images.
-    """
+    """The standard deviation of a difference of two accuracies in percent by whole images: √(2/12) images."""
     return 100 / images * math.sqrt(2 / 12)
 
 
@@ -154,9 +146,7 @@ def find_seeds(values: Mapping[str, Mapping[int, float]]) -> list[int]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the k-th smallest of m values times m − k + 1, but no less than a smaller value's,
-    and at most 1.
-    """
+    """Holm's step-down correction: the k-th smallest of m values times m − k + 1, never decreasing, at most 1."""
     m, adjusted, largest = len(p_values), [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(m), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (m - rank) * p_values[place]))
@@ -165,9 +155,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
-    """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread of the differences stay as they
-    are.
-    """
+    """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread stay as they are."""
     from scipy.stats import t as student
 
     numbers = range(2, MOST_SEEDS + 1)
@@ -178,9 +166,7 @@ def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
 
 
 def sampling_noise(percent: float, images: int) -> float:
-    """By how many points two accuracies near `percent`, each on `images` images, differ by chance in 95 % of all cases
-    (binomial).
-    """
+    """By how many points two accuracies near `percent` on `images` images differ by chance at most (binomial, 95 %)."""
     share = percent / 100
     return 100 * 1.96 * math.sqrt(2 * share * (1 - share) / images)
 

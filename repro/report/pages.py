@@ -35,18 +35,16 @@ RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 def write_report(
     papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = (), with_html: bool = True
 ) -> str:
-    """Judge the ledgers of all papers, the primary one first, and write their pages, claims, figures, passages and the
-    blocks of README.md.
+    """Judge the ledgers of all papers, the primary one first, and write pages, claims, figures and passages.
 
     Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json
-    for each other, and, `with_html`, report.html for all of them. `passages` are further ones than the papers'.
+    for each other, and, `with_html`, report.html. `passages` are further ones than the papers'.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
 
     Raises:
-        UserError: a record or a picture under results/ is damaged, or a record is of another version. Nothing is then
-            written but figures and the time of the pipeline. A missing record leaves its entries `not measured`.
+        UserError: a damaged record or picture, or one of another version; nothing is then written but figures.
     """
     note_pipeline(results)  # README says how long it took
     folder = results.paths.results
@@ -62,11 +60,7 @@ def write_report(
 def find_outdated(
     papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = ()
 ) -> list[str]:
-    """The pages and the blocks of pages that `write_report` would change, e.g. `README.md, block results`. Nothing is
-    written.
-
-    Pictures, and what Git does not keep, are not compared. For the arguments see `write_report`.
-    """
+    """The pages and the blocks of pages that `write_report` would change, but for pictures; nothing is written."""
     with TemporaryDirectory() as folder:
         written = Paths(Path(folder) / "checkout")
         for pattern in ("README.md", "docs/*.md", "results/*.md"):
@@ -85,9 +79,7 @@ def find_outdated(
 def _build_pages(
     papers: Sequence[Paper], results: Results, judge: Judge, figures: Path, *, with_html: bool
 ) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
-    """Judge, draw into the folder `figures`, and build the pages, the further ones by file, the passages and,
-    `with_html`, the browser's page.
-    """
+    """Judge, draw into `figures`, and build the pages, the further ones by file, the passages and the HTML."""
 
     def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
@@ -130,9 +122,7 @@ def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
-    """How a file of a checkout is called that is not the expected one, or those of its blocks that are not; empty where
-    it is.
-    """
+    """How a file is called that is not the expected one, or those of its blocks that are not; empty where it is."""
     if not found.is_file():
         return [f"{name}, which is missing"]
     if found.read_bytes() == expected.read_bytes():
@@ -142,12 +132,7 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
 
 
 def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
-    """A paper's page, its opening first; that of the primary paper also shows the records that no paper is compared
-    with.
-
-    Args:
-        reports: those on all papers, to which the page links.
-    """
+    """A paper's page, its opening first; `reports` are those on all papers, to which it links."""
     paper = report.paper
     parts: dict[str, Callable] = {
         **list_functions(answer, comparison, gallery, measured, variants),
@@ -183,9 +168,7 @@ def _find_results(file: str) -> str:
 
 
 def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
-    """The record without which `build(results, folder for figures)` succeeds; None where it fails without any one of
-    them.
-    """
+    """The record without which `build(results, folder for figures)` succeeds; None where there is no such one."""
     for source in results.sources:
         try:
             with TemporaryDirectory() as figures:

@@ -1,6 +1,4 @@
-"""What the report needs of a paper. Each room of `repro.papers` declares one `Paper`; nothing in this package knows one
-by name.
-"""
+"""What the report needs of a paper: each room of `repro.papers` declares one `Paper`."""
 
 import dataclasses
 import fnmatch
@@ -34,13 +32,9 @@ Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantTable:
-    """A table or a figure of the paper that compares variants of its model.
+    """A table or figure that compares variants: variant -> its row in the ledger, or None, in the paper's order.
 
-    Args:
-        place: e.g. `Table 3` or `Fig. 7(a)`.
-        rows: variants in the paper's order -> their row in the ledger, e.g. `table3.gating`; None where the paper
-            prints no number.
-        orders: (better, worse) by the paper's text; None takes its printed Top-1.
+    `orders`: (better, worse) by the paper's text; None takes its printed Top-1.
     """
 
     place: str
@@ -66,9 +60,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contest:
-    """The paper's model against the baseline that its claims on speed are about. The baseline runs with fused and
-    unfused attention.
-    """
+    """The paper's model against the baseline of its claims on speed, with fused and unfused attention."""
 
     ours: tuple[str, ...]  # (registered name, label)
     theirs: tuple[str, ...]
@@ -177,13 +169,8 @@ class Paper(About):
 def load_paper(room: Path, formulas: ModuleType | None = None, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
     """The paper of a room, a folder with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
-    Args:
-        formulas: the module whose public functions the ledger's expressions may call.
-        parts: the modules whose public functions the expressions of its texts may call as well.
-        more: further fields of `Paper`.
-
-    Raises:
-        UserError: paper.yaml has an unknown key, or lacks one.
+    `formulas`: the module whose functions the ledger's expressions may call; `parts`: those of its texts as well;
+    `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
     """
     text = room / "page.md"
     about = build(About, load_yaml(room / "paper.yaml"), f"{room.name}/paper.yaml")

@@ -24,18 +24,11 @@ Part = Callable[..., Any]  # (report, constants of the expression) -> a number, 
 
 
 def read_page(file: Path, report: Report, parts: Mapping[str, Part]) -> list[Section]:
-    """Fill a page.
+    """Fill a page; what precedes its first section is for those who write it.
 
     Where a number is missing, its paragraph is the reason and the command that would measure it. A section is left out
-    where it has expressions alone in their paragraphs and none of them gives a block.
-
-    Args:
-        file: the page; what precedes its first section is for those who write it.
-        report: the paper, judged.
-        parts: further functions that its expressions may call, with the report before the arguments.
-
-    Raises:
-        ValueError: an expression that is not understood.
+    where it has expressions alone in their paragraphs and none of them gives a block. `parts` are further functions of
+    the report. An expression that is not understood is a `ValueError`.
     """
     filler = _Filler(report, parts)
     sections: list[Section] = []

@@ -121,8 +121,7 @@ class Source:
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
 
-    Of trainings and searches that several machines ran, one record stands for all: a fresh one first, then one with the
-    most seeds, then the first by name. The others are its twins.
+    Of trainings that several machines ran, one record stands for all: a fresh one, then one with the most seeds.
     """
     root = paths.results
     files = []
@@ -143,9 +142,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics.json that the stages of dvc.yaml write at these parameters and that is not
-    there.
-    """
+    """(record, command) of each metrics.json that the stages of dvc.yaml write and that is not there."""
     # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
     params, missing = load_yaml(paths.params), []
     for stage, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
@@ -200,9 +197,7 @@ def _is_same_machine(first: Source, other: Source) -> bool:
 
 
 def describe_twins(sources: Iterable[Source]) -> str:
-    """On how many other machines the scores of records were made again, and by how much they differ at most; empty
-    unless another machine made all of them.
-    """
+    """By how much scores made again on other machines differ; empty unless another machine made all of them."""
     listed = list(sources)
     count = min((len(source.twins) for source in listed), default=0)
     if not count:
@@ -221,9 +216,7 @@ def describe_age(sources: Iterable[Source]) -> str:
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:
-    """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds` where they are over different
-    numbers.
-    """
+    """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds`."""
     counts = sorted({source.most_seeds for source in sources})
     return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
 

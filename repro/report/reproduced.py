@@ -15,10 +15,9 @@ from .records import VERIFIED_FILE, find_score_interval
 
 
 class Score(NamedTuple):
-    """A score in percent of one record: what the commit holds and what this machine made, each with its 95 % interval.
+    """A score in percent of one record: what the commit holds and what this machine made, None where it is missing.
 
-    The interval is that over the seeds; where there is one seed, that of a share of the held-out images (Wilson). A
-    score of detection or segmentation with one seed has none. `made` is None where the record is missing here.
+    The 95 % intervals are over the seeds; with one seed, of a share of the held-out images (Wilson), or None.
     """
 
     record: str
@@ -30,11 +29,7 @@ class Score(NamedTuple):
 
     @property
     def has_left(self) -> bool:
-        """Whether what was made is missing, or its interval does not meet that of what is held.
-
-        A repetition has its own chance: one in six leaves the 95 % interval of the other, and one in 180 does not meet
-        it with its own.
-        """
+        """Whether what was made is missing, or its interval does not meet that of what is held: one chance in 180."""
         if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
         (low, high), (made_low, made_high) = self.interval, self.made_interval
@@ -42,11 +37,7 @@ class Score(NamedTuple):
 
 
 def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]:
-    """The scores of the trainings of these stages under results/ that a commit holds, in the order of their paths.
-
-    Raises:
-        UserError: no Git repository, no such commit, or one that holds no scores.
-    """
+    """The scores of the trainings of these stages that a commit holds; a UserError where it holds none."""
     scores = []
     for file in _git(paths.root, "ls-tree", "-r", "--name-only", commit, "--", "results").splitlines():
         path = Path(file)
@@ -68,11 +59,8 @@ def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]
 def save_scores(paths: Paths, runtime: Runtime, scores: Iterable[Score]) -> Path:
     """Write what this machine made of these scores to results/measured/<device>/verify.json; return the file.
 
-    metrics: {scores: record -> score -> value, params_hash: record -> that of its identity}. The identity names the code
-    of all records.
-
-    Raises:
-        UserError: a record is missing, or the records are of several devices, of which one was not this one.
+    metrics: {scores: record -> score -> value, params_hash: record -> that of its identity}. A UserError where a record
+    is missing, or the records are of several devices.
     """
     made: dict[str, dict[str, float]] = {}
     for score in scores:
@@ -95,9 +83,7 @@ def save_scores(paths: Paths, runtime: Runtime, scores: Iterable[Score]) -> Path
 
 
 def describe_scores(scores: list[Score], commit: str) -> list[str]:
-    """Lines: how many scores are equal to the last digit, then each that is not, by how much, and whether chance alone
-    may do that.
-    """
+    """Lines: how many scores are equal to the last digit, then each other one, and whether chance may do that."""
     other = [score for score in scores if score.made != score.held]
     lines = [f"{len(scores) - len(other)} of {len(scores)} scores are equal to those of {commit}, to the last digit"]
     for score in other:

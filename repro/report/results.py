@@ -41,9 +41,7 @@ _BACKENDS = ("triton", "numba", "torch")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class SpeedGroup:
-    """Speed rows that may be compared with each other: one device, batch, dtype and mode (`infer` or `train`, and
-    whether compiled).
-    """
+    """Speed rows that may be compared: one device, batch, dtype and mode (`infer` or `train`, and whether compiled)."""
 
     device: str
     batch_size: int
@@ -64,14 +62,8 @@ class SpeedGroup:
 class Results:
     """Every record of a checkout, read once.
 
-    Args:
-        paths: the checkout.
-        papers: for the model families that they name, see `Paper.families`.
-        scores: stages of the graph, in the order in which their records are shown -> keys of their scores -> labels;
-            see `stages.Stage.scores`. Records of other stages are not read.
-
-    `used` collects the paths of the records that numbers were read from; whoever asks for a number empties it before.
-    A damaged record is a `UserError`; a missing one is no error.
+    `scores`: stage -> keys of its scores -> labels, see `stages.Stage.scores`; records of other stages are not read.
+    `used` collects the paths of the records that numbers were read from; the caller clears it before each lookup.
     """
 
     def __init__(self, paths: Paths, papers: Iterable[Paper], scores: Mapping[str, Mapping[str, str]]):
@@ -94,9 +86,7 @@ class Results:
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
-        """The speed rows of all devices, each with `noisy`, grouped by what may be compared; without what was measured
-        a second time.
-        """
+        """The speed rows of all devices, each with `noisy`, grouped by what may be compared."""
         groups: dict[SpeedGroup, list] = {}
         for source in self.sources:
             rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
@@ -159,11 +149,7 @@ class Results:
     def speed_functions(
         self, group: SpeedGroup, attention: str = "unfused", choose: Choose | None = None
     ) -> dict[str, Callable]:
-        """`fps` and `memory_mib` over the rows of one group; rows with `attention` stand for the paper's, which are
-        unfused.
-
-        `choose` says which speed of its interval a row stands for; without it, the median.
-        """
+        """`fps` and `memory_mib` over one group; rows with `attention` stand for the paper's unfused ones."""
 
         def look_up(field: str, model: str, size: int, asked: str | None = None) -> float:
             return self._speed(group, field, model, size, attention if asked == "unfused" else asked)[field]
@@ -179,16 +165,12 @@ class Results:
         return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
 
     def stands_on(self, paper: Paper, model: str) -> bool:
-        """Whether runs of a model stand on a paper's page: its own families', and on the primary one's those that no
-        paper names.
-        """
+        """Whether runs of a model stand on a paper's page; of no paper's family, on the primary one's."""
         family = model.split("_")[0]
         return family in paper.families or (paper.primary and family not in self.families)
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
-        """`model[option=value,...]` of a record or a cell of params.yaml: options in alphabetical order, without the
-        family's defaults.
-        """
+        """`model[option=value,...]` of a record or cell, options sorted, without the family's defaults."""
         options = record.get("options") or {}
         if not isinstance(options, Mapping):
             raise UserError(f"{where}: options: expected a mapping, got {options!r}")
@@ -203,9 +185,7 @@ class Results:
         return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
 
     def require(self, fits: Callable[[Source], object], reason: str, command: str) -> list[Source]:
-        """The records that fit, in the order of the pages; where there are none, `Missing` with the reason and the
-        command that would make one.
-        """
+        """The records that fit; where there are none, `Missing` with the reason and the command."""
         found = [source for source in self.sources if fits(source)]
         if not found:
             raise Missing(reason, command)
@@ -246,9 +226,7 @@ class Results:
         return found["macs_g_fvcore"]
 
     def _count_as_authors(self, row: str) -> float:
-        """By the convention of a family's own authors, which nobody fitted to their rows; a backbone's with its adapter
-        is another matter.
-        """
+        """By the convention of a family's own authors, which nobody fitted to their rows."""
         found = self._count(row)
         if found["model"] == ADAPTER or "macs_g_paper_convention" not in found:
             raise Missing("nobody has written down by which convention its authors count", "none")
@@ -298,9 +276,7 @@ class Results:
         return "none: profiles/paper.yaml has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:
-        """In what share of the trained models that `repro explain --probe` ran, the steps of a probe raise the inner
-        loss.
-        """
+        """In what percentage of the probed models the steps of a probe raise the inner loss."""
         found = [source for source in self.sources if source.metrics.get("probe") == probe]
         if not found:
             raise Missing(

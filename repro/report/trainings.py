@@ -10,12 +10,8 @@ from typing import Any, Self
 class Training:
     """What a training must have been; None where any will do.
 
-    Args:
-        image_size: side of the images in pixels.
-        epochs: how many.
-        mesa: whether the moving average of the weights taught the model (MESA).
-        frozen: whether a linearization, which begins with the weights of a softmax model, left these as they are; None
-            also for a training from random weights.
+    `mesa`: whether the moving average of the weights taught the model. `frozen`: whether a linearization left the
+    weights of its softmax model as they are.
     """
 
     image_size: int | None = None
@@ -26,10 +22,7 @@ class Training:
     @classmethod
     def parse(cls, asked: Sequence[int | str]) -> Self:
         """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or
-        `linearized, frozen`.
-
-        Raises:
-            ValueError: another one.
+        `linearized, frozen`; another one is a `ValueError`.
         """
         found: dict[str, Any] = {}
         for each in asked:
@@ -52,10 +45,7 @@ class Training:
         return any(each is not None for each in (self.epochs, self.mesa, self.frozen))
 
     def fits(self, about: Mapping[str, Any]) -> bool:
-        """Whether a record of trainings, or a cell of a params file, is of such a training.
-
-        Either has `mesa` and `freeze` only where they were used.
-        """
+        """Whether a record of trainings, or a cell, is of such a training; `mesa` and `freeze` are there where used."""
         if self.epochs is not None and about.get("epochs") != self.epochs:
             return False
         if self.mesa is not None and bool(about.get("mesa")) != self.mesa:

@@ -40,9 +40,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What was trained, for how long, on what devices, whose threads are left out, whether by older code, and on how
-        many other machines.
-        """
+        """What was trained, how long, on what devices, whether by older code, and on how many other machines."""
         m, seeds = self.common, describe_seeds(self.variants.values())
         sources = list(self.variants.values())
         devices = " and ".join(dict.fromkeys(source.device.split(",")[0] for source in sources))
@@ -66,11 +64,9 @@ class Group:
 
 
 def find_groups(results: Results, variants: Any) -> list[Group]:
-    """The trained variants: those of the pipeline, then those outside it. Another recipe, model or data set is another
-    group.
+    """The trained variants: those of the pipeline, then others. Another recipe, model or data set is another group.
 
-    A variant that several records of a group hold, as `ablate` and `pretrain` may, is taken from the one with the most
-    seeds.
+    A variant that several records of a group hold is taken from the one with the most seeds.
     """
     trained: list[tuple[str, tuple, Source]] = []
     for source in results.sources:
@@ -119,11 +115,7 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
-    """The accuracies at the last two evaluations of a curve, in percent; None for the first where there was one
-    evaluation.
-
-    Both are on the curve's split, which names them where it is not the reported one.
-    """
+    """The last two accuracies of a curve in percent, on its own split; None first where there was one."""
     of_curve = "tune_" if f"tune_{TOP1}" in run else ""
     return run[f"{of_curve}top1_previous_percent"], run[f"{of_curve}{TOP1}"]
 
@@ -144,9 +136,7 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
 
 
 def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
-    """The verdict on each table and figure for each group that has two of its variants; of a table, the group with the
-    most seeds first.
-    """
+    """The verdict on each table for each group with two of its variants; the group with the most seeds first."""
     tables = report.paper.compared
     pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
@@ -198,9 +188,7 @@ def plan_figures(report: Report) -> Drawings:
 
 
 def find_shown(report: Report) -> set[str]:
-    """The paths of the records that `list_ablations` or another document alone shows; those of other stages stand
-    elsewhere too.
-    """
+    """The paths of the records that `list_ablations` or another document alone shows."""
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
     shown = {source.path for source in sources if source.stage in (None, "ablate")}
     patterns = [document.records for document in report.paper.documents]
@@ -212,9 +200,7 @@ def find_shown(report: Report) -> set[str]:
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
-    """Each group with each table and figure of which it has two variants, unless another one says all that it says, and
-    more.
-    """
+    """Each group with each table of which it has two variants, unless another one says all that, and more."""
     pairs = _list_pairs(report)
     return [
         (group, where)
@@ -229,12 +215,7 @@ def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
-    """Whether another group has all variants of a group, on the same data by the same recipes with more seeds, as those
-    outside the pipeline may.
-
-    The recipe is the one that was written out: `recipe_hash` also covers what changes no weights, such as the epochs of
-    snapshots.
-    """
+    """Whether another group has all of a group's variants by the same written recipes with more seeds."""
     if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
         return False
     ours, theirs = group.at(where), other.at(where)
@@ -242,9 +223,7 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
-    """File name of a figure for a data set -> the group with most of its variants, and of those the one with most
-    epochs.
-    """
+    """File name of a figure -> the group with most of its variants, and of those the one with most epochs."""
     rivals: dict[str, list[tuple[Group, VariantTable]]] = {}
     for group, where in _pair(report):
         if where.place in report.paper.pictures:
@@ -257,9 +236,7 @@ def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
-    """The paper's numbers of each variant, then ours; scores of detectors and segmenters where some began from these
-    weights.
-    """
+    """The paper's numbers of each variant, then ours, with those of detectors that began from these weights."""
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
     printed_row = next((row for row in where.rows.values() if row), None)
     columns = ledger.table(printed_row.partition(".")[0]).columns if printed_row else {}

@@ -1,6 +1,4 @@
-"""The verdict on an entry: its status, how it is written on every page alike, and what claims.csv and claims.json hold
-of it.
-"""
+"""The verdict on an entry: its status, how it is written on every page, and what claims.{csv,json} hold of it."""
 
 import dataclasses
 import math
@@ -185,9 +183,7 @@ def format_delta(verdict: Verdict) -> str:
 
 
 def status_line(verdict: Verdict) -> Line:
-    """The mark of the status, and how far ours is from the paper's where it differs; after a contradiction, also how
-    ours compares.
-    """
+    """The mark of the status, and by how much ours differs; after a contradiction, also how ours compares."""
     if verdict.compared is None:
         return (verdict.mark,)
     compared: Line = (STATUSES[verdict.compared],)
@@ -240,9 +236,7 @@ def _format_bool(holds: bool) -> str:
 
 
 def _format_like(value: float, verdict: Verdict) -> str:
-    """`value` with the decimals that ours needs for four significant digits, or one more than the paper prints if that
-    is more.
-    """
+    """`value` with as many decimals as ours needs for four digits, or one more than the paper prints."""
     leading = 3 - math.floor(math.log10(abs(verdict.ours))) if verdict.ours else 0
     text = f"{value:.{max(decimals(verdict.entry.printed) + 1, leading)}f}"
     return text.rstrip("0").rstrip(".") if float(value).is_integer() else text

@@ -1,6 +1,4 @@
-"""The recurrent and the parallel form of inner learners, as `repro forms` measured them: ratios, memory, crossover,
-whole backbones.
-"""
+"""The recurrent and the parallel form of inner learners, as `repro forms` measured them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -109,9 +107,7 @@ def _require_forms(report: Report) -> list[Source]:
 
 
 def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """(learner, form) of Vittt-T -> its measured rows of the first device, the smallest image first; none where the
-    unchanged one has none.
-    """
+    """(learner, form) of Vittt-T -> its timed rows of the first device, by size; none without the unchanged one."""
     for source in find_forms(report):
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(source.metrics["backbones"], key=lambda row: row["image_size"]):

@@ -1,6 +1,4 @@
-"""What the page of the KV binding says beside the tables: the residuals of what it proves, what each change of an inner
-learner does to its model, and trained models that run with another inner loop.
-"""
+"""What the page of the KV binding says beside the tables: residuals, changes of an inner learner, and probes."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -45,9 +43,7 @@ CHANGES = {
 
 
 def list_residuals(report: Report) -> list[Block]:
-    """A row for each equation of the ledger: where, what it says, its largest error in fp64, and that of the repaired
-    equation.
-    """
+    """A row for each equation of the ledger: its largest error in fp64, and that of the repaired equation."""
 
     def show(calls: Sequence[Call]) -> str:
         return "; ".join(_show_error(report, call, named=len(calls) > 1) for call in calls) or "–"
@@ -69,9 +65,7 @@ def list_residuals(report: Report) -> list[Block]:
 
 
 def compare_momenta(_: Report) -> list[Block]:
-    """By number of chunks, the error of the momenta of the authors' parallel code and of ours; large ones alone are
-    told in digits.
-    """
+    """By number of chunks, the error of the momenta of the authors' parallel code and of ours."""
 
     def show_divided(chunks: int) -> Piece:
         error = formulas.momentum_error(chunks, "divided")
@@ -90,18 +84,14 @@ def _find_errors(calls: Sequence[Call]) -> list[Call]:
 
 
 def _show_error(report: Report, call: Call, *, named: bool) -> str:
-    """Two digits, or `< 1e-12`: what rounding leaves differs from one processor to the next. An equality bit for bit is
-    0.
-    """
+    """Two digits, or `< 1e-12`, as processors round differently; an equality bit for bit is 0."""
     value = report.paper.formulas[call.name](*call.args)
     shown = f"{value:.1e}" if value >= ROUNDING else "0" if value == 0 and call in EXACT else f"< {ROUNDING:.0e}"
     return f"{call.args[0]} {shown}" if named else shown
 
 
 def list_changes(report: Report) -> list[Block]:
-    """For each model and data set a table: every variant, its top-1 and its difference to the unchanged model with 95 %
-    interval.
-    """
+    """A table for each model and data set: every variant's top-1, and its difference to the unchanged model."""
     blocks: list[Block] = []
     for group in _find_groups(report):
         model, top1, pairs = _find_model(group), _find_scores(group), _compare(group)
@@ -144,9 +134,7 @@ def weigh_learners(report: Report) -> list[Block]:
 
 
 def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
-    """Groups that have the unchanged model and another variant, in the order of `NAMES`; of two of one model and data
-    the one with more seeds.
-    """
+    """Groups of the unchanged model and another variant, in the order of `NAMES`; those with more seeds."""
     found = [
         group
         for group in find_groups(report.results, report.paper.variants)
@@ -176,9 +164,7 @@ def _find_scores(group: Group) -> dict[str, dict[int, float]]:
 
 
 def _count_learners(group: Group) -> list[Block]:
-    """Where the seeds of a variant lie on both sides of half the way from chance to 100 %: how many of each variant's
-    seeds learnt.
-    """
+    """How many of each variant's seeds passed half the way from chance to 100 %, where some did not."""
     learnt = 50 * (1 + 1 / group.common["classes"])
     counts = {
         name: (sum(value > learnt for value in values.values()), len(values))
@@ -209,9 +195,7 @@ def list_probes(report: Report) -> list[Block]:
 
 
 def count_probed(report: Report, what: str) -> int:
-    """The rows with more inner steps whose inner loss is `lower`, whose score is `worse`, or `both`; or all
-    `rows`.
-    """
+    """The rows with more inner steps whose inner loss is `lower`, whose score is `worse`, or `both`; or all `rows`."""
     rows = [source.metrics for source in _find_probes(report) if source.metrics["probe"].startswith("steps=")]
     lower = [m["probed"]["inner_loss_after"] < m["unchanged"]["inner_loss_after"] for m in rows]
     worse = [_is_worse(m) for m in rows]

@@ -1,5 +1,4 @@
-"""Both sides of the equations of the paper in fp64: what is computed, and what is stated. See `formulas` for what each
-of them is.
+"""Both sides of the equations of the paper in fp64: what is computed, and what is stated; see `formulas`.
 
 Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, outputs).
 """
@@ -216,9 +215,7 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
 
 def _recur_lact(muon: bool, rates: bool = True) -> tuple:
-    """LaCT's recurrence by the paper's own definitions, one matrix learned: the outputs, and what the derivations are
-    made of.
-    """
+    """LaCT's recurrence by the paper's definitions, one matrix learned: the outputs, and what the derivations need."""
     import torch
 
     from ...models.muon import newton_schulz
@@ -260,9 +257,7 @@ def _eq1(repaired: bool) -> Callable[[], tuple]:
 
 
 def _coefficient(kind: str) -> Callable[[], tuple]:
-    """The masked attention whose weight of token i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or the
-    `mask` β_i^t.
-    """
+    """Masked attention: the weight of i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or `mask` β_i^t."""
 
     def compare() -> tuple:
         found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")

@@ -1,6 +1,4 @@
-"""What the page of the linearization says beside the tables: what students recover of their softmax models on embedded
-data, and where their tokens look.
-"""
+"""What the page of the linearization says beside the tables: what students recover, and where their tokens look."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,9 +17,7 @@ STATES = ("teacher", "before", "after")
 
 
 def list_students(report: Report) -> list[Block]:
-    """For each softmax model its accuracy, and those of its students, best first; then the same models trained from
-    random weights.
-    """
+    """For each softmax model the accuracies of its students, best first; then the same models from random weights."""
     sources = report.results.sources
     found = report.results.require(
         lambda each: each.is_trained and UNTRAINED in each.metrics and each.metrics.get("init"),
@@ -100,9 +96,7 @@ def list_layers(report: Report) -> list[Block]:
 
 
 def find_attention(report: Report, key: str) -> int | str:
-    """A number of the records: of the first, or how many `layers` there are, and in how many of them a student looks
-    `farther` than its teacher or its peak is `lower`.
-    """
+    """A number of the first record; or all `layers`, those where a student looks `farther`, or its peak is `lower`."""
     layers = _find_layers(report)
     if key == "layers":
         return len(layers)
@@ -148,9 +142,7 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
 
 
 def weigh_inheritance(report: Report) -> list[Block]:
-    """How far a student is from its model from random weights, after as many steps and after more: a line for each
-    training from random weights over several seeds.
-    """
+    """How far a student is from its model from random weights, a line for each such training over several seeds."""
     sources = report.results.sources
     students = [each for each in sources if each.is_trained and UNTRAINED in each.metrics and each.most_seeds > 1]
     lines: list[Line] = []
@@ -167,9 +159,7 @@ def weigh_inheritance(report: Report) -> list[Block]:
 
 
 def _compare_scratch(source: Source, students: Sequence[Source]) -> list[tuple[Source, Pair]]:
-    """The students of the same choices all of whose weights were trained, each with its difference to a training from
-    random weights.
-    """
+    """The students of the same choices, fully trained, each with its difference to a training from random weights."""
     found = []
     for student in students:
         m = student.metrics

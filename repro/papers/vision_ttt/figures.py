@@ -12,11 +12,9 @@ from ...report.variants import TOP1, Group
 def _draw_fig7(
     path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str
 ) -> Path:
-    """Panels: the paper's, which prints one number only, our accuracies with each seed, and our throughputs where they
-    were measured.
+    """Panels: the paper's only printed number, our accuracies with each seed, and our measured throughputs.
 
-    `ticks`: variant -> its label on the axis; `note`: what the paper's panel shows, in words; for the rest see
-    `repro.report.paper.DrawVariants`.
+    `ticks`: variant -> its label; `note`: what the paper's panel shows; the rest as in `repro.report.paper`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
     speeds = {name: group.throughput(name) for name in ticks if group.throughput(name) is not None}

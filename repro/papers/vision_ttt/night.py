@@ -49,11 +49,7 @@ def list_night_pairs(report: Report) -> list[Block]:
 
 
 def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str, str], Pair]:
-    """Pair -> its verdict on a data set; none before all of their models are trained.
-
-    Raises:
-        Missing: they were trained or scored differently.
-    """
+    """Pair -> its verdict on a data set; none before all models are trained, `Missing` where trained unlike."""
     names = dict.fromkeys(name for pair in pairs for name in pair)
     found = {name: _find_training(report, name, data) for name in names}
     if None in found.values():

@@ -8,9 +8,7 @@ from .paper import PAPER
 
 
 def find_table1_models() -> tuple[list[tuple[Published, int]], dict[str, list[str]]]:
-    """The rows of Table 1 that published weights can fill, with the row's image side in pixels; reason -> labels of the
-    other rows.
-    """
+    """The rows of Table 1 that published weights can fill, with their image side; reason -> labels of the others."""
     found: list[tuple[Published, int]] = []
     left_out: dict[str, list[str]] = {}
     for row in PAPER.ledger.table("table1").records.values():

@@ -1,6 +1,4 @@
-"""Every choice that the paper leaves: docs/readings.md says what was taken and why, results/papers/readings.md what the
-others do.
-"""
+"""Every choice that the paper leaves: what was taken and why, and what the others do."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,9 +43,7 @@ def list_readings(report: Report) -> list[Block]:
 
 
 def count_fits(report: Report, what: str) -> int:
-    """A count of our own reading, or of all: how many `alternatives` there are, how many of them fit `as_many` counts of
-    parameters as ours or `fewer`, and the `best` count of multiply-adds.
-    """
+    """How many `alternatives`, how many fit `as_many` parameters as ours or `fewer`; the `best` of multiply-adds."""
     fits = _find_fits(report)
     ours = fits["readings"][""]
     alternatives = [row for text, row in fits["readings"].items() if text]

@@ -1,6 +1,4 @@
-"""What the page of Vision-TTT says beside the tables: what its FLOPs count, and its figures of interpretability in
-numbers.
-"""
+"""What the page of Vision-TTT says beside the tables: its FLOPs, and its figures of interpretability in numbers."""
 
 from collections.abc import Mapping
 from pathlib import Path
