@@ -59,12 +59,6 @@ def test_three_tokens_by_hand():
     torch.testing.assert_close(out.flatten(), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_equal_keys_without_decay_are_a_mean():
-    _, _, _, v, _ = draw(0, Sizes(batch=2, tokens=7, channels=3))
-    zero = torch.zeros(3, dtype=torch.float64)
-    torch.testing.assert_close(bi_wkv_formula(zero, zero, torch.ones_like(v), v), v.mean(1, keepdim=True).expand_as(v))
-
-
 @pytest.mark.parametrize("shift", [-1e3, 1e3])
 def test_large_keys_do_not_overflow(shift):
     """A constant added to all keys of a channel changes nothing."""

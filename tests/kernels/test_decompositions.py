@@ -32,16 +32,6 @@ def test_a_decomposition_gives_the_output_of_the_reference(name, sizes):
     torch.testing.assert_close(out, cases.bind(sizes)(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
 
 
-def test_the_selective_scan_without_a_gate():
-    cases = SCANS["selective_scan"]
-    inputs = cases.draw(0, cases.SMALL)[:-1]
-    inputs[cases.INPUTS.index("z")] = None
-    out, _ = DECOMPOSITIONS[torch.ops.vision_ttt.selective_scan.default](
-        *cases.arguments(inputs, cases.SMALL), "auto", False
-    )
-    torch.testing.assert_close(out, cases.bind(cases.SMALL)(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 13])
 def test_bi_wkv_with_keys_whose_powers_would_overflow(tokens):
     inputs = CASES.draw(0, Sizes(batch=3, tokens=tokens, channels=9), decay=1.0, keys=400.0)[:-1]

@@ -67,15 +67,21 @@ def assert_equal(results, expected):
 
 
 def every_size(cases):
-    """Ragged and special sizes; for the interpreter, which is slow, every length with the other sizes in turn."""
-    ragged = [sizes for i, sizes in enumerate(cases.ragged(True)) if not INTERPRETED or i % 4 in (0, 3)]
-    return [*ragged, *(sizes for _, sizes in cases.variants()), *([] if INTERPRETED else [cases.TYPICAL])]
+    """Ragged and special sizes; in `make test`, and for the interpreter, which is slow, every length with the other
+    sizes in turn. Of TTT-Linear, `test_ttt_linear.py` has the tokens that are alike.
+    """
+    for i, sizes in enumerate(cases.ragged(True)):
+        if i % 4 in (0, 3) or not INTERPRETED:
+            yield sizes, i % 4 not in (0, 3)
+    yield from ((sizes, getattr(sizes, "alike", False)) for _, sizes in cases.variants())
+    if not INTERPRETED:
+        yield cases.TYPICAL, False
 
 
 EVERY_SIZE = [
-    pytest.param(cases, sizes, id=f"{cases.NAME}-{i}")
+    pytest.param(cases, sizes, marks=[pytest.mark.slow] * is_slow, id=f"{cases.NAME}-{i}")
     for cases in OPERATORS.values()
-    for i, sizes in enumerate(every_size(cases))
+    for i, (sizes, is_slow) in enumerate(every_size(cases))
 ]
 
 
@@ -106,10 +112,8 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
 def test_memory_is_poisoned():
     with check.poisoned_memory():
         x = torch.zeros(3)
-        assert all(
-            y.isnan().all()
-            for y in (torch.empty(3), torch.empty_like(x), x.new_empty(3), torch.empty_strided((3,), (1,)))
-        )
+        empty = (torch.empty(3), torch.empty_like(x), x.new_empty(3), torch.empty_strided((3,), (1,)))
+        assert all(y.isnan().all() for y in empty)
 
 
 @once
@@ -217,30 +221,21 @@ def test_only_the_gradients_that_are_wanted(cases, backend):
     assert not operator(cases, backend)(*(x.detach() for x in inputs)).requires_grad
 
 
-def test_without_a_gradient_nothing_is_kept(cases, backend):
+def test_without_a_gradient_nothing_is_kept(cases, monkeypatch, backend):
     """And the output is the same."""
-    op = cases.op.CUSTOM_OP
-    if not op.kept:
-        pytest.skip("it never keeps anything but its inputs")
-    inputs, _ = draw(cases, torch.float32, cases.ragged(True)[-1])
-    arguments = cases.arguments([x.detach() for x in inputs], cases.ragged(True)[-1])
-    (kept, _), (out, states) = (op.forward(*arguments, backend, keep) for keep in (True, False))
-    assert torch.equal(out, kept)
-    assert states.numel() == 0
-
-
-@once
-def test_states_are_asked_for_only_where_a_gradient_will_be(cases, monkeypatch, backend):
     op, asked = cases.op.CUSTOM_OP, []
     if not op.kept:
         pytest.skip("it never keeps anything but its inputs")
-    forward = op.forward
+    sizes, forward = cases.ragged(True)[-1], op.forward
+    inputs, _ = draw(cases, torch.float32, sizes)
+    arguments = cases.arguments([x.detach() for x in inputs], sizes)
+    (kept, _), (out, states) = (forward(*arguments, backend, keep) for keep in (True, False))
+    assert torch.equal(out, kept) and states.numel() == 0
     monkeypatch.setattr(op, "forward", lambda *values: asked.append(values[-1]) or forward(*values))
-    inputs, _ = draw(cases)
-    operator(cases, backend)(*inputs)
-    operator(cases, backend)(*(x.detach() for x in inputs))
+    operator(cases, backend, sizes)(*inputs)
+    operator(cases, backend, sizes)(*(x.detach() for x in inputs))
     with torch.no_grad():
-        operator(cases, backend)(*inputs)
+        operator(cases, backend, sizes)(*inputs)
     assert asked == [True, False, False]
 
 
@@ -272,8 +267,9 @@ def test_flops_are_those_of_the_sizes(cases, device, backend):
 
 
 def test_two_runs_give_the_same_bits(cases, backend):
-    inputs, _ = draw(cases, torch.float32, None if INTERPRETED else cases.TYPICAL)
-    function = operator(cases, backend, sizes=None if INTERPRETED else cases.TYPICAL)
+    sizes = cases.SMALL if INTERPRETED else cases.TYPICAL
+    inputs, _ = draw(cases, torch.float32, sizes)
+    function = operator(cases, backend, sizes)
     assert_equal(differentiate(function, inputs), differentiate(function, inputs))
 
 
@@ -297,60 +293,41 @@ def test_inputs_are_left_alone_and_may_be_strided(cases, layout, backend):
     assert_equal(strided, before)
 
 
-def per_image(cases):
-    """Of each input, whether its first axis is the images'; else the images share it."""
-    shapes = [
-        [x.shape for x in draw(cases, sizes=dataclasses.replace(cases.SMALL, batch=batch))[0]] for batch in (2, 3)
-    ]
-    return [a != b for a, b in zip(*shapes, strict=True)]
-
-
-def test_nan_stays_in_its_image(cases, any_backend):
-    """In one image's input it fills no other image's output, and reaches that image's own; in a parameter it reaches
-    the output.
+def test_images_are_apart(cases, any_backend):
+    """One alone is as among others. A NaN in one image's input fills no other image's output, and reaches that image's
+    own; in a parameter it reaches the output.
     """
-    inputs = [x.detach() for x in draw(cases)[0]]
-    expected = operator(cases, any_backend)(*inputs)
-    for i, (name, own) in enumerate(zip(cases.INPUTS, per_image(cases), strict=True)):
+    function, axis = operator(cases, any_backend), cases.OUT_BATCH
+    inputs, three = (
+        [x.detach() for x in draw(cases, sizes=dataclasses.replace(cases.SMALL, batch=b))[0]] for b in (2, 3)
+    )
+    per_image = [x.shape != y.shape for x, y in zip(inputs, three, strict=True)]  # else the images share it
+    expected = function(*inputs)
+    alone = function(*(x[1:2] if own else x for x, own in zip(inputs, per_image, strict=True)))
+    torch.testing.assert_close(alone, expected.narrow(axis, 1, 1))
+    for i, (name, own) in enumerate(zip(cases.INPUTS, per_image, strict=True)):
         bad = inputs[i].clone()
         bad[1 if own else ...] = float("nan")
-        out = operator(cases, any_backend)(*inputs[:i], bad, *inputs[i + 1 :])
-        assert out.select(cases.OUT_BATCH, 1).isnan().any(), name
+        out = function(*inputs[:i], bad, *inputs[i + 1 :])
+        assert out.select(axis, 1).isnan().any(), name
         if own:
-            torch.testing.assert_close(out.select(cases.OUT_BATCH, 0), expected.select(cases.OUT_BATCH, 0), msg=name)
-
-
-def test_one_image_alone_is_as_among_others(cases, any_backend):
-    inputs = [x.detach() for x in draw(cases)[0]]
-    alone = [x[1:2] if own else x for x, own in zip(inputs, per_image(cases), strict=True)]
-    torch.testing.assert_close(
-        operator(cases, any_backend)(*alone), operator(cases, any_backend)(*inputs).narrow(cases.OUT_BATCH, 1, 1)
-    )
+            torch.testing.assert_close(out.select(axis, 0), expected.select(axis, 0), msg=name)
 
 
 def test_choice_of_a_backend(cases):
-    select, leading = cases.select, cases.op.CUSTOM_OP.leading
+    """What a mistake says is in `wrong_arguments`."""
+    select = cases.select
     # also under the interpreter, which is slow
     assert select("auto", cases.SMALL, torch.float32, "cpu") == cases.CPU_BACKENDS[0]
     assert select("torch", cases.SMALL, torch.float32, torch.device("cpu")) == "torch"
     assert select("reference", cases.SMALL, torch.float32, "cpu") == "reference"
-    with pytest.raises(ValueError, match="'tritno', expected one of auto, triton, numba, torch, reference"):
-        select("tritno", cases.SMALL, torch.float32, "cpu")
     if INTERPRETED:
         assert select("triton", cases.SMALL, torch.float32, "cpu") == "triton"
         return
-    with pytest.raises(
-        ValueError, match=f"'triton': {leading} is on cpu, expected a CUDA device .*; use auto, torch or reference"
-    ):
-        select("triton", cases.SMALL, torch.float32, "cpu")
     # asked of a GPU that need not exist
-    for dtype, backend in (
-        (torch.bfloat16, "triton"),
-        (torch.float16, "triton"),
-        (torch.float32, "triton"),
-        (torch.float64, "torch"),
-    ):
-        assert select("auto", cases.TYPICAL, dtype, "cuda") == backend
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        expected = "torch" if dtype == torch.float64 else "triton"
+        assert select("auto", cases.TYPICAL, dtype, "cuda") == expected
         assert select("torch", cases.TYPICAL, dtype, "cuda") == "torch"
 
 
@@ -378,45 +355,25 @@ def wrong_arguments(cases):
     inputs = {name: x.detach() for name, x in zip(cases.INPUTS, draw(cases, torch.float32)[0], strict=True)}
     leading = cases.op.CUSTOM_OP.leading
     lead = inputs[leading]
-    yield (
-        "dtype of the leading one",
-        {leading: lead.long()},
-        TypeError,
-        f"{leading} is torch.int64, expected one of fp64, fp32, bf16, fp16",
-    )
-    yield (
-        "rank of the leading one",
-        {leading: lead[0]},
-        ValueError,
-        f"{leading} has shape {tuple(lead.shape[1:])}, expected (B,",
-    )
+    dtypes, names = "expected one of fp64, fp32, bf16, fp16", "expected one of auto, triton, numba, torch, reference"
+    yield "dtype of the leading one", {leading: lead.long()}, TypeError, f"{leading} is torch.int64, {dtypes}"
+    wrong_rank = f"{leading} has shape {tuple(lead.shape[1:])}, expected (B,"
+    yield "rank of the leading one", {leading: lead[0]}, ValueError, wrong_rank
     yield "nothing in it", {leading: lead[:0]}, ValueError, "with every size at least 1"
-    yield (
-        "backend",
-        {"backend": "cuda"},
-        ValueError,
-        "backend is 'cuda', expected one of auto, triton, numba, torch, reference",
-    )
-    yield (
-        "triton on the CPU",
-        {"backend": "triton"},
-        ValueError,
-        f"backend 'triton': {leading} is on cpu, expected a CUDA device",
-    )
+    yield "backend", {"backend": "cuda"}, ValueError, f"backend is 'cuda', {names}"
+    no_gpu = f"backend 'triton': {leading} is on cpu, expected a CUDA device"
+    yield "triton on the CPU", {"backend": "triton"}, ValueError, no_gpu
     for name, x in inputs.items():
         yield f"{name} no tensor", {name: 0.5}, TypeError, f"{name} is float, expected a tensor"
         if name == leading:
             continue
         shape = (len(x) + 1, *x.shape[1:])
         yield f"shape of {name}", {name: x.new_zeros(shape)}, ValueError, f"{name} has shape {shape}, expected "
-        yield f"fp64 {name}", {name: x.double()}, TypeError, f"{name} is fp64, expected fp32 beside {leading} in fp32"
-        yield f"fp16 {name}", {name: x.half()}, TypeError, f"{name} is fp16, expected fp32 beside {leading} in fp32"
-        yield (
-            f"device of {name}",
-            {name: x.to("meta")},
-            ValueError,
-            f"{name} is on meta, expected {leading}'s device cpu",
-        )
+        for wrong, said in ((x.double(), "fp64"), (x.half(), "fp16")):
+            message = f"{name} is {said}, expected fp32 beside {leading} in fp32"
+            yield f"{said} {name}", {name: wrong}, TypeError, message
+        meta = f"{name} is on meta, expected {leading}'s device cpu"
+        yield f"device of {name}", {name: x.to("meta")}, ValueError, meta
 
 
 @once

@@ -68,19 +68,17 @@ def test_another_size_pass_or_dtype_is_tuned_anew(kernel, changed):
     assert launch(kernel)[1][0] == 1 and launch(kernel, **changed)[2][0] is None
 
 
-def test_a_capture_runs_what_was_chosen(kernel, monkeypatch):
+def test_a_capture_runs_what_was_chosen_before_it(kernel, monkeypatch):
     """What the tuner found best, and with what options it loaded it; nothing is tried, loaded or kept."""
-    launch(kernel)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    kept = dict(triton_launch.CHOSEN)
-    assert launch(kernel)[-1][0] == 1 and kept == triton_launch.CHOSEN
-
-
-def test_a_capture_without_a_choice_says_what_to_do(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="^kernel: .*before"):
         launch(kernel)
     assert not triton_launch.CHOSEN and not kernel.calls
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch(kernel)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kept = dict(triton_launch.CHOSEN)
+    assert launch(kernel)[-1][0] == 1 and kept == triton_launch.CHOSEN
 
 
 def test_deterministic_is_the_first_config_in_and_out_of_a_capture(kernel, monkeypatch):

@@ -32,12 +32,6 @@ def fixture():
     return value, torch.stack([x, y], -1)[None], weights
 
 
-def centres(h, w, heads=1, points=1):
-    """The centres of a map's pixels as locations (1,h·w,heads,1,points,2)."""
-    y, x = torch.meshgrid((torch.arange(h).double() + 0.5) / h, (torch.arange(w).double() + 0.5) / w, indexing="ij")
-    return torch.stack([x, y], -1).view(1, h * w, 1, 1, 1, 2).expand(1, h * w, heads, 1, points, 2)
-
-
 @BACKENDS
 def test_numbers_from_elsewhere(backend):
     value, locations, weights = fixture()
@@ -62,33 +56,13 @@ def test_against_loops_over_numbers():
 
 
 @BACKENDS
-@pytest.mark.parametrize(("h", "w"), [(4, 6), (1, 1), (5, 1)])
-def test_at_a_pixel_s_centre_is_its_value(backend, h, w):
-    value, _, weights, _ = draw_points(0, ((h, w),), (1, h * w, 3, 1, 4), 2)
-    out = ms_deform_attn(
-        value, ((h, w),), centres(h, w, 3, 4), weights.flatten(3).softmax(-1).view_as(weights), backend=backend
-    )
-    torch.testing.assert_close(out, value)
-
-
-@BACKENDS
-def test_a_constant_stays_one_inside(backend):
-    shapes = ((4, 6), (2, 3))
-    value, locations, weights, _ = draw_points(0, shapes, (2, 7, 2, 2, 2), 3)
-    weights = weights.flatten(3).softmax(-1).view_as(weights)
-    margin = torch.tensor([(0.5 / w, 0.5 / h) for h, w in shapes])[:, None]
-    locations = locations.clamp(margin, 1 - margin)
-    out = ms_deform_attn(torch.full_like(value, 1.7), shapes, locations, weights, backend=backend)
-    torch.testing.assert_close(out, torch.full_like(out, 1.7))
-
-
-@BACKENDS
 def test_a_ramp_is_interpolated_exactly(backend):
-    """value = 3 j − 2 i + 0.5 at pixel (i, j), sampled at any (x, y) between the centres."""
+    """value = 3 j − 2 i + 0.5 at pixel (i, j), sampled at any (x, y) between the centres, and at centres."""
     h, w = 5, 7
     i, j = torch.meshgrid(torch.arange(h).double(), torch.arange(w).double(), indexing="ij")
     x = torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * (w - 1)
     y = torch.rand(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * (h - 1)
+    x[:5], y[:5] = x[:5].round(), y[:5].round()
     locations = torch.stack([(x + 0.5) / w, (y + 0.5) / h], -1).view(1, 30, 1, 1, 1, 2)
     ramp = (3 * j - 2 * i + 0.5).view(1, h * w, 1, 1)
     out = ms_deform_attn(ramp, ((h, w),), locations, torch.ones(1, 30, 1, 1, 1).double(), backend=backend)
@@ -107,24 +81,3 @@ def test_the_edge_fades_to_nothing(backend):
         out = ms_deform_attn(value, shapes, locations, torch.ones(1, len(x), 1, 1, 1).double(), backend=backend)
         torch.testing.assert_close(out.flatten(), 2 * share)
         assert (out.flatten()[share == 0] == 0).all()
-
-
-@BACKENDS
-def test_points_have_no_order(backend):
-    """Two levels of the same content: any permutation of all samples, of points and of levels, changes nothing."""
-    value, locations, weights, _ = draw_points(0, ((3, 4),), (2, 5, 2, 1, 3), 3)
-    twice = torch.cat([value, value], 1)
-    locations, weights = (torch.cat([x, x.flip(1)], 3) for x in (locations, weights))
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
-    permuted = (x.flatten(3, 4)[:, :, :, order].view_as(x) for x in (locations, weights))
-    shapes = ((3, 4), (3, 4))
-    expected = ms_deform_attn(twice, shapes, locations, weights, backend=backend)
-    torch.testing.assert_close(ms_deform_attn(twice, shapes, *permuted, backend=backend), expected)
-
-
-@BACKENDS
-def test_gradcheck(backend):
-    shapes = ((3, 2), (1, 2))
-    *inputs, _ = draw_points(0, shapes, (1, 3, 2, 2, 2), 2)
-    inputs = [x.requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(lambda v, x, w: ms_deform_attn(v, shapes, x, w, backend=backend), inputs)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import dispatch
 from kernels.selective_scan.reference import selective_scan_recurrence
 from kernels.tools.check import relative_error
 from kernels.tools.selective_scan_cases import CASES, Sizes, one_direction
@@ -61,10 +60,3 @@ def test_reverse_is_flip():
     flipped = (u.flip(1), delta.flip(1), A, B.flip(1), C.flip(1), D, z.flip(1), bias)
     back = selective_scan_recurrence(u, delta, A, B, C, D, z, bias, reverse=True)
     torch.testing.assert_close(back, selective_scan_recurrence(*flipped).flip(1))
-
-
-def test_compute_dtype():
-    assert dispatch.compute_dtype(torch.float64) == torch.float64
-    assert {dispatch.compute_dtype(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)} == {
-        torch.float32
-    }

@@ -29,7 +29,7 @@ def close(found: torch.Tensor, stated: torch.Tensor, tolerance: float = 1e-10) -
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel"])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 1), (5, 16), (16, 16), (33, 4), (81, 16), (128, 8)])
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 1), (5, 16), (33, 4), (128, 8)])
 def test_with_the_squared_error_it_is_the_plain_reference(T, chunk_size, reverse, form):
     inputs = drawn(T, chunk_size)
     stated = ttt_linear_dual(*inputs, inner="plain", chunk_size=chunk_size, reverse=reverse)
@@ -54,7 +54,7 @@ def test_with_the_dot_product_it_is_a_masked_attention(form):
 
 @pytest.mark.parametrize("loss", ["mse", "dot"])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 4), (7, 4), (40, 4), (65, 16), (200, 8)])
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 4), (40, 4), (65, 16)])
 def test_both_forms_have_the_same_outputs_and_gradients(T, chunk_size, reverse, loss):
     inputs, found = drawn(T, chunk_size), {}
     for form in ("recurrent", "parallel"):
@@ -68,7 +68,7 @@ def test_both_forms_have_the_same_outputs_and_gradients(T, chunk_size, reverse, 
     assert all(close(ours, stated) for ours, stated in zip(found["parallel"], found["recurrent"], strict=True))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 13])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8])
 def test_maps_are_composed_in_their_order(count):
     torch.manual_seed(count)
     maps, shifts, start = (torch.randn(2, n, 3, 3, dtype=torch.float64) for n in (count, count, 1))

@@ -1,16 +1,58 @@
 """The checkout with made-up records that the tests of the report use, and ledgers judged by counts alone."""
 
+import functools
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from repro.bench.flops import cost
+from repro.bench.fvcore import fvcore_terms
 from repro.report.claims import Report
+from repro.report.demands import demands
 from repro.report.paper import Paper
 from repro.report.results import Results
 from tests.report.conftest import JUDGE, SCORES, Checkout, checkout, paper
 
-__all__ = ["checkout", "find_statuses", "judge_counts", "paper"]
+__all__ = ["checkout", "count_model", "find_keys", "find_statuses", "judge", "judge_counts", "paper", "read_key"]
 
 ROOT = Path(__file__).parents[2]
+
+
+def judge(checkout: Checkout, paper: Paper) -> Report:
+    """What the records of a checkout say of a paper that is not the first."""
+    return JUDGE(paper, Results(checkout.paths, [checkout.paper, paper], SCORES))
+
+
+def find_keys(paper: Paper) -> Iterator[str]:
+    """What the ledger asks `repro complexity` for: `model[option=value]@side`."""
+    asked = {key for places in demands(paper.ledger).values() for needed in places for _, key, _ in needed}
+    calls = [call for entry in paper.ledger.entries.values() if entry.ours for call in entry.ours.calls]
+    asked |= {str(call.args[0]) for call in calls if call.args}
+    return (key for key in sorted(asked) if "@" in key)
+
+
+def read_key(key: str) -> tuple[str, dict[str, Any], int]:
+    """The model, its options and the side of an image, 224 where the key says none."""
+    name, listed, side = re.fullmatch(r"(\w+)(?:\[(.*)\])?(?:@(\d+))?", key).groups()
+    pairs = (pair.split("=") for pair in listed.split(",")) if listed else ()
+    options = {option: json.loads(value) if re.fullmatch(r"[\d.]+", value) else value for option, value in pairs}
+    return name, options, int(side or 224)
+
+
+@functools.cache
+def count_model(key: str) -> dict[str, Any]:
+    """The row of `repro complexity` of a model of this project."""
+    name, options, side = read_key(key)
+    counted, fvcore = cost(name, options, (side, side)), fvcore_terms(name, options, (side, side))
+    row = {"model": name, "options": options, "image_size": [side, side], "method": "analytic"}
+    return {
+        **row,
+        "num_params": counted.num_params,
+        "macs_g": counted.macs_g,
+        "macs_g_fvcore": sum(fvcore.values()) / 1e9,
+    }
 
 
 def judge_counts(checkout: Checkout, paper: Paper, rows: dict[str, dict]) -> Report:

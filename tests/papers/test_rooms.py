@@ -1,20 +1,27 @@
 """What holds in the room of every paper: its variants are judged by one rule, and they depend on no report."""
 
 import dataclasses
+import importlib
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from repro.core.hashing import import_closure
+from repro.core.paths import Paths
+from repro.models.registry import build_model
 from repro.papers import load_papers
+from repro.papers.grid import choose_variants, vary_recipe
 from repro.report.comparison import list_errata
 from repro.report.ledger import load_ledger
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
-from repro.report.variants import find_groups, judge_group
+from repro.report.variants import find_groups, find_orders, judge_group
+from tests.papers.conftest import read_key
 from tests.report.conftest import JUDGE, SCORES
+from tests.slow import first
 
 ROOT = Path(__file__).parents[2]
 FROZEN = {"freeze": True, "init": {"weights": "w", "weights_hash": "ab"}}
@@ -39,6 +46,89 @@ LADDERS = [
         {},
     ),
 ]
+
+
+# copied from the papers' texts by another hand: all numbers of a row, or the last ones of a column
+PRINTED = """
+linearize table1_softmax.softmax 1.25 72.05
+linearize table1.new_params_m 0 0.3 0.3 0.3 0.5 0.5
+linearize table1.macs_g 1.13 1.19 1.25 1.25 1.37 1.34
+linearize table1.top1_percent 63.30 66.23 67.59 68.14 68.93 69.25
+linearize table1_frozen.top1_percent 3.71 24.39 61.95 65.98 67.09 67.33
+linearize table2.top1_percent 0.37 57.38 57.25 71.19 71.15 51.43
+linearize table3.macs_g 1.34 1.34 1.34 1.34
+linearize table3.top1_percent 69.25 69.64 70.47 71.19
+linearize table3_nat.macs_g 1.36 1.39
+linearize table3_nat.top1_percent 71.67 72.06
+vit3 table1.rmse 23.5 4.63 1269 78.8
+vit3 table2.e4_n1 23.5 5.27 659 57.0
+vit3 table3.top1_percent 77.5 78.1 78.7 78.9 78.9 76.7 76.9 78.7
+vit3 table4.dwconv 22.9 4.25 1366 80.1
+vit3 table5.h_vit3_b 94 16.7 84.9
+vit3 table7.vit3_s 24 4.8 81.6
+vit3 table8_1x.h_vit3_s 349 49.1 71.5 53.7 44.1 68.4 47.4
+vit3 table8_3x.h_vit3_b 510 51.0 72.1 55.9 45.3 69.3 49.1
+vit3 table9.h_vit3_b 124 1195 51.7
+vit3 table10.dit3_b_2 134 23.35 39.31 36.99 0.51 0.62
+kv_binding table1.top1_percent 79.34 79.61 79.18
+kv_binding table1.perplexity 16.43 16.19 16.18
+kv_binding table2.top1_percent 79.63 79.63 79.39 79.39 79.39 79.54
+kv_binding table2_recurrent.tokens_m_per_s 10.60 11.02 12.95 13.31 14.40 89.67
+kv_binding table2_parallel.tokens_m_per_s 30.18 49.69 53.99 57.28 124.6
+"""
+# room -> variants, those that differ in their options, and how many pairs each table orders
+VARIANTS = {
+    "vision_ttt": (17, 17, [15, 10, 5, 3]),
+    "kv_binding": (26, 15, [3, 3, 6]),
+    "linearize": (21, 16, [15, 10, 11, 15]),
+    "vit3": (31, 31, [10, 6, 6, 9, 6, 5, 3, 8, 5]),
+}
+BUILT = [(room, name) for room in ("vit3", "linearize") for name in load_papers()[room].variants.options]
+
+
+@pytest.mark.parametrize("line", PRINTED.strip().splitlines(), ids=lambda line: " ".join(line.split()[:2]))
+def test_numbers_of_the_ledgers_are_those_of_the_texts(line):
+    room, where, *printed = line.split()
+    name, key = where.split(".")
+    table = load_papers()[room].ledger.table(name)
+    row = table.records.get(key)
+    values = [row[column] for column in table.columns] if row else [each[key] for each in table.records.values()]
+    assert values[-len(printed) :] == printed
+
+
+@pytest.mark.parametrize("room", load_papers())
+def test_the_variants_and_their_orders_are_those_of_the_tables(room):
+    """A row of the ledger asks for the model of its variant, and no order is against the printed numbers."""
+    paper = load_papers()[room]
+    options, rows = paper.variants.options, paper.variants.rows
+    orders = {table.place: find_orders(table, paper.ledger) for table in paper.compared}
+    different = {json.dumps(each, sort_keys=True) for each in options.values()}
+    assert (len(options), len(different), [len(pairs) for pairs in orders.values()]) == VARIANTS[room]
+    assert list(orders) == list(rows)
+    assert all(name in options for names in rows.values() for name in names)
+    for place, pairs in orders.items():
+        table_rows = {name: row for name, row in rows[place].items() if row}
+        for name, row in table_rows.items():
+            table, _, key = row.partition(".")
+            if model := paper.ledger.table(table).records[key]["model"]:
+                assert read_key(model)[1] == options[name], (place, name)
+        for pair in pairs:
+            known = [paper.ledger.entries[f"{table_rows[name]}.top1_percent"] for name in pair if name in table_rows]
+            printed = [float(entry.printed) for entry in known]
+            assert len(printed) < 2 or printed[0] > printed[1], (place, pair)
+
+
+@pytest.mark.parametrize(("room", "name"), first(BUILT, 3))
+def test_every_variant_is_a_model_at_the_recipe_of_the_grid(room, name):
+    params = vary_recipe(choose_variants(room), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
+    model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
+    assert params.data == "digits" and model.grid_size == (8, 8)
+
+
+@pytest.mark.parametrize("room", ["linearize", "vit3"])
+def test_identities_refuse_a_name_that_is_none(room):
+    with pytest.raises(ValueError, match="'eq5': no "):
+        importlib.import_module(f"repro.papers.{room}.formulas").identity_error("eq5")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ import sys
 from fractions import Fraction
 
 from repro.papers import find_rooms, load_papers, load_primary
-from repro.papers.variants import load_variants
 from repro.papers.vision_ttt.formulas import vim_blocks_g, vit_g, vittt_g, vittt_trivial_g
-
-VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 
 
 def test_formulas_by_hand():
@@ -20,12 +17,6 @@ def test_formulas_by_hand():
     assert vit_g(192, 197) == Fraction(12 * (87_146_496 + 14_902_656) + 28_901_376 + 192_000, 10**9)
     # Vim-T: 24·197·(6·36864 + 18·384·16), the number that the paper cuts to 1.5
     assert vim_blocks_g(192, 197, 18) == Fraction(24 * 197 * (221_184 + 110_592), 10**9)
-
-
-def test_variants_are_17_models_in_20_places():
-    places = [name for names in TABLES_AND_FIGURES.values() for name in names]
-    assert len(VARIANTS) == 17 and len(places) == 20 and set(places) == set(VARIANTS)
-    assert [table.place for table in load_primary().compared] == list(TABLES_AND_FIGURES)
 
 
 def test_every_question_is_about_the_papers_own_model():

@@ -3,7 +3,6 @@ variants.
 """
 
 import dataclasses
-import functools
 import json
 import re
 from pathlib import Path
@@ -11,30 +10,25 @@ from pathlib import Path
 import pytest
 
 from repro.bench.flops import cost
-from repro.bench.fvcore import fvcore_terms
 from repro.core.config import load_yaml
 from repro.core.csvfile import write_csv
 from repro.core.paths import Paths
 from repro.data.kinds import list_wnids
-from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.papers.grid import choose_variants, vary_recipe
 from repro.papers.variants import load_variants
 from repro.papers.vit3 import formulas
 from repro.papers.vit3.sections import compare_losses, find_losses
-from repro.report.demands import demands
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Missing, Results
-from repro.report.variants import find_groups, find_orders, plan_figures
+from repro.report.variants import find_groups, plan_figures
 from repro.tasks.generation.params import SamplingParams
 from repro.tasks.generation.reference import KNOWN
-from tests.papers.conftest import find_statuses, judge_counts
+from tests.papers.conftest import count_model, find_keys, find_statuses, judge, judge_counts, read_key
 from tests.report.conftest import JUDGE, SCORES
-from tests.slow import first
 
-SET = load_variants("vit3")
-VARIANTS, ROWS, ORDERS = SET.options, SET.rows, SET.orders
+VARIANTS = load_variants("vit3").options
 ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["vit3"]
 # the official H-ViT3-T/S/B: parameters, and multiply-adds at 224 as fvcore counts them, from the authors' code
@@ -59,58 +53,30 @@ DIT = {
 }
 # the official VMamba-T/S/B: parameters, and multiply-adds at 224 as its authors count them, from their code
 VMAMBA = {"tiny": (30_249_064, 4.905609984), "small": (50_147_752, 8.71577472), "base": (88_557_800, 15.358944256)}
-KNOWN = {f"hvit3_{size}_224": (count, macs, 224) for size, (count, macs) in H_VIT3.items()}
-KNOWN |= {name: (count, macs, 32) for name, (count, macs) in (DIT3 | DIT).items()}
+COUNTED = {f"hvit3_{size}_224": counts for size, counts in H_VIT3.items()} | DIT3 | DIT
 
 
-@functools.cache
-def count_rows() -> dict[str, dict]:
+def count_rows():
     """The rows of `repro complexity` that the ledger asks for: models of this project are counted, the others are the
     known ones.
     """
-    asked = {
-        first
-        for places in demands(PAPER.ledger).values()
-        for needed in places
-        for _, first, _ in needed
-        if "@" in first
-    }
-    asked |= {
-        call.args[0]
-        for entry in PAPER.ledger.entries.values()
-        if entry.ours
-        for call in entry.ours.calls
-        if call.args and "@" in str(call.args[0])
-    }
-    rows = {}
-    for key in sorted(asked):
-        name, options, side = re.fullmatch(r"(\w+)(?:\[(.*)\])?@(\d+)", key).groups()
-        about = {"model": name, "options": {}, "image_size": [int(side)] * 2, "method": "counter"}
+    for key in find_keys(PAPER):
+        name, _, side = read_key(key)
+        about = {"model": name, "options": {}, "image_size": [side, side], "method": "counter"}
         if name.startswith("vmamba"):
             count, macs = VMAMBA[name.split("_")[1]]
-            rows[key] = {**about, "num_params": count, "macs_g": 0.98 * macs, "macs_g_paper_convention": macs}
-        elif name in KNOWN:
-            count, macs, _ = KNOWN[name]
+            yield key, {**about, "num_params": count, "macs_g": 0.98 * macs, "macs_g_paper_convention": macs}
+        elif name in COUNTED:
+            count, macs = COUNTED[name]
             ours = macs if name in DIT else 0.9 * macs  # by our own convention, which rounds to other digits
-            rows[key] = {**about, "num_params": count, "macs_g": ours, "macs_g_fvcore": macs}
+            yield key, {**about, "num_params": count, "macs_g": ours, "macs_g_fvcore": macs}
         elif name.startswith(("study", "vit3", "deit")):
-            chosen = (
-                {
-                    option: json.loads(value) if re.fullmatch(r"[\d.]+", value) else value
-                    for option, value in (pair.split("=") for pair in options.split(","))
-                }
-                if options
-                else {}
-            )
-            counted = cost(name, chosen, (int(side),) * 2)
-            rows[key] = {**about, "options": chosen, "num_params": counted.num_params, "macs_g": counted.macs_g}
-            rows[key]["macs_g_fvcore"] = sum(fvcore_terms(name, chosen, (int(side),) * 2).values()) / 1e9
-    return rows
+            yield key, count_model(key)
 
 
 @pytest.fixture
 def judged(checkout):
-    return judge_counts(checkout, PAPER, count_rows())
+    return judge_counts(checkout, PAPER, dict(count_rows()))
 
 
 def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged):
@@ -147,20 +113,15 @@ def test_what_the_paper_contradicts_and_what_is_shown(judged):
     """VMamba-S has other FLOPs in the two halves of Table 8; one convolution instead of a head is not 24 M."""
     assert find_statuses(judged, ".*")["paper inconsistent"] == ["table8_3x.vmamba_s.macs_g", "text.5.one_head"]
     shown = find_statuses(judged, "eq.*", "text.4_1.mixed_derivative", "text.5_5.linear")
-    assert shown["matched"] == ["text.4_1.mixed_derivative", "text.5_5.linear"] and shown["declared"] == [
-        "eq4.linear_attention",
-        "eq7.rate",
-    ]
-    assert (
-        judged.verdicts["text.4_2.compute_x"].status == "differs, explained"
-        and judged.verdicts["text.4_2.compute_x"].ours == 3
-    )
+    assert shown["matched"] == ["text.4_1.mixed_derivative", "text.5_5.linear"]
+    assert shown["declared"] == ["eq4.linear_attention", "eq7.rate"]
+    compute, speed = judged.verdicts["text.4_2.compute_x"], judged.verdicts["table1.dot.fps"]
+    assert (compute.status, compute.ours) == ("differs, explained", 3)
     assert not [v for v in judged.all if v.entry.kind in ("accuracy", "speed") and v.ours is not None]
-    assert (
-        judged.verdicts["table1.dot.fps"].reason == "the paper does not say at which batch it measured on its RTX 3090"
-    )
-    assert judged.verdicts["table1.dot.fps"].command == "none"
+    assert "at which batch" in speed.reason and speed.command == "none"
     assert judged.verdicts["table5.cswin_b.params_m"].reason == "CSWin is not built in this project"
+    page = render_markdown(build_document(judged))
+    assert "27 of 27 match" in page and "0 of 27 match, 27 agree by a fitted convention" in page
 
 
 def test_the_rows_of_vmamba_are_its_authors_counts_or_those_of_its_first_release(judged):
@@ -213,32 +174,20 @@ def test_what_is_not_measured_names_a_cell_that_would_measure_it(judged):
 
 def test_trainings_with_and_without_mesa_and_of_12_and_36_epochs_are_told_apart(checkout):
     init = {"weights": "results/pretrain/b/weights.safetensors", "weights_hash": "ab"}
-    full = {"classes": 1000, "data": "imagenet"}
-    mesa = {"weight": 1.0, "temperature": 1.0, "start_fraction": 0.25}
-    checkout.train("pretrain/plain", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=83.41, **full)
-    checkout.train("pretrain/with", "hvit3_tiny_224", "imagenet", held_out_images=50_000, top1=84.02, mesa=mesa, **full)
-    checkout.train(
-        "pretrain/small", "hvit3_small_224", "imagenet", held_out_images=50_000, top1=84.9, mesa=mesa, **full
-    )
+    mesa = {"mesa": {"weight": 1.0, "temperature": 1.0, "start_fraction": 0.25}}
+    for size, top1, more in (("tiny", 83.41, {}), ("tiny", 84.02, mesa), ("small", 84.9, mesa)):
+        full = {"classes": 1000, "held_out_images": 50_000, "top1": top1, **more}
+        checkout.train(f"pretrain/{top1}", f"hvit3_{size}_224", "imagenet", **full)
     for epochs, score in ((36, 48.9), (12, 47.3)):
         scores = {"ap_box_percent": score, "init": init, "epochs": epochs, "image_size": 800}
         checkout.train(f"detect/{epochs}", "hvit3_tiny_224", "coco", held_out_images=5000, **scores)
-    found = JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES)).verdicts
-    asked = ("table5.h_vit3_t", "table5_mesa.h_vit3_t", "table5.h_vit3_s", "table5_mesa.h_vit3_s")
-    assert [found[f"{row}.top1_percent"].ours for row in asked] == [83.41, 84.02, None, 84.9]
-    assert [found[f"table8_{schedule}.h_vit3_t.ap_box_percent"].ours for schedule in ("1x", "3x")] == [47.3, 48.9]
     # nobody knows how an official file was trained
-    evaluated = {
-        "model": "hvit3_base_224",
-        "options": {},
-        "data": "imagenet",
-        "kind": "imagenet",
-        "image_size": 224,
-        "split": "val",
-    }
+    evaluated = {"model": "hvit3_base_224", "options": {}, "kind": "imagenet", "image_size": 224, "split": "val"}
     checkout.record("measured/gpu/evaluate/b", {**evaluated, "held_out_images": 50_000, "top1_percent": 84.9})
-    found = JUDGE(PAPER, Results(checkout.paths, [PAPER], SCORES)).verdicts
-    assert {found[f"{table}.h_vit3_b.top1_percent"].ours for table in ("table5", "table5_mesa")} == {None}
+    found = judge(checkout, PAPER).verdicts
+    rows = [f"table5{mesa}.h_vit3_{size}" for size in "tsb" for mesa in ("", "_mesa")]
+    assert [found[f"{row}.top1_percent"].ours for row in rows] == [83.41, 84.02, None, 84.9, None, None]
+    assert [found[f"table8_{schedule}.h_vit3_t.ap_box_percent"].ours for schedule in ("1x", "3x")] == [47.3, 48.9]
 
 
 def test_drawn_pictures_are_judged_only_as_the_paper_draws_them(checkout):
@@ -272,123 +221,48 @@ def test_drawn_pictures_are_judged_only_as_the_paper_draws_them(checkout):
 
 
 def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
-    """31 variants, which stand in a section of their own, an H-ViT3, a ViT3, which both papers compare, and a ResNet,
+    """A variant, which stands in a section of its own, an H-ViT3, a ViT3, which both papers compare, and a ResNet,
     which none names.
     """
-    for name, options in VARIANTS.items():
-        about = {"held_out_images": 9, "options": options, "top1": 50.0}
-        checkout.train(f"measured/cpu/ablate/vit3/digits/{name}", "study_nano_patch4_32", "digits", **about)
+    about = {"held_out_images": 9, "options": VARIANTS["glu"], "top1": 50.0}
+    checkout.train("measured/cpu/ablate/vit3/digits/glu", "study_nano_patch4_32", "digits", **about)
     for model in ("hvit3_nano_144", "vit3_nano_patch16_144", "resnet_nano", "vittt_nano_patch16_144"):
         checkout.train(f"measured/cpu/pretrain/{model}", model, "digits", held_out_images=9, top1=50.0)
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
-
-    def listed(paper) -> list[str]:
+    listed = []
+    for paper in (checkout.paper, PAPER):
         text = render_markdown(build_document(JUDGE(paper, results)))
         section = text.partition("\n## Runs on other data")[2].partition("\n## ")[0]
-        return sorted(re.findall(r"(?m)^\| `(.*?)` ", section))
-
-    shared = "pretrain/"
-    assert listed(checkout.paper) == [
-        shared + name for name in ("resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144")
-    ]
-    assert listed(PAPER) == [f"{shared}hvit3_nano_144", f"{shared}vit3_nano_patch16_144"]
+        listed.append(sorted(re.findall(r"(?m)^\| `pretrain/(.*?)` ", section)))
+    assert listed[0] == ["resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144"]
+    assert listed[1] == ["hvit3_nano_144", "vit3_nano_patch16_144"]
 
 
 def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout):
     """Losses 1.0, 1.2, 1.4 with differences of 0.2 ± 0.01 over three seeds; then two layers with a lower loss than one."""
-    for folder, two_layers, word in (("digits", 1.2, "ordering seen"), ("other", 0.8, "ordering contradicted")):
-        losses = {"fc": 1.0, "mlp": two_layers, "layers3": 1.4}
-        for name, loss in losses.items():
-            about = {
-                "options": VARIANTS[name],
-                "data": folder,
-                "image_size": 32,
-                "epochs": 16,
-                "top1": (50.0, 51.0, 52.0),
-            }
-            checkout.train(
-                f"measured/cpu/ablate/vit3/{folder}/{name}",
-                "study_nano_patch4_32",
-                "digits",
-                held_out_images=359,
-                **about,
-            )
-            rows = [
-                {
-                    "seed": seed,
-                    "epoch": epoch,
-                    "train_loss": loss + 1 / epoch + wobble * (name == "mlp"),
-                    "top1_percent": 50.0,
-                }
-                for seed, wobble in enumerate((-0.01, 0.0, 0.01))
-                for epoch in (2, 16)
-            ]
-            write_csv(checkout.paths.results / f"measured/cpu/ablate/vit3/{folder}/{name}/curve.csv", rows)
-        report = JUDGE(PAPER, Results(checkout.paths, [checkout.paper, PAPER], SCORES))
-        (group,) = [each for each in find_groups(report.results, PAPER.variants) if each.common["data"] == folder]
+    for data, two_layers, word in (("digits", 1.2, "ordering seen"), ("other", 0.8, "ordering contradicted")):
+        for name, loss in {"fc": 1.0, "mlp": two_layers, "layers3": 1.4}.items():
+            about = {"options": VARIANTS[name], "data": data, "image_size": 32, "epochs": 16, "held_out_images": 359}
+            path = f"measured/cpu/ablate/vit3/{data}/{name}"
+            checkout.train(path, "study_nano_patch4_32", "digits", top1=(50.0, 51.0, 52.0), **about)
+            rows = []
+            for seed, wobble in enumerate((-0.01, 0.0, 0.01)):
+                for epoch in (2, 16):
+                    train_loss = loss + 1 / epoch + wobble * (name == "mlp")
+                    rows.append({"seed": seed, "epoch": epoch, "train_loss": train_loss, "top1_percent": 50.0})
+            write_csv(checkout.paths.results / path / "curve.csv", rows)
+        report = judge(checkout, PAPER)
+        (group,) = [each for each in find_groups(report.results, PAPER.variants) if each.common["data"] == data]
         assert find_losses(group)["fc"] == pytest.approx(dict.fromkeys(range(3), 1 + 1 / 16))
-        text = render_blocks(compare_losses(report)).partition(f" on {folder}, ")[2]
+        text = render_blocks(compare_losses(report)).partition(f" on {data}, ")[2]
         (row,) = [line for line in text.splitlines() if line.startswith("| two layers > one layer |")]
         # t of two degrees of freedom: 4.3027 * 0.01 / sqrt(3) = 0.0248
-        assert (
-            f"| {two_layers - 1:+.4f} [{two_layers - 1 - 0.0248:+.4f}, {two_layers - 1 + 0.0248:+.4f}] |" in row
-            and word in row
-        )
+        mean, low, high = (two_layers - 1 + half for half in (0, -0.0248, 0.0248))
+        assert f"| {mean:+.4f} [{low:+.4f}, {high:+.4f}] |" in row and word in row
     drawn = plan_figures(report)
     assert {"vit3_fig3_digits.png", "vit3_fig3_other.png"} <= drawn.keys()
     _, draw = drawn["vit3_fig3_digits.png"]
     assert draw(checkout.paths.root / "drawn.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_page_is_written_from_it(judged):
-    page = render_markdown(build_document(judged))
-    assert (
-        page.startswith("# ViT³: the paper's numbers and ours\n")
-        and "No variant is trained yet: `repro ablate --paper vit3 --all`" in page
-    )
-    assert "27 of 27 match" in page and "the paper's batch, which it does not name" in page
-    assert (
-        "0 of 27 match, 27 agree by a fitted convention" in page
-        and "more, in vit3.claims.json)" in page
-        and "claims.csv" not in page
-    )
-
-
-def test_numbers_of_the_ledger_are_the_papers():
-    """Rows of every table, copied from the paper's text by another hand."""
-    records = {table.id: table.records for table in PAPER.ledger.tables}
-
-    def printed(table, row, *columns):
-        return [records[table][row][column] for column in columns]
-
-    assert printed("table1", "rmse", "params_m", "macs_g", "fps", "top1_percent") == ["23.5", "4.63", "1269", "78.8"]
-    assert printed("table2", "e4_n1", "params_m", "macs_g", "fps", "top1_percent") == ["23.5", "5.27", "659", "57.0"]
-    assert [
-        row["top1_percent"] for row in records["table3"].values()
-    ] == "77.5 78.1 78.7 78.9 78.9 76.7 76.9 78.7".split()
-    assert printed("table4", "dwconv", "params_m", "macs_g", "fps", "top1_percent") == ["22.9", "4.25", "1366", "80.1"]
-    assert printed("table5", "h_vit3_b", "params_m", "macs_g", "top1_percent") == ["94", "16.7", "84.9"]
-    assert printed("table7", "vit3_s", "params_m", "macs_g", "top1_percent") == ["24", "4.8", "81.6"]
-    last = (
-        "macs_g",
-        "ap_box_percent",
-        "ap50_box_percent",
-        "ap75_box_percent",
-        "ap_mask_percent",
-        "ap50_mask_percent",
-        "ap75_mask_percent",
-    )
-    assert printed("table8_1x", "h_vit3_s", *last) == "349 49.1 71.5 53.7 44.1 68.4 47.4".split()
-    assert printed("table8_3x", "h_vit3_b", *last) == "510 51.0 72.1 55.9 45.3 69.3 49.1".split()
-    assert printed("table9", "h_vit3_b", "params_m", "macs_g", "miou_percent") == ["124", "1195", "51.7"]
-    assert (
-        printed("table10", "dit3_b_2", "params_m", "macs_g", "fid", "is", "precision", "recall")
-        == "134 23.35 39.31 36.99 0.51 0.62".split()
-    )
-    # rows as the paper has them: 17, 16 and a half-printed one, 20 with FasterViT, 12
-    assert [
-        len(records[name]) for name in ("table5", "table8_1x", "table8_3x", "table9", "table10", "table10_dit")
-    ] == [34, 16, 18, 20, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -425,70 +299,20 @@ def test_mask_rcnn_by_the_official_counts(row, fpn):
     )
 
 
-def test_vit3_by_the_text_is_the_model_less_one_head():
+@pytest.mark.parametrize(("size", "width", "heads"), [("tiny", 192, 6), ("small", 384, 6), ("base", 768, 12)])
+def test_vit3_by_the_text_is_the_model_less_one_head(size, width, heads):
     """The released model has the convolution beside all heads: its q, k, v and its part of the projection, and a gated
     head more.
     """
-    for size, width, heads in (("tiny", 192, 6), ("small", 384, 6), ("base", 768, 12)):
-        d, model = width // heads, cost(f"vit3_{size}_patch16_224", {}, (224, 224)).num_params
-        assert model - formulas.vit3_params_m(width, heads) * 10**6 == 12 * (
-            width * 3 * d + 3 * d + d * width + 2 * d * d
-        )
+    d, model = width // heads, cost(f"vit3_{size}_patch16_224", {}, (224, 224)).num_params
+    head = width * 3 * d + 3 * d + d * width + 2 * d * d
+    assert model - formulas.vit3_params_m(width, heads) * 10**6 == 12 * head
 
 
 def test_compute_of_an_inner_module():
     """Six products for two: by the 1 + 2 + 1 of the paper it would be eight."""
     assert formulas.inner_over_outer("mlp", "dot") == 3 and formulas.inner_over_outer("mlp", "mse") * 2 == 7
     assert formulas.inner_over_outer("fc", "mse") == 3 and formulas.inner_over_outer("fc", "dot") == 2
-
-
-def test_identities_refuse_a_name_that_is_none():
-    with pytest.raises(ValueError, match="'eq5': no identity of the text"):
-        formulas.identity_error("eq5")
-
-
-def test_the_variants_are_31_models_of_the_tables():
-    assert len(VARIANTS) == 31 and len({json.dumps(options) for options in VARIANTS.values()}) == 31
-    assert {name for rows in ROWS.values() for name in rows} == set(VARIANTS)
-    tables = {table.place: table for table in PAPER.compared}
-    assert list(tables) == list(ROWS) and set(ORDERS) <= set(ROWS)
-    for place, rows in ROWS.items():
-        assert all(f"{row}.top1_percent" in PAPER.ledger.entries for row in rows.values())
-        # the model of a row of the ledger is the variant of that row
-        for name, row in rows.items():
-            table, _, key = row.partition(".")
-            asked = PAPER.ledger.table(table).records[key]["model"]
-            options = ",".join(f"{option}={value}" for option, value in VARIANTS[name].items())
-            assert asked == "study_small_patch16_224" + (f"[{options}]" if options else ""), (place, name)
-
-
-def test_the_orders_are_those_of_the_tables():
-    orders = {table.place: find_orders(table, PAPER.ledger) for table in PAPER.compared}
-    assert {place: len(found) for place, found in orders.items()} == {
-        "Table 1": 10,
-        "Table 2, batch size": 6,
-        "Table 2, epochs": 6,
-        "Table 3": 9,
-        "Table 4, width": 6,
-        "Table 4, depth": 5,
-        "Fig. 3": 3,
-        "Table 4, convolutions": 8,
-        "Table 6": 5,
-    }
-    # no order of the text is against the printed numbers
-    for place, pairs in orders.items():
-        for better, worse in pairs:
-            theirs = [
-                float(PAPER.ledger.entries[f"{ROWS[place][name]}.top1_percent"].printed) for name in (better, worse)
-            ]
-            assert theirs[0] > theirs[1], (place, better, worse)
-
-
-@pytest.mark.parametrize("name", first(VARIANTS, 4))
-def test_every_variant_is_a_model_at_the_recipe_of_the_grid(name):
-    params = vary_recipe(choose_variants("vit3"), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
-    model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
-    assert (params.data, params.epochs, params.evaluate_every) == ("digits", 30, 2) and model.grid_size == (8, 8)
 
 
 def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
@@ -498,9 +322,5 @@ def test_a_cell_of_pretrain_replaces_the_recipe_of_the_grid(tmp_path):
     prepared = load_yaml(ROOT / "params.yaml")["prepare_data"]
     (tmp_path / "params.yaml").write_text(json.dumps({"pretrain": {"mine": cell}, "prepare_data": prepared}))
     params = vary_recipe(choose_variants("vit3"), "glu", Paths(tmp_path), data=None, seeds=(0, 1), epochs=None)
-    assert (params.model, params.epochs, params.seeds, params.options) == (
-        "study_nano_patch16_144",
-        3,
-        (0, 1),
-        {"inner_model": "glu"},
-    )
+    found = (params.model, params.epochs, params.seeds, params.options)
+    assert found == ("study_nano_patch16_144", 3, (0, 1), {"inner_model": "glu"})

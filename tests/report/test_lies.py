@@ -8,7 +8,6 @@ import pytest
 
 from repro.core.errors import RunError, UserError
 from stages.report import ReportParams, run
-from tests.slow import first
 
 ROOT = Path(__file__).parents[2]
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
@@ -60,42 +59,28 @@ def edit(checkout, name: str, old: str, new: str) -> None:
 
 
 def test_pages_that_are_true_pass(reported, capsys):
+    """Whatever prose outside the blocks says: it is nobody's output."""
+    edit(reported, "README.md", "end\n", "another end\n")
+    reported.write("docs/other.md", "by hand\n")
     assert check(reported, capsys) == []
     assert "every page is what the records and the ledger give" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    first(
-        [
-            ("results/tables.md", "1.44 → 1.458 ≠ᵉ (+0.018)", "1.44 → 1.458 ✓"),
-            ("results/claims.json", '"status": "differs, explained"', '"status": "matched"'),
-            ("results/claims.csv", '"differs, explained"', "matched"),
-            ("results/papers/readings.md", "Vision-TTT leaves choices open", "Vision-TTT leaves nothing open"),
-        ],
-        2,
-    ),
-)
-def test_a_status_that_is_typed_by_hand_is_found(reported, capsys, name, old, new):
-    edit(reported, name, old, new)
-    assert check(reported, capsys) == [name]
+def test_what_is_typed_by_hand_is_found(reported, capsys):
+    lies = {
+        "README.md, block picture": ("README.md", "logarithmic", "linear"),
+        "README.md, block verbs": ("README.md", "report", "reports"),
+        "README.md, block verdict": ("README.md", "were not tested", "were all reached"),
+        "results/claims.csv": ("results/claims.csv", '"differs, explained"', "matched"),
+        "results/claims.json": ("results/claims.json", '"status": "differs, explained"', '"status": "matched"'),
+        "results/papers/readings.md": ("results/papers/readings.md", "leaves choices open", "leaves nothing open"),
+        "results/tables.md": ("results/tables.md", "1.44 → 1.458 ≠ᵉ (+0.018)", "1.44 → 1.458 ✓"),
+    }
+    for name, old, new in lies.values():
+        edit(reported, name, old, new)
+    assert sorted(check(reported, capsys)) == list(lies)
     run(ReportParams(), reported.paths, html=False)
     assert check(reported, capsys) == []
-
-
-@pytest.mark.parametrize(
-    ("block", "old", "new"),
-    first(
-        [
-            ("verdict", "were not tested", "were all reached"),
-            ("picture", "logarithmic", "linear"),
-            ("verbs", "report", "reports"),
-        ]
-    ),
-)
-def test_a_number_of_readme_that_no_record_has_is_found(reported, capsys, block, old, new):
-    edit(reported, "README.md", old, new)
-    assert check(reported, capsys) == [f"README.md, block {block}"]
 
 
 def test_what_is_missing_or_was_measured_anew_is_found(reported, capsys):
@@ -111,34 +96,20 @@ def test_what_is_missing_or_was_measured_anew_is_found(reported, capsys):
     ]
 
 
-def test_prose_outside_the_blocks_is_nobodys_output(reported, capsys):
-    edit(reported, "README.md", "end\n", "another end\n")
-    reported.write("docs/other.md", "by hand\n")
-    assert check(reported, capsys) == []
-
-
-def test_the_command_ends_with_one_line_and_exit_code_1(reported, repro_cli, monkeypatch):
-    edit(reported, "results/claims.json", '"status": "differs, explained"', '"status": "matched"')
-    monkeypatch.chdir(reported.paths.root)
-    code, _, err = repro_cli("report", "--check")
-    assert code == 1 and err.count("\n") == 1
-
-
 def test_a_speed_of_another_device_cannot_take_the_papers_name(checkout):
     """Rows of a CPU in a record that says L40S, and the reverse, are errors; honest rows of either are fine."""
     for device, said in ((checkout.CPU, checkout.L40S), (checkout.L40S, checkout.CPU)):
         checkout.speed(*(row | {"device": device} for row in pair()), device=said)
-        with pytest.raises(
-            UserError, match=f"results/efficiency/metrics.json: a row names the device {device}, and the record {said}"
-        ):
+        with pytest.raises(UserError, match=f"a row names the device {device}, and the record {said}"):
             checkout.judge()
-    # more of its threads
-    checkout.speed(*(row | {"device": checkout.CPU.replace("2", "4")} for row in pair()), device=checkout.CPU)
-    assert checkout.judge()[SPEEDUP].status == "not measured"
-    checkout.speed(*pair(), device=checkout.CPU)
-    assert (checkout.judge()[SPEEDUP].status, checkout.judge()[SPEEDUP].ours) == ("not measured", None)
-    checkout.speed(*pair(), device=checkout.L40S)
-    assert checkout.judge()[SPEEDUP].status == "matched"
+    more_threads = checkout.CPU.replace("2", "4")
+    for device, said, status in (
+        (more_threads, checkout.CPU, "not measured"),
+        (checkout.CPU, checkout.CPU, "not measured"),
+        (checkout.L40S, checkout.L40S, "matched"),
+    ):
+        checkout.speed(*(row | {"device": device} for row in pair()), device=said)
+        assert checkout.judge()[SPEEDUP].status == status
 
 
 def test_a_claim_about_kernels_takes_no_number_of_a_cpu(checkout):
@@ -172,9 +143,7 @@ def test_a_setting_that_was_copied_from_the_paper_is_no_match(checkout):
     [
         ("val", 50_000, "matched"),
         ("tune", 50_000, "not measured"),  # as many images, of another split
-        ("train", 50_000, "not measured"),
         ("val", 49_999, "not measured"),
-        ("val", 10_000, "not measured"),
         ("test", 100_000, "not measured"),
         ("", 50_000, "not measured"),  # a record that does not say
     ],

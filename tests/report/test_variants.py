@@ -10,7 +10,7 @@ from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
 from repro.report.results import Missing
-from repro.report.variants import find_ends, find_groups, find_orders, find_shown, list_ablations, plan_figures
+from repro.report.variants import find_ends, find_groups, find_shown, list_ablations, plan_figures
 
 VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
@@ -69,18 +69,6 @@ def parts(checkout) -> list[str]:
 def part(checkout, title):
     (found,) = [text for text in parts(checkout) if text.startswith(title)]
     return found
-
-
-def test_the_papers_orders_are_its_tables(paper):
-    """Tables 3 and 4 have no two equal Top-1, so every two variants are ordered."""
-    orders = {table.place: find_orders(table, paper.ledger) for table in paper.compared}
-    assert {place: len(found) for place, found in orders.items()} == {
-        "Table 3": 15,
-        "Table 4": 10,
-        "Fig. 7(a)": 5,
-        "Fig. 7(b)": 3,
-    }
-    assert ("ttt_layer", "share_qk") in orders["Table 3"] and ("conv2d", "max") in orders["Table 4"]
 
 
 def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_papers(checkout):

@@ -2,17 +2,17 @@
 layers that use it.
 """
 
+import itertools
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from kernels import triton_launch, ttt_linear, ttt_linear_bidir
+from kernels import triton_launch, ttt_linear_bidir
 from kernels.tools import check
 from kernels.tools.ttt_linear_cases import CASES as cases
-from kernels.tools.ttt_linear_cases import Sizes, one_direction, small
+from kernels.tools.ttt_linear_cases import Sizes, small
 from kernels.ttt_linear import triton_bwd, triton_fwd, triton_phases
 from tests.slow import slow
 
@@ -30,48 +30,55 @@ def assert_passes(sizes, **options):
     assert row["passed"], row
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "tokens", "reverse"), [(16, 150, (False,)), (32, 150, (True,)), (128, 40, (True, False))]
+TWO_PHASES = triton_phases.TwoPhases(
+    *(find(torch.float16, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs))
 )
-def test_other_widths_and_directions(head_dim, tokens, reverse):
-    assert_passes(small(tokens, 2, head_dim=head_dim, reverse=reverse))
+TWO_PASSES = triton_bwd.TwoPasses(
+    *(candidates(torch.float32, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs))
+)
 
 
-def test_many_groups():
-    """Six groups of chunks: the kept states in the middle of the sequence are the ones that the backward pass starts
-    from.
-    """
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (150, {"head_dim": 16, "reverse": (False,)}),
+        (150, {"head_dim": 32, "reverse": (True,)}),
+        (40, {"head_dim": 128}),
+        (700, {"heads": 1}),  # six groups of chunks: the backward pass starts from the states kept between them
+    ],
+)
+def test_other_widths_directions_and_groups(tokens, options):
+    assert_passes(small(tokens, **{"heads": 2} | options))
+
+
+def test_states_are_kept_between_groups_and_take_little_memory():
+    """With q, k, v and lr they are at most 1.25 times q, k, v and out, in two-byte elements."""
     assert triton_fwd.states_shape((1, 700, 2, 1, 64), 16, True)[1] == 5
-    assert_passes(small(700, 1))
+    for T, D, chunk_size in itertools.product((1, 16, 196, 6400), triton_fwd.WIDTHS, triton_fwd.CHUNK_SIZES):
+        states = torch.Size(triton_fwd.states_shape((2, T, 2, 3, D), chunk_size, True)).numel() * 4
+        rows = 2 * T * 2 * 3 * D * 2
+        assert 3 * rows + 2 * T * 3 * 4 + states <= 1.25 * 4 * rows
 
 
-def ragged(*others):
-    """17 tokens: a chunk and a token; other sizes are slow."""
-    return pytest.mark.parametrize(("tokens", "options"), [(17, {}), *[slow(*other) for other in others]])
+# 17 tokens are a chunk and a token
+SPLIT = [(17, {})]
+SPLIT += [slow(*case) for case in ((1, {}), (700, {}), (150, {"head_dim": 16}), (150, {"reverse": (True,)}))]
 
 
-@ragged((1, {}), (150, {}), (700, {}), (150, {"head_dim": 16}), (81, {"chunk_size": 4}))
+@pytest.mark.parametrize(("tokens", "options"), [*SPLIT, slow(81, {"chunk_size": 4})])
 def test_the_backward_pass_in_two_launches(tokens, options):
     """With a program for every group of chunks in the first: as exact as in one launch, and the same bits where both
     add up alike.
     """
-    two = triton_bwd.TwoPasses(
-        *(candidates(torch.float32, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs))
-    )
     sizes = small(tokens, 2, **options)
-    assert_passes(sizes, backward_config=two)
+    assert_passes(sizes, backward_config=TWO_PASSES)
     inputs, _ = check.draw_case(cases, sizes, 1)
-    one, other = (check.run_kernels(cases, inputs, torch.float16, sizes, None, config) for config in (None, two))
+    one, other = (check.run_kernels(cases, inputs, torch.float16, sizes, None, config) for config in (None, TWO_PASSES))
     for name in ("q", "k", "v", "lr", "W0", "b0"):  # the others are sums over tokens
         assert torch.equal(one[name], other[name]), name
 
 
-TWO_PHASES = triton_phases.TwoPhases(
-    *(find(torch.float16, 16)[0] for find in (triton_phases.state_configs, triton_phases.output_configs))
-)
-
-
-@ragged((1, {}), (150, {"reverse": (True,)}), (700, {}), (150, {"head_dim": 16}), (81, {"head_dim": 32}))
+@pytest.mark.parametrize(("tokens", "options"), SPLIT)
 def test_the_forward_pass_in_two_phases(tokens, options):
     """As exact as in one; the backward pass starts from its kept states."""
     assert_passes(small(tokens, 2, **options), config=TWO_PHASES)
@@ -79,53 +86,26 @@ def test_the_forward_pass_in_two_phases(tokens, options):
 
 def test_tokens_that_are_alike():
     """In two phases and two launches, from chunk to chunk: the mean of Z, which rounding makes, does not grow."""
-    two = triton_bwd.TwoPasses(
-        *(candidates(torch.float16, 16)[0] for candidates in (triton_bwd.replay_configs, triton_bwd.back_configs))
-    )
-    row = check.compare(cases, "", small(600, 1, alike=True), "fp16", seeds=[0], config=TWO_PHASES, backward_config=two)
+    options = {"config": TWO_PHASES, "backward_config": TWO_PASSES}
+    row = check.compare(cases, "", small(600, 1, alike=True), "fp16", seeds=[0], **options)
     assert row["passed"], row
 
 
-def test_two_phases_take_v_as_it_is():
-    """v as a slice of a wider projection, and without kept states: the bits of a contiguous v."""
-    given, _ = draw_arguments(Sizes(batch=2, tokens=40, heads=3), torch.float16)
-    expected, kept = triton_phases.forward(given, True, TWO_PHASES)
-    wide = torch.randn(2, 40, 5, 3, 64).half()
-    wide[:, :, 3:] = given.v
-    out, none = triton_phases.forward(given._replace(v=wide[:, :, 3:]), False, TWO_PHASES)
-    assert (
-        torch.equal(out, expected)
-        and none.numel() == 0
-        and kept.shape == triton_fwd.states_shape(given.q.shape, 16, True)
-    )
-
-
-def test_two_phases_where_programs_are_few(monkeypatch):
-    """Up to one program a multiprocessor, in the sizes that models have, and never without a GPU."""
+def test_two_launches_where_programs_are_few(monkeypatch):
+    """Forward up to one program a multiprocessor, in the sizes that models have; backward up to two; never without a
+    GPU.
+    """
 
     def takes(batch, dtype=torch.float16, **options):
-        return triton_phases.takes_two_phases(
-            draw_arguments(Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options)), dtype)[0]
-        )
+        sizes = Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options))
+        return triton_phases.takes_two_phases(draw_arguments(sizes, dtype)[0])
 
-    assert not takes(1)
-    monkeypatch.setattr(triton_phases, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=8))
-    assert (
-        takes(4)
-        and not takes(5)
-        and not takes(4, chunk_size=32)
-        and not takes(4, head_dim=128)
-        and not takes(4, torch.float32)
-    )
-
-
-def test_two_launches_where_programs_are_few(monkeypatch):
-    """Up to two programs a multiprocessor, and never without a GPU."""
-    assert not triton_bwd.takes_two_passes(1, torch.device("cpu"))
-    monkeypatch.setattr(triton_bwd, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert triton_bwd.takes_two_passes(264, torch.device("cuda")) and not triton_bwd.takes_two_passes(
-        265, torch.device("cuda")
-    )
+    assert not takes(1) and not triton_bwd.takes_two_passes(1, torch.device("cpu"))
+    for module in (triton_phases, triton_bwd):
+        monkeypatch.setattr(module, "find_gpu", lambda device: SimpleNamespace(multi_processor_count=8))
+    others = ({"chunk_size": 32}, {"head_dim": 128}, {"dtype": torch.float32})
+    assert takes(4) and not takes(5) and not any(takes(4, **other) for other in others)
+    assert [triton_bwd.takes_two_passes(programs, torch.device("cuda")) for programs in (16, 17)] == [True, False]
 
 
 @pytest.mark.slow
@@ -160,11 +140,13 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 21), slow(2, 21), slow(2, 1)])
 def test_v_as_a_part_of_a_wider_projection(batch, tokens):
     """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous
-    v.
+    v. In two phases too, with states that are kept and without.
     """
     given, dout = draw_arguments(Sizes(batch=batch, tokens=tokens, heads=3), torch.float16)
     expected = cases.kernels(given, dout)
-    v = given[2]
+    two_phases, kept = triton_phases.forward(given, True, TWO_PHASES)
+    assert kept.shape == triton_fwd.states_shape(given.q.shape, 16, True)
+    v = given.v
     wide = torch.randn(batch, tokens, 5, 3, 64).half()
     wide[:, :, 3:] = v
     part = wide[:, :, 3:]
@@ -172,6 +154,8 @@ def test_v_as_a_part_of_a_wider_projection(batch, tokens):
     for other in (part, v.transpose(1, 2).contiguous().transpose(1, 2), v.mT.contiguous().mT):
         assert all(map(torch.equal, cases.kernels(given._replace(v=other), dout), expected))
     assert triton_fwd.token_rows(v[:, :1].expand_as(v)) is None or tokens == 1
+    out, none = triton_phases.forward(given._replace(v=part), False, TWO_PHASES)
+    assert torch.equal(out, two_phases) and none.numel() == 0
 
 
 def test_nan_stays_where_it_belongs():
@@ -184,34 +168,12 @@ def test_nan_stays_where_it_belongs():
     assert not nan[:16, 0, 1].any() and nan[32:, 0, 1].all() and not nan[34:, 1, 1].any() and nan[:18, 1, 1].all()
 
 
-def test_all_states_are_written():
-    given, _ = draw_arguments(Sizes(batch=1, tokens=300, heads=1))
-    with check.poisoned_memory():
-        _, states = triton_fwd.forward(given, True)
-    assert states.shape == triton_fwd.states_shape(given[0].shape, 16, True) and not states.isnan().any()
-
-
-@pytest.mark.parametrize("chunk_size", triton_fwd.CHUNK_SIZES)
-@pytest.mark.parametrize("D", triton_fwd.WIDTHS)
-@pytest.mark.parametrize("T", [1, 16, 81, 196, 6400])
-def test_size_of_the_states(T, D, chunk_size):
-    """With q, k, v and lr they are at most 1.25 times q, k, v and out, in two-byte elements."""
-    B, R, H = 2, 2, 3
-    states = torch.Size(triton_fwd.states_shape((B, T, R, H, D), chunk_size, True)).numel() * 4
-    rows = B * T * R * H * D * 2
-    assert 3 * rows + B * T * H * 4 + states <= 1.25 * 4 * rows
-
-
-@pytest.mark.parametrize("directions", [1, 2])
-def test_memory_kept_for_the_backward_pass(directions):
+def test_memory_kept_for_the_backward_pass():
     """What autograd holds after a forward pass, each storage once, without parameters: at most 1.25 times q, k, v and
     out.
     """
-    inputs = [x.half() for x in draw(0, Sizes(batch=1, tokens=300, heads=2))[:4]] + draw(
-        0, Sizes(batch=1, tokens=300, heads=2)
-    )[4:-1]
-    inputs = [x if i < 4 else x.float() for i, x in enumerate(inputs)]
-    leaves = [x.contiguous().requires_grad_() for x in (inputs if directions == 2 else one_direction(inputs))]
+    *inputs, _ = check.cast(cases, draw(0, Sizes(batch=1, tokens=300, heads=2)), torch.float16)
+    leaves = [x.contiguous().requires_grad_() for x in inputs]
     parameters, held = {x.untyped_storage().data_ptr() for x in leaves[4:]}, {}
 
     def keep(x):
@@ -219,7 +181,7 @@ def test_memory_kept_for_the_backward_pass(directions):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = (ttt_linear_bidir if directions == 2 else ttt_linear)(*leaves, backend="triton")
+        out = ttt_linear_bidir(*leaves, backend="triton")
     kept = sum(size for storage, size in held.items() if storage not in parameters)
     assert 0 < kept <= 1.25 * 4 * out.nbytes
 
@@ -230,7 +192,6 @@ def test_memory_kept_for_the_backward_pass(directions):
     [
         (16, 12, "chunk_size is 12, expected one of 4, 8, 16, 32, 64"),
         (48, 16, "ttt_linear: backend 'triton': q's last axis D is 48, expected one of 16, 32, 64, 128; use auto"),
-        (256, 16, "q's last axis D is 256, expected one of 16, 32, 64, 128"),
     ],
 )
 def test_sizes_that_the_kernels_do_not_take(head_dim, chunk_size, message):
@@ -252,51 +213,6 @@ def test_inductor_gives_the_same_bits():
         out = function(*inputs, backend="triton")
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.slow
-def test_ddp(tmp_path):
-    """DistributedDataParallel hooks on gradients of the operator: with one process they are those of the plain layer."""
-    *tokens, _ = inputs = [
-        x.float().requires_grad_() for x in draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16))[:-1]
-    ]
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parameters_ = torch.nn.ParameterList(x.detach().clone() for x in inputs[4:])
-
-        def forward(self, *tokens):
-            return ttt_linear_bidir(*tokens, *self.parameters_, backend="triton")
-
-    tokens = [x.detach() for x in inputs[:4]]
-    expected = torch.autograd.grad(ttt_linear_bidir(*inputs, backend="triton").square().sum(), inputs[4:])
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        layer = torch.nn.parallel.DistributedDataParallel(Layer())
-        layer(*tokens).square().sum().backward()
-    finally:
-        dist.destroy_process_group()
-    assert all(torch.equal(x.grad, g) for x, g in zip(layer.parameters(), expected, strict=True))
-
-
-@pytest.mark.slow
-def test_a_layer_under_autocast():
-    """fp16 tokens, fp32 parameters and states: the result and the gradients of the torch backend, as near as fp16
-    products are.
-    """
-    from repro.models.ttt_mixer import TTTMixer
-
-    torch.manual_seed(0)
-    mixer, x = TTTMixer(32, 2, 40), torch.randn(2, 40, 32)
-    results = []
-    for mixer.backend in ("triton", "torch"):
-        with torch.autocast("cpu", torch.float16):
-            assert mixer.selected_backend(torch.float16) == mixer.backend
-            out = mixer(x)
-        assert out.dtype == torch.float16
-        results.append([out.float(), *torch.autograd.grad(out.float().square().sum(), list(mixer.parameters()))])
-    assert max(map(check.relative_error, *results)) < 2e-2
 
 
 @pytest.mark.slow

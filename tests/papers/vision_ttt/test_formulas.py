@@ -27,10 +27,6 @@ from repro.papers.vision_ttt.formulas import (
 from repro.report.arithmetic import agreement
 
 
-def test_the_designs_are_the_built_ones():
-    assert tuple(DESIGNS) == BUILT
-
-
 def test_eq_13_has_whole_chunks_alone():
     """The last of 13 chunks has 4 of 196 tokens: 12·256 + 4² products of pairs and not 16·196, twice D = 192 in 2
     directions and 12 layers.
@@ -103,16 +99,11 @@ def test_the_constants_are_those_of_the_built_models(size):
     assert states == {model_constant("vim_state")}
 
 
-def test_a_wrong_design_is_named():
+def test_the_ledger_may_call_them_and_a_wrong_design_is_named():
+    assert tuple(DESIGNS) == BUILT
+    own = {name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens"))}
+    assert own <= set(load_primary().formulas)
     with pytest.raises(ValueError, match="'conv3d' is no design of Table 3"):
         vittt_design_g("conv3d")
     with pytest.raises(ValueError, match="ttt_layer is the first design"):
         table3_step_g("ttt_layer")
-
-
-def test_the_ledger_may_call_them():
-    known = load_primary().formulas
-    own = {
-        name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens")) and callable(value)
-    }
-    assert own <= set(known)

@@ -4,7 +4,6 @@ config.py.
 
 import copy
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from repro.papers.vit3 import recipe as vit3
 from repro.tasks.classification.params import ClassifierParams
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
-from tests.slow import first
 
 ROOT = Path(__file__).parents[3]
 IMAGENET = 1281167
@@ -76,17 +74,6 @@ def test_paper_recipe_by_hand():
     assert list(recipe["inactive"]) == ["transform.color_jitter"]
 
 
-@pytest.mark.parametrize("batch, factor", [(4096, 4), (512, 0.5), (1000, 1000 / 1024)])
-def test_rates_scale_linearly_with_the_batch(batch, factor):
-    rates = resolved(change(cell(), {"batch_size": batch}))["learning_rate"]
-    assert rates == pytest.approx({"first": 1e-6 * factor, "peak": 1e-3 * factor, "final": 1e-5 * factor})
-
-
-def test_recipe_survives_json():
-    recipe = resolved(cell())
-    assert json.loads(json.dumps(recipe, allow_nan=False)) == recipe
-
-
 @pytest.mark.parametrize("world_size, micro_batch, accumulate", [(3, 341, 1), (8, 64, 1), (1, 1024, 2)])
 def test_batch_that_does_not_come_out_is_refused(world_size, micro_batch, accumulate):
     made = world_size * micro_batch * accumulate
@@ -127,37 +114,9 @@ def test_colour_jitter_is_inactive_when_timm_leaves_it_out(augment, active):
 # --- where it departs
 
 
-@pytest.mark.parametrize("name", PAPER_CELLS)
-@pytest.mark.parametrize("world_size, accumulate", [(1, 1), (8, 1), (2, 4)])
+@pytest.mark.parametrize("name, world_size, accumulate", list(zip(PAPER_CELLS, (1, 8, 2), (1, 1, 4))))
 def test_paper_profile_departs_nowhere(name, world_size, accumulate):
     assert departing(cell(name), world_size=world_size, accumulate=accumulate) == []
-
-
-def test_mini_profile_by_hand():
-    """Read off profiles/mini.yaml beside the recipe tables of the specification."""
-    expected = {
-        f"model: vittt_nano_patch16_144, the paper has {SIZES}",
-        "data: digits (1,079 training images), the paper has ImageNet-1K (1,281,167)",
-        "epochs: 7, the paper has 300",
-        "batch_size: 32, the paper has 1024",
-        "optim.lr: 0.004 at batch 32, the paper has 0.001 at batch 1024",
-        f"optim.warmup_lr: 1e-05 at batch 32, Swin's default is 1e-06 at batch 1024{SILENT}",
-        f"optim.min_lr: 1e-05 at batch 32, Swin's default is 1e-05 at batch 1024{SILENT}",
-        "optim.warmup_epochs: 2, the paper has 20",
-        f"drop_path: 0, Swin's default is 0.1{SILENT}",
-        f"precision: fp32, Swin's default is fp16 autocast{SILENT}",
-        "mix.mixup: 0, the paper has DeiT's 0.8",
-        "mix.cutmix: 0, the paper has DeiT's 1",
-        "transform.image_size: 144, the paper has 224",
-        "transform.scale: [0.7, 1], the paper has DeiT's [0.08, 1]",
-        "transform.ratio: [0.85, 1.18], the paper has DeiT's [0.75, 1.33333]",
-        "transform.hflip: 0, the paper has DeiT's 0.5",
-        "transform.auto_augment: none, the paper has DeiT's rand-m9-mstd0.5-inc1",
-        "transform.re_prob: 0, the paper has DeiT's 0.25",
-        f"transform.crop_pct: 1, Swin's default is 0.875{SILENT}",
-    }
-    found = departing(cell("vittt_nano_digits", "mini"), train_images=1079)
-    assert set(found) == expected and len(found) == len(expected)
 
 
 SINGLE = [
@@ -183,10 +142,7 @@ SINGLE = [
     ("optim.betas", (0.9, 0.95), f"[0.9, 0.95], Swin's default is [0.9, 0.999]{SILENT}"),
     ("optim.eps", 1e-6, f"1e-06, Swin's default is 1e-08{SILENT}"),
     ("optim.warmup_epochs", 5, "5, the paper has 20"),
-    ("optim.warmup_epochs", 0, "0, the paper has 20"),
     ("optim.clip_grad_norm", None, f"none, Swin's default is 5{SILENT}"),
-    ("optim.clip_grad_norm", 1.0, f"1, Swin's default is 5{SILENT}"),
-    ("mix.mixup", 0.2, "0.2, the paper has DeiT's 0.8"),
     ("mix.mixup", 0.0, "0, the paper has DeiT's 0.8"),
     ("mix.cutmix", 0.0, "0, the paper has DeiT's 1"),
     ("mix.prob", 0.5, "0.5, the paper has DeiT's 1"),
@@ -198,11 +154,6 @@ SINGLE = [
     ("transform.ratio", (1.0, 1.0), "[1, 1], the paper has DeiT's [0.75, 1.33333]"),
     ("transform.hflip", 0.0, "0, the paper has DeiT's 0.5"),
     ("transform.auto_augment", None, "none, the paper has DeiT's rand-m9-mstd0.5-inc1"),
-    (
-        "transform.auto_augment",
-        "rand-m7-mstd0.5-inc1",
-        "rand-m7-mstd0.5-inc1, the paper has DeiT's rand-m9-mstd0.5-inc1",
-    ),
     ("transform.re_prob", 0.0, "0, the paper has DeiT's 0.25"),
     ("transform.interpolation", "bilinear", f"bilinear, Swin's default is bicubic{SILENT}"),
     ("transform.crop_pct", 0.9, f"0.9, Swin's default is 0.875{SILENT}"),
@@ -212,9 +163,14 @@ SINGLE = [
 
 
 @pytest.mark.parametrize("key, value, text", SINGLE)
-@pytest.mark.parametrize("name", first(PAPER_CELLS[:2]))
-def test_one_changed_key_is_one_line(name, key, value, text):
-    assert departing(change(cell(name), {key: value})) == [f"{key}: {text}"]
+def test_one_changed_key_is_one_line(key, value, text):
+    assert departing(change(cell(), {key: value})) == [f"{key}: {text}"]
+
+
+def test_what_ran_counts_and_not_what_was_asked_for():
+    assert departing(cell(), dtype="fp32") == [f"precision: fp32, Swin's default is fp16 autocast{SILENT}"]
+    (line,) = departing(cell(), train_images=128_116)
+    assert line == "data: imagenet (128,116 training images), the paper has ImageNet-1K (1,281,167)"
 
 
 @pytest.mark.parametrize("section", ["optim", "mix", "transform"])
@@ -257,18 +213,6 @@ def test_drop_path_of_the_base_model_is_not_called_swins():
 
 
 @pytest.mark.parametrize(
-    "data, train_images", [("imagenet", 128116), ("imagenet100", 126689), ("tiny_imagenet", 100000)]
-)
-def test_a_subset_is_another_data_set(data, train_images):
-    (line,) = departing(change(cell(), {"data": data}), train_images=train_images)
-    assert line == f"data: {data} ({train_images:,} training images), the paper has ImageNet-1K (1,281,167)"
-
-
-def test_precision_that_ran_counts_and_not_the_one_asked_for():
-    assert departing(cell(), dtype="fp32") == [f"precision: fp32, Swin's default is fp16 autocast{SILENT}"]
-
-
-@pytest.mark.parametrize(
     "changes, departing_keys",
     [
         ({"mix.mixup": 0.0, "mix.cutmix": 0.0, "mix.prob": 0.1, "mix.switch_prob": 0.1}, ["mix.mixup", "mix.cutmix"]),
@@ -284,41 +228,34 @@ def test_keys_without_effect_are_no_departures(changes, departing_keys):
 # --- what is printed
 
 
-def test_printed_lines():
-    recipe = resolved(cell(), world_size=8)
-    printed = lines(recipe, [])
-    assert printed[-1] == "the recipe is the paper's (where it is silent: Swin's defaults)"
+@pytest.mark.parametrize("changes", [{}, {"epochs": 60, "seeds": (1,), "options.design": "conv1d"}])
+def test_printed_lines(changes):
+    params = change(cell(), changes)
+    recipe = resolved(params, world_size=8)
+    departures = find_departures(params, recipe, vision_ttt.PRINTED)
+    printed = lines(recipe, departures)
+    assert len(departures) == len(changes)
+    assert [f"departs from the paper: {line}" in printed for line in departures] == [True] * len(changes)
+    assert printed[-1].startswith("the recipe is the paper's") != bool(changes)
     assert "batch          total 1024, world_size 8, micro_batch 128, accumulate 1" in printed
-    assert "steps          per_epoch 1251, warmup 25020, total 375300, epochs 300" in printed
-    assert any(line.startswith("learning rate  first 1e-06, peak 0.001, final 1e-05;") for line in printed)
-    assert any(line.startswith("inactive       transform.color_jitter: ") for line in printed)
+    assert any(line.startswith("steps          per_epoch 1251, warmup 25020, total ") for line in printed)
     # one column of names
-    assert all(len(line) <= 132 and "\n" not in line and line[15] != " " for line in printed[:-1])
-
-
-def test_printed_departures():
-    params = change(cell(), {"epochs": 60, "seeds": (1,), "options.design": "conv1d"})
-    recipe = resolved(params)
-    printed = lines(recipe, find_departures(params, recipe, vision_ttt.PRINTED))
-    assert "model          vittt_tiny_patch16_224, design conv1d, drop path 0.1" in printed
-    assert "departs from the paper: epochs: 60, the paper has 300" in printed
-    assert sum(line.startswith("departs from the paper: ") for line in printed) == 3
-    assert not any(line.startswith("the recipe is") for line in printed)
+    named = [line for line in printed[:-1] if not line.startswith("departs")]
+    assert all(len(line) <= 132 and "\n" not in line and line[15] != " " for line in named)
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "recipe"),
+    ("name", "recipe"),
     [
-        ("pretrain", "study_mse_imagenet", vit3),
-        ("pretrain", "vit3_tiny_imagenet", vit3),  # which the primary paper compares too
-        ("pretrain", "hvit3_tiny_imagenet", vit3),
-        ("pretrain", "vittt_tiny_imagenet", vision_ttt),
-        ("pretrain", "ladder_vit3_own_imagenet", kv),
+        ("study_mse_imagenet", vit3),
+        ("vit3_tiny_imagenet", vit3),  # which the primary paper compares too
+        ("vittt_tiny_imagenet", vision_ttt),
+        ("ladder_vit3_own_imagenet", kv),
     ],
 )
-def test_a_cell_is_compared_with_the_recipe_of_its_own_paper(section, name, recipe):
+def test_a_cell_is_compared_with_the_recipe_of_its_own_paper(name, recipe):
     """ViT³'s has a batch of 4096, which Vision-TTT's has not."""
-    params = load_section(ClassifierParams, ROOT / "profiles" / "paper.yaml", section, name)
+    params = load_section(ClassifierParams, ROOT / "profiles" / "paper.yaml", "pretrain", name)
     world = {"world_size": 1, "micro_batch": params.batch_size, "accumulate": 1}
     facts = {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": IMAGENET}
     assert describe_recipe(params, facts) == describe(params, facts, recipe.PRINTED)

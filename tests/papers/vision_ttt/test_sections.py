@@ -46,31 +46,11 @@ def test_what_speaks_for_the_paper_is_said(checkout):
     assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the mini settings" in text
 
 
-def change(path: str, value):
-    """A change of one number of a made-up record."""
-
-    def apply(metrics: dict) -> None:
-        *folders, last = path.split("/")
-        for name in folders:
-            metrics = metrics[name]
-        metrics[last] = value
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (
-            "gradient_magnitude/after/top30_share_percent",
-            34.9,
-            "the gradients are relatively uniform before training, and stand out after it",
-        ),
-        (
-            "gradient_magnitude/after/ink/later_percent",
-            70.1,
-            "after training, the tokens with the largest gradients show the object",
-        ),
+        ("gradient_magnitude/after/top30_share_percent", 34.9, "the gradients are relatively uniform before training"),
+        ("gradient_magnitude/after/ink/later_percent", 70.1, "after training, the tokens with the largest gradients"),
         ("gradient_magnitude/before/ink/later_top30_percent", 77.0, "and more so than before"),
         ("receptive_fields/Vanilla TTT/share_ahead", 0.01, "vanilla TTT sees one direction"),
         ("receptive_fields/+ Dual/share_ahead", 0, "“+ Dual” sees both"),
@@ -81,12 +61,14 @@ def change(path: str, value):
     ],
 )
 def test_each_finding_can_speak_against_the_paper(checkout, path, value, says):
-    metrics = visualized()
-    change(path, value)(metrics)
-    checkout.record("visualize", metrics)
-    against = {name for name, (_, word) in findings(checkout).items() if word == "**against the paper**"}
-    assert against == {says}
-    assert "1 of 9 findings speak against the paper." in render_blocks(list_findings(checkout.report()))
+    record = metrics = visualized()
+    *folders, last = path.split("/")
+    for name in folders:
+        metrics = metrics[name]
+    metrics[last] = value
+    checkout.record("visualize", record)
+    (against,) = [name for name, (_, word) in findings(checkout).items() if word == "**against the paper**"]
+    assert against.startswith(says)
 
 
 def test_fields_that_were_not_drawn_are_no_findings(checkout):

@@ -2,7 +2,6 @@
 of fp64.
 """
 
-import pytest
 import torch
 
 from repro.papers.vision_ttt.theorems import (
@@ -48,18 +47,8 @@ def test_the_printed_line_of_a2_by_hand():
 def test_every_equivalence_holds_in_fp64_but_the_printed_line():
     errors = measure_theorems(Sizes(shapes=((2, 4), (21, 8), (40, 16)), seeds=2))
     assert 0.05 < errors.pop("a2_printed_smallest") < errors.pop("a2_printed_largest")
-    assert set(errors) == {
-        "c1_linear_attention",
-        "c2_delta_rule",
-        "c2_adapted_value_view",
-        "c2_adapted_value_view_any_w0",
-        "primal_plain",
-        "primal_ln",
-        "a2_corrected",
-    }
+    exact = (
+        "c1_linear_attention c2_delta_rule c2_adapted_value_view c2_adapted_value_view_any_w0 primal_plain primal_ln"
+    )
+    assert set(errors) == {*exact.split(), "a2_corrected"}
     assert max(errors.values()) < 1e-13
-
-
-def test_seeds_are_few_and_repeat():
-    sizes = Sizes(shapes=((5, 4),), seeds=1)
-    assert measure_theorems(sizes) == pytest.approx(measure_theorems(sizes), rel=0)
