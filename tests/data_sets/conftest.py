@@ -1,11 +1,38 @@
+"""Small data sets, and the ways in which files are spoilt."""
+
+import hashlib
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from repro.data.cells import DataCell
 from repro.data.kinds import list_imagenet100
+from repro.data.manifest import Manifest
 
 CLASSES = {"ant": 5, "bee": 9, "cat": 6}
+
+
+def cut(path: Path) -> None:
+    """Leave the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Change a byte near the end of a file; its size stays."""
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+def hash_files(root: Path) -> dict[str, str]:
+    """Name below the root -> hash, of every file."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def make_cell(root: Path, manifest: Manifest) -> DataCell:
+    return DataCell(name="mine", manifest_path=root / "manifest.json", manifest=manifest, root=root)
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-import hashlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,76 +14,54 @@ from repro.data.cells import write_embedded
 from repro.data.embedded.digits import write_digits
 from repro.data.kinds import KINDS
 from repro.data.settings import DigitsSettings
+from tests.data_sets.conftest import hash_files
 
 SMALL = DigitsSettings(image_size=16)
 
 
-def content(root: Path) -> dict[str, str]:
-    files = sorted(p for p in root.rglob("*") if p.is_file())
-    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
 def test_every_scan_once_with_its_label_and_stratified(tmp_path):
-    write_digits(tmp_path / "digits", SMALL)
-    truth = load_digits()
-    seen = {}
-    for path in (tmp_path / "digits").rglob("*.png"):
-        seen[int(path.stem.removeprefix("scan_"))] = path
+    root, truth = tmp_path / "digits", load_digits()
+    write_digits(root, DigitsSettings(image_size=144))
+    seen = {int(path.stem.removeprefix("scan_")): path for path in root.rglob("*.png")}
     assert sorted(seen) == list(range(1797))
-    for number, path in seen.items():
-        assert path.parent.name == f"digit_{truth.target[number]}"
+    assert all(path.parent.name == f"digit_{truth.target[number]}" for number, path in seen.items())
     for split, digit in itertools.product(("tune", "test"), range(10)):
-        members = sum(path.parts[-3] == split for path in seen.values() if path.parent.name == f"digit_{digit}")
+        members = len(list((root / split / f"digit_{digit}").iterdir()))
         assert abs(members - 0.2 * (truth.target == digit).sum()) <= 0.5
+    for number in range(0, 1797, 100):
+        with Image.open(seen[number]) as image:
+            pixels = np.asarray(image, dtype=float)
+        scan = truth.images[number] * 255 / 16
+        blocks = pixels.reshape(8, 18, 8, 18).mean(axis=(1, 3))
+        assert np.corrcoef(blocks.ravel(), scan.ravel())[0, 1] > 0.97 and abs(pixels.mean() - scan.mean()) < 8
 
 
 @pytest.mark.parametrize(("test_fraction", "sizes"), [(0.2, (1079, 359, 359)), (0.1, (1259, 359, 179))])
 def test_tune_is_the_split_on_which_the_recipe_was_chosen(tmp_path, test_fraction, sizes):
     """That was once called val: the first fifth of a permutation of each class, drawn with seed 0, digit by digit."""
-    write_digits(tmp_path / "digits", DigitsSettings(image_size=16, test_fraction=test_fraction))
-    scans = {
-        split: {int(path.stem.removeprefix("scan_")) for path in (tmp_path / "digits" / split).rglob("*.png")}
+    root = tmp_path / "digits"
+    write_digits(root, DigitsSettings(image_size=16, test_fraction=test_fraction))
+    scans = [
+        {int(path.stem.removeprefix("scan_")) for path in (root / split).rglob("*.png")}
         for split in ("train", "tune", "test")
-    }
+    ]
     truth, rng, first_fifth = load_digits().target, np.random.Generator(np.random.PCG64(0)), set()
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(truth == digit))
         first_fifth |= set(members[: round(0.2 * len(members))].tolist())
-    assert scans["tune"] == first_fifth
-    assert tuple(map(len, scans.values())) == sizes and len(set.union(*scans.values())) == 1797, (
-        "no scan is in two splits"
-    )
-
-
-def test_images_show_the_scans(tmp_path):
-    write_digits(tmp_path / "digits", DigitsSettings(image_size=144))
-    truth = load_digits()
-    paths = sorted((tmp_path / "digits").rglob("*.png"))
-    for path in paths[::100]:
-        with Image.open(path) as image:
-            assert image.size == (144, 144)
-            pixels = np.asarray(image, dtype=float)
-        scan = truth.images[int(path.stem.removeprefix("scan_"))] * 255 / 16
-        blocks = pixels.reshape(8, 18, 8, 18).mean(axis=(1, 3))
-        assert np.corrcoef(blocks.ravel(), scan.ravel())[0, 1] > 0.97
-        assert abs(pixels.mean() - scan.mean()) < 8
+    assert scans[1] == first_fifth and tuple(map(len, scans)) == sizes
+    assert len(set.union(*scans)) == 1797, "no scan is in two splits"
 
 
 def test_bytes_depend_on_the_settings_alone(tmp_path):
-    for name in ("one", "two"):
-        write_digits(tmp_path / name, SMALL)
-    write_digits(tmp_path / "two", SMALL)  # over an earlier tree
-    write_digits(tmp_path / "other", DigitsSettings(image_size=16, seed=1))
-    assert content(tmp_path / "one") == content(tmp_path / "two")
-    assert set(content(tmp_path / "one")) != set(content(tmp_path / "other"))
-
-
-def test_new_settings_replace_the_old_tree_and_leave_nothing_else(tmp_path):
-    write_digits(tmp_path / "data" / "digits", SMALL)
-    write_digits(tmp_path / "data" / "digits", DigitsSettings(image_size=24))
-    with Image.open(next((tmp_path / "data").rglob("*.png"))) as image:
-        assert image.size == (24, 24)
-    assert os.listdir(tmp_path / "data") == ["digits"]
+    """Also over another tree, of which nothing is left."""
+    root, again, other = (tmp_path / name for name in ("digits", "again", "other"))
+    write_digits(root, DigitsSettings(image_size=24))
+    write_digits(other, DigitsSettings(image_size=16, seed=1))
+    for folder in (root, again):
+        write_digits(folder, SMALL)
+    assert hash_files(root) == hash_files(again) and set(hash_files(root)) != set(hash_files(other))
+    assert sorted(os.listdir(tmp_path)) == ["again", "digits", "other"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.embedded], ids=lambda kind: kind.name)

@@ -26,6 +26,7 @@ from repro.data.classification import ImageFolder
 from repro.data.embedded.cifar100 import download_cifar100
 from repro.data.kinds import PrepareData, list_imagenet100, list_wnids
 from repro.data.prepare import prepare
+from tests.data_sets.conftest import flip
 
 CIFAR = {
     "kind": "cifar100",
@@ -39,9 +40,13 @@ IMAGENET = {
 }
 
 
+def runtime_of(roots: dict[str, Path]) -> Runtime:
+    return Runtime(data_roots={"small": "written", **{key: str(root) for key, root in roots.items()}})
+
+
 def prepared(tmp_path: Path, content: dict, **roots: Path):
     """The cell `small` of these params, prepared at tmp_path/written."""
-    runtime = Runtime(data_roots={"small": "written", **{key: str(root) for key, root in roots.items()}})
+    runtime = runtime_of(roots)
     prepare(build(PrepareData, content, "prepare_data.small"), Paths(tmp_path), runtime, "small")
     return open_cell(Paths(tmp_path), runtime, "small")
 
@@ -155,10 +160,7 @@ def test_images_in_archives_are_copied(tmp_path, imagenet_folder):
 
 def test_a_changed_picture_of_cifar100_stops_a_run(tmp_path, cifar100_files):
     cell = prepared(tmp_path, CIFAR, torchvision=cifar100_files)
-    path = cell.open_tree().path("test", 0)
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 1
-    path.write_bytes(content)
+    flip(cell.open_tree().path("test", 0))
     with pytest.raises(UserError, match="a file was changed or renamed"):
         cell.open_tree()
 
@@ -167,11 +169,7 @@ def test_a_tree_that_was_removed_is_written_again(tmp_path, published_files):
     for content in (CIFAR, IMAGENET):
         cell = prepared(tmp_path, content, **published_files)
         shutil.rmtree(cell.root)
-        again = open_cell(
-            Paths(tmp_path),
-            Runtime(data_roots={"small": "written", **{key: str(root) for key, root in published_files.items()}}),
-            "small",
-        )
+        again = open_cell(Paths(tmp_path), runtime_of(published_files), "small")
         assert len(again.open_tree().splits["train"].names) == content["expected"]["train"]
         shutil.rmtree(cell.root)
 

@@ -22,11 +22,8 @@ DIGITS = {
     "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
     "generate": {"image_size": 16},
 }
-SCENES = {
-    "kind": "scenes",
-    "expected": {"classes": 13, "train": 6, "tune": 2, "test": 3},
-    "draw": {"train": 6, "tune": 2, "test": 3},
-}
+COUNTS = {"train": 6, "tune": 2, "test": 3}
+SCENES = {"kind": "scenes", "expected": {"classes": 13, **COUNTS}, "draw": COUNTS}
 CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES)]
 
 
@@ -70,15 +67,13 @@ def test_counts_that_were_not_expected_write_no_manifest(tmp_path, cell):
     assert not (tmp_path / "results").exists()
 
 
-def test_imagenet_is_prepared_where_it_lies(root, tmp_path):
-    for split in ("train", "val"):
-        for name, wnid in {"ant": "n01440764", "bee": "n01443537", "cat": "n15075141"}.items():
-            (root / split / name).rename(root / split / wnid)
-    before = sorted(root.rglob("*"))
-    run(tmp_path, {"kind": "imagenet", "expected": {"classes": 3, "train": 20, "val": 20}}, "subset", str(root))
+def test_imagenet_is_prepared_where_it_lies(imagenet_folder, tmp_path):
+    before = sorted(imagenet_folder.rglob("*"))
+    cell = {"kind": "imagenet", "expected": {"classes": 101, "train": 303, "val": 101}}
+    run(tmp_path, cell, "subset", str(imagenet_folder))
     manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
     assert len(manifest.departures) == 3 and manifest.generated is None
-    assert sorted(root.rglob("*")) == before
+    assert sorted(imagenet_folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
