@@ -10,16 +10,9 @@ import torch
 
 from kernels import ttt_linear
 from kernels.selective_scan import selective_scan
-from kernels.tools import (
-    bench,
-    bi_wkv_cases,
-    check,
-    ms_deform_attn_cases,
-    peers,
-    selective_scan_cases,
-    ttt_linear_cases,
-)
+from kernels.tools import bench, check, ms_deform_attn_cases, peers, selective_scan_cases, ttt_linear_cases
 from kernels.tools.bench import BOTH_PASSES, FORWARD
+from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
 from kernels.tools.operators import OPERATORS
 from repro.core.record import write_record
 
@@ -49,9 +42,8 @@ def test_what_is_timed_runs(name):
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, cases.bind(cases.SMALL)(*inputs, backend="torch"))
     gradients = run_step(cases, cases.SMALL, "torch", BOTH_PASSES)
-    assert [g.shape for g in gradients.values()] == [x.shape for x in inputs] and all(
-        g.isfinite().all() for g in gradients.values()
-    )
+    assert [g.shape for g in gradients.values()] == [x.shape for x in inputs]
+    assert all(g.isfinite().all() for g in gradients.values())
     shapes = cases.shapes()
     assert cases.COMPARED in shapes and len(set(shapes)) == len(shapes)
     assert len({sizes.batch for sizes in shapes}) == 1
@@ -71,19 +63,16 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
         return ttt_linear(q, k, v, lr.bfloat16(), *shared, chunk_size=chunk_size, eps=eps), None, None
 
     def ours(q, k, v, lr, *shared):
-        return torch.stack(
-            [ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared)) for r in (0, 1)], 2
-        )
+        outs = [ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared)) for r in (0, 1)]
+        return torch.stack(outs, 2)
 
     module = SimpleNamespace(chunk_ttt_linear=stands_in, fused_chunk_ttt_linear=stands_in)
     monkeypatch.setattr(peers, "_import", lambda name: module)
     cases, sizes = ttt_linear_cases.CASES, ttt_linear_cases.Sizes(batch=2, tokens=40, heads=2, head_dim=16)
     # with equal weights the gradients of a sum over a LayerNorm's outputs would vanish
     weight = 1 + 0.5 * torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    leaves = [
-        weight if name == "ln_weight" else x
-        for name, x in zip(cases.INPUTS, cases.layer_inputs(sizes, CPU), strict=True)
-    ]
+    leaves = cases.layer_inputs(sizes, CPU)
+    leaves[cases.INPUTS.index("ln_weight")] = weight
     expected = ours(*(x.requires_grad_() for x in leaves))
     out = run_step(cases, sizes, f"fla {kind}", FORWARD, ln_weight=weight.detach())
     assert check.relative_error(out, expected.detach()) < 1e-2
@@ -98,20 +87,17 @@ def test_mamba_ssm_gets_the_same_work(monkeypatch):
     """With ours in its place, in its layout, (B,E,T) and one direction: the same output and gradients."""
 
     def stands_in(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
-        assert {x.dtype for x in (u, delta, B, C, z)} == {torch.bfloat16} and {x.dtype for x in (A, D, delta_bias)} == {
-            torch.float32
-        }
+        assert {x.dtype for x in (u, delta, B, C, z)} == {torch.bfloat16}
+        assert {x.dtype for x in (A, D, delta_bias)} == {torch.float32}
         assert u.shape == delta.shape == z.shape == (2, 32, 21) and B.shape == C.shape == (2, 16, 21) and delta_softplus
         assert all(x.stride(-1) == 1 for x in (u, delta, B, C, z))
         return selective_scan(u.mT, delta.mT, A, B.mT, C.mT, D, z.mT, delta_bias).mT
 
-    monkeypatch.setitem(
-        sys.modules, "mamba_ssm.ops.selective_scan_interface", SimpleNamespace(selective_scan_fn=stands_in)
-    )
+    module = SimpleNamespace(selective_scan_fn=stands_in)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", module)
     cases, sizes = selective_scan_cases.CASES, selective_scan_cases.Sizes(batch=2, tokens=21, channels=32)
-    torch.testing.assert_close(
-        run_step(cases, sizes, "mamba-ssm", FORWARD).movedim(-1, 1), run_step(cases, sizes, "torch", FORWARD)
-    )
+    theirs, ours = (run_step(cases, sizes, name, FORWARD) for name in ("mamba-ssm", "torch"))
+    torch.testing.assert_close(theirs.movedim(-1, 1), ours)
     gradients, ours = (run_step(cases, sizes, name, BOTH_PASSES) for name in ("mamba-ssm", "torch"))
     z = gradients.pop("z")  # one for each direction, the second from back to front
     errors = check.relative_errors({"z": (z[:, 0] + z[:, 1].flip(-1)).mT}, {"z": ours["z"]})
@@ -131,12 +117,8 @@ def timed(operator, names, forward, both):
 
 
 def test_the_summary_compares_with_the_faster_peer():
-    fla = timed(
-        "ttt_linear",
-        [*bench.OURS, "fla chunk", "fla fused_chunk"],
-        (1.0, 2.0, 90.0, 5.0, 4.0),
-        (2.0, 8.0, 90.0, 12.0, 20.0),
-    )
+    both = [*bench.OURS, "fla chunk", "fla fused_chunk"]
+    fla = timed("ttt_linear", both, (1.0, 2.0, 90.0, 5.0, 4.0), (2.0, 8.0, 90.0, 12.0, 20.0))
     other_shape = {**fla[3], "tokens": 196, "median_ms": 0.1}
     mamba = timed("selective_scan", [*bench.OURS, "mamba-ssm"], (1.0, 4.0, 90.0, 5.0), (2.0, 4.0, 90.0, 2.0))
     alone = timed("bi_wkv", bench.OURS, (1.0, 4.0, 90.0), (2.0, 5.0, 90.0))
@@ -148,15 +130,14 @@ def test_the_summary_compares_with_the_faster_peer():
         "forward_backward_share_of_copy_percent": 100 * 2.0 / 8.0,
     }
     assert bench.summarise(selective_scan_cases.CASES, rows)["forward_backward_speedup_over_mamba_ssm"] == 2.0 / 4.0
-    assert bench.summarise(bi_wkv_cases.CASES, rows) == {
+    assert bench.summarise(OPERATORS["bi_wkv"], rows) == {
         "forward_share_of_copy_percent": 25.0,
         "forward_backward_share_of_copy_percent": 40.0,
     }
     missing = timed("ttt_linear", [*bench.OURS, "fla chunk"], (1.0, 2.0, 90.0, None), (None,) * 4)
     found = bench.summarise(ttt_linear_cases.CASES, missing)
-    assert (
-        found["forward_speedup_over_fla"] is None and found["forward_share_of_copy_percent"] == 50.0 and found["reason"]
-    )
+    assert found["forward_speedup_over_fla"] is None and found["reason"]
+    assert found["forward_share_of_copy_percent"] == 50.0
 
 
 def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
@@ -198,9 +179,8 @@ def test_bytes_and_flop_of_the_selective_scan():
     twice that back.
     """
     sizes = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32)
-    activations = sum(
-        x.nbytes for x in selective_scan_cases.CASES.layer_inputs(sizes, CPU) if x.dtype == torch.bfloat16
-    )
+    inputs = selective_scan_cases.CASES.layer_inputs(sizes, CPU)
+    activations = sum(x.nbytes for x in inputs if x.dtype == torch.bfloat16)
     out = 2 * 10 * 2 * 32 * 2
     assert sizes.bytes(FORWARD) == activations + out
     assert sizes.bytes(BOTH_PASSES) == (activations + out) + (activations + out) + activations
@@ -223,7 +203,7 @@ def test_bytes_and_flop_of_bi_wkv():
     """Two samples, T = 10, 32 channels: k, v, out; k, v, dout, dk, dv. The multiply-adds of a token and channel by
     hand.
     """
-    sizes = bi_wkv_cases.Sizes(batch=2, tokens=10, channels=32)
+    sizes = WKVSizes(batch=2, tokens=10, channels=32)
     assert (sizes.bytes(FORWARD), sizes.bytes(BOTH_PASSES)) == (3 * 640 * 2, 8 * 640 * 2)
     # 2 sums in 2 directions, and the token itself in both sums
     assert sizes.flop(FORWARD) == 2 * (2 * 2 + 2) * 640

@@ -20,7 +20,6 @@ from kernels.selective_scan.op import selected_backend
 from kernels.tools import around_cases, check
 from kernels.tools.operators import OPERATORS
 from repro.models import fused_block
-from tests.slow import first
 
 BITS = """
 import hashlib, torch
@@ -137,22 +136,6 @@ def test_where_numba_cannot_run():
         cases.select("numba", cases.SMALL, torch.float32, "cpu")
     cases = OPERATORS["ttt_linear"]  # its heads' width is no multiple of a vector
     assert cases.select("auto", dataclasses.replace(cases.SMALL, head_dim=10), torch.float32, "cpu") == "torch"
-
-
-@pytest.mark.parametrize("dtype", first([torch.float32, torch.bfloat16]))
-@pytest.mark.parametrize("changed", [{}, {"tokens": 5}, {"tokens": 16}, {"chunk_size": 7}, {"chunk_size": 256}])
-def test_ttt_linear(changed, dtype):
-    """Both passes in low precision, against fp64: short and single chunks, in both directions."""
-    cases = OPERATORS["ttt_linear"]
-    sizes = dataclasses.replace(cases.SMALL, **{"tokens": 53, "head_dim": 20} | changed)
-    given = check.cast(cases, cases.draw(0, sizes), dtype)
-    want = check.differentiate(cases, [x.double() for x in given], sizes, "reference")
-    with check.poisoned_memory():
-        found = check.differentiate(cases, given, sizes, "numba")
-    limit = {torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
-    errors = check.relative_errors(found, want)
-    assert errors.pop("token_scale") <= 4 * limit, errors  # sums over whole rows, which cancel
-    assert max(errors.values()) <= limit, errors
 
 
 def test_a_block_of_vittt():

@@ -49,7 +49,7 @@ def test_official_release(case, backend):
 
 
 @FASTER
-@pytest.mark.parametrize(("tokens", "chunk_size"), [(81, 1), (81, 2), (1000, 16)])
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(81, 1), (600, 16)])
 def test_tokens_that_are_alike(tokens, chunk_size, backend):
     """In fp32: the mean of Z, which rounding makes, does not grow from chunk to chunk."""
     sizes = Sizes(batch=1, tokens=tokens, heads=1, chunk_size=chunk_size, alike=True)
@@ -63,12 +63,12 @@ def test_tokens_that_are_alike(tokens, chunk_size, backend):
 @FASTER
 @pytest.mark.parametrize(("chunk_size", "reverse"), [(1, False), (7, True), (23, False), (40, True)])
 def test_one_direction_and_any_chunk_size(chunk_size, reverse, backend):
-    sizes = Sizes(batch=2, tokens=23, heads=2, head_dim=8, chunk_size=chunk_size, reverse=(reverse,))
+    sizes = Sizes(batch=2, tokens=23, heads=2, head_dim=20, chunk_size=chunk_size, reverse=(reverse,))
     assert_near_reference(sizes, backend)
 
 
 @FASTER
-@pytest.mark.parametrize("chunk_size", [1, 7, 150])
+@pytest.mark.parametrize("chunk_size", [1, 150])
 def test_segments_join(chunk_size, backend):
     """Segments of unequal lengths, and of a single chunk."""
     sizes = Sizes(batch=1, tokens=290, heads=2, head_dim=8, chunk_size=chunk_size)

@@ -26,25 +26,15 @@ from tests.slow import first
 ROOT = Path(__file__).parents[2]
 FROZEN = {"freeze": True, "init": {"weights": "w", "weights_hash": "ab"}}
 # room, table, model, its variants from the paper's worst to its best, how many pairs are ordered, further metrics
+STUDY, T5, LACT = "study_nano_patch4_32", "t5_nano_patch4_32", "lact_nano_patch4_32"
+NORMS = ["norm_none", "no_mean", "layer", "rms", "no_std", "dwc_qk"]
+INNER = [f"{name}_frozen" for name in ("projqk", "gate", "2layer", "3layer", "swiglu")]
+STEPS = [f"lact_{step}" for step in ("own", "v2", "v3", "v4", "v5", "v6", "v1")]
 LADDERS = [
-    ("vit3", "Table 1", "study_nano_patch4_32", ["mae", "smooth_l1", "rmse", "mlp", "mse"], 10, {}),
-    ("linearize", "Table 2", "t5_nano_patch4_32", ["norm_none", "no_mean", "layer", "rms", "no_std", "dwc_qk"], 11, {}),
-    (
-        "linearize",
-        "Table 1, frozen",
-        "t5_nano_patch4_32",
-        ["projqk_frozen", "gate_frozen", "2layer_frozen", "3layer_frozen", "swiglu_frozen"],
-        10,
-        FROZEN,
-    ),
-    (
-        "kv_binding",
-        "Table 2, LaCT",
-        "lact_nano_patch4_32",
-        [f"lact_{step}" for step in ("own", "v2", "v3", "v4", "v5", "v6", "v1")],
-        6,
-        {},
-    ),
+    ("vit3", "Table 1", STUDY, ["mae", "smooth_l1", "rmse", "mlp", "mse"], 10, {}),
+    ("linearize", "Table 2", T5, NORMS, 11, {}),
+    ("linearize", "Table 1, frozen", T5, INNER, 10, FROZEN),
+    ("kv_binding", "Table 2, LaCT", LACT, STEPS, 6, {}),
 ]
 
 

@@ -48,32 +48,21 @@ def visualized() -> dict:
     """A record of `repro visualize` whose every number speaks for the paper."""
 
     def field(ahead: float, anisotropy: float = 0.1) -> dict:
-        weights = "results/pretrain/v/weights.safetensors"
-        return {
-            "share_ahead": ahead,
-            "anisotropy": anisotropy,
-            "radius_90_px": 40.0,
-            "image_size": 144,
-            "weights": weights,
-        }
+        about = {"image_size": 144, "weights": "results/pretrain/v/weights.safetensors"}
+        return {"share_ahead": ahead, "anisotropy": anisotropy, "radius_90_px": 40.0, **about}
 
     gradients = {
         name: {"top30_share_percent": share, "ink": {"later_top30_percent": on_ink, "later_percent": 28.0}}
         for name, share, on_ink in (("before", 35.0, 30.0), ("after", 60.0, 70.0))
     }
     losses = {"epoch_0": ([1.0, 3.0], 0.9), "epoch_3": ([4.0, 8.0], 0.5), "epoch_12": ([2.0, 4.0], 0.25)}
+    shares = {"Vanilla TTT": (0,), "+ Dual": (0.5, 0.2), "+ Conv2d": (0.5, 0.05), "DeiT": (0.5,), "Vim": (0.5,)}
     return {
         "model": "vittt_nano_patch16_144",
         "data": "digits",
         "held_out_images": 8,
         "gradient_magnitude": gradients,
-        "receptive_fields": {
-            "Vanilla TTT": field(0),
-            "+ Dual": field(0.5, 0.2),
-            "+ Conv2d": field(0.5, 0.05),
-            "DeiT": field(0.5),
-            "Vim": field(0.5),
-        },
+        "receptive_fields": {name: field(*share) for name, share in shares.items()},
         "reconstruction_loss": {
             epoch: {"mean_by_layer": means, "smallest": least} for epoch, (means, least) in losses.items()
         },
@@ -107,43 +96,26 @@ class Checkout:
 
     def record(self, path: str, metrics: dict, device: str = CPU, dtype: str = "fp32", name: str = "metrics") -> None:
         """Write results/<path>/<name>.json and its run.json."""
-        code = [f"stages.{path.split('/')[0]}"]
-        identity = {
-            "code_hash": "c0de",
-            "code_modules": code,
-            "number_hash": hash_number(self.paths.root, code),
-            "command": f"repro {path.split('/')[0]}",
-            "machine": {"vector": "AVX2"},
-            "params_hash": "9a4a",
-            "parent_commit": "0123456789abcdef",
-            "device": device,
-            "dtype": dtype,
-            "backend": "torch",
-            "data_manifest_hash": None,
-            "versions": {"python": "3.12.1", "torch": "2.14.1"},
-            "recipe": {"precision": {"dtype": dtype, "device": device}},
-        }
+        stage = path.split("/")[0]
+        code, code_hash = [f"stages.{stage}"], hash_number(self.paths.root, [f"stages.{stage}"])
+        identity = {"code_hash": "c0de", "code_modules": code, "number_hash": code_hash, "params_hash": "9a4a"}
+        identity |= {"command": f"repro {stage}", "machine": {"vector": "AVX2"}, "parent_commit": "0123456789abcdef"}
+        identity |= {"device": device, "dtype": dtype, "backend": "torch", "data_manifest_hash": None}
+        identity |= {"versions": {"python": "3.12.1", "torch": "2.14.1"}}
+        identity |= {"recipe": {"precision": {"dtype": dtype, "device": device}}}
         write_record(self.paths.results / path, metrics, identity, seconds=1.0, name=name)
 
     def count(self, saved: dict | None = None, dwconv: dict | None = None, **rows: tuple) -> None:
         """complexity rows: `name=(model, options, image size, num_params, macs_g)`; percents saved at 1280, M of the
         3×3 convolutions.
         """
-        written = {
-            name: {
-                "model": model,
-                "options": options,
-                "image_size": [size, size],
-                "num_params": num_params,
-                "params_m": round(num_params / 1e6, 3),
-                "macs_g": macs_g,
-                "method": "analytic",
-            }
-            for name, (model, options, size, num_params, macs_g) in rows.items()
-        }
-        self.record(
-            "complexity", {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}}
-        )
+        written = {}
+        for name, (model, options, size, num_params, macs_g) in rows.items():
+            about = {"model": model, "options": options, "image_size": [size, size], "method": "analytic"}
+            counted = {"num_params": num_params, "params_m": round(num_params / 1e6, 3), "macs_g": macs_g}
+            written[name] = about | counted
+        metrics = {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}}
+        self.record("complexity", metrics)
 
     def train(
         self,
@@ -162,50 +134,20 @@ class Checkout:
             for seed, value in enumerate(values)
         ]
         scores = {"top1_percent": sum(values) / len(values), "top5_percent": 99.0} if values else {}
-        usual = {
-            "model": model,
-            "options": {},
-            "data": kind,
-            "kind": kind,
-            "init": None,
-            "init_reason": "random weights",
-            "seeds": list(range(len(runs) or 1)),
-            "by_seed": runs or [{"seed": 0}],
-            "epochs": 300,
-            "image_size": 224,
-            "classes": 10,
-            "num_params": 7,
-            "split": "val",
-            "held_out_images": held_out_images,
-            "recipe_hash": "r",
-            **scores,
-        }
+        usual = {"model": model, "options": {}, "data": kind, "kind": kind, "classes": 10, "image_size": 224}
+        usual |= {"init": None, "init_reason": "random weights", "epochs": 300, "num_params": 7, "recipe_hash": "r"}
+        usual |= {"seeds": list(range(len(runs) or 1)), "by_seed": runs or [{"seed": 0}], **scores}
+        usual |= {"split": "val", "held_out_images": held_out_images}
         self.record(path, {**usual, **more})
 
     def speed(self, *rows: dict, device: str, path: str = "efficiency", **more: object) -> None:
         """Efficiency rows; each may override the defaults of a good 1280×1280 row."""
-        usual = {
-            "options": {},
-            "attention": None,
-            "attention_reason": "no softmax attention",
-            "image_size": [1280, 1280],
-            "batch_size": 64,
-            "dtype": "fp16",
-            "device": device,
-            "backend": "triton",
-            "mode": "infer",
-            "num_params": 7,
-            "macs_g": 1.0,
-            "latency_ms": 10.0,
-            "latency_ms_ci95": [9.0, 11.0],
-            "throughput_img_per_s": 100.0,
-            "peak_memory_mib": 1000.0,
-            "status": "ok",
-            "samples_ms": [],
-        }
-        self.record(
-            path, {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}, device
-        )
+        usual = {"options": {}, "attention": None, "attention_reason": "no softmax attention", "num_params": 7}
+        usual |= {"image_size": [1280, 1280], "batch_size": 64, "dtype": "fp16", "mode": "infer", "macs_g": 1.0}
+        usual |= {"device": device, "backend": "triton", "status": "ok", "samples_ms": [], "peak_memory_mib": 1000.0}
+        usual |= {"latency_ms": 10.0, "latency_ms_ci95": [9.0, 11.0], "throughput_img_per_s": 100.0}
+        metrics = {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}
+        self.record(path, metrics, device)
 
     def results(self) -> Results:
         return Results(self.paths, [self.paper], SCORES)

@@ -133,34 +133,30 @@ def timed(checkout):
     return files
 
 
-def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran_and_outlives_the_files_that_git_does_not_keep(
-    checkout, timed
-):
-    for gone in (None, timed[0]):
-        if gone:
-            gone.unlink()
-        run(ReportParams(), checkout.paths, html=False)
-        assert "make reproduce" in (text := (checkout.paths.root / "README.md").read_text()) and ": 2 minutes\n" in text
-    noted = read_json(checkout.paths.results / "pipeline.json")
-    assert (noted["seconds"], noted["jobs"]) == (131, 1) and noted["commits"] == ["0123456789abcdef"]
-    assert {"complexity", "pretrain@v", "detect@v"} == set(noted["stages"]) and sum(noted["stages"].values()) == 131
+START = datetime.datetime.fromisoformat("2026-01-01T12:00:29+00:00").timestamp()
 
 
 @pytest.mark.parametrize(
     ("began", "expected"),
     [
-        ("2026-01-01T12:00:29+00:00", (300, 2)),  # the first stage began a second later
-        ("2026-01-01T12:00:40+00:00", (131, 1)),  # it is of an earlier run
+        (None, (131, 1)),  # the sum of the stages
+        (START, (300, 2)),  # that of the run: the first stage began a second later
+        (START + 11, (131, 1)),  # it is of an earlier run
     ],
 )
-def test_the_time_of_stages_that_ran_at_once_is_that_of_their_run(checkout, timed, monkeypatch, began, expected):
-    start = datetime.datetime.fromisoformat(began).timestamp()
-    monkeypatch.setenv(RUN_BEGAN, f"{start} 2")
-    monkeypatch.setattr("time.time", lambda: start + 300)
-    run(ReportParams(), checkout.paths, html=False)
+def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, timed, monkeypatch, began, expected):
+    """And outlives the files that Git does not keep."""
+    if began:
+        monkeypatch.setenv(RUN_BEGAN, f"{began} 2")
+        monkeypatch.setattr("time.time", lambda: began + 300)
+    for gone in (None, *timed[: not began]):
+        if gone:
+            gone.unlink()
+        run(ReportParams(), checkout.paths, html=False)
+        assert f": {expected[0] / 60:.0f} minutes\n" in (checkout.paths.root / "README.md").read_text()
     noted = read_json(checkout.paths.results / "pipeline.json")
-    assert (noted["seconds"], noted["jobs"]) == expected
-    assert f": {expected[0] / 60:.0f} minutes\n" in (checkout.paths.root / "README.md").read_text()
+    assert (noted["seconds"], noted["jobs"]) == expected and noted["commits"] == ["0123456789abcdef"]
+    assert {"complexity", "pretrain@v", "detect@v"} == set(noted["stages"]) and sum(noted["stages"].values()) == 131
 
 
 def test_every_block_that_code_writes_is_what_the_committed_records_give(committed):

@@ -24,17 +24,14 @@ def cases(request):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
-def test_a_row_of_right_kernels(cases, dtype, tmp_path):
+def test_a_row_of_right_and_of_wrong_kernels(cases, dtype, monkeypatch, tmp_path):
+    """Each output and gradient is looked at: a hundredth of it more in fp32, or a NaN."""
     row = check.compare(cases, "default", cases.SMALL, dtype, seeds=[0])
     assert row["passed"] and row["not_finite"] == [], row
     assert set(row["errors"]) == set(row["limits"]) == {"out", *cases.INPUTS}
     assert vars(cases.SMALL).items() <= row.items() and (row["operator"], row["dtype"]) == (cases.NAME, dtype)
     assert check.repeat(cases, cases.SMALL, dtype, "cpu")["passed"]
     write_record(tmp_path, {"rows": [row]}, {}, 0.0)
-
-
-def test_a_row_of_wrong_kernels(cases, monkeypatch):
-    """Each output and gradient is looked at: a hundredth of it more in fp32, or a NaN."""
     _, right = check.draw_case(cases, cases.SMALL, 0)
     for name in right:
         for wrong in (1.01 * right[name] + 0.01, torch.full_like(right[name], float("nan"))):

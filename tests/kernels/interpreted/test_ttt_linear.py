@@ -3,7 +3,6 @@ layers that use it.
 """
 
 import itertools
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -184,47 +183,3 @@ def test_memory_kept_for_the_backward_pass():
         out = ttt_linear_bidir(*leaves, backend="triton")
     kept = sum(size for storage, size in held.items() if storage not in parameters)
     assert 0 < kept <= 1.25 * 4 * out.nbytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head_dim", "chunk_size", "message"),
-    [
-        (16, 12, "chunk_size is 12, expected one of 4, 8, 16, 32, 64"),
-        (48, 16, "ttt_linear: backend 'triton': q's last axis D is 48, expected one of 16, 32, 64, 128; use auto"),
-    ],
-)
-def test_sizes_that_the_kernels_do_not_take(head_dim, chunk_size, message):
-    sizes = Sizes(batch=1, tokens=4, heads=1, head_dim=head_dim, chunk_size=chunk_size)
-    inputs = draw(0, sizes)[:-1]
-    with pytest.raises(ValueError, match=message):
-        cases.bind(sizes)(*(x.float() for x in inputs), backend="triton")
-    assert cases.bind(sizes)(*inputs, backend="auto").isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_gives_the_same_bits():
-    torch.compiler.reset()
-    sizes = Sizes(batch=2, tokens=19, heads=2, head_dim=16)
-    inputs = [x.float().requires_grad_() for x in draw(0, sizes)[:-1]]
-    results = []
-    for function in (cases.bind(sizes), torch.compile(cases.bind(sizes), fullgraph=True)):
-        out = function(*inputs, backend="triton")
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.slow
-def test_a_model_runs_on_it():
-    """Vittt-nano: a ragged tail (81 tokens), both directions, the mixer's own strides; against the torch backend."""
-    from repro.models.registry import build_model
-
-    torch.manual_seed(0)
-    model = build_model("vittt_nano_patch16_144", num_classes=10, depth=2)
-    images = torch.randn(2, 3, 144, 144)
-    results = []
-    for backend in ("triton", "torch"):
-        model.set_backend(backend)
-        results.append(torch.autograd.grad(model(images).square().sum(), list(model.parameters())))
-    assert max(map(check.relative_error, *results)) < 1e-4
