@@ -104,9 +104,8 @@ def test_saved_scores_are_those_of_another_machine(checkout):
     (cell / "metrics.json").write_text(json.dumps({"top1_percent": score}))
     git(root, "add", ".")
     git(root, "commit", "-qm", "results")
-    file = save_scores(
-        checkout.paths, Runtime(device="cpu", data_roots={}), list_scores(checkout.paths, ["pretrain"], "HEAD")
-    )
+    scores = list_scores(checkout.paths, ["pretrain"], "HEAD")
+    file = save_scores(checkout.paths, Runtime(device="cpu", data_roots={}), scores)
     saved = json.loads(file.read_text())
     assert saved["metrics"]["scores"] == {"results/pretrain/one": {"top1_percent": 50.0}}
     saved["metrics"]["scores"]["results/pretrain/one"]["top1_percent"] = 49.5

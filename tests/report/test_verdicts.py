@@ -56,49 +56,28 @@ def test_matched_truncated_or_different(checkout, num_params, status):
     assert verdict.delta == pytest.approx(num_params / 1e6 - 12)
 
 
-def test_what_was_fitted_is_no_match(checkout):
+def test_what_was_fitted_or_declared_and_what_is_arithmetic_is_no_match(checkout):
     count(checkout, paper_convention=5.0)
-    convention = f'macs_g_paper_convention("{MODEL}@224")'
-    verdicts = judge(
-        checkout,
-        claim("5.0", name="text.said", ours=convention, fitted="one term was fitted to this row"),
-        claim("5.0", name="text.unsaid", ours=convention),
-        claim("10.0", name="text.derived", ours="2 * text.unsaid_v"),
-        claim("5.1", name="text.other", ours=convention, fitted="one term was fitted to this row"),
-        claim("12.0", name="text.counted"),
-        claim("24.0", name="text.twice", ours="2 * text.counted_v"),
-    )
-    assert {name: verdict.status for name, verdict in verdicts.items()} == {
-        "text.said_v": "fitted",
-        "text.unsaid_v": "fitted",  # whoever writes the ledger cannot forget it
-        "text.derived_v": "fitted",
-        "text.other_v": "differs, unexplained",
-        "text.counted_v": "matched",
-        "text.twice_v": "matched",
+    convention, declared = f'macs_g_paper_convention("{MODEL}@224")', {"ours": "", "declared": "constant()"}
+    fitted = {"ours": convention, "fitted": "one term was fitted to this row"}
+    cases = {
+        "said": ("5.0", fitted, "fitted"),
+        "unsaid": ("5.0", {"ours": convention}, "fitted"),  # whoever writes the ledger cannot forget it
+        "of_fitted": ("10.0", {"ours": "2 * text.unsaid_v"}, "fitted"),
+        "other": ("5.1", fitted, "differs, unexplained"),
+        "counted": ("12.0", {}, "matched"),
+        "twice": ("24.0", {"ours": "2 * text.counted_v"}, "matched"),
+        "declared": ("12", declared, "declared"),
+        "declared_otherwise": ("13", declared, "differs, unexplained"),
+        "arithmetic": ("196", {"ours": "(224 / 16) ** 2"}, "declared"),
+        "of_arithmetic": ("392", {"ours": "2 * text.arithmetic_v"}, "declared"),
+        "setting": ("12", {"kind": "setting"}, "declared"),
+        "by_formula": ("12", {"ours": "constant()"}, "matched"),
     }
-
-
-def test_what_we_declare_and_what_is_arithmetic_is_no_match(checkout):
-    count(checkout)
-    verdicts = judge(
-        checkout,
-        claim("12", name="text.declared", ours="", declared="constant()"),
-        claim("13", name="text.declared_otherwise", ours="", declared="constant()"),
-        claim("196", name="text.arithmetic", ours="(224 / 16) ** 2"),
-        claim("392", name="text.derived", ours="2 * text.arithmetic_v"),
-        claim("12", name="text.setting", kind="setting"),
-        claim("12", name="text.measured"),
-        claim("12", name="text.by_formula", ours="constant()"),
-        formulas={"constant": lambda: 12},
-    )
-    assert {name.removesuffix("_v"): verdict.status for name, verdict in verdicts.items()} == {
-        "text.declared": "declared",
-        "text.declared_otherwise": "differs, unexplained",
-        "text.arithmetic": "declared",
-        "text.derived": "declared",
-        "text.setting": "declared",
-        "text.measured": "matched",
-        "text.by_formula": "matched",
+    claims = [claim(printed, name=f"text.{name}", **fields) for name, (printed, fields, _) in cases.items()]
+    verdicts = judge(checkout, *claims, formulas={"constant": lambda: 12})
+    assert {name: verdicts[f"text.{name}_v"].status for name in cases} == {
+        name: case[2] for name, case in cases.items()
     }
 
 

@@ -100,15 +100,8 @@ def page(checkout) -> str:
 
 def fits() -> dict:
     """Every reading with the same made-up counts, but for one that fits less and one pair that fits by rounding alone."""
-    row = {
-        "params_m": 7.0,
-        "params_fit": 11,
-        "params_truncated": 1,
-        "macs_g": 1.4,
-        "macs_fit": 2,
-        "macs_truncated": 0,
-        "missed": [],
-    }
+    row = {"params_m": 7.0, "params_fit": 11, "params_truncated": 1, "missed": []}
+    row |= {"macs_g": 1.4, "macs_fit": 2, "macs_truncated": 0}
     readings = {"": row} | {text: row for choice in load_choices() for text in choice.alternatives}
     readings["conv1d_count=1"] = row | {"params_fit": 9}
     pairs = {"gate_bias=true,post_norm=none": row | {"params_fit": 12, "params_truncated": 0, "macs_fit": 3}}
@@ -119,22 +112,16 @@ def test_the_page_of_readings_counts_what_fits(checkout):
     checkout.record("readings", fits())
     report = checkout.report()
     alternatives = sum(len(choice.alternatives) for choice in load_choices())
-    found = {
-        key: count_fits(report, key)
-        for key in ("params_fit", "params_truncated", "macs_fit", "alternatives", "as_many")
-    }
-    assert list(found.values()) == [11, 1, 2, alternatives, alternatives - 1]
+    keys = ("params_fit", "params_truncated", "macs_fit", "alternatives", "as_many")
+    assert [count_fits(report, key) for key in keys] == [11, 1, 2, alternatives, alternatives - 1]
     text = page(checkout)
     assert count_fits(report, "best") == 3 and "`gate_bias=true,post_norm=none`." in text
     assert "| `conv1d_count=1` |" in text and "9 of 12" in text and "Top-1 (%)" not in text
 
 
 def train(checkout, name: str, reading: str, top1: tuple[float, ...], *, device: str = "cpu_some", **more) -> None:
-    options = {"reading": reading} if reading else {}
-    path = f"measured/{device}/readings/digits/{name}"
-    checkout.train(
-        path, "vittt_nano_patch16_144", "digits", options=options, top1=top1, held_out_images=1000, epochs=7, **more
-    )
+    about = {"options": {"reading": reading} if reading else {}, "held_out_images": 1000, "epochs": 7, "top1": top1}
+    checkout.train(f"measured/{device}/readings/digits/{name}", "vittt_nano_patch16_144", "digits", **about, **more)
 
 
 def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
