@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ from repro.core.config import load_section
 from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
 from repro.data.kinds import PrepareData
-from repro.data.prepare import prepare
+from repro.data.manifest import read_manifest, write_manifest
+from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import TransformSettings
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
@@ -46,6 +51,12 @@ def prepare_cell(root: Path, name: str) -> None:
     prepare(load_section(PrepareData, paths.params, "prepare_data", name), paths, load_runtime(paths), name)
 
 
+def accept_data() -> None:
+    """Make the manifest of the digits anew, as that of data of one's own would be, whose contents nobody compares."""
+    file = Path("results/prepare_data/digits/manifest.json")
+    write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
+
+
 def add_params(root: Path, text: str) -> None:
     """Put further sections into params.yaml; a section or a data set that is there gets more entries."""
     file = root / "params.yaml"
@@ -53,6 +64,30 @@ def add_params(root: Path, text: str) -> None:
     for name, section in yaml.safe_load(text).items():
         params[name] = {**params.get(name, {}), **section}
     file.write_text(yaml.safe_dump(params, sort_keys=False))
+
+
+def edit(*pairs: str) -> None:
+    """Replace the first place of each old text in params.yaml by the new text that follows it."""
+    path = Path("params.yaml")
+    text = path.read_text()
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+
+
+def stop_at_state(stage: str, cell: str, number: int, seed: int = 0) -> str:
+    """Train a cell until this seed's first state is saved, send the process a signal, and return what it said."""
+    command = [sys.executable, "-m", "repro", stage, "--cell", cell]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 1800
+    while not list(Path(".runs").glob(f"{stage}/{cell}/seed_{seed}-*/step_*.pt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=1800)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), err
+    return err
 
 
 # a Vittt of one block and two seeds, on images of four tokens

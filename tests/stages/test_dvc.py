@@ -56,21 +56,15 @@ def test_the_graph_has_the_stages_of_the_table():
 
 @pytest.mark.parametrize("stage", GRAPH)
 def test_command_code_and_sections_belong_to_the_stage(stage):
-    per_cell = "foreach" in GRAPH[stage]
-    verb = stage.replace("_", "-")
-    assert definition(stage)["cmd"] == (f"repro {verb} --cell ${{key}}" if per_cell else f"repro {verb}")
-    assert per_cell == TABLE[stage].cells
-    if definition(stage).get("always_changed"):
-        assert "deps" not in definition(stage)
+    found, per_cell = definition(stage), "foreach" in GRAPH[stage]
+    key, flag = ("${key}", " --cell ${key}") if per_cell else ("", "")
+    assert found["cmd"] == f"repro {stage.replace('_', '-')}{flag}" and per_cell == TABLE[stage].cells
+    if found.get("always_changed"):
+        assert "deps" not in found
     else:
-        assert (
-            f"results/code/{stage}/${{key}}.json"
-            if per_cell
-            else f"results/code/{stage}.json" in definition(stage)["deps"]
-        )
-    sections = definition(stage).get("params", [])
+        assert f"results/code/{stage}{'/' * per_cell}{key}.json" in found["deps"]
     named = TABLE[stage].params and not TABLE[stage].all_sections
-    assert sections == ([f"{stage}.${{key}}" if per_cell else stage] if named else [])
+    assert found.get("params", []) == ([f"{stage}{'.' * per_cell}{key}"] if named else [])
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
 
@@ -97,16 +91,12 @@ def test_a_value_of_a_cell_is_changed_by_dvc_in_this_cell_alone(tmp_path):
 
 def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
     """`dvc metrics show` prints everything that a metrics file holds."""
-    with_metrics = {
-        stage: [name for entry in definition(stage)["metrics"] for name in entry]
-        for stage in GRAPH
-        if "metrics" in definition(stage)
-    }
+    with_metrics = {stage: definition(stage)["metrics"] for stage in GRAPH if "metrics" in definition(stage)}
     assert set(with_metrics) == {name for name in GRAPH if TABLE[name].scores}
-    for stage, files in with_metrics.items():
-        assert [name.replace("metrics.json", "details.json") for name in files] == [
-            n for n in outs_of(stage) if n.endswith("details.json")
-        ]
+    for stage, entries in with_metrics.items():
+        files = [name for entry in entries for name in entry]
+        details = [name for name in outs_of(stage) if name.endswith("details.json")]
+        assert [name.replace("metrics.json", "details.json") for name in files] == details
         for cell in load_yaml(ROOT / "params.yaml")[stage]:
             if (file := ROOT / files[0].replace("${key}", cell)).is_file():
                 assert set(read_json(file)) <= set(TABLE[stage].scores)
@@ -130,44 +120,37 @@ def sources() -> dict[str, set[str]]:
     return found
 
 
-def restarted_by(sources, file: str) -> set[str]:
+REPORT = {
+    "repro/report/results.py": {"report"},
+    "repro/report/template.html": {"report"},
+    "repro/papers/vit3/paper.yaml": {"report"},
+    "repro/papers/vit3/page.md": {"report"},
+    # these compare counts with the printed numbers
+    "repro/papers/vision_ttt/ledger.yaml": {"report", "readings"},
+}
+
+
+@pytest.mark.parametrize("file", REPORT)
+def test_an_edit_in_the_report_restarts_no_training(sources, file):
     assert (ROOT / file).is_file()
-    return {unit.partition("/")[0] for unit, files in sources.items() if file in files}
-
-
-@pytest.mark.parametrize(
-    ("file", "restarted"),
-    [
-        ("repro/report/results.py", {"report"}),
-        ("repro/report/template.html", {"report"}),
-        ("repro/papers/vit3/paper.yaml", {"report"}),
-        ("repro/papers/vit3/page.md", {"report"}),
-        # these compare counts with the printed numbers
-        ("repro/papers/vision_ttt/ledger.yaml", {"report", "readings"}),
-    ],
-)
-def test_an_edit_in_the_report_restarts_no_training(sources, file, restarted):
-    assert restarted_by(sources, file) == restarted
+    assert {unit.partition("/")[0] for unit, files in sources.items() if file in files} == REPORT[file]
 
 
 def test_an_edit_in_a_family_restarts_what_uses_it(sources):
     """And so no Vittt: neither its pretraining nor what begins from its weights."""
-    users = {unit for unit, files in sources.items() if "repro/models/vim.py" in files}
-    # which says whose code has changed
+    users, own = (
+        {unit for unit, files in sources.items() if f"repro/models/{name}.py" in files} for name in ("vim", "vittt")
+    )
+    # the report says whose code has changed
     assert users == {"pretrain/vim_nano_digits", "complexity", "resolution", "visualize", "report"}
-    assert {unit for unit in sources if unit.startswith(("pretrain/vittt", "detect/", "segment/", "ablate/"))} <= {
-        unit for unit, files in sources.items() if "repro/models/vittt.py" in files
-    }
+    assert {unit for unit in sources if unit.startswith(("pretrain/vittt", "detect/", "segment/", "ablate/"))} <= own
 
 
 def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
+    others = ("repro/bench", "repro/cli", "repro/report", "repro/planning")
     for unit, files in sources.items():
         if unit.startswith(("pretrain/", "detect/", "segment/")):
-            assert not [
-                name
-                for name in files
-                if name.startswith(("repro/bench", "repro/cli", "repro/report", "repro/planning"))
-            ]
+            assert not [name for name in files if name.startswith(others)], unit
 
 
 def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
@@ -177,26 +160,25 @@ def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     paths, code = Paths(tmp_path), tmp_path / "results/code"
 
-    def hashes() -> dict[str, str]:
+    def hash_all() -> dict[str, str]:
         write_code_hashes(paths, TABLE)
-        return {
-            file.relative_to(code).as_posix(): json.loads(file.read_text())["code_hash"]
-            for file in code.rglob("*.json")
-        }
+        return {f.relative_to(code).as_posix(): json.loads(f.read_text())["code_hash"] for f in code.rglob("*.json")}
 
-    def changed_by(file: str, old: str, new: str) -> set[str]:
-        before, source = hashes(), tmp_path / file
+    before = hash_all()
+    assert len(before) == len(list(list_units(paths, TABLE)))
+    users = {"pretrain/vim_nano_digits.json", "complexity.json", "resolution.json", "visualize.json", "report.json"}
+    for file, old, new, changed in (
+        ("repro/models/vim.py", "import math\n", "import math\nedited = 1\n", users),
+        ("repro/models/vim.py", "edited = 1\n", "edited = 1  # a comment\n", set()),
+        # the report shows the help of the verbs, which is their docstring
+        ("stages/pretrain.py", '    """', '    """Edited. ', {"report.json"}),
+    ):
+        source = tmp_path / file
         assert old in source.read_text()
         source.write_text(source.read_text().replace(old, new))
-        after = hashes()
-        assert len(before) == len(after) == len(list(list_units(paths, TABLE)))
-        return {name for name in before if before[name] != after[name]}
-
-    users = {"pretrain/vim_nano_digits.json", "complexity.json", "resolution.json", "visualize.json", "report.json"}
-    assert changed_by("repro/models/vim.py", "import math\n", "import math\nedited = 1\n") == users
-    assert changed_by("repro/models/vim.py", "edited = 1\n", "edited = 1  # a comment\n") == set()
-    # the report shows the help of the verbs, which is their docstring
-    assert changed_by("stages/pretrain.py", '    """', '    """Edited. ') == {"report.json"}
+        after = hash_all()
+        assert after.keys() == before.keys() and {name for name in before if before[name] != after[name]} == changed
+        before = after
 
 
 def test_the_report_depends_on_every_section_but_runtime(tmp_path):
@@ -216,14 +198,12 @@ def test_the_report_depends_on_every_section_but_runtime(tmp_path):
 def test_plots_show_columns_that_hold_numbers(stage):
     """`dvc plots show` draws what these columns hold."""
     cells = load_yaml(ROOT / "params.yaml")[stage] if "foreach" in GRAPH[stage] else [""]
-    for plot, shown in (item for plots in definition(stage)["plots"] for item in plots.items()):
-        for cell in cells:
-            if (file := ROOT / plot.replace("${key}", cell)).suffix != ".csv" or not file.exists():
-                continue  # a picture, or not run yet
-            rows = list(csv.DictReader(file.read_text().splitlines()))
-            for axis in ("x", "y"):
-                values = [row[shown[axis]] for row in rows]
-                assert all(re.fullmatch(r"[\d.e+-]*|\d+x\d+", value) for value in values) and any(values), (
-                    plot,
-                    shown[axis],
-                )
+    plots = [item for entry in definition(stage)["plots"] for item in entry.items() if item[0].endswith(".csv")]
+    for plot, shown in plots:
+        for file in (ROOT / plot.replace("${key}", cell) for cell in cells):
+            if file.exists():  # else it is not run yet
+                rows = list(csv.DictReader(file.read_text().splitlines()))
+                for axis in ("x", "y"):
+                    values = [row[shown[axis]] for row in rows]
+                    assert all(re.fullmatch(r"[\d.e+-]*|\d+x\d+", value) for value in values), (file, axis)
+                    assert any(values), (file, axis)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kernels.tools import operators
 from repro.bench import kernels
 from repro.core.errors import RunError, UserError
 from repro.core.paths import find_root
-from repro.core.record import read_json, replace_block
+from repro.core.record import read_json, replace_block, write_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,79 +28,62 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "interpreted", "message"),
-    [
-        (["check"], False, "expected a CUDA device"),
-        (["bench"], False, "sees no CUDA device"),
-        (["resources"], True, "TRITON_INTERPRET is set"),
-        (["check", "--op", "bi_wvk"], False, "did you mean 'bi_wkv'?"),
-    ],
-)
-def test_where_it_cannot_run(repro_cli, monkeypatch, arguments, interpreted, message):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("kernels.tools.operators.INTERPRETED", interpreted)
-    code, out, err = repro_cli("kernels", *arguments)
-    assert (code, out) == (2, "") and err.startswith("repro: kernels") and message in err and err.count("\n") == 1
+def test_where_it_cannot_run(repro_cli, monkeypatch):
+    """Where there is no GPU, `test_wrong_input.py` has it."""
+    monkeypatch.setattr("kernels.tools.operators.INTERPRETED", True)
+    code, out, err = repro_cli("kernels", "resources")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "TRITON_INTERPRET is set" in err
 
 
 def test_it_runs_with_torch_triton_timm_typer_and_rich_alone():
     """On a bare GPU machine: nothing else of the lock file is imported on the way to the first check."""
-    blocked = ["dvc", "sklearn", "matplotlib", "pandas", "scipy", "pytest", "mmseg", "mmcv", "mmengine", "dvclive"]
+    blocked = "dvc sklearn matplotlib pandas scipy pytest mmseg mmcv mmengine dvclive".split()
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from repro.cli import main; sys.argv = ['repro', 'kernels', 'bench']; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "PyTorch sees no CUDA device" in done.stderr, done.stderr
 
 
-def test_a_failed_check_is_recorded_and_fails(checkout, monkeypatch, capsys):
+@pytest.fixture
+def check_rows(monkeypatch):
+    """Let `kernels check` find these rows, as a GPU would give them."""
+    from kernels import dispatch
+    from kernels.tools import check
+
+    def give(rows):
+        monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
+        monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
+        monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
+
+    return give
+
+
+SIZES = {"tokens": 17, "heads": 1, "dtype": "fp32"}
+PASSED = {**SIZES, "errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 1e-5}, "passed": True}
+
+
+def test_a_failed_check_is_recorded_and_fails(checkout, check_rows, capsys):
     """Rows over their limits, as broken kernels would give them: the record says so, the exit code is 1, and bench
     would stop there.
     """
-    from kernels import dispatch
     from kernels.tools import check
-    from repro.core.record import write_record
 
-    sizes = {"operator": "ttt_linear", "tokens": 17, "heads": 1, "dtype": "fp32"}
+    spoilt = {"errors": {"out": 1e-3}, "not_finite": ["q"], "passed": False}
     rows = [
-        {
-            "check": "default config",
-            **sizes,
-            "errors": {"out": 1e-7},
-            "not_finite": [],
-            "limits": {"out": 1e-5},
-            "passed": True,
-        },
-        {
-            "check": "default config",
-            **sizes,
-            "errors": {"out": 1e-3},
-            "not_finite": ["q"],
-            "limits": {"out": 1e-5},
-            "passed": False,
-        },
-        {"check": "a peer", **sizes, "passed": None, "reason": "not installed"},
-        {"check": "a config", **sizes, "passed": False, **check.failure(ValueError("shared\nmemory"))},
+        {"check": "default config", **PASSED},
+        {"check": "default config", **PASSED, **spoilt},
+        {"check": "a peer", **SIZES, "passed": None, "reason": "not installed"},
+        {"check": "a config", **SIZES, "passed": False, **check.failure(ValueError("shared\nmemory"))},
     ]
-    monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
-    monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
-    monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
+    rows = [{"operator": "ttt_linear", **row} for row in rows]
+    check_rows(rows)
     with pytest.raises(RunError, match="2 of 4 checks failed, see .*kernels_check.json"):
         kernels.run_check(find_root(), "ttt_linear")
     (record,) = checkout.glob("results/measured/*/kernels_check.json")
     metrics = json.loads(record.read_text())["metrics"]
     assert (metrics["rows"], metrics["failed"], list(metrics["source_hash"])) == (rows, 2, ["ttt_linear"])
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()][:4] == [
-        "ok",
-        "FAILED",
-        "not run",
-        "FAILED",
-    ]
+    said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said[:4] == ["ok", "FAILED", "not run", "FAILED"]
     write_record(checkout, metrics, {}, 0.0)  # a null without a reason would be refused
 
 
@@ -111,21 +95,19 @@ def compiled(monkeypatch):
     done = []
 
     def rows(cases, skip=0, defaults=False):
-        numbers = {"stack_bytes": 0, "shared_bytes": 0, "instructions": {"LDL": 0, "STL": 0, "BAR": 0}}
-        labels = {
-            "operator": cases.NAME,
-            "kernel": f"{cases.NAME}_forward",
-            "config": {},
-            "default": True,
-            "dtype": "bf16",
-        }
         for target in ("sm_80", "sm_90")[skip:]:
             done.append(cases.NAME)
             yield {
-                **labels,
+                "operator": cases.NAME,
+                "kernel": f"{cases.NAME}_forward",
+                "config": {},
+                "default": True,
+                "dtype": "bf16",
                 "target": target,
                 "registers": len(done),
-                **numbers,
+                "stack_bytes": 0,
+                "shared_bytes": 0,
+                "instructions": {"LDL": 0, "STL": 0, "BAR": 0},
                 "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}],
             }
 
@@ -139,21 +121,14 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, com
     """`resources --op` of the second operator: its rows are new, in their place between the others', which are not
     compiled.
     """
-    from kernels.tools import operators
-
     names = list(operators.OPERATORS)
-    again = names[1]
+    again, last = names[1], 2 * len(names)
     kernels.run_resources(find_root())
     kernels.run_resources(find_root(), again)
     metrics = read_json(checkout / "results/measured/compile/resources.json")["metrics"]
     assert compiled == [name for name in (*names, again) for _ in range(2)]
     assert [row["operator"] for row in metrics["rows"]] == [name for name in names for _ in range(2)]
-    assert [row["registers"] for row in metrics["rows"]] == [
-        1,
-        2,
-        *range(2 * len(names) + 1, 2 * len(names) + 3),
-        *range(5, 2 * len(names) + 1),
-    ]
+    assert [row["registers"] for row in metrics["rows"]] == [1, 2, last + 1, last + 2, *range(5, last + 1)]
     assert metrics["source_hash"] == {name: f"{name}'s" for name in names} and metrics["unfinished"] == []
     monkeypatch.setattr(kernels, "has_versions", lambda recorded: False)
     with pytest.raises(UserError, match="made with other versions; run without --op"):
@@ -164,7 +139,7 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
     """Ctrl-C in the second operator: its first row and the first operator are kept, and the next call compiles the
     rest, each once.
     """
-    from kernels.tools import operators, resources
+    from kernels.tools import resources
 
     names, rows = list(operators.OPERATORS), resources.rows
 
@@ -175,42 +150,30 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
             raise KeyboardInterrupt
         yield from made
 
+    def read():
+        metrics = read_json(checkout / "results/measured/compile/resources.json")["metrics"]
+        return [row["operator"] for row in metrics["rows"]], metrics["unfinished"]
+
     monkeypatch.setattr(resources, "rows", break_off)
     with pytest.raises(KeyboardInterrupt):
         kernels.run_resources(find_root())
-    record = checkout / "results/measured/compile/resources.json"
-    metrics = read_json(record)["metrics"]
-    assert [row["operator"] for row in metrics["rows"]] == [names[0], names[0], names[1]] and metrics["unfinished"] == [
-        names[1]
-    ]
+    assert read() == ([names[0], names[0], names[1]], [names[1]])
     monkeypatch.setattr(resources, "rows", rows)
-    kernels.run_resources(find_root())
-    metrics = read_json(record)["metrics"]
-    assert compiled == [name for name in names for _ in range(2)]
-    assert len(metrics["rows"]) == 2 * len(names) and metrics["unfinished"] == []
-    kernels.run_resources(find_root())
-    assert compiled == 2 * [name for name in names for _ in range(2)]
+    twice = [name for name in names for _ in range(2)]
+    for calls in (1, 2):
+        kernels.run_resources(find_root())
+        assert compiled == calls * twice and read() == (twice, [])
 
 
-def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch):
+def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch, check_rows):
     """`--minutes`: after the time not a row is begun; the next call begins with the row that is missing."""
-    from kernels import dispatch
-    from kernels.tools import check
-
-    limit = {"errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 1e-5}, "passed": True}
-    rows = [
-        {"operator": "bi_wkv", "check": f"number {i}", "tokens": 17, "channels": 4, "dtype": "fp32", **limit}
-        for i in range(3)
-    ]
-    monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
-    monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
-    monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
-    left = iter([60, 60, 0])
+    rows = [{"operator": "bi_wkv", "check": f"number {i}", **PASSED} for i in range(3)]
+    check_rows(rows)
+    left = iter([60, 60, 0, 60, 60, 60])
     monkeypatch.setattr(kernels, "_left", lambda deadline: next(left))
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is False
     (record,) = checkout.glob("results/measured/*/kernels_check.json")
-    assert [row["check"] for row in read_json(record)["metrics"]["rows"]] == ["number 0", "number 1"]
-    monkeypatch.setattr(kernels, "_left", lambda deadline: 60)
+    assert read_json(record)["metrics"]["rows"] == rows[:2]
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True
     assert read_json(record)["metrics"]["rows"] == rows
 

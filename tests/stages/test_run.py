@@ -76,10 +76,15 @@ def test_two_run_at_once_one_alone_and_a_second_call_has_nothing_to_do(project, 
 
 
 def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd):
+    """And a stage that a signal killed says so, and where its output is: the last line of its log is about something
+    else; the second shell outlives the killed one, and gives 137.
+    """
     write(
         project,
         wrong=("echo repro: no such file >&2; exit 3", []),
         broken=("echo ValueError; exit 1", []),
+        big=("echo repro: a warning; kill -9 $$", []),
+        large=("echo repro: a warning; sh -c ''kill -9 $$''; exit $?", []),
         next=("echo 1 > next.out", ["wrong"]),
         after=("echo 1 > after.out", ["next"]),
         other=("echo 1 > other.out", []),
@@ -87,12 +92,14 @@ def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd
     with pytest.raises(RunError) as caught:
         run(project)
     count, _, said = str(caught.value).partition(" stages failed: ")
-    assert count == "4 of 5" and set(said.split("; ")) == {
+    assert count == "6 of 7" and set(said.split("; ")) >= {
         "wrong: no such file",
         "next: not run, since wrong failed",
         "after: not run, since wrong failed",
         "broken: ValueError",
     }
+    for name in ("big", "large"):
+        assert f"{name}: killed by signal 9 (out of memory?); output in .runs/logs/run/{name}/output.txt" in said
     assert (project.root / "other.out").is_file() and not (project.root / "next.out").exists()
 
 
@@ -114,39 +121,29 @@ def test_the_locks_of_dead_processes_are_released_and_those_of_living_ones_kept(
 def test_a_stopped_run_says_how_committed_results_come_back(project, capfd):
     """The stage fails after DVC has removed what it had made; the command that is named restores it, and nothing else."""
     write(project, one=("[ ! -e stop ] && echo 1 > results/one.txt", []))
-    text = (project.root / "dvc.yaml").read_text().replace("- one.out", "- results/one.txt: {cache: false}")
-    (project.root / "dvc.yaml").write_text(text)
-    (project.root / "results").mkdir()
-    (project.root / "results" / "two.txt").write_text("2\n")
+    graph, (one, two) = project.root / "dvc.yaml", (project.results / f"{name}.txt" for name in ("one", "two"))
+    graph.write_text(graph.read_text().replace("- one.out", "- results/one.txt: {cache: false}"))
+    project.results.mkdir()
+    two.write_text("2\n")
     run(project)
     for command in ("init -q", "add results", "-c user.name=a -c user.email=a@b commit -qm a"):
         subprocess.run(["git", *command.split()], cwd=project.root, check=True)
-    (project.root / "results" / "two.txt").write_text("edited\n")
+    two.write_text("edited\n")
     (project.root / "stop").touch()
     with pytest.raises(RunError):
         run(project, force=True)
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "git checkout" in line]
-    assert not (project.root / "results" / "one.txt").exists() and "results/one.txt" in line
+    assert not one.exists() and "results/one.txt" in line
     subprocess.run(line.partition(": ")[2], shell=True, cwd=project.root, check=True)
-    assert (project.root / "results" / "one.txt").read_text() == "1\n"
-    assert (project.root / "results" / "two.txt").read_text() == "edited\n"
+    assert one.read_text() == "1\n" and two.read_text() == "edited\n"
     assert describe_missing_results(project.root) is None
 
 
 def test_the_longest_chain_comes_first(project):
-    write(
-        project,
-        short=("echo 1 > short.out", []),
-        a=("echo 1 > a.out", []),
-        b=("echo 1 > b.out", ["a"]),
-        c=("echo 1 > c.out", ["b", "short"]),
-    )
-    assert [(unit.name, unit.needs) for unit in read_units(project.root)] == [
-        ("a", ()),
-        ("short", ()),
-        ("b", ("a",)),
-        ("c", ("b", "short")),
-    ]
+    needs = {"short": [], "a": [], "b": ["a"], "c": ["b", "short"]}
+    write(project, **{name: (f"echo 1 > {name}.out", needed) for name, needed in needs.items()})
+    found = [(unit.name, list(unit.needs)) for unit in read_units(project.root)]
+    assert found == [(name, needs[name]) for name in ("a", "short", "b", "c")]
 
 
 def test_a_graph_that_dvc_cannot_read_is_an_error_of_one_line(project):
@@ -203,15 +200,6 @@ def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(proj
     assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
 
 
-@pytest.mark.parametrize("command", ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?"])
-def test_a_stage_that_a_signal_killed_says_so_and_where_its_output_is(project, command):
-    """The last line of its log is about something else; the second shell outlives the killed one, and gives 137."""
-    write(project, big=(f"echo repro: a warning; {command}".replace("'", "''"), []))
-    with pytest.raises(RunError) as caught:
-        run(project)
-    assert "big: killed by signal 9 (out of memory?); output in .runs/logs/run/big/output.txt" in str(caught.value)
-
-
 @pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])
 def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(
     project, monkeypatch, threads, given, expected
@@ -242,29 +230,28 @@ def measured(project) -> Paths:
 
 def test_stale_chooses_the_steps_whose_records_are_old_or_missing(measured):
     steps = read_steps(measured, HERE, 2)
-    assert [(step.words, step.variables) for step in steps][2:] == [
-        (("train", "--cell", "c"), {}),
-        (("time", "--jobs", "2"), {"FAST": "1"}),
-    ]
+    found = [(" ".join(step.words), step.variables) for step in steps]
+    assert found[2:] == [("train --cell c", {}), ("time --jobs 2", {"FAST": "1"})]
 
     def chosen(*stale):
         return [step.words[-1] for step in choose_steps(measured, steps, {f"{HERE}/{name}" for name in stale})]
 
-    (measured.root / "c.safetensors").touch()
+    scores, times, weights = (
+        measured.root / name for name in (f"{HERE}/train/a/metrics.json", f"{HERE}/time/x.json", "c.safetensors")
+    )
+    weights.touch()
     assert chosen() == []
     assert chosen("train/b/metrics.json") == ["b"]
     assert chosen("time/x.json", "other.json") == ["2"]
-    (measured.root / HERE / "train/a/metrics.json").unlink()
-    assert chosen() == ["a"]
-    (measured.results / "measured/gpu/train/a").mkdir(parents=True)
-    (measured.results / "measured/gpu/train/a/metrics.json").write_text("{}")
-    assert chosen() == []  # scores of another machine count
-    (measured.root / HERE / "time/x.json").rename(measured.results / "measured/gpu/x.json")
-    assert chosen() == ["2"]  # and times do not
-    (measured.results / "measured/gpu/x.json").rename(measured.root / HERE / "time/x.json")
-    (measured.results / "measured/gpu/train/a/metrics.json").unlink()
-    (measured.root / "c.safetensors").unlink()
+    weights.unlink()
+    scores.unlink()
     assert chosen() == ["a", "c"]
+    other = measured.results / "measured/gpu"
+    (other / "train/a").mkdir(parents=True)
+    (other / "train/a/metrics.json").write_text("{}")
+    assert chosen() == ["c"]  # scores of another machine count
+    times.rename(other / "x.json")
+    assert chosen() == ["c", "2"]  # and times do not
     assert len(choose_steps(measured, steps, None)) == 4
 
 
