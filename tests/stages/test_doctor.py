@@ -12,6 +12,7 @@ import pytest
 from repro import doctor
 from repro.core.paths import Paths
 from tests.slow import first
+from tests.stages.helpers import edit
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (
@@ -36,9 +37,18 @@ def pretend(folder: Path, **versions: str) -> None:
 
 def line(lines, subject: str) -> tuple[str, str]:
     """(mark, text) of the one line about `subject`."""
-    found = [(mark, text) for mark, about, text in lines if about == subject]
-    assert len(found) == 1, (subject, lines)
-    return found[0]
+    ((mark, text),) = [(mark, text) for mark, about, text in lines if about == subject]
+    return mark, text
+
+
+def run_doctor(*path: Path) -> subprocess.CompletedProcess:
+    """The command in a process of its own, with these folders first on the module path; every section is there."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "repro", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    headings = [text for text in done.stdout.splitlines()[:-1] if not text.startswith(" ")]
+    assert headings == list(SECTIONS), done.stderr
+    return done
 
 
 @pytest.fixture
@@ -51,68 +61,48 @@ def project(checkout) -> Paths:
 
 def test_the_command_reports_every_section_and_made_up_clashes(tmp_path):
     pretend(tmp_path, kernels="0.17.2", mmcv_full="1.7.2", timm="0.9.16", tqdm="4.0.0", onedl_mmcv="2.3.5")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
-    )
-    lines = done.stdout.splitlines()
-    assert [text for text in lines[:-1] if not text.startswith(" ")] == list(SECTIONS)
+    done = run_doctor(tmp_path)
+    *lines, last = done.stdout.splitlines()
     marked = [text.split(maxsplit=1) for text in lines if text.startswith(" ")]
     assert {mark for mark, _ in marked} <= {"ok", "note", "warning", "error"}
-
-    def text(mark: str, subject: str) -> str:
-        return next(rest for found, rest in marked if found == mark and rest.startswith(f"{subject}: "))
-
-    assert "0.17.2" in text("warning", "kernels") and "pip uninstall kernels" in text("warning", "kernels")
-    assert "1.7.2 has the import name of onedl-mmcv" in text("error", "mmcv-full")
-    assert "pip uninstall mmcv-full" in text("error", "mmcv-full")
-    assert text("error", "timm") == f"timm: 0.9.16, >=1.0.29 is needed: {doctor.INSTALL}"
-    assert "tqdm 4.0.0 (pinned: " in text("warning", "requirements.lock") and "timm 0.9.16" in text(
-        "warning", "requirements.lock"
-    )
-    assert "2.3.5, repro segment is tested with 2.3.6: " in text("warning", "onedl-mmcv")
-    assert "numba on cpu, not triton: q is on cpu" in text("ok", "TTT-Linear")
+    for mark, subject, *words in (
+        ("warning", "kernels", "0.17.2", "pip uninstall kernels"),
+        ("error", "mmcv-full", "1.7.2 has the import name of onedl-mmcv", "pip uninstall mmcv-full"),
+        ("error", "timm", f"0.9.16, >=1.0.29 is needed: {doctor.INSTALL}"),
+        ("warning", "requirements.lock", "tqdm 4.0.0 (pinned: ", "timm 0.9.16"),
+        ("warning", "onedl-mmcv", "2.3.5, repro segment is tested with 2.3.6: "),
+        ("ok", "TTT-Linear", "numba on cpu, not triton: q is on cpu"),
+    ):
+        text = next(rest for found, rest in marked if found == mark and rest.startswith(f"{subject}: "))
+        assert all(word in text for word in words), text
     errors, warnings = (sum(mark == kind for mark, _ in marked) for kind in ("error", "warning"))
-    assert lines[-1] == f"{errors} errors, {warnings} warnings" and errors >= 2
+    assert last == f"{errors} errors, {warnings} warnings" and errors >= 2
     assert done.returncode == 1 and done.stderr == f"repro: doctor: {errors} errors; each is named above with its fix\n"
 
 
 @pytest.mark.parametrize(
-    "error",
-    first(
-        ["ImportError('libcudart.so.13: cannot open shared object file')", "OSError('no space')", "RuntimeError('odd')"]
-    ),
+    "error", first(["ImportError('libcudart.so.13: cannot open')", "OSError('no space')", "RuntimeError('odd')"])
 )
 def test_it_reports_also_where_torch_is_broken(tmp_path, error):
     """Every section is there, and the import of torch is an error of one line."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"raise {error}\n")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-m", "repro", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
-    )
-    lines = done.stdout.splitlines()
-    assert [text for text in lines[:-1] if not text.startswith(" ")] == list(SECTIONS), done.stderr
-    broken = [text for text in lines if "torch and kernels: cannot be imported" in text]
-    assert len(broken) == 1 and broken[0].lstrip().startswith("error") and error.split("'")[1] in broken[0]
+    done = run_doctor(tmp_path, ROOT)
+    (broken,) = [text for text in done.stdout.splitlines() if "torch and kernels: cannot be imported" in text]
+    assert broken.lstrip().startswith("error") and error.split("'")[1] in broken
     assert done.returncode == 1 and done.stderr.startswith("repro: doctor: ") and done.stderr.count("\n") == 1
 
 
 def test_a_data_root_may_be_that_of_a_cell(project):
     """`runtime.data_roots.<cell>` comes before the root of the cell's kind."""
-    project.params.write_text(
-        project.params.read_text().replace("digits: data/digits", "digits: data/digits, photos: data/mine", 1)
-    )
-    text = project.params.read_text().replace("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
-    project.params.write_text(text)
-    report = doctor.examine(project)
-    mark, text = line(report["parameters and data"], "runtime.data_roots.photos")
+    edit("digits: data/digits", "digits: data/digits, photos: data/mine")
+    edit("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
+    report, subject = doctor.examine(project), "runtime.data_roots.photos"
+    mark, text = line(report["parameters and data"], subject)
     assert mark == "error" and "prepare_data.photos needs it" in text
     (project.root / "data" / "mine").mkdir()
-    assert line(doctor.examine(project)["parameters and data"], "runtime.data_roots.photos") == (
-        "ok",
-        "data/mine, used by prepare_data.photos",
-    )
+    found = line(doctor.examine(project)["parameters and data"], subject)
+    assert found == ("ok", "data/mine, used by prepare_data.photos")
     assert line(report["disk and shared memory"], "disk of data root photos")[0] == "ok"
 
 
@@ -136,13 +126,8 @@ def test_needed_packages(tmp_path, monkeypatch):
         'optional-dependencies = {bench = ["made-up-extra>=0.6", "made-up-unused>=3"]}\n'
     )
     lines = list(doctor.check_floors(project))
-    assert [(mark, name) for mark, name, _ in lines] == [
-        ("error", "Python"),
-        ("error", "made-up-old"),
-        ("ok", "made-up-new"),
-        ("error", "made-up-absent"),
-        ("error", "made-up-extra"),
-    ]
+    expected = {"Python": "error", "made-up-old": "error", "made-up-new": "ok", "made-up-absent": "error"}
+    assert {name: mark for mark, name, _ in lines} == {**expected, "made-up-extra": "error"}
     assert line(lines, "made-up-old")[1].startswith("1.2, >=1.10 is needed")  # as versions, not as text
     assert line(lines, "made-up-absent")[1].startswith("not installed, any version is needed")
     lock.write_text(
@@ -164,10 +149,8 @@ def test_a_hidden_kernels_package_is_an_error(tmp_path):
     pretend(tmp_path, kernels="0.17.2")
     code = "from pathlib import Path; from repro import doctor; from repro.core.paths import Paths; print(*doctor.check_names(Paths(Path())))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("('error', 'kernels'") and "pip uninstall kernels" in done.stdout
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True)
+    assert said.startswith("('error', 'kernels'") and "pip uninstall kernels" in said
 
 
 def test_segmentation_is_pinned(tmp_path, monkeypatch):

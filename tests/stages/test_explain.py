@@ -8,7 +8,7 @@ from PIL import Image
 
 from repro.core.record import read_record
 from repro.data import pixels
-from tests.stages.helpers import NANO, WEIGHTS, save_model
+from tests.stages.helpers import NANO, WEIGHTS, add_params, save_model
 
 DEIT = Path("results/pretrain/deit/weights.safetensors")
 VISUALIZE = """
@@ -55,12 +55,10 @@ def test_a_picture_becomes_a_figure(weights, picture, repro_cli, map):
     assert "out.png: 1 picture, resized to a short side of 64 px; the model sees the central 64x64" in out
 
 
-@pytest.mark.parametrize(("map", "works"), [("gmm", False), ("reconstruction", False), ("erf", True)])
-def test_another_family_has_a_receptive_field_only(weights, picture, repro_cli, map, works):
-    code, _, err = repro_cli("explain", str(picture), "--weights", str(DEIT), "--map", map, "-o", "out.png")
-    assert Path("out.png").exists() == works
-    refusal = f"repro: {DEIT}: VisionTransformer has no inner learner of Vision-TTT; use --map erf\n"
-    assert (code, err) == ((0, "") if works else (2, refusal))
+def test_another_family_has_a_receptive_field_and_attention(weights, picture, repro_cli):
+    for map, says in (("erf", ""), ("attention", "overlap (%)")):
+        code, out, err = repro_cli("explain", str(picture), "--weights", str(DEIT), "--map", map, "-o", f"{map}.png")
+        assert (code, err) == (0, "") and is_figure(Path(f"{map}.png")) and says in out
 
 
 @pytest.fixture
@@ -74,9 +72,8 @@ def students(checkout) -> tuple[Path, Path]:
 
 def test_attention_before_and_after_linearising(students, picture, repro_cli):
     softmax, student = map(str, students)
-    code, out, err = repro_cli(
-        "explain", str(picture), "--map", "attention", "--weights", student, "--teacher", softmax, "-o", "out.png"
-    )
+    models = ("--map", "attention", "--weights", student, "--teacher", softmax)
+    code, out, err = repro_cli("explain", str(picture), *models, "-o", "out.png")
     assert (code, err) == (0, "") and is_figure(Path("out.png"))
     rows = [line.split() for line in out.splitlines() if line.startswith("layer ")]
     assert [row[2] for row in rows] == ["teacher", "before", "after", "even"] * 2
@@ -87,9 +84,8 @@ def test_attention_before_and_after_linearising(students, picture, repro_cli):
 @pytest.mark.slow
 def test_attention_of_a_data_set_is_recorded(students, repro_cli):
     softmax, student = map(str, students)
-    code, out, err = repro_cli(
-        "explain", "--map", "attention", "--weights", student, "--teacher", softmax, "--data", "digits"
-    )
+    models = ("--map", "attention", "--weights", student, "--teacher", softmax)
+    code, out, err = repro_cli("explain", *models, "--data", "digits")
     assert (code, err) == (0, "") and is_figure(Path("explained.png"))
     (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
     metrics = read_record(file)["metrics"]
@@ -99,31 +95,18 @@ def test_attention_of_a_data_set_is_recorded(students, repro_cli):
     assert f"the numbers are in {file}" in out
 
 
-def test_attention_of_a_vit_alone(students, weights, picture, repro_cli):
-    code, out, err = repro_cli("explain", str(picture), "--map", "attention", "--weights", str(DEIT), "-o", "out.png")
-    assert (code, err) == (0, "") and is_figure(Path("out.png")) and "overlap (%)" in out
-
-
-def save_animation(path):
-    frames = [Image.new("L", (20, 20), value) for value in (10, 200)]
-    frames[0].save(path, save_all=True, append_images=frames[1:])
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("one.png", lambda path: Image.new("RGB", (1, 1), (9, 200, 30)).save(path)),
-        ("cmyk.jpg", lambda path: Image.new("CMYK", (30, 20), (9, 200, 30, 0)).save(path)),
-        ("deep.png", lambda path: Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 160).save(path)),
-        ("moving.webp", save_animation),
-    ],
-)
-def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplog, name, make):
+def test_odd_pictures_are_shown(weights, tmp_path, repro_cli, monkeypatch, caplog):
+    """One pixel, CMYK, 16 bits, and an animation, which is said."""
     monkeypatch.setattr(pixels, "_animated", [])
-    make(tmp_path / name)
-    code, out, err = repro_cli("explain", str(tmp_path / name), "-o", "out.png")
-    assert (code, err) == (0, "") and is_figure(Path("out.png"))
-    assert ("an animation" in caplog.text) == (name == "moving.webp")
+    Image.new("RGB", (1, 1), (9, 200, 30)).save(tmp_path / "one.png")
+    Image.new("CMYK", (30, 20), (9, 200, 30, 0)).save(tmp_path / "cmyk.jpg")
+    Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 160).save(tmp_path / "deep.png")
+    frames = [Image.new("L", (20, 20), value) for value in (10, 200)]
+    frames[0].save(tmp_path / "moving.webp", save_all=True, append_images=frames[1:])
+    for name in ("one.png", "cmyk.jpg", "deep.png", "moving.webp"):
+        code, _, err = repro_cli("explain", str(tmp_path / name), "-o", f"{name}.png")
+        assert (code, err) == (0, "") and is_figure(Path(f"{name}.png"))
+        assert ("an animation" in caplog.text) == (name == "moving.webp")
 
 
 def test_a_probe_prints_both_accuracies(weights, repro_cli):
@@ -137,69 +120,41 @@ def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
     file = Path("results/measured/made_up/weights.safetensors")
     save_model(file, name, depth=1, img_size=32)
     code, out, err = repro_cli("explain", "--probe", "steps=2", "--weights", str(file))
-    assert (
-        (code, err) == (0, "")
-        and "359 test images" in out
-        and "inner loss before and after its steps, with steps=2" in out
-    )
+    assert (code, err) == (0, "") and "359 test images" in out
+    assert "inner loss before and after its steps, with steps=2" in out
     (record,) = Path("results/measured").glob(f"*/probes/{name}_digits_*/steps2.json")
     metrics = read_record(record)["metrics"]
-    assert (metrics["model"], metrics["data"], metrics["split"], metrics["probe"], metrics["options"]) == (
-        name,
-        "digits",
-        "test",
-        "steps=2",
-        {},
-    )
-    assert (
-        metrics["probed"]["inner_loss_after"]
-        < metrics["unchanged"]["inner_loss_after"]
-        < metrics["unchanged"]["inner_loss_before"]
-    )
-    assert metrics["probed"]["inner_loss_before"] == pytest.approx(metrics["unchanged"]["inner_loss_before"])
+    about = {"model": name, "data": "digits", "split": "test", "probe": "steps=2", "options": {}}
+    assert about.items() <= metrics.items()
+    probed, unchanged = metrics["probed"], metrics["unchanged"]
+    assert probed["inner_loss_after"] < unchanged["inner_loss_after"] < unchanged["inner_loss_before"]
+    assert probed["inner_loss_before"] == pytest.approx(unchanged["inner_loss_before"])
 
 
 def test_what_visualize_leaves(weights, repro_cli):
-    Path("params.yaml").write_text(Path("params.yaml").read_text() + VISUALIZE)
-    code, out, err = repro_cli("visualize")
-    assert (code, err) == (0, ""), err
-    folder = Path("results/visualize")
+    """And that it needs the weights before training."""
+    add_params(Path(), VISUALIZE)
+    before = {}
+    for _ in range(2):
+        code, out, err = repro_cli("visualize")
+        assert (code, err) == (0, ""), err
+        folder = Path("results/visualize")
+        written = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
+        assert before in ({}, written)
+        before = written
     names = ("fig3_gradient_magnitude", "fig8_receptive_field", "fig8_radial_profile", "fig11_reconstruction")
     assert all(is_figure(folder / f"{name}.png") for name in names)
-    record = read_record(folder / "metrics.json")
-    about = {
-        "cell": "nano",
-        "model": "vittt_nano_patch16_144",
-        "data": "digits",
-        "kind": "digits",
-        "image_size": 64,
-        "held_out_images": 12,
-    }
-    assert about.items() <= record["metrics"].items()
-    metrics, missing = record["metrics"], record["metrics"]["receptive_fields"]["conv1d"]
-    assert missing == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
-    assert (
-        0
-        < metrics["receptive_fields"]["DeiT"]["radius_50_px"]
-        < metrics["receptive_fields"]["DeiT"]["radius_90_px"]
-        < 46
-    )
+    metrics = read_record(folder / "metrics.json")["metrics"]
+    about = {"cell": "nano", "model": NANO, "data": "digits", "kind": "digits", "image_size": 64}
+    assert {**about, "held_out_images": 12}.items() <= metrics.items()
+    fields = metrics["receptive_fields"]
+    assert fields["conv1d"] == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
+    assert 0 < fields["DeiT"]["radius_50_px"] < fields["DeiT"]["radius_90_px"] < 46
     # 16 patches in chunks of 4, from both ends: half of them
     assert metrics["gradient_magnitude"]["after"]["first_chunks_tokens_percent"] == 50
     assert metrics["gradient_magnitude"]["after"]["top30_share_percent"] > 100 * 5 / 16
-    assert (
-        list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"]
-        and metrics["probes"]["steps=2"]["held_out_images"] == 20
-    )
-    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
-    assert repro_cli("visualize")[0] == 0
-    assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
-
-
-def test_visualize_needs_the_weights_before_training(weights, repro_cli):
-    Path("params.yaml").write_text(Path("params.yaml").read_text() + VISUALIZE)
+    assert list(metrics["reconstruction_loss"]) == ["epoch_0", "epoch_1"]
+    assert metrics["probes"]["steps=2"]["held_out_images"] == 20
     (WEIGHTS.parent / "snapshots/epoch_000.safetensors").unlink()
     code, _, err = repro_cli("visualize")
-    assert (
-        code == 2 and err.count("\n") == 1 and "no snapshot of epoch 0; add 0 to pretrain.nano.snapshot_epochs" in err
-    )
+    assert code == 2 and err.count("\n") == 1 and "epoch 0; add 0 to pretrain.nano.snapshot_epochs" in err

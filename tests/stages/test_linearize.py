@@ -2,8 +2,6 @@
 inputs as one line.
 """
 
-import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +11,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from repro.core.errors import UserError
 from repro.core.hashing import hash_file
+from repro.core.paths import Paths
 from repro.core.record import read_record
-from repro.tasks.classification.task import Classification
+from repro.papers import describe_recipe
+from repro.runs import from_weights
+from repro.runs.job import build_job
 from tests.stages.helpers import save_model
 from tests.stages.test_own import draw
 
@@ -56,34 +58,25 @@ def read_metrics(folder: Path) -> dict:
 
 def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_cli):
     code, out, err = repro_cli("linearize", "--cell", "student")
-    assert code == 0, err
-    assert (
-        "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out
-        and "expected: new: blocks (14)" in out
-    )
+    assert code == 0 and "expected: new: blocks (14)" in out, err
+    assert "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out
     folder, teacher = Path("results/linearize/student"), load_file(TEACHER)
     fates = dict(reversed(line.rsplit(None, 1)) for line in (folder / "load_report.txt").read_text().splitlines())
     student = load_file(folder / "weights.safetensors")
     assert set(fates) == set(student) and {key for key, fate in fates.items() if fate.strip() == "used"} == set(teacher)
     metrics = read_metrics(folder)
-    assert "freeze" not in metrics
-    assert 0 <= metrics["untrained_top1_percent"] <= 100 and metrics["init"]["weights_hash"] == hash_file(TEACHER)
+    assert "freeze" not in metrics and metrics["init"]["weights_hash"] == hash_file(TEACHER)
+    assert 0 <= metrics["untrained_top1_percent"] <= 100
     code, out, _ = repro_cli("evaluate", "--weights", str(folder / "weights.safetensors"), "--data", "digits")
     assert code == 0 and f"top-1 {metrics['top1_percent']:.2f} %" in out
 
 
 def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
-    from repro.core.errors import UserError
-    from repro.core.paths import Paths
-    from repro.runs import from_weights
-
     kept = []
-    monkeypatch.setattr(
-        from_weights, "_keep", lambda checkpoint, file: kept.append((checkpoint.published.full_name, file.name))
-    )
+    monkeypatch.setattr(from_weights, "_keep", lambda checkpoint, file: kept.append(checkpoint.published.full_name))
     name = "vit_tiny_patch16_224.augreg_in21k"
     file, _ = from_weights.find_weights(Paths(tmp_path), name, None)
-    assert kept == [(name, file.name)] and file.name == f"{name}.safetensors"
+    assert kept == [name] and file.name == f"{name}.safetensors"
     for missing in (f"{name}.pth", "vit_tiny_patch16_224.pth", "deit.safetensors"):
         with pytest.raises(UserError, match="no such file"):
             from_weights.find_weights(Paths(tmp_path), missing, None)
@@ -97,48 +90,13 @@ def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cl
     assert student["blocks.0.attn.w1"].std() > 0.021  # it began with 0.02
 
 
-@pytest.mark.slow
-def test_stopped_and_continued_gives_the_same_bits(ready, repro_cli, monkeypatch):
-    assert repro_cli("linearize", "--cell", "student")[0] == 0
-    folder = Path("results/linearize/student")
-    truth, metrics = (folder / "weights.safetensors").read_bytes(), read_metrics(folder)
-    shutil.rmtree(folder)
-    calls, loss = [], Classification.loss
-
-    def stop_at_the_fifth(self, network, batch):
-        calls.append(batch)
-        if len(calls) == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return loss(self, network, batch)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Classification, "loss", stop_at_the_fifth)
-        assert repro_cli("linearize", "--cell", "student")[0] not in (0, 2)
-    assert len(calls) == 5 and not (folder / "metrics.json").exists()
-    code, out, err = repro_cli("linearize", "--cell", "student")
-    assert code == 0 and "continuing after step 5" in out, err
-    assert (folder / "weights.safetensors").read_bytes() == truth and read_metrics(folder)["by_seed"] == metrics[
-        "by_seed"
-    ]
-
-
-def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
+def test_a_published_size_is_found_by_its_file(ready):
     """Another ViT than that of the cell: the student follows from it, and the recipe from the cell."""
     torch.manual_seed(0)
     torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), "vit.pth")
-    from repro.papers import describe_recipe
-    from repro.runs.from_weights import make_cell
-    from repro.runs.job import build_job
-
-    asked = {
-        "options": {"inner": "gate", "dwc": "v"},
-        "freeze": True,
-        "data": "digits",
-        "epochs": 1,
-        "batch_size": 64,
-        "seeds": 2,
-    }
-    cell = make_cell("vit.pth", model="vit_tiny_patch16_224", **asked, recipe=describe_recipe)
+    asked = {"options": {"inner": "gate", "dwc": "v"}, "freeze": True, "data": "digits", "epochs": 1, "batch_size": 64}
+    recipe = {"seeds": 2, "recipe": describe_recipe}
+    cell = from_weights.make_cell("vit.pth", model="vit_tiny_patch16_224", **asked, **recipe)
     assert (cell.params.model, cell.params.seeds, cell.params.batch_size) == ("t5_tiny_patch16_224", (0, 1), 64)
     assert cell.name == "vit-inner_gate-dwc_v-digits-frozen-1epochs"
     job = build_job(cell, 0)
@@ -151,9 +109,8 @@ def test_a_published_size_is_found_by_its_file(ready, repro_cli, monkeypatch):
 @pytest.mark.slow
 def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repro_cli):
     draw(Path("pets"), {"cat": 6, "dog": 6})
-    code, _, err = repro_cli(
-        "linearize", "--from", str(TEACHER), "--data", "folder:pets", "--epochs", "1", "--batch-size", "4"
-    )
+    options = ("--data", "folder:pets", "--epochs", "1", "--batch-size", "4")
+    code, _, err = repro_cli("linearize", "--from", str(TEACHER), *options)
     assert code == 0, err
     (weights,) = Path("results/own/pets").glob("*/weights.safetensors")
     code, out, err = repro_cli("predict", "pets/cat", "--weights", str(weights))
@@ -162,27 +119,23 @@ def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repr
 
 @pytest.mark.slow
 def test_from_a_file_with_options_and_an_export(ready, repro_cli):
-    code, out, err = repro_cli(
-        "linearize", "--from", str(TEACHER), "--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1"
-    )
+    asked = ("--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
+    code, out, err = repro_cli("linearize", "--from", str(TEACHER), *asked)
     assert code == 0, err
     (record,) = Path("results/measured").rglob("linearize/*/metrics.json")
-    options = read_metrics(record.parent)["options"]
-    assert {key: options[key] for key in ("inner", "key_norm", "dwc", "neighbours")} == {
-        "inner": "gate",
-        "key_norm": "instance",
-        "dwc": "v",
-        "neighbours": 3,
-    }
+    expected = {"inner": "gate", "key_norm": "instance", "dwc": "v", "neighbours": 3}
+    assert expected.items() <= read_metrics(record.parent)["options"].items()
     weights = str(record.parent / "weights.safetensors")
-    assert repro_cli("export", "--weights", weights, "--format", "safetensors", "-o", "folder")[0] == 0
+    for format, place in (("safetensors", "folder"), ("onnx", "model.onnx")):
+        code, out, err = repro_cli("export", "--weights", weights, "--format", format, "-o", place)
+        assert code == 0, err
     model = timm.create_model("local-dir:folder", pretrained=True).eval()
-    images = torch.rand(2, 3, 32, 32)
-    code, out, err = repro_cli("export", "--weights", weights, "--format", "onnx", "-o", "model.onnx")
-    assert code == 0, err
     import onnxruntime
 
-    session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+    session, images = (
+        onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"]),
+        torch.rand(2, 3, 32, 32),
+    )
     (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     with torch.no_grad():
         assert np.abs(found - model(images).numpy()).max() < 1e-3

@@ -42,27 +42,25 @@ def project(tmp_path):
     (tmp_path / "dvc.yaml").write_text(DVC_YAML)
     write_params(tmp_path, 1, 2)
     (tmp_path / "source.txt").write_text("one\n")
-    (tmp_path / "results" / "prepare_data" / "digits").mkdir(parents=True)
-    (tmp_path / "results" / "prepare_data" / "digits" / "manifest.json").write_text("{}")
-    for command in (
-        ["git", "init", "-q"],
-        [sys.executable, "-m", "dvc", "init", "-q"],
-        [sys.executable, "-m", "dvc", "repro", "-q"],
-    ):
+    manifest = tmp_path / "results" / "prepare_data" / "digits" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    dvc = [sys.executable, "-m", "dvc"]
+    for command in (["git", "init", "-q"], [*dvc, "init", "-q"], [*dvc, "repro", "-q"]):
         subprocess.run(command, cwd=tmp_path, check=True)
     return tmp_path
 
 
 def test_each_state(project):
     paths = Paths(project)
-    assert [row[:2] for row in find_status(paths, load_stages())] == [
-        ("pretrain@a", "fresh"),
-        ("pretrain@b", "fresh"),
-        ("weigh", "fresh"),
-    ]
+
+    def find() -> dict[str, str]:
+        return {name: state for name, state, _ in find_status(paths, load_stages())}
+
+    assert find() == {"pretrain@a": "fresh", "pretrain@b": "fresh", "weigh": "fresh"}
+    params = load_section(SPEC.params, paths.params, "pretrain", "a")
+    cell = Cell(stage="pretrain", name="a", params=params, spec=SPEC, paths=paths, runtime=None, folder=project)
     for step in (90, 120):
-        params = load_section(SPEC.params, paths.params, "pretrain", "a")
-        cell = Cell(stage="pretrain", name="a", params=params, spec=SPEC, paths=paths, runtime=None, folder=project)
         state = cell.state_folder(0) / f"step_{step:09d}.0123456789abcdef.pt"
         state.parent.mkdir(parents=True, exist_ok=True)
         state.touch()
@@ -74,10 +72,7 @@ def test_each_state(project):
         ("weigh", "missing", "results/weight.txt"),
     ]
     write_params(project, 5, 2)  # a run with other parameters would not continue that state
-    assert [row[:2] for row in find_status(paths, load_stages())][:2] == [
-        ("pretrain@a", "stale"),
-        ("pretrain@b", "fresh"),
-    ]
+    assert find() == {"pretrain@a": "stale", "pretrain@b": "fresh", "weigh": "missing"}
 
 
 def make_records(root):
@@ -119,33 +114,23 @@ def test_records_that_older_code_made_are_named(tmp_path):
 
 
 def test_records_are_grouped_by_their_folder():
-    records = [
-        "results/count/metrics.json",
-        "results/train/one/metrics.json",
-        "results/train/one/speed.json",
-        "results/train/two/metrics.json",
-    ]
+    names = ("count/metrics", "train/one/metrics", "train/one/speed", "train/two/metrics")
+    records = [f"results/{name}.json" for name in names]
     assert group_records(records) == ["results: count", "results/train: one, one/speed, two"]
 
 
 def test_the_command_names_old_records_and_ends_well(project, monkeypatch, repro_cli):
     monkeypatch.chdir(project)
-    code, out, err = repro_cli("status")
-    assert (code, err) == (0, "") and out.splitlines()[-1].startswith("nothing to do")
+
+    def status(*options) -> list[str]:
+        code, out, err = repro_cli("status", *options)
+        assert (code, err) == (0, "")
+        return out.splitlines()
+
+    assert status()[-1].startswith("nothing to do")
     make_records(project)
     (project / "repro" / "models" / "b.py").unlink()
-    code, out, err = repro_cli("status")
-    assert (code, err) == (0, "")
-    assert out.splitlines()[-5:] == [
-        f"1 record {OTHER_CODE}:",
-        "results/train: two",
-        "",
-        f"1 record {OLDER_VERSION}:",
-        "results: count",
-    ]
-    code, out, err = repro_cli("status", "--stale")
-    assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()[1:]] == [
-        "results/count/metrics.json",
-        "results/train/two/metrics.json",
-    ]
+    train, count = [f"1 record {OTHER_CODE}:", "results/train: two"], [f"1 record {OLDER_VERSION}:", "results: count"]
+    assert status()[-5:] == [*train, "", *count]
+    stale = [line.split()[0] for line in status("--stale")[1:]]
+    assert stale == ["results/count/metrics.json", "results/train/two/metrics.json"]
