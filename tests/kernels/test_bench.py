@@ -130,10 +130,8 @@ def test_the_summary_compares_with_the_faster_peer():
         "forward_backward_share_of_copy_percent": 100 * 2.0 / 8.0,
     }
     assert bench.summarise(selective_scan_cases.CASES, rows)["forward_backward_speedup_over_mamba_ssm"] == 2.0 / 4.0
-    assert bench.summarise(OPERATORS["bi_wkv"], rows) == {
-        "forward_share_of_copy_percent": 25.0,
-        "forward_backward_share_of_copy_percent": 40.0,
-    }
+    shares = {"forward_share_of_copy_percent": 25.0, "forward_backward_share_of_copy_percent": 40.0}
+    assert bench.summarise(OPERATORS["bi_wkv"], rows) == shares
     missing = timed("ttt_linear", [*bench.OURS, "fla chunk"], (1.0, 2.0, 90.0, None), (None,) * 4)
     found = bench.summarise(ttt_linear_cases.CASES, missing)
     assert found["forward_speedup_over_fla"] is None and found["reason"]

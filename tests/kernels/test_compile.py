@@ -325,10 +325,6 @@ def test_it_compiles_without_spills(kernel, dtype, target, options):
         assert len(found["loops"]) == (2 if kernel.endswith("value") else 3)
 
 
-def test_bi_wkv_gives_a_channel_to_a_thread():
-    assert all(config.kwargs["BLOCK_C"] == 32 * config.num_warps for config in wkv_fwd.configs())
-
-
 # Around the scan
 
 

@@ -22,20 +22,9 @@ KERNELS = ["interpreted", "test_ms_deform_attn.py"]
     ("tests", "chosen"), [(KERNELS, "not slow"), slow(KERNELS, "slow"), slow(["test_every_op.py"], "")]
 )
 def test_under_the_interpreter(tests, chosen):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        chosen,
-        *(str(FOLDER / name) for name in tests),
-    ]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=FOLDER.parents[1], capture_output=True, text=True
-    )
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-m", chosen]
+    command = [sys.executable, "-m", "pytest", *options, *(str(FOLDER / name) for name in tests)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

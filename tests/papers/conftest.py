@@ -47,12 +47,8 @@ def count_model(key: str) -> dict[str, Any]:
     name, options, side = read_key(key)
     counted, fvcore = cost(name, options, (side, side)), fvcore_terms(name, options, (side, side))
     row = {"model": name, "options": options, "image_size": [side, side], "method": "analytic"}
-    return {
-        **row,
-        "num_params": counted.num_params,
-        "macs_g": counted.macs_g,
-        "macs_g_fvcore": sum(fvcore.values()) / 1e9,
-    }
+    counts = {"num_params": counted.num_params, "macs_g": counted.macs_g, "macs_g_fvcore": sum(fvcore.values()) / 1e9}
+    return row | counts
 
 
 def judge_counts(checkout: Checkout, paper: Paper, rows: dict[str, dict]) -> Report:

@@ -83,7 +83,5 @@ def test_samples_stand_beside_each_other_with_links_from_each_page(three):
     (row,) = (line for line in blocks(three).splitlines() if "![" in line)
     assert row.count("![") == 3 and "](../results/measured/cpu/generate/dit3_3seeds/examples/samples.png)" in row
     page = render_markdown(build_document(judge(three, PAPER)), "../")
-    assert (
-        "\n## Generation on embedded digits\n" in page
-        and "](../measured/cpu/generate/dit_3seeds/examples/samples.png)" in page
-    )
+    assert "\n## Generation on embedded digits\n" in page
+    assert "](../measured/cpu/generate/dit_3seeds/examples/samples.png)" in page

@@ -159,10 +159,8 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
     assert "one L40S at batch 64" in verdict.reason
     # steps between 9 and 11 ms around 10: the ratio of two speeds is at most 11/9 times as much, and at least 9/11
     cpu, h200 = (f"{ratio:g}× ({ratio * 9 / 11:.3g} to {ratio * 11 / 9:.3g})" for ratio in (1.25, 2))
-    assert [str(each) for each in verdict.elsewhere] == [
-        f"{cpu} ({checkout.CPU}, batch 1, fp32)",
-        f"{h200} ({checkout.H200}, batch 64, fp16)",
-    ]
+    said = [f"{cpu} ({checkout.CPU}, batch 1, fp32)", f"{h200} ({checkout.H200}, batch 64, fp16)"]
+    assert [str(each) for each in verdict.elsewhere] == said
 
 
 def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
@@ -286,10 +284,8 @@ def test_a_data_set_is_declared_until_it_is_here(checkout):
     )
     checkout.write("results/prepare_data/imagenet/manifest.json", manifest % "")
     verdicts = checkout.judge()
-    assert (verdicts[train].status, verdicts[train].sources) == (
-        "matched",
-        ("results/prepare_data/imagenet/manifest.json",),
-    )
+    assert verdicts[train].status == "matched"
+    assert verdicts[train].sources == ("results/prepare_data/imagenet/manifest.json",)
     assert verdicts[classes].status == "differs, unexplained"
     checkout.write("results/prepare_data/imagenet/manifest.json", manifest % '"one image is missing"')
     assert checkout.judge()[train].status == "declared"

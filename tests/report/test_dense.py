@@ -47,10 +47,8 @@ def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_rand
     detector(checkout, "measured/cpu/detect/nano_scenes_random", seeds=3, init=None)
     pipeline = "results/detect/nano_scenes/metrics.json"
     by_hand = [f"results/measured/cpu/detect/nano_scenes_{name}/metrics.json" for name in ("3seeds", "random")]
-    assert drawn(checkout) == {
-        "learning_detect_nano_scenes.png": [pipeline, by_hand[1]],
-        "confusion_detect_nano_scenes.png": [pipeline],
-    }
+    expected = {"learning": [pipeline, by_hand[1]], "confusion": [pipeline]}
+    assert drawn(checkout) == {f"{kind}_detect_nano_scenes.png": files for kind, files in expected.items()}
     detector(checkout, "measured/cpu/detect/nano_scenes_3seeds", seeds=3)
     assert sorted(drawn(checkout)["learning_detect_nano_scenes.png"]) == by_hand
 

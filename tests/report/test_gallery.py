@@ -69,11 +69,8 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
         "  count:\n    cmd: repro count\n    metrics:\n    - results/count/metrics.json: {cache: false}\n"
         "  report: {cmd: repro report}\n",
     )
-    assert [command for _, command in find_missing_records(checkout.paths)] == [
-        "repro train --cell a",
-        "repro train --cell b",
-        "repro count",
-    ]
+    missing = [command for _, command in find_missing_records(checkout.paths)]
+    assert missing == ["repro train --cell a", "repro train --cell b", "repro count"]
     checkout.record("train/a", {})
     checkout.record("count", {})
     assert find_missing_records(checkout.paths) == [("results/train/b/metrics.json", "repro train --cell b")]
@@ -84,8 +81,8 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
 
 
 def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
-    checkout.train("pretrain/a", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
-    checkout.train("pretrain/b", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
+    for cell in "ab":
+        checkout.train(f"pretrain/{cell}", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
 
     def describe(**hashes):
         for cell, number_hash in hashes.items():
