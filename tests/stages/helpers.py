@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
@@ -74,6 +75,19 @@ def edit(*pairs: str) -> None:
         assert old in text
         text = text.replace(old, new, 1)
     path.write_text(text)
+
+
+def train_nano(checkout: Path, stage: str) -> None:
+    """Run the command of a stage's cell `nano` in a checkout, in this process."""
+    from repro.cli import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(checkout)
+        patch.setattr(sys, "argv", ["repro", stage, "--cell", "nano"])
+        try:
+            main()
+        except SystemExit as exit:
+            assert not exit.code
 
 
 def stop_at_state(stage: str, cell: str, number: int, seed: int = 0) -> str:
