@@ -3,7 +3,6 @@
 import argparse
 import csv
 import dataclasses
-import hashlib
 import os
 import subprocess
 import sys
@@ -15,15 +14,21 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from timm.data import ImageNetInfo
 
 import repro.models  # noqa: F401  registers the family
+from repro.core.errors import UserError
 from repro.core.hashing import hash_file
 from repro.core.record import read_record
 from repro.data.settings import TransformSettings
+from repro.data.tree import scan_tree
+from repro.inference.classifier import subsample
+from repro.inference.evaluate import _Evaluation, check_limit
+from repro.inference.params import EvaluateRequest
 from repro.models.published import find_published, is_only_imagenet_1k
 from repro.models.weights import save_weights
 from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
-from tests.stages.helpers import DIGITS, NANO, save_model
+from tests.stages.helpers import DIGITS, NANO, edit, prepare_cell, save_model
 
 DEIT = "deit_tiny_patch16_224"
 
@@ -38,17 +43,12 @@ def records():
     return {path.parent.name: read_record(path) for path in Path("results/measured").rglob("metrics.json")}
 
 
-def only(values):
-    (value,) = values
-    return value
-
-
 def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     code, out, err = repro_cli("evaluate", "--weights", weights, "--data", "digits", *sizes(48, 16, 32))
     assert code == 0, err
     assert len(out.splitlines()) == 4 and "at 48, fp32: top-1 " in out and "img/s" in out
-    found = records()
-    digest = only({r["metrics"]["weights_hash"] for r in found.values()})
+    found, digest = records(), hash_file(Path(weights))
+    assert {r["metrics"]["weights_hash"] for r in found.values()} == {digest}
     assert set(found) == {f"vittt_nano_patch16_144_digits_{size}_{digest[:8]}" for size in (16, 32, 48)}
     folder = next(Path("results/measured").rglob("curve.csv")).parent
     assert folder.name == f"vittt_nano_patch16_144_digits_{digest[:8]}" and folder.parent.name == "evaluate"
@@ -57,15 +57,12 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     for row in rows:
         metrics = found[f"vittt_nano_patch16_144_digits_{row['image_size']}_{digest[:8]}"]["metrics"]
         assert float(row["top1_percent"]) == metrics["top1_percent"] and metrics["train_image_size"] == 32
-        assert (metrics["held_out_images"], metrics["data"], metrics["kind"]) == (
-            359,
-            "digits",
-            "digits",
-        ) and "limit" not in metrics
+        assert (metrics["held_out_images"], metrics["data"], metrics["kind"]) == (359, "digits", "digits")
+        assert "limit" not in metrics
     before = (folder / "curve.png").read_bytes()
     with Image.open(folder / "curve.png") as image:
         assert image.width >= 400
-    stated = ("--sha256", hash_file(Path(weights)))
+    stated = ("--sha256", digest)
     assert repro_cli("evaluate", "--weights", weights, "--data", "digits", *stated, *sizes(16, 32, 48))[0] == 0
     assert (folder / "curve.png").read_bytes() == before
 
@@ -74,29 +71,13 @@ def sizes(*values):
     return [word for value in values for word in ("--image-size", str(value))]
 
 
-def test_a_vit_of_one_size_is_resampled_for_the_others(checkout, repro_cli):
-    path = save_model(checkout / "vit.safetensors", DEIT, depth=1, img_size=32)
-    code, _, err = repro_cli("evaluate", "--weights", path, "--data", "digits", "--limit", "20", *sizes(32, 64))
-    assert code == 0, err
-    assert {r["metrics"]["image_size"] for r in records().values()} == {32, 64}
-
-
 def test_a_limited_look_is_seeded_and_says_so(weights, repro_cli):
-    command = ("evaluate", "--weights", weights, "--data", "digits")
     for _ in range(2):
-        code, out, _ = repro_cli(*command, "--limit", "30")
+        code, out, _ = repro_cli("evaluate", "--weights", weights, "--data", "digits", "--limit", "30")
         assert code == 0 and "on 30 test images (--limit: not a full score)" in out
-    limited = only(records().values())["metrics"]
-    assert (limited["held_out_images"], limited["limit"], limited["limit_seed"]) == (30, 30, 0)
-    assert repro_cli(*command)[0] == 0
-    full = next(r for name, r in records().items() if not name.endswith("_limit30"))
-    assert full["metrics"]["held_out_images"] == 359 and "limit" not in full["metrics"] and len(records()) == 2
-
-
-def test_the_limit_draws_from_all_classes_and_from_the_whole_split(checkout):
-    from repro.data.tree import scan_tree
-    from repro.inference.classifier import subsample
-
+    ((name, limited),) = records().items()
+    found = [limited["metrics"][key] for key in ("held_out_images", "limit", "limit_seed")]
+    assert name.endswith("_limit30") and found == [30, 30, 0]
     tree = scan_tree(Path("data/digits"), "digits")
     part = subsample(tree, 100, seed=0)
     names = part.splits["test"].names.tolist()
@@ -105,18 +86,15 @@ def test_the_limit_draws_from_all_classes_and_from_the_whole_split(checkout):
     assert part.splits["train"] is tree.splits["train"] and subsample(tree, 359, seed=0) is tree
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_is_recorded_and_close(weights, repro_cli, dtype):
-    command = ("evaluate", "--weights", weights, "--data", "digits", "--limit", "40")
-    assert repro_cli(*command)[0] == 0
-    code, _, err = repro_cli(*command, "--dtype", dtype)
-    assert code == 0, err
-    found = records()
-    assert {r["identity"]["dtype"] for r in found.values()} == {"fp32", dtype}
-    low = next(r for name, r in found.items() if name.endswith(f"_{dtype}"))
-    high = next(r for name, r in found.items() if not name.endswith(f"_{dtype}"))
-    assert low["metrics"]["held_out_loss"] == pytest.approx(high["metrics"]["held_out_loss"], rel=2e-2)
-    assert low["metrics"]["held_out_loss"] != high["metrics"]["held_out_loss"]
+def test_low_precision_is_recorded_and_close(weights, repro_cli):
+    command = ("evaluate", "--weights", weights, "--data", "digits", "--limit", "40", "--dtype")
+    for dtype in ("fp32", "bf16", "fp16"):
+        code, _, err = repro_cli(*command, dtype)
+        assert code == 0, err
+    losses = {record["identity"]["dtype"]: record["metrics"]["held_out_loss"] for record in records().values()}
+    assert len(set(losses.values())) == 3
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2) == pytest.approx(losses["fp16"], rel=2e-2)
+    assert {name.rpartition("_")[2] for name in records()} >= {"bf16", "fp16"}
 
 
 @pytest.fixture
@@ -149,10 +127,9 @@ def test_published_weights_at_two_sizes(checkout, published, repro_cli):
     code, out, err = repro_cli(*command, *sizes(32, 48))
     assert code == 0, err
     assert f"{DEIT} (fb_in1k) on digits at 48" in out
-    for record in records().values():
-        metrics = record["metrics"]
-        assert (metrics["model"], metrics["weights_hash"], metrics["weights_tag"]) == (DEIT, "timm", "fb_in1k")
-        assert metrics["weights_license"] == "apache-2.0" and metrics["train_image_size"] == 32
+    about = {"model": DEIT, "weights_hash": "timm", "weights_tag": "fb_in1k", "weights_license": "apache-2.0"}
+    assert all({**about, "train_image_size": 32}.items() <= r["metrics"].items() for r in records().values())
+    assert {r["metrics"]["image_size"] for r in records().values()} == {32, 48}
     assert next(Path("results/measured").rglob("curve.png")).parent.name == f"{DEIT}_digits_timm_limit30"
 
 
@@ -189,8 +166,7 @@ def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
     assert code == 0 and f"{name} on digits at 96" in out, err
     found = [record["metrics"] for record in records().values()]
     assert all(m["options"] == {} and m["weights_file"] == "vit3.pth" and m["train_image_size"] == 144 for m in found)
-    digest = hashlib.sha256(Path(theirs).read_bytes()).hexdigest()
-    assert all(m["weights_hash"] == digest[:16] for m in found)
+    assert {m["weights_hash"] for m in found} == {hash_file(Path(theirs))}
     assert repro_cli(*command, "--weights", own)[0] == 0
     for size in (144, 96):
         both = [r["metrics"] for r in records().values() if r["metrics"]["image_size"] == size]
@@ -214,31 +190,26 @@ def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, 
     assert code == 2 and err.count("\n") == 1 and f"{path}: not a readable checkpoint of PyTorch" in err
 
 
-def test_the_papers_number_stands_beside_a_full_score_alone(checkout):
-    from repro.inference.evaluate import _Evaluation
-    from repro.inference.params import EvaluateRequest
+@pytest.mark.parametrize(
+    ("model", "size", "printed"),
+    [
+        ("vit3_tiny_patch16_224", 224, "76.5"),
+        ("vittt_base_patch16_224", 224, "82.7"),
+        ("vit3_tiny_patch16_224", 384, None),
+        ("vit_base_patch16_384", 384, "77.9"),
+    ],
+)
+def test_the_numbers_of_table1(model, size, printed):
+    assert find_table1_top1(model, size) == printed
 
-    assert (
-        find_table1_top1("vit3_tiny_patch16_224", 224) == "76.5"
-        and find_table1_top1("vittt_base_patch16_224", 224) == "82.7"
-    )
-    assert (
-        find_table1_top1("vit3_tiny_patch16_224", 384) is None
-        and find_table1_top1("vit_base_patch16_384", 384) == "77.9"
-    )
 
+def test_the_papers_number_stands_beside_a_full_score_alone():
     def line(kind="imagenet", size=224, options=types.MappingProxyType({}), **request):
         checkpoint = types.SimpleNamespace(name="vit3_tiny_patch16_224", facts={"options": dict(options)})
         cell = types.SimpleNamespace(kind=kind, name=kind)
-        metrics = {
-            "image_size": size,
-            "top1_percent": 76.0,
-            "top5_percent": 93.0,
-            "split": "val",
-            "held_out_images": 50_000,
-        }
+        metrics = {"image_size": size, "top1_percent": 76.0, "top5_percent": 93.0, "split": "val"}
         evaluation = _Evaluation(None, None, cell, None, None, EvaluateRequest(**request), find_table1_top1)
-        return evaluation._format_score(checkpoint, metrics)
+        return evaluation._format_score(checkpoint, {**metrics, "held_out_images": 50_000})
 
     assert line().endswith("on 50000 val images (Table 1: 76.5 %)")
     others = line(kind="digits"), line(size=256), line(options={"depth": 1}), line(limit=10)
@@ -252,21 +223,13 @@ def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, r
     published(small)
     code, _, err = repro_cli("evaluate", "--model", small, "--pretrained", "--data", "digits", "--limit", "10")
     assert code == 0, err
-    assert only(records().values())["metrics"]["model"] == small
+    assert [record["metrics"]["model"] for record in records().values()] == [small]
 
 
 def test_which_tags_are_imagenet_1k_alone():
-    yes = ("fb_in1k", "ms_in1k", "pycls_in1k", "ra2_in1k", "augreg_in1k", "deit_in1k")
-    no = (
-        "in12k_ft_in1k",
-        "swag_lc_in1k",
-        "fb_swsl_ig1b_ft_in1k",
-        "ms_in22k",
-        "clip_laion2b_augreg_ft_in1k",
-        "untrained",
-        "",
-    )
-    assert all(map(is_only_imagenet_1k, yes)) and not any(map(is_only_imagenet_1k, no))
+    yes = "fb_in1k ms_in1k pycls_in1k ra2_in1k augreg_in1k deit_in1k".split()
+    no = "in12k_ft_in1k swag_lc_in1k fb_swsl_ig1b_ft_in1k ms_in22k clip_laion2b_augreg_ft_in1k untrained".split()
+    assert all(map(is_only_imagenet_1k, yes)) and not any(map(is_only_imagenet_1k, [*no, ""]))
 
 
 def test_table1_takes_the_weights_of_imagenet_1k_at_the_tables_size():
@@ -278,47 +241,29 @@ def test_table1_takes_the_weights_of_imagenet_1k_at_the_tables_size():
     assert len(labels) == 35 - 14 and {"EffNet-B6", "ViT-L/16", "VMamba-T", "Vittt-T"} <= labels
 
 
-@pytest.fixture
-def imagenet(checkout, repro_cli):
-    """A tree with ImageNet-1K's thousand class folders and one small image in each."""
-    from timm.data import ImageNetInfo
-
+@pytest.mark.slow
+def test_table1_without_a_network(checkout, tmp_path):
+    """The real client of the hub in a process of its own, with an endpoint that nobody serves and an empty cache, on a
+    tree with ImageNet-1K's thousand class folders and one small image in each.
+    """
     for split in ("train", "val"):
-        for index, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names()):
+        for wnid in ImageNetInfo("imagenet-1k").label_names():
             folder = Path("data/imagenet") / split / wnid
             folder.mkdir(parents=True)
-            Image.new("RGB", (8, 8), (index % 256, index // 4, 90)).save(folder / "a.png")
-    params = Path("params.yaml")
-    params.write_text(params.read_text().replace("train: 1281167, val: 50000", "train: 1000, val: 1000"))
-    assert repro_cli("prepare-data", "--cell", "imagenet")[0] == 0
-
-
-@pytest.mark.slow
-def test_table1_without_a_network(imagenet, published, tmp_path):
-    """The real client of the hub in a process of its own, with an endpoint that nobody serves and an empty cache."""
-    environment = os.environ | {
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": str(tmp_path / "hub"),
-        "OMP_NUM_THREADS": "1",
-    }
+            Image.new("RGB", (8, 8)).save(folder / "a.png")
+    edit("train: 1281167, val: 50000", "train: 1000, val: 1000")
+    prepare_cell(checkout, "imagenet")
+    network = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "repro", "evaluate", "--table1", "--data", "imagenet", "--limit", "2"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 1, done.stderr
-    assert "left out: EffNet-B6" in done.stdout and "top-1" not in done.stdout
-    lines = done.stderr.splitlines()
-    assert len(lines) == 15 and lines[-1].startswith(
-        "repro: evaluate: 14 of 14 models were not evaluated: regnety_040, "
-    )
-    assert all(
-        "weights cannot be fetched and are not in the local cache: http://127.0.0.1:9: " in line for line in lines[:-1]
-    )
+    done = subprocess.run(command, env=os.environ | network, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 1 and "left out: EffNet-B6" in done.stdout and "top-1" not in done.stdout, done.stderr
+    *lines, last = done.stderr.splitlines()
+    assert len(lines) == 14 and last.startswith("repro: evaluate: 14 of 14 models were not evaluated: regnety_040, ")
+    assert all("cannot be fetched and are not in the local cache: http://127.0.0.1:9: " in line for line in lines)
     assert not Path("results/measured").exists()
 
 
 def test_a_limit_of_imagenets_own_size_is_refused():
-    from repro.core.errors import UserError
-    from repro.inference.evaluate import check_limit
-
     check_limit(49_999, 60_000, "val")
     with pytest.raises(UserError, match="would be taken for it"):
         check_limit(50_000, 60_000, "val")
