@@ -6,12 +6,8 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.data.ade20k import AdePairs
+from tests.tasks.segmentation_lab import write_tree
 
-RNG = np.random.default_rng(0)
-STEMS = {
-    "training": ["ADE_train_00000001", "ADE_train_00000002", "ADE_train_00000003"],
-    "validation": ["ADE_val_00000001"],
-}
 HEADING = "Idx\tRatio\tTrain\tVal\t\tName\n"
 
 
@@ -21,17 +17,9 @@ def names(count):
 
 @pytest.fixture
 def root(tmp_path):
-    """Four pairs of 6 x 4 pixels, as ADEChallengeData2016 lays them out."""
-    for split, stems in STEMS.items():
-        for part in ("images", "annotations"):
-            (tmp_path / part / split).mkdir(parents=True)
-        for stem in stems:
-            Image.fromarray(RNG.integers(256, size=(4, 6, 3), dtype=np.uint8)).save(
-                tmp_path / f"images/{split}/{stem}.jpg"
-            )
-            Image.fromarray(RNG.integers(151, size=(4, 6), dtype=np.uint8)).save(
-                tmp_path / f"annotations/{split}/{stem}.png"
-            )
+    """Three pairs and one, and the list of classes as ADEChallengeData2016 has it."""
+    for split, pairs in (("training", 3), ("validation", 1)):
+        write_tree(tmp_path, classes=150, split=split, pairs=pairs, size=(8, 16))
     (tmp_path / "objectInfo150.txt").write_text(names(150))
     (tmp_path / "images/training/.hidden.jpg").write_text("x")
     (tmp_path / "images/training/notes.txt").write_text("x")
@@ -42,7 +30,7 @@ def test_pairs_by_hand(root):
     train, val = (AdePairs(root, split) for split in ("train", "val"))
     assert (len(train), len(val)) == (3, 1)
     assert train.classes == tuple(f"thing {i}, object {i}" for i in range(1, 151))
-    stem = STEMS["training"][1]
+    stem = "ADE_00000001"
     assert train.paths(1) == (root / f"images/training/{stem}.jpg", root / f"annotations/training/{stem}.png")
     assert train.name(1) == f"{stem}.jpg"
     image, labels = train.read(1)
@@ -61,21 +49,21 @@ def test_the_folder_around_it_will_do(root, tmp_path_factory):
 
 def test_images_may_be_grey_small_and_of_any_size(root):
     for part, extension in (("images", "jpg"), ("annotations", "png")):
-        Image.new("L", (14, 700), 3).save(root / f"{part}/training/{STEMS['training'][0]}.{extension}")
+        Image.new("L", (14, 700), 3).save(root / f"{part}/training/ADE_00000000.{extension}")
     image, labels = AdePairs(root, "train").read(0)
     assert image.shape == (700, 14, 3) and labels.shape == (700, 14) and (labels == 3).all()
 
 
 def label(root, image):
-    image.save(root / f"annotations/validation/{STEMS['validation'][0]}.png")
+    image.save(root / "annotations/validation/ADE_00000000.png")
 
 
 def test_a_label_map_for_fewer_classes(root):
     (root / "objectInfo150.txt").rename(root / "objectInfo13.txt")
     (root / "objectInfo13.txt").write_text(names(13))
-    label(root, Image.new("L", (6, 4), 13))
+    label(root, Image.new("L", (16, 8), 13))
     AdePairs(root, "val").read(0)
-    label(root, Image.new("L", (6, 4), 14))
+    label(root, Image.new("L", (16, 8), 14))
     with pytest.raises(UserError, match="holds label 14, at most 13 expected"):
         AdePairs(root, "val").read(0)
 
@@ -83,8 +71,8 @@ def test_a_label_map_for_fewer_classes(root):
 def test_an_image_that_exif_turns_away_from_its_label_map(root):
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (6, 4)).save(root / "images/validation/ADE_val_00000001.jpg", exif=exif)
-    with pytest.raises(UserError, match=r"ADE_val_00000001\.png: is 6×4, its image 4×6"):
+    Image.new("RGB", (16, 8)).save(root / "images/validation/ADE_00000000.jpg", exif=exif)
+    with pytest.raises(UserError, match=r"ADE_00000000\.png: is 16×8, its image 8×16"):
         AdePairs(root, "val").read(0)
 
 

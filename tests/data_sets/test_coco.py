@@ -146,10 +146,7 @@ def test_evaluation_takes_every_image_and_training_the_usable_ones(root):
     assert [training[(0, i)][1]["image_id"] for i in range(len(training))] == [12, 30]
     assert training.groups.tolist() == [True, False]
     assert [evaluation.name(i) for i in (0, 4)] == ["000000000005.png", "000000000040.png"]
-
-
-def test_an_image_without_targets_has_empty_ones(root):
-    pixels, target = detection(root)[(0, 0)]
+    pixels, target = evaluation[(0, 0)]  # of an image without targets
     assert pixels.shape == (3, 40, 60) and pixels.dtype == torch.uint8
     assert [tuple(target[key].shape) for key in ("boxes", "labels", "masks")] == [(0, 4), (0,), (0, 40, 60)]
     assert [target[key].dtype for key in ("boxes", "labels", "masks")] == [torch.float32, torch.int64, torch.uint8]
@@ -189,12 +186,9 @@ def test_flip_by_hand(root):
     assert torch.equal(flipped[0], plain[0].flip(-1)) and torch.equal(flipped[1]["masks"], plain[1]["masks"].flip(-1))
     assert flipped[1]["boxes"].tolist() == [[30, 5, 50, 15], [52, 0, 60, 40], [0, 30, 10, 40]]
     assert torch.equal(flipped[1]["labels"], plain[1]["labels"])
-
-
-def test_flips_are_as_often_as_they_should_be(root):
     dataset = detection(root, same_size(hflip=0.3), training=True)
-    flips = sum(int(dataset[(epoch, 0)][0][0, 0, 0]) != 0 for epoch in range(400))
-    assert 90 < flips < 150  # 120, standard deviation 9
+    flips = sum(int(dataset[(epoch, 0)][0][0, 0, 0]) != 0 for epoch in range(100))
+    assert 15 < flips < 45  # 30, standard deviation 4.6
 
 
 def test_crops_by_hand(root):
@@ -206,7 +200,7 @@ def test_crops_by_hand(root):
     boxes = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]])
     masks = [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)]
     seen, crops, sides = set(), 0, set()
-    for epoch in range(120):
+    for epoch in range(60):
         pixels, target = dataset[(epoch, 0)]
         # the colours of the enlarged image tell which pixels of the file are in it
         height, width = pixels.shape[1:]
@@ -234,13 +228,8 @@ def test_crops_by_hand(root):
             assert box.tolist() == pytest.approx((clipped * [across, down, across, down]).tolist(), rel=1e-5, abs=1e-4)
             enlarged = expected[(np.arange(height) * high) // height][:, (np.arange(width) * wide) // width]
             assert (enlarged != mask.numpy()).mean() < 1e-3
-    assert 40 < crops < 80  # half of them, standard deviation 5.5
-    assert len(seen) >= 4 and () in seen and len(sides) == 9
-
-
-def test_multi_scale_draws_every_size(root):
-    dataset = detection(root, same_size(min_size=(20, 30, 40), max_size=60), training=True)
-    assert {tuple(dataset[(epoch, 0)][0].shape[1:]) for epoch in range(40)} == {(20, 30), (30, 45), (40, 60)}
+    assert 15 < crops < 45  # half of them, standard deviation 3.9
+    assert len(seen) >= 4 and () in seen and len(sides) >= 8
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
@@ -251,6 +240,8 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
         dataset = detection(root, settings, training=True, seed=seed)
         drawn.append([dataset[(epoch, 0)][0].sum().item() for epoch in range(8)])
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 4
+    dataset = detection(root, same_size(min_size=(20, 30, 40)), training=True)
+    assert {tuple(dataset[(epoch, 0)][0].shape[1:]) for epoch in range(40)} == {(20, 30), (30, 45), (40, 60)}
     assert torch.equal(torch.get_rng_state(), state)
 
 

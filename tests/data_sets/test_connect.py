@@ -38,11 +38,6 @@ def pairs(settings: ConnectSettings, split: str, number: int) -> np.ndarray:
     return np.stack([draw_pair(rng, settings) for rng in rngs])
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, np.ndarray]:
-    return {"train": pairs(KEPT, "train", 1000), "tune": pairs(KEPT, "tune", 500), "test": pairs(KEPT, "test", 1500)}
-
-
 def disc(radius: float) -> np.ndarray:
     reach = np.arange(-int(radius), int(radius) + 1)
     return np.hypot(reach, reach[:, None]) <= radius
@@ -78,7 +73,7 @@ def test_files_depend_on_the_settings_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "number"), [(KEPT, 150), (HARD, 20), (ConnectSettings(**SMALL), 100)], ids=["kept", "hard", "small"]
+    ("settings", "number"), [(KEPT, 60), (HARD, 8), (ConnectSettings(**SMALL), 60)], ids=["kept", "hard", "small"]
 )
 def test_both_classes_have_the_same_of_everything_but_the_connection(settings, number):
     arms = set()
@@ -94,10 +89,10 @@ def test_both_classes_have_the_same_of_everything_but_the_connection(settings, n
         assert arms == {4 * length + 2 for length in range(settings.dashes[0], settings.dashes[1] + 1)}
 
 
-def test_images_differ_and_nothing_is_cut_off(kept):
-    images = np.concatenate(list(kept.values())).reshape(6000, -1)
-    assert len({image.tobytes() for image in images}) == 6000, "the splits are disjoint"
-    framed = images.reshape(6000, KEPT.image_size, -1)
+def test_images_differ_and_nothing_is_cut_off():
+    images = np.concatenate([pairs(KEPT, split, 100) for split in ("train", "tune", "test")]).reshape(600, -1)
+    assert len({image.tobytes() for image in images}) == 600, "the splits are disjoint"
+    framed = images.reshape(600, KEPT.image_size, -1)
     assert framed[:, [0, -1]].max() == framed[:, :, [0, -1]].max() == 0
 
 
@@ -129,9 +124,9 @@ def local_percent(train: np.ndarray, held_out: np.ndarray) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("percent", [linear_percent, local_percent])
-def test_no_shortcut(kept, percent):
+def test_no_shortcut(percent):
     """4,000 held-out images: at chance the accuracy has a standard error of 0.8 points, a quarter of the margin."""
-    train, held_out = kept["train"], np.concatenate([kept["tune"], kept["test"]])
+    train, held_out = pairs(KEPT, "train", 1000), pairs(KEPT, "test", 2000)
     assert abs(percent(train, held_out) - 50) < 3
     dim = np.array([1, 0.85])[:, None, None]  # a planted shortcut, which must be found
     assert percent((train * dim).astype(np.uint8), (held_out * dim).astype(np.uint8)) > 90
@@ -146,16 +141,12 @@ def test_curves_are_longer_than_the_window_of_the_local_model():
 CELL = {"kind": "connect", "expected": {"classes": 2, "train": 12, "tune": 4, "test": 8}, "curves": SMALL}
 
 
-@pytest.fixture
-def cell(tmp_path):
-    """A prepared cell of 6 + 2 + 4 pairs."""
+def test_stage_writes_it_and_training_writes_it_again(tmp_path):
+    """And both images of a pair are in one batch."""
     paths, runtime = Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"})
     curves = SMALL | {"dashes": list(SMALL["dashes"])}
     prepare(build(PrepareData, CELL | {"curves": curves}, "x"), paths, runtime, "small")
-    return open_cell(paths, runtime, "small")
-
-
-def test_stage_writes_it_and_training_writes_it_again(tmp_path, cell):
+    cell = open_cell(paths, runtime, "small")
     assert cell.manifest.classes == {"apart": 0, "joined": 1} and cell.manifest.generated == ConnectSettings(**SMALL)
     written = hash_files(cell.root)
     shutil.rmtree(cell.root)
@@ -165,10 +156,6 @@ def test_stage_writes_it_and_training_writes_it_again(tmp_path, cell):
     drawn = pairs(ConnectSettings(**SMALL), "test", 4)
     assert targets.tolist() == [0] * 4 + [1] * 4
     assert np.array_equal(images.numpy(), np.broadcast_to(drawn.swapaxes(0, 1).reshape(8, 1, 96, 96), (8, 3, 96, 96)))
-
-
-def test_both_images_of_a_pair_are_in_one_batch(cell):
-    tree = cell.open_tree()
     train = ImageFolder(tree, "train", eval_transform(PLAIN))
     loader = TrainLoader(train, batch_size=4, seed=0, groups=cell.groups(tree))
     files = [Path(name) for number in range(3) for name in loader.files(0, number)]

@@ -11,15 +11,14 @@ from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
-from repro.data.check.dense import CocoCounts, check_ade20k, check_coco, check_scenes
+from repro.data.check.dense import check_ade20k, check_coco, check_scenes
 from repro.data.check.run import Depth
-from repro.data.coco import read_instances
-from repro.data.embedded.scenes import CATEGORY_IDS, write_scenes
+from repro.data.embedded.scenes import write_scenes
 from repro.data.findings import PrintAll
 from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare, scan_manifest
-from repro.data.settings import ExpectedCounts, ScenesSettings
+from repro.data.settings import ScenesSettings
 from tests.data_sets.conftest import cut, flip, make_cell
 
 SMALL = ScenesSettings(train=6, tune=2, test=3)
@@ -129,21 +128,6 @@ def test_kinds_are_not_taken_for_one_another(scenes, root):
         make_cell(scenes, manifest).open_tree()
     with pytest.raises(UserError, match="coco is not laid out as ade20k"):
         make_cell(scenes / "coco", dataclasses.replace(manifest, kind="coco")).open_pairs("train")
-
-
-def test_the_check_of_the_originals_accepts_the_formats(published):
-    """With the counts of scenes in place of the originals', the checks have nothing to object to."""
-    lines = []
-    report = PrintAll(published, lines.append)
-    counts = CocoCounts(
-        images={"train": 6, "val": 3},
-        instances={split: len(read_instances(published / "coco", split).labels) for split in ("train", "val")},
-        empty_boxes={"train": 0, "val": 0},
-        category_ids=frozenset(CATEGORY_IDS),
-    )
-    check_coco(published / "coco", report, FULL, expected=counts)
-    check_ade20k(published / "ade20k", report, FULL, expected=ExpectedCounts(classes=13, train=6, val=3))
-    assert lines and all(line.startswith("ok ") for line in lines), lines
 
 
 def test_the_check_of_scenes_has_nothing_to_object_to(scenes):

@@ -26,7 +26,6 @@ from repro.data.classification import ImageFolder
 from repro.data.embedded.cifar100 import download_cifar100
 from repro.data.kinds import PrepareData, list_imagenet100, list_wnids
 from repro.data.prepare import prepare
-from tests.data_sets.conftest import flip
 
 CIFAR = {
     "kind": "cifar100",
@@ -71,6 +70,11 @@ def test_cifar100_has_every_image_once_with_its_class(tmp_path, cifar100_files):
     assert splits["train"] | splits["tune"] == {i: i % 2 for i in range(12)}
     assert [list(splits["tune"].values()).count(target) for target in (0, 1)] == [2, 2]
     assert len(splits["train"]) == 8
+    drawn = {frozenset(splits["tune"])}
+    for seed in (1, 2, 3):
+        content = CIFAR | {"tune_split": {"images_per_class": 2, "seed": seed}}
+        drawn.add(frozenset(read_greys(prepared(tmp_path, content, torchvision=cifar100_files).open_tree(), "tune")))
+    assert len(drawn) > 1, "the seed draws tune"
 
 
 def test_rows_and_columns_of_cifar100_are_not_mixed_up(tmp_path, cifar100_files, monkeypatch):
@@ -84,14 +88,6 @@ def test_rows_and_columns_of_cifar100_are_not_mixed_up(tmp_path, cifar100_files,
     tree = prepared(tmp_path, CIFAR, torchvision=cifar100_files).open_tree()
     image = np.array(Image.open(tree.path("train", 0)))
     assert np.argwhere(image).tolist() == [[5, 20, 1]] and image[5, 20, 1] == 200
-
-
-def test_the_seed_draws_tune(tmp_path, cifar100_files):
-    drawn = []
-    for seed in (0, 0, 1, 2, 3):
-        content = CIFAR | {"tune_split": {"images_per_class": 2, "seed": seed}}
-        drawn.append(frozenset(read_greys(prepared(tmp_path, content, torchvision=cifar100_files).open_tree(), "tune")))
-    assert drawn[0] == drawn[1] and len(set(drawn)) > 1
 
 
 class Explosive:
@@ -156,13 +152,6 @@ def test_images_in_archives_are_copied(tmp_path, imagenet_folder):
             shutil.rmtree(folder)
     tree = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).open_tree()
     assert Image.open(tree.path("tune", 0)).size == (4, 4) and len(tree.splits["train"].names) == 200
-
-
-def test_a_changed_picture_of_cifar100_stops_a_run(tmp_path, cifar100_files):
-    cell = prepared(tmp_path, CIFAR, torchvision=cifar100_files)
-    flip(cell.open_tree().path("test", 0))
-    with pytest.raises(UserError, match="a file was changed or renamed"):
-        cell.open_tree()
 
 
 def test_a_tree_that_was_removed_is_written_again(tmp_path, published_files):

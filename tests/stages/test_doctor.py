@@ -93,19 +93,6 @@ def test_it_reports_also_where_torch_is_broken(tmp_path, error):
     assert done.returncode == 1 and done.stderr.startswith("repro: doctor: ") and done.stderr.count("\n") == 1
 
 
-def test_a_data_root_may_be_that_of_a_cell(project):
-    """`runtime.data_roots.<cell>` comes before the root of the cell's kind."""
-    edit("digits: data/digits", "digits: data/digits, photos: data/mine")
-    edit("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
-    report, subject = doctor.examine(project), "runtime.data_roots.photos"
-    mark, text = line(report["parameters and data"], subject)
-    assert mark == "error" and "prepare_data.photos needs it" in text
-    (project.root / "data" / "mine").mkdir()
-    found = line(doctor.examine(project)["parameters and data"], subject)
-    assert found == ("ok", "data/mine, used by prepare_data.photos")
-    assert line(report["disk and shared memory"], "disk of data root photos")[0] == "ok"
-
-
 def test_a_healthy_machine_ends_with_zero(project, repro_cli, monkeypatch):
     params = project.params.read_text()
     absent = params[params.index("  imagenet:\n") : params.index("pretrain:\n")]
@@ -163,13 +150,22 @@ def test_segmentation_is_pinned(tmp_path, monkeypatch):
 
 
 def test_data_and_parameters(project):
-    lines = doctor.examine(project)["parameters and data"]
+    """Among them `runtime.data_roots.<cell>`, which comes before the root of the cell's kind."""
+    edit("digits: data/digits", "digits: data/digits, photos: data/mine")
+    edit("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
+    lines, subject = doctor.examine(project)["parameters and data"], "runtime.data_roots.photos"
+    mark, text = line(lines, subject)
+    assert mark == "error" and "prepare_data.photos needs it" in text
     assert line(lines, "params.yaml") == ("note", "edited, equals no profile")
     assert line(lines, "runtime.data_roots.digits") == ("ok", "data/digits, used by prepare_data.digits")
     mark, text = line(lines, "runtime.data_roots.imagenet")
     assert mark == "error" and "does not exist" in text and "docs/data.md" in text
     shutil.rmtree(project.root / "data" / "digits")
-    assert line(doctor.examine(project)["parameters and data"], "runtime.data_roots.digits")[0] == "note"
+    (project.root / "data" / "mine").mkdir()
+    report = doctor.examine(project)
+    assert line(report["parameters and data"], "runtime.data_roots.digits")[0] == "note"
+    assert line(report["parameters and data"], subject) == ("ok", "data/mine, used by prepare_data.photos")
+    assert line(report["disk and shared memory"], "disk of data root photos")[0] == "ok"
     shutil.copy(ROOT / "profiles" / "mini.yaml", project.params)
     assert line(doctor.examine(project)["parameters and data"], "params.yaml") == ("ok", "equals the mini profile")
     project.params.write_text("runtime: {device: tpu, data_roots: {}}\n")

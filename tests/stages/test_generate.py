@@ -6,8 +6,6 @@ import csv
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +20,11 @@ from repro.core.record import read_record
 from repro.core.runtime import load_runtime
 from repro.data.cells import open_cell
 from repro.data.loader import EvalLoader
-from repro.models.dit import Denoiser, embed_positions
+from repro.models.dit import _OFFICIAL, embed_positions
 from repro.models.registry import build_denoiser
 from repro.models.weights import save_weights
 from repro.tasks.generation.params import GenerateParams
-from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_model, stop_at_state
+from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_model, stop_at_state, train_nano
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +44,7 @@ def trained(prepared, tmp_path_factory) -> Path:
     shutil.copytree(prepared, root, symlinks=True)
     add_params(root, GENERATE)
     save_model(root / "judge.safetensors", "vit3_nano_patch16_144", depth=1, img_size=32)
-    command = [sys.executable, "-m", "repro", "generate", "--cell", "nano"]
-    subprocess.run(command, cwd=root, check=True, timeout=1800)
+    train_nano(root, "generate")
     return root
 
 
@@ -220,29 +217,19 @@ class Decoder(torch.nn.Module):
 def release(ready) -> Path:
     """A release's file: names and table of positions as there, beside the raw weights a moving average."""
     torch.manual_seed(0)
-    state = official_state(build_denoiser("dit_small_patch8", num_classes=3))
+    ours = build_denoiser("dit_small_patch8", num_classes=3).state_dict()
+    state = {"pos_embed": embed_positions((4, 4), 384)[None], **{name_theirs(key): ours[key] for key in ours}}
     raw = {key: torch.zeros_like(value) for key, value in state.items()}
     torch.save({"model": raw, "ema": state, "args": {"steps": 1}}, "release.pt")
     return ready
 
 
-def official_state(model: Denoiser) -> dict[str, torch.Tensor]:
-    """The inverse of `official_state_dict`, by the names of the release."""
-    renamed = {"pos_embed": embed_positions((4, 4), 384)[None]}
-    first = {
-        "patch_embed.": "x_embedder.proj.",
-        "time_embed.": "t_embedder.mlp.",
-        "class_embed.": "y_embedder.embedding_table.",
-        "head.": "final_layer.linear.",
-        "modulation.": "final_layer.adaLN_modulation.1.",
-    }
-    for key, value in model.state_dict().items():
-        if key.startswith("blocks."):
-            renamed[key.replace(".modulation.", ".adaLN_modulation.1.")] = value
-        else:
-            ours = next(prefix for prefix in first if key.startswith(prefix))
-            renamed[first[ours] + key.removeprefix(ours)] = value
-    return renamed
+def name_theirs(key: str) -> str:
+    """A parameter's name in the release, whose own names tests/models reads from one."""
+    for theirs, ours in _OFFICIAL.items():
+        if key.startswith(ours):
+            return theirs + key.removeprefix(ours)
+    return key.replace(".modulation.", ".adaLN_modulation.1.")
 
 
 RELEASE = ("generate", "--weights", "release.pt", "--model", "dit_small_patch8")

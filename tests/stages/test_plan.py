@@ -5,53 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from repro.bench.flops import cost
 from repro.core.config import load_section, load_yaml, params_hash
-from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.core.record import read_json, write_json, write_record
 from repro.core.runtime import cpu_name
-from repro.data.kinds import KINDS
-from repro.papers import load_primary
 from repro.papers.variants import load_variants
 from repro.planning.planner import Rates, plan_costs
-from repro.report.demands import demands
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
-from tests.stages.helpers import NANO, add_params, edit
+from tests.stages.helpers import NANO, edit
 
 VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
 ROOT = Path(__file__).parents[2]
 
 PAPER = load_yaml(ROOT / "profiles" / "paper.yaml")
-TRAINING = ("pretrain", "linearize", "ablate")
-SECONDS = 300 * 1_281_167 / 1000  # 300 epochs of ImageNet at 1000 images per second
-
-
-@pytest.fixture(scope="module")
-def paper_plan(tmp_path_factory):
-    """The plan of the paper's profile where nothing is prepared or measured; every classifier trains 1000 images per
-    second.
-    """
-    given = {cell["model"]: 1000.0 for stage in TRAINING for cell in PAPER[stage].values()}
-    empty = Paths(tmp_path_factory.mktemp("empty"))
-    return plan_costs(load_stages(), ROOT / "profiles" / "paper.yaml", empty, [Rates(given=given)])[0]
-
-
-def row(plan, command):
-    (found,) = (each for each in plan.rows if each.command == command)
-    return found
-
-
-def test_no_result_depends_on_the_plan():
-    """Else an edit of the plan, or of the report, would restart a training."""
-    for name, stage in load_stages().items():
-        if stage.purpose == "graph":
-            assert not [file for file in import_closure(ROOT, [f"stages.{name}"]) if "repro/planning" in file], name
 
 
 @pytest.mark.slow
-def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
+def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
+    """By hand as tests/planning has it, where nothing is prepared or measured."""
+    paper_plan = plan_costs(load_stages(), ROOT / "profiles" / "paper.yaml", Paths(tmp_path), [Rates()])[0]
     expected = []
     for stage, section in PAPER.items():
         if stage in ("complexity", "efficiency", "visualize", "resolution"):
@@ -68,49 +41,8 @@ def test_every_cell_of_the_paper_profile_is_charged(paper_plan):
         model = f"vittt_tiny_patch16_224[{listed}]" if options else "vittt_tiny_patch16_224"
         wanted = ("imagenet", "coco", "ade20k") if name in dense else ("imagenet",)
         assert all(("accuracy", data, model) in gives for data in wanted), name
-
-
-@pytest.mark.slow
-def test_hours_and_disk_of_the_paper_profile(paper_plan):
-    trained = [(f"dvc repro {stage}@{name}", cell) for stage in TRAINING for name, cell in PAPER[stage].items()]
-    disk_gb = sum(KINDS[cell["kind"]].size_gb or 0 for cell in PAPER["prepare_data"].values())
-    for command, cell in trained:
-        found, seeds = row(paper_plan, command), len(cell.get("seeds", [0]))
-        assert found.hours == pytest.approx(seeds * SECONDS * cell["epochs"] / 300 / 3600)
-        num_params = cost(cell["model"], cell.get("options", {}), (224, 224)).num_params
-        # of each seed two states of the weights, two moments and perhaps an average, the snapshots twice and the
-        # weights; one more state, and the results
-        snapshots, state = len(cell.get("snapshot_epochs", [])), 4 if "ema_decay" in cell else 3
-        cell_gb = (seeds * (2 * state + 2 * snapshots + 1) + state + snapshots + 1) * 4 * num_params / 1e9
-        assert found.disk_gb == pytest.approx(cell_gb)
-        disk_gb += cell_gb
-    for name, cell in PAPER["generate"].items():  # with a moving average of the weights, on latents of 32x32
-        found = row(paper_plan, f"repro generate --cell {name}")
-        counted = cost(cell["model"], {}, (32, 32))
-        images = cell["epochs"] * cell["steps_per_epoch"] * cell["batch_size"]
-        assert found.hours == pytest.approx(images * counted.macs * 2 * 3 / (312e12 * 0.3) / 3600)
-        assert found.disk_gb == pytest.approx((8 + 1 + 4 + 1) * 4 * counted.num_params / 1e9)
-        disk_gb += found.disk_gb
-    assert paper_plan.total("disk_gb") == pytest.approx(disk_gb)
-    efficiency = PAPER["efficiency"]
-    models = 3 * len(efficiency["sizes"]) + len(efficiency["others"])  # Vittt, and DeiT with two kinds of attention
-    rows = models * len(efficiency["image_sizes"])
-    assert row(paper_plan, "dvc repro efficiency").hours == pytest.approx(rows * efficiency["budget_s"] / 3600)
-    unknown = [f"dvc repro {stage}@{name}" for stage in ("detect", "segment") for name in PAPER[stage]]
     drawn = [f"dvc repro prepare_data@{name}" for name in ("imagenet_latents", "connect_hard", "scenes_hard")]
-    assert set(paper_plan.unknown) == {*unknown, *drawn, "dvc repro visualize", "dvc repro resolution"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "stage", "scores"), [("Table 2 (left)", "detect", 2), ("Table 2 (right)", "segment", 1)]
-)
-def test_numbers_of_table_2_that_the_paper_profile_would_give(paper_plan, place, stage, scores):
-    """Two counts of every backbone with its adapter, and the scores of the plain models that the profile trains."""
-    counts = 2 * len(PAPER["complexity"]["adapters"]["backbones"])
-    models = {cell["model"] for cell in PAPER[stage].values() if not cell.get("options") and "patch16" in cell["model"]}
-    covered, printed = paper_plan.count_covered()[place]
-    assert (covered, printed) == (counts + scores * len(models), len(demands(load_primary().ledger)[place]))
+    assert {*drawn, "dvc repro visualize", "dvc repro resolution"} <= set(paper_plan.unknown)
 
 
 def test_the_printed_plan(checkout, repro_cli):
@@ -197,22 +129,3 @@ def test_a_profile_for_gpus_is_planned_for_three_of_them_side_by_side(checkout, 
     assert [hours[0] * 165.2 / peak for peak in (312, 989.4)] == pytest.approx(hours[1:], rel=0.05)
     code, out, _ = repro_cli("plan", "--gpu", "H100", "--gpu", "L40S")
     assert code == 0 and "dvc repro  " in out and "H100 h  L40S h" in out
-
-
-def test_a_section_of_no_known_stage_is_left_out(checkout, repro_cli):
-    add_params(checkout, "some_stage:\n  some_cell: {}\n")
-    code, out, _ = repro_cli("plan", "--gpu", "A100")
-    assert code == 0 and "of unknown time or disk, not in the total: some_stage" in out
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        (f"model: {NANO}", "model: vittt_nono", "pretrain.nano: vittt_nono: no such model"),
-        ("data: digits\n", "data: digit\n", "pretrain.nano.data: digit: prepare_data has no such cell; did you mean"),
-    ],
-)
-def test_cells_that_do_not_fit_together(checkout, repro_cli, old, new, says):
-    edit(old, new)
-    code, _, err = repro_cli("plan")
-    assert code == 2 and says in err

@@ -1,5 +1,6 @@
 """`repro status` on a real, small DVC project."""
 
+import shutil
 import subprocess
 import sys
 
@@ -37,18 +38,25 @@ def write_params(project, epochs_a, epochs_b):
     (project / "params.yaml").write_text(f"pretrain:\n  a: {CELL % epochs_a}\n  b: {CELL % epochs_b}\n")
 
 
-@pytest.fixture
-def project(tmp_path):
-    (tmp_path / "dvc.yaml").write_text(DVC_YAML)
-    write_params(tmp_path, 1, 2)
-    (tmp_path / "source.txt").write_text("one\n")
-    manifest = tmp_path / "results" / "prepare_data" / "digits" / "manifest.json"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A project all of whose stages are run; do not change it, copy it."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "dvc.yaml").write_text(DVC_YAML)
+    write_params(root, 1, 2)
+    (root / "source.txt").write_text("one\n")
+    manifest = root / "results" / "prepare_data" / "digits" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
     dvc = [sys.executable, "-m", "dvc"]
     for command in (["git", "init", "-q"], [*dvc, "init", "-q"], [*dvc, "repro", "-q"]):
-        subprocess.run(command, cwd=tmp_path, check=True)
-    return tmp_path
+        subprocess.run(command, cwd=root, check=True)
+    return root
+
+
+@pytest.fixture
+def project(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "project")
 
 
 def test_each_state(project):
