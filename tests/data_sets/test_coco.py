@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 from pycocotools import mask as rle
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from repro.core.errors import UserError
 from repro.data.coco import read_instances
@@ -258,33 +257,6 @@ def test_loaders_batch_lists(root, workers):
         assert [target["image_id"] for _, targets in val for target in targets] == [5, 12, 30, 31, 40]
     finally:
         train.close(), val.close()
-
-
-def test_the_truth_as_a_prediction_scores_1(root):
-    """Labels, category ids, sizes and masks make the whole round trip; pycocotools handles crowds itself."""
-    dataset = detection(root, DetectionTransformSettings(min_size=(80,), max_size=1000))
-    results = []
-    for index in range(len(dataset)):
-        pixels, target = dataset[(0, index)]
-        height, width = target["original_size"]
-        scale = torch.tensor([width / pixels.shape[2], height / pixels.shape[1]]).repeat(2)
-        for box, label, mask in zip(target["boxes"] * scale, target["labels"], target["masks"]):
-            small = np.asarray(Image.fromarray(mask.numpy()).resize((width, height), Image.Resampling.NEAREST))
-            x, y, right, bottom = box.tolist()
-            found = {"image_id": target["image_id"], "category_id": dataset.instances.category_ids[label - 1]}
-            found |= {"bbox": [x, y, right - x, bottom - y], "segmentation": compressed(small), "score": 1.0}
-            results.append(found)
-    truth = content()
-    real = {1, 2, 3, 4, 5, 10, 11}  # without those that are not targets
-    truth["annotations"] = [row for row in truth["annotations"] if row["id"] in real]
-    truth["annotations"][3]["bbox"] = [50, 30, 10, 10]
-    file = root / "truth.json"
-    file.write_text(json.dumps({"info": {}, **truth}))
-    coco = COCO(file)
-    for kind in ("bbox", "segm"):
-        evaluation = COCOeval(coco, coco.loadRes(results), kind)
-        evaluation.evaluate(), evaluation.accumulate(), evaluation.summarize()
-        assert evaluation.stats[0] == pytest.approx(1.0)
 
 
 RUNS = {"size": [50, 36], "counts": [1800, -1, 1]}

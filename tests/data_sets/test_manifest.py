@@ -8,8 +8,8 @@ from PIL import Image
 from repro.core.errors import UserError
 from repro.data.embedded.digits import write_digits
 from repro.data.manifest import read_manifest, write_manifest
-from repro.data.prepare import check_expected, scan_manifest
-from repro.data.settings import DigitsSettings, ExpectedCounts
+from repro.data.prepare import scan_manifest
+from repro.data.settings import DigitsSettings
 from repro.data.tree import scan_tree
 from tests.data_sets.conftest import cut, flip, make_cell
 
@@ -102,16 +102,6 @@ def test_imagenet_names_departures_and_refuses_other_folders(root):
     rename(root, "n01440764", "tench")
     with pytest.raises(UserError, match=r"tench: is not a class of imagenet; .*like n01440764; .* kind folder for"):
         scan_manifest(root, "imagenet")
-
-
-@pytest.mark.parametrize("name", ["classes", "train", "val"])
-def test_unexpected_counts_name_the_key(root, name):
-    counts, manifest = {"classes": 3, "train": 20, "val": 20}, scan_manifest(root, "folder")
-    check_expected(manifest, root, ExpectedCounts(**counts), "prepare_data.imagenet.expected")
-    counts[name] += 1
-    message = rf"prepare_data\.imagenet\.expected\.{name}: {counts[name]} expected, .* holds {counts[name] - 1};"
-    with pytest.raises(UserError, match=message):
-        check_expected(manifest, root, ExpectedCounts(**counts), "prepare_data.imagenet.expected")
 
 
 def test_an_embedded_set_is_compared_byte_by_byte(root, tmp_path):

@@ -1,4 +1,4 @@
-"""scenes against pycocotools, mmseg and counts by hand, as hard ones and as calm ones."""
+"""scenes against pycocotools and counts by hand, as hard ones and as calm ones."""
 
 import dataclasses
 import hashlib
@@ -107,6 +107,7 @@ def test_boxes_areas_and_masks_by_hand(root, settings, split):
         assert together.max() <= 1, "what is visible of one digit is not visible of another"
         assert np.array_equal(np.where(labels <= 10, labels, 0), expected)
         assert len(set(np.unique(labels)) - {*range(11)}) == 2, "two textures"
+        assert labels.max() <= len(CLASSES) and 0 < (labels == 0).mean() < 0.2
     (fewest, most, mean), _ = EXPECTED[settings.image_size]
     assert fewest <= min(counts) and max(counts) <= most and np.mean(counts) > mean
     assert len(counts) == getattr(settings, split)
@@ -179,22 +180,3 @@ def test_each_split_shows_the_digits_that_pretraining_has_there(tmp_path, monkey
     for split, used in zip(("train", "tune", "test"), seen, strict=True):
         files = sorted((tmp_path / "digits" / split).rglob("*.png"))
         assert used == sorted((int(path.parent.name[-1]), read(path).tobytes()) for path in files)
-
-
-def test_mmseg_reads_it_as_ade20k(root, settings):
-    from mmseg.datasets import ADE20KDataset
-    from mmseg.utils import register_all_modules
-
-    register_all_modules()
-    dataset = ADE20KDataset(
-        img_suffix=".png",
-        data_root=str(root / "ade20k"),
-        data_prefix={"img_path": "images/testing", "seg_map_path": "annotations/testing"},
-        pipeline=[{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}],
-    )
-    assert len(dataset) == settings.test
-    for number, (_, _, pixels, labels) in enumerate(pairs(root, "test")):
-        sample = dataset[number]
-        assert np.array_equal(sample["img"], np.repeat(pixels[..., None], 3, axis=2))
-        assert np.array_equal(sample["gt_seg_map"], np.where(labels == 0, 255, labels - 1.0))
-        assert labels.max() <= len(CLASSES) and 0 < (labels == 0).mean() < 0.2

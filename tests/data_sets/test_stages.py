@@ -61,9 +61,11 @@ def test_an_embedded_set_is_prepared_twice_with_the_same_bytes_and_opened(tmp_pa
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_counts_that_were_not_expected_write_no_manifest(tmp_path, cell):
-    wrong = {**cell, "expected": cell["expected"] | {"train": cell["expected"]["train"] - 1}}
-    with pytest.raises(UserError, match=r"prepare_data\.mine\.expected\.train: .* expected, .* holds"):
-        run(tmp_path, wrong, "mine")
+    for name, count in cell["expected"].items():
+        wrong = {**cell, "expected": cell["expected"] | {name: count - 1}}
+        message = rf"prepare_data\.mine\.expected\.{name}: {count - 1:,} expected, .* holds {count:,};"
+        with pytest.raises(UserError, match=message):
+            run(tmp_path, wrong, "mine")
     assert not (tmp_path / "results").exists()
 
 

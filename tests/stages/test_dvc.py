@@ -151,6 +151,8 @@ def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
     for unit, files in sources.items():
         if unit.startswith(("pretrain/", "detect/", "segment/")):
             assert not [name for name in files if name.startswith(others)], unit
+        # the report shows the help of `repro plan`
+        assert unit == "report" or not [name for name in files if name.startswith("repro/planning")], unit
 
 
 def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
