@@ -104,7 +104,10 @@ def run_variants(
     if variant is None:
         train_grid(built, jobs=jobs, speed=speed)
     else:
-        train_one(variant, built[variant], speed=speed)
+        if built[variant].missing:
+            train_cells([built[variant].cell])
+        if speed:
+            _measure(variant, built[variant])
 
 
 def build_variant(
@@ -140,24 +143,19 @@ def vary_recipe(
         [build(kind, grid.recipe, f"the recipe of {grid.folder}")] if grid.recipe else []
     )
     if not ours:
-        raise UserError(
-            f"{paths.params}: {grid.section}: has no cell with a {grid.model}, whose recipe the variants need; add one"
-        )
+        where = f"{paths.params}: {grid.section}"
+        raise UserError(f"{where}: has no cell with a {grid.model}, whose recipe the variants need; add one")
     data = data or ours[0].data
     if data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(
-            f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}"
-        )
+        guess = suggest_data(paths, data, known)
+        raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{guess}")
     recipe = next((params for params in ours if params.data == data), None)
     if recipe is None:
         unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None}
         unchanged |= {"re_prob": 0.0, "crop_pct": 1.0}
         if written := load_section(PrepareData, paths.params, "prepare_data", data).curves:
             unchanged["image_size"] = written.image_size
-        transform = dataclasses.replace(ours[0].transform, **unchanged)
-        recipe = dataclasses.replace(
-            ours[0], transform=transform, mix=dataclasses.replace(ours[0].mix, mixup=0.0, cutmix=0.0)
-        )
+        recipe = _override(ours[0], {"transform": unchanged, "mix": {"mixup": 0.0, "cutmix": 0.0}})
     recipe = dataclasses.replace(recipe, data=data)
     variant = grid.variants[name]
     elsewhere = variant.elsewhere is not None and data != ours[0].data
@@ -174,9 +172,8 @@ def _find_task(grid: VariantSet) -> TaskSpec:
 def _override(params: Any, changes: Mapping[str, Any]) -> Any:
     """Parameters with some values changed; those of a nested section are given as a mapping."""
     sections = {key: value for key, value in changes.items() if dataclasses.is_dataclass(getattr(params, key))}
-    nested = {
-        key: _override(getattr(params, key), value) for key, value in sections.items() if isinstance(value, Mapping)
-    }
+    given = {key: value for key, value in sections.items() if isinstance(value, Mapping)}
+    nested = {key: _override(getattr(params, key), value) for key, value in given.items()}
     return dataclasses.replace(params, **{**changes, **nested})
 
 
@@ -202,14 +199,6 @@ def train_grid(variants: Mapping[str, BuiltVariant], *, jobs: int, speed: bool) 
         raise RunError(f"{one.stage}: {len(failed)} of {len(variants)} failed, the others are done: {reasons}")
 
 
-def train_one(name: str, variant: BuiltVariant, *, speed: bool) -> None:
-    """Train one variant in this process. Raises as `train_cells`."""
-    if variant.missing:
-        train_cells([variant.cell])
-    if speed:
-        _measure(name, variant)
-
-
 def measure_throughput(cell: Cell) -> float | None:
     """Write speed.json of a trained classifier into its folder; images per second, or None with the reason there.
 
@@ -231,12 +220,8 @@ def measure_throughput(cell: Cell) -> float | None:
             break
     shown = {"device": device_label(device, threads), "dtype": on["dtype"]}  # the training may have had fewer threads
     metrics = {name: row[name] for name in ("throughput_img_per_s", "latency_ms", "macs_g", "backend")}
-    metrics |= {
-        "batch_size": batch_size,
-        "noisy": find_noise(row),
-        "weights_hash": _hash_weights(cell, "metrics.json"),
-        **shown,
-    }
+    hashed = _hash_weights(cell, "metrics.json")
+    metrics |= {"batch_size": batch_size, "noisy": find_noise(row), "weights_hash": hashed, **shown}
     if row["status"] != "ok":
         metrics |= {f"{name}_reason": row["reason"] for name in ("throughput_img_per_s", "latency_ms")}
     code = [f"stages.{cell.stage}", "repro.bench.speed", family_module(params.model)]
@@ -252,9 +237,8 @@ def _make_work(variant: BuiltVariant) -> Work:
 
 def _has_throughput(cell: Cell) -> bool:
     """Whether the cell's folder has a speed.json of the weights that lie there."""
-    return (cell.folder / "speed.json").is_file() and _hash_weights(cell, "speed.json") == _hash_weights(
-        cell, "metrics.json"
-    )
+    has_speed = (cell.folder / "speed.json").is_file()
+    return has_speed and _hash_weights(cell, "speed.json") == _hash_weights(cell, "metrics.json")
 
 
 def _hash_weights(cell: Cell, record: str) -> str:

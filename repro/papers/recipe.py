@@ -172,28 +172,17 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     rows = []
     if linearize := resolved.get("linearize"):
         trained = "the new weights alone" if linearize["freeze"] else "all weights"
-        rows.append(
-            ("trained", f"{trained}, the new ones at {format_value(linearize['new_lr_factor'])} times the rate")
-        )
+        factor = format_value(linearize["new_lr_factor"])
+        rows.append(("trained", f"{trained}, the new ones at {factor} times the rate"))
+    model = resolved["model"], listed("options"), f"drop path {format_value(resolved['drop_path'])}"
+    optimizer = listed("optimizer", "name", "betas", "eps", "clip_grad_norm")
     rows += [
-        (
-            "model",
-            ", ".join(
-                [
-                    resolved["model"],
-                    *filter(None, [listed("options")]),
-                    f"drop path {format_value(resolved['drop_path'])}",
-                ]
-            ),
-        ),
+        ("model", ", ".join(filter(None, model))),
         ("data", f"{listed('data')}, seed {resolved['seed']}"),
         ("batch", listed("batch")),
         ("steps", f"{listed('steps')}, epochs {resolved['epochs']}"),
         ("learning rate", f"{listed('learning_rate')}; linear warm-up, then cosine, set at each step"),
-        (
-            "optimiser",
-            f"{listed('optimizer', 'name', 'betas', 'eps', 'clip_grad_norm')}, ema_decay {format_value(resolved['ema_decay'])}",
-        ),
+        ("optimiser", f"{optimizer}, ema_decay {format_value(resolved['ema_decay'])}"),
         ("weight decay", listed("optimizer", "weight_decay", "exempt_from_weight_decay")),
         ("augmentation", listed("transform", "image_size", "scale", "ratio", "hflip", "interpolation")),
         ("", listed("transform", "auto_augment", "color_jitter", "re_prob")),

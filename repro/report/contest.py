@@ -1,7 +1,7 @@
 """A paper's model against its baseline over the image size: the record, and its picture."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,10 @@ from ..core.figures import against_resolution
 from ..core.noise import find_interval
 from .claims import Report
 from .paper import Contest, Drawings
-from .records import Source, describe_age
+from .records import Source, describe_age, group_by
 from .results import Results, SpeedGroup
+
+Row = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,19 +21,16 @@ class Speeds:
 
     group: SpeedGroup
     source: Source
-    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
+    rows: Mapping[tuple[str, str | None, int], Row]  # by registered name, attention and image size
 
     def find_ratios(self, contest: Contest) -> dict[str, dict[int, float]]:
         """Attention of the baseline -> image size -> how many times as fast the model is; a noisy row has no ratio, and
         neither has one that did not run.
         """
         found: dict[str, dict[int, float]] = {"unfused": {}, "fused": {}}
-        for (name, attention, size), row in self.rows.items():
-            ours = self.rows.get((contest.ours[0], None, size))
-            if name != contest.theirs[0] or attention not in found or ours is None or ours["noisy"] or row["noisy"]:
-                continue
-            if ours["latency_ms"] and row["latency_ms"]:
-                found[attention][size] = row["latency_ms"] / ours["latency_ms"]
+        for attention, size, ours, theirs in self._meet(contest):
+            if not (ours["noisy"] or theirs["noisy"]):
+                found[attention][size] = theirs["latency_ms"] / ours["latency_ms"]
         return found
 
     def find_slower(self, contest: Contest) -> dict[str, int]:
@@ -40,17 +39,20 @@ class Speeds:
         A noisy row counts where the intervals of the two leave no doubt.
         """
         found = dict.fromkeys(("unfused", "fused"), 0)
-        for (name, attention, size), theirs in self.rows.items():
-            ours = self.rows.get((contest.ours[0], None, size))
-            if name != contest.theirs[0] or attention not in found or ours is None:
-                continue
-            if not ours["latency_ms"] or not theirs["latency_ms"]:
-                continue
+        for attention, size, ours, theirs in self._meet(contest):
             (least, _), (_, most) = (find_interval(row) or (row["latency_ms"],) * 2 for row in (ours, theirs))
             is_known = least > most or not (ours["noisy"] or theirs["noisy"])
             if ours["latency_ms"] > theirs["latency_ms"] and is_known:
                 found[attention] = max(found[attention], size)
         return found
+
+    def _meet(self, contest: Contest) -> Iterator[tuple[str, int, Row, Row]]:
+        """(attention of the baseline, image size, the model's row, the baseline's) where both ran."""
+        for (name, attention, size), theirs in self.rows.items():
+            ours = self.rows.get((contest.ours[0], None, size))
+            if name == contest.theirs[0] and attention in ("unfused", "fused") and ours is not None:
+                if ours["latency_ms"] and theirs["latency_ms"]:
+                    yield attention, size, ours, theirs
 
     @property
     def scope(self) -> str:
@@ -63,11 +65,12 @@ def plan_contest(report: Report) -> Drawings:
     contest = report.paper.contest
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
         return {}
-    of_model = {
-        family: [row for key, row in speeds.rows.items() if key[:2] == model]
+    of_model = group_by(speeds.rows, lambda key: key[:2])
+    series = {
+        family: [speeds.rows[key] for key in of_model[model]]
         for family, model in contest.series.items()
+        if model in of_model
     }
-    series = {family: rows for family, rows in of_model.items() if rows}
     title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
 
     def draw(path: Path) -> None:
@@ -95,9 +98,6 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
         is_gpu = speeds.group.device.startswith("cuda")
         return wanted, speeds.source.is_fresh, is_gpu, len(speeds.rows), speeds.source.path
 
-    both = [
-        speeds
-        for speeds in candidates.values()
-        if {name for name, _, _ in speeds.rows} == {contest.ours[0], contest.theirs[0]}
-    ]
+    names = {contest.ours[0], contest.theirs[0]}
+    both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
     return max(both, key=rank, default=None)

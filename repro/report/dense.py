@@ -1,6 +1,5 @@
 """Pictures of trainings beside a method without learning: their learning curves, and which classes they confuse."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from ..core.figures import new_figure, save_png
 from .claims import Report
 from .measured import format_scores
 from .paper import Drawings
-from .records import Source, describe_seeds, find_score_interval, group_by, keep_best, read_curves
+from .records import Source, average_curves, describe_seeds, find_score_interval, group_by, keep_best, read_curves
 from .results import Results
 
 Runs = dict[tuple[str, str, str], list[Source]]
@@ -22,13 +21,11 @@ def find_compared_runs(results: Results) -> Runs:
     """(stage, data set, scores without learning as text) -> the records that have these scores beside their own."""
     runs: Runs = {}
     for source in results.score_sources:
-        if reference := source.metrics.get("without_learning"):
-            stage = next(
-                name for name, labels in results.scores.items() if labels and next(iter(labels)) in source.metrics
-            )
-            runs.setdefault(
-                (stage, source.metrics["data"], format_scores(reference, results.scores[stage])), []
-            ).append(source)
+        m = source.metrics
+        if reference := m.get("without_learning"):
+            stage = next(name for name, labels in results.scores.items() if labels and next(iter(labels)) in m)
+            scores = format_scores(reference, results.scores[stage])
+            runs.setdefault((stage, m["data"], scores), []).append(source)
     return runs
 
 
@@ -67,10 +64,10 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
             of_seed = read_curves(results.paths, source, key)
             for points in of_seed.values() if len(of_seed) > 1 else ():
                 panel.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
-            epochs = sorted(set.intersection(*map(set, of_seed.values()))) if of_seed else []
-            means = [statistics.mean(points[epoch] for points in of_seed.values()) for epoch in epochs]
+            means = average_curves(of_seed)
             text, m = f"{first} weights, {describe_seeds([source])}", source.metrics
-            panel.plot(epochs, means, color=colour, marker=marker, linewidth=2, markersize=4, label=text)
+            style = {"color": colour, "marker": marker, "linewidth": 2, "markersize": 4}
+            panel.plot(list(means), list(means.values()), **style, label=text)
             _mark_score(panel, m["epochs"], m[key], find_score_interval(m, key), colour)
         reference = sources[0].metrics["without_learning"][key]
         panel.axhline(reference, color="black", linestyle="--", linewidth=1.2, label="without learning")
@@ -81,21 +78,17 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
     figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
     first = sources[0].metrics
     split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
-    interval = (
-        ", with its 95 % interval over seeds" if any(len(source.metrics["by_seed"]) > 1 for source in sources) else ""
-    )
-    figure.suptitle(
-        f"{stage}, {first['model']} on {first['data']}: {split}; star: {first['split']}{interval}", fontsize=11
-    )
+    interval = ", with its 95 % interval over seeds" if any(source.most_seeds > 1 for source in sources) else ""
+    title = f"{stage}, {first['model']} on {first['data']}: {split}; star: {first['split']}{interval}"
+    figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
 
 
 def _mark_score(panel: Any, epoch: int, score: float, interval: Sequence[float] | None, colour: str) -> None:
     spread = None if interval is None else [[score - interval[0]], [interval[1] - score]]
-    panel.errorbar(
-        epoch, score, yerr=spread, fmt="*", color=colour, markeredgecolor="black", markersize=12, capsize=4, zorder=3
-    )
+    style = {"color": colour, "markeredgecolor": "black", "markersize": 12, "capsize": 4, "zorder": 3}
+    panel.errorbar(epoch, score, yerr=spread, fmt="*", **style)
 
 
 def _draw_confusion(path: Path, source: Source) -> Path:
@@ -110,16 +103,13 @@ def _draw_confusion(path: Path, source: Source) -> Path:
     for y, row in enumerate(shares):
         for x, share in enumerate(row):
             if share >= 0.5:
-                panel.text(
-                    x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 55 else "black"
-                )
+                colour = "white" if share > 55 else "black"
+                panel.text(x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color=colour)
     panel.set_xticks(range(len(names)), names, rotation=90)
     panel.set_yticks(range(len(names)), [f"{name} ({sum(row)})" for name, row in zip(names, counts, strict=True)])
     panel.set(xlabel="found", ylabel="truth (how many)")
-    panel.set_title(
-        f"{source.stage} on {source.metrics['data']}, {source.metrics['split']}: {confusion['of']}, % of each row",
-        fontsize=10,
-    )
+    where = f"{source.stage} on {source.metrics['data']}, {source.metrics['split']}"
+    panel.set_title(f"{where}: {confusion['of']}, % of each row", fontsize=10)
     figure.colorbar(image, ax=panel, fraction=0.046)
     figure.tight_layout()
     return save_png(figure, path)

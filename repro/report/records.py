@@ -258,6 +258,12 @@ def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, d
     return curves
 
 
+def average_curves(curves: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    """Epoch -> the mean over the seeds, for the epochs that all of them have."""
+    epochs = sorted(set.intersection(*map(set, curves.values()))) if curves else ()
+    return {epoch: statistics.mean(points[epoch] for points in curves.values()) for epoch in epochs}
+
+
 def name_keys(value: Any, where: str) -> Any:
     """The same value, whose mappings answer a missing key with a `UserError` that names it, starting from `where`."""
     if isinstance(value, list):

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
+PROFILE = "profiles/paper.yaml"
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
@@ -54,9 +55,8 @@ class SpeedGroup:
     @classmethod
     def of(cls, row: Mapping[str, Any], device: str) -> "SpeedGroup":
         """The group of a row, or of what a sweep concludes about rows."""
-        return cls(
-            device, row["batch_size"], row["dtype"], f"{row['mode']}, compiled" if row.get("compile") else row["mode"]
-        )
+        mode = f"{row['mode']}, compiled" if row.get("compile") else row["mode"]
+        return cls(device, row["batch_size"], row["dtype"], mode)
 
 
 class Results:
@@ -91,9 +91,8 @@ class Results:
         for source in self.sources:
             rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
             if is_stage and not isinstance(rows, list):
-                raise UserError(
-                    f"{source.path}: metrics.rows: expected a list; remove the file and run its stage again"
-                )
+                where = f"{source.path}: metrics.rows"
+                raise UserError(f"{where}: expected a list; remove the file and run its stage again")
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
             speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row)]
             for row in name_keys(mark_noise(pool_runs(speeds)), f"{source.path}: metrics.rows"):
@@ -103,19 +102,14 @@ class Results:
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
                 # a sweep may have rows by older code, which it does not measure again unless it is asked for them
                 is_fresh = row["code_hash"] == self._hash_row(row["model"]) if "code_hash" in row else source.is_fresh
-                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append(
-                    (row, dataclasses.replace(source, is_fresh=is_fresh))
-                )
+                of_row = dataclasses.replace(source, is_fresh=is_fresh)
+                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, of_row))
         return dict(sorted(groups.items()))
 
     @property
     def score_sources(self) -> list[Source]:
         """The records of trained or evaluated models: they name their data set."""
-        return [
-            s
-            for s in self.sources
-            if isinstance(s.metrics.get("kind"), str) and isinstance(s.metrics.get("model"), str)
-        ]
+        return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
 
     def without(self, source: Source) -> "Results":
         """The same but for one record."""
@@ -133,8 +127,8 @@ class Results:
             "macs_g_paper_convention": lambda row: self._count(row)["macs_g_paper_convention"],
             "macs_g_of_authors": self._count_as_authors,
             "macs_g_fvcore": self._count_as_fvcore,
-            "macs_saved_percent": lambda size: self._complexity("saved_at_1280_percent", size),
-            "complexity": self._complexity,
+            "macs_saved_percent": partial(self._read, "complexity", "counted", "saved_at_1280_percent"),
+            "complexity": partial(self._read, "complexity", "counted"),
             "accuracy": self._score,
             "drawn": partial(find_drawn, self),
             "raised_percent": self._raised,
@@ -142,7 +136,7 @@ class Results:
             "profile": self._profile,
             "profile_setting": self._profile_setting,
             "expected": self._expected,
-            "theory": self._theory,
+            "theory": partial(self._read, "theory", "computed", "theorems"),
             "operator": self._operator,
         }
 
@@ -195,23 +189,20 @@ class Results:
         """The record at a path; None where a number was read from another file."""
         return next((source for source in self.sources if source.path == path), None)
 
-    def _complexity(self, key: str, size: str) -> float:
+    def _read(self, stage: str, done: str, key: str, name: str) -> float:
+        """A number of a mapping in the record of a stage, whose numbers are `done`, e.g. counted."""
         for source in self.sources:
-            if source.stage == "complexity":
-                value = check_mapping(source.metrics[key], f"{source.path}: metrics.{key}").get(size)
+            if source.stage == stage:
+                value = check_mapping(source.metrics[key], f"{source.path}: metrics.{key}").get(name)
                 if value is not None:
                     self.used.add(source.path)
                     return value
-        raise Missing("not counted yet", "repro complexity")
+        raise Missing(f"not {done} yet", f"repro {stage}")
 
     def _count(self, row: str) -> Mapping[str, Any]:
         if row not in self.counts:
-            why = (
-                "no such row in results/complexity: not built yet, or not listed in params.yaml"
-                if self.counts
-                else "not counted yet"
-            )
-            raise Missing(why, "repro complexity")
+            absent = "no such row in results/complexity: not built yet, or not listed in params.yaml"
+            raise Missing(absent if self.counts else "not counted yet", "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
         return found
@@ -219,10 +210,8 @@ class Results:
     def _count_as_fvcore(self, row: str) -> float:
         found = self._count(row)
         if "macs_g_fvcore" not in found:
-            raise Missing(
-                "counted by our convention alone: the row's group in params.yaml does not say `fvcore`",
-                "repro complexity",
-            )
+            why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
+            raise Missing(why, "repro complexity")
         return found["macs_g_fvcore"]
 
     def _count_as_authors(self, row: str) -> float:
@@ -262,9 +251,8 @@ class Results:
             return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training; and other first weights are another experiment
         starts_pretrained = benchmark.starts_pretrained or training.frozen is not None
-        return (
-            training.fits(record) and source.stage is not None and (record.get("init") is not None) == starts_pretrained
-        )
+        is_alike = (record.get("init") is not None) == starts_pretrained
+        return training.fits(record) and source.stage is not None and is_alike
 
     def _score_command(self, kind: str, model: str, training: Training) -> str:
         is_foreign = model.split("_")[0] not in self.families
@@ -273,15 +261,14 @@ class Results:
         for section in self.scores:
             if (cell := self.find_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
-        return "none: profiles/paper.yaml has no cell that trains it so"
+        return f"none: {PROFILE} has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:
         """In what percentage of the probed models the steps of a probe raise the inner loss."""
-        found = [source for source in self.sources if source.metrics.get("probe") == probe]
-        if not found:
-            raise Missing(
-                f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
-            )
+        command = f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
+        found = self.require(
+            lambda source: source.metrics.get("probe") == probe, f"no trained model ran with `{probe}`", command
+        )
         self.used.update(source.path for source in found)
         after = [source.metrics["probed"] for source in found]
         return 100 * sum(each["inner_loss_after"] > each["inner_loss_before"] for each in after) / len(after)
@@ -304,50 +291,41 @@ class Results:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self.paper_profile.get("prepare_data") or {}
         for name, cell in (self.paper_profile.get(section) or {}).items():
-            if (
-                isinstance(cell, Mapping)
-                and "model" in cell
-                and (prepared.get(cell.get("data")) or {}).get("kind") == kind
-            ):
-                if training.fits(cell) and self.model_key(cell, f"profiles/paper.yaml: {section}.{name}") == model:
-                    return name
+            if not isinstance(cell, Mapping) or "model" not in cell or not training.fits(cell):
+                continue
+            is_of_kind = (prepared.get(cell.get("data")) or {}).get("kind") == kind
+            if is_of_kind and self.model_key(cell, f"{PROFILE}: {section}.{name}") == model:
+                return name
         return None
+
+    def _state(self, *path: str) -> Any:
+        """What profiles/paper.yaml states at a key path; None where it states nothing."""
+        value: Any = self.paper_profile
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            self.used.add(PROFILE)
+        return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
         cell, command = self.find_cell(section, model, kind), "repro profile show paper"
         if cell is None:
-            raise Missing(f"profiles/paper.yaml has no {section} cell for it", command)
-        value: Any = self.paper_profile[section][cell]
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is None:
-            raise Missing(
-                f"profiles/paper.yaml: {section}.{cell} does not state {key}, so the code's default holds", command
-            )
-        self.used.add("profiles/paper.yaml")
+            raise Missing(f"{PROFILE} has no {section} cell for it", command)
+        if (value := self._state(section, cell, *key.split("."))) is None:
+            raise Missing(f"{PROFILE}: {section}.{cell} does not state {key}, so the code's default holds", command)
         # of several sizes in training, evaluation takes the last
         return value[-1] if isinstance(value, list) else value
 
     def _profile_setting(self, section: str, key: str) -> float:
-        value = (self.paper_profile.get(section) or {}).get(key)
-        if value is None:
-            raise Missing(f"profiles/paper.yaml does not state {section}.{key}", "repro profile show paper")
-        self.used.add("profiles/paper.yaml")
+        if (value := self._state(section, key)) is None:
+            raise Missing(f"{PROFILE} does not state {section}.{key}", "repro profile show paper")
         return value
 
     def _expected(self, kind: str, split: str) -> int:
-        for cell in (self.paper_profile.get("prepare_data") or {}).values():
-            if cell.get("kind") == kind and split in (cell.get("expected") or {}):
-                self.used.add("profiles/paper.yaml")
-                return cell["expected"][split]
-        raise Missing(f"profiles/paper.yaml has no data set of kind {kind}", "repro profile show paper")
-
-    def _theory(self, key: str) -> float:
-        for source in self.sources:
-            if source.stage == "theory":
-                self.used.add(source.path)
-                return check_mapping(source.metrics["theorems"], f"{source.path}: metrics.theorems")[key]
-        raise Missing("not computed yet", "repro theory")
+        for name, cell in (self.paper_profile.get("prepare_data") or {}).items():
+            if cell.get("kind") == kind and (value := self._state("prepare_data", name, "expected", split)) is not None:
+                return value
+        raise Missing(f"{PROFILE} has no data set of kind {kind}", "repro profile show paper")
 
     def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Mapping[str, Any]:
         """The row that gives a field; `Missing` where none may."""
@@ -369,16 +347,11 @@ class Results:
         if row["noisy"] and field == "throughput_img_per_s":
             raise Missing(f"{model} at {size}×{size} on {group}: {describe_noise(row)}", "repro efficiency")
         for gate in source.metrics.get("gates", []):  # a model whose operator is slower than it could be gives no ratio
-            is_of_row = model.startswith(f"{gate['family']}_") and (gate["batch_size"], gate["dtype"]) == (
-                group.batch_size,
-                group.dtype,
-            )
-            if is_of_row and not gate["holds"]:
+            is_of_group = (gate["batch_size"], gate["dtype"]) == (group.batch_size, group.dtype)
+            if model.startswith(f"{gate['family']}_") and is_of_group and not gate["holds"]:
                 share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
-                raise Missing(
-                    f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required",
-                    "repro efficiency",
-                )
+                why = f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required"
+                raise Missing(why, "repro efficiency")
         self.used.add(source.path)
         return row
 

@@ -5,16 +5,15 @@ import fnmatch
 import itertools
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ..core.csvfile import read_csv
+from ..core.paths import Paths
 from .claims import Report
 from .document import Block, Heading, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, Ordering, judge_ordering
 from .paper import Drawings, VariantTable
-from .records import Source, describe_age, describe_seeds, describe_twins, group_by
+from .records import Source, describe_age, describe_seeds, describe_twins, group_by, read_curves
 from .results import Missing, Results
 
 TOP1 = "top1_percent"
@@ -26,7 +25,7 @@ class Group:
 
     variants: Mapping[str, Source]  # name -> record, in the order in which the paper's room names them
     speeds: Mapping[str, Source]  # name -> the record of its throughput, where that was measured
-    root: Path  # of the checkout
+    paths: Paths  # of the checkout
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -52,10 +51,9 @@ class Group:
         """Its variants in a table or figure, in the paper's order."""
         return {name: self.variants[name] for name in where.rows if name in self.variants}
 
-    def read_curve(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a variant's learning curve, of all seeds in the order of the epochs; none where it is not there."""
-        file = self.root / self.variants[name].folder / "curve.csv"
-        return read_csv(file) if file.is_file() else []
+    def read_curve(self, name: str, key: str) -> dict[int, dict[int, float]]:
+        """Seed -> epoch -> a column of a variant's learning curve; none where it is not there."""
+        return read_curves(self.paths, self.variants[name], key) if name in self.variants else {}
 
     def throughput(self, name: str) -> float | None:
         """Images per second of a variant; None where it was not measured, or other work disturbed it."""
@@ -72,30 +70,28 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
     for source in results.sources:
         m = source.metrics
         if source.is_trained and TOP1 in m and (name := find_variant(results, variants, m)):
-            rest = tuple(
-                sorted((key, str(value)) for key, value in m["options"].items() if key not in variants.changed)
-            )
+            unchanged = {key: str(value) for key, value in m["options"].items() if key not in variants.changed}
+            rest = tuple(sorted(unchanged.items()))
             trained.append((name, (source.stage is None, m["data"], m["model"], rest, m["recipe_hash"]), source))
     has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
     speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
     groups = []
     for alike in group_by(trained, lambda each: each[1]).values():
-        of_name = {name: [each for _, _, each in own] for name, own in group_by(alike, lambda each: each[0]).items()}
-        members = {name: max(of_name[name], key=lambda each: each.most_seeds) for name in of_name}
+        of_name = group_by(alike, lambda each: each[0])
+        members = {
+            name: max((each[2] for each in own), key=lambda each: each.most_seeds) for name, own in of_name.items()
+        }
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
-        groups.append(Group(variants=ordered, speeds=measured, root=results.paths.root))
+        groups.append(Group(variants=ordered, speeds=measured, paths=results.paths))
     return groups
 
 
 def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) -> str | None:
     """Which variant a record is of; None for another combination of options, or of a recipe's settings."""
     defaults = results.families.get(metrics["model"].split("_")[0], {})
-    options = {
-        key: value
-        for key, value in metrics["options"].items()
-        if key in variants.changed and defaults.get(key) != str(value)
-    }
+    own = {key: value for key, value in metrics["options"].items() if key in variants.changed}
+    options = {key: value for key, value in own.items() if defaults.get(key) != str(value)}
     recipe = {key: metrics[key] for key in variants.changed_recipe if metrics.get(key)}
     for name, changes in variants.options.items():
         model = variants.variants[name].changes.get("model", "").partition("_nano")[0]
@@ -108,9 +104,8 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
     members, m = group.at(where), group.common
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
-    ends = {
-        name: {run["seed"]: find_ends(run) for run in source.metrics["by_seed"]} for name, source in members.items()
-    }
+    runs = {name: source.metrics["by_seed"] for name, source in members.items()}
+    ends = {name: {run["seed"]: find_ends(run) for run in own} for name, own in runs.items()}
     return judge_ordering(top1, ends, find_orders(where, ledger), m["held_out_images"], m["classes"])
 
 
@@ -155,10 +150,7 @@ def list_ablations(report: Report) -> list[Block]:
     judged = judge_variants(report)
     if not judged:
         raise Missing("no variant is trained yet", f"{command} --all")
-    rows = [
-        [where.place, group.title, strong(found.word), found.why, number(found.tau, ".2f")]
-        for group, where, found in judged
-    ]
+    rows = [[at.place, group.title, strong(it.word), it.why, number(it.tau, ".2f")] for group, at, it in judged]
     blocks: list[Block] = [table(["", "trained", "verdict", "because", "τ"], rows)]
     drawn = _to_draw(report)
     for group, where, found in judged:
@@ -178,35 +170,26 @@ def list_ablations(report: Report) -> list[Block]:
 def plan_figures(report: Report) -> Drawings:
     """The figures that compare variants, one for each data set: from the group with most of a figure's variants."""
     printed = partial(find_printed, report.paper.ledger)
-    return {
-        name: (
-            list(group.at(where).values()),
-            partial(report.paper.pictures[where.place][1], group=group, printed=printed),
-        )
-        for name, (group, where) in _to_draw(report).items()
-    }
+    drawn = {}
+    for name, (group, where) in _to_draw(report).items():
+        _, draw = report.paper.pictures[where.place]
+        drawn[name] = list(group.at(where).values()), partial(draw, group=group, printed=printed)
+    return drawn
 
 
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `list_ablations` or another document alone shows."""
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
     shown = {source.path for source in sources if source.stage in (None, "ablate")}
-    patterns = [document.records for document in report.paper.documents]
-    return shown | {
-        source.path
-        for source in report.results.sources
-        if any(fnmatch.fnmatchcase(source.path, each) for each in patterns)
-    }
+    paths = [source.path for source in report.results.sources]
+    return shown.union(*(fnmatch.filter(paths, document.records) for document in report.paper.documents))
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
     """Each group with each table of which it has two variants, unless another one says all that, and more."""
     pairs = _list_pairs(report)
-    return [
-        (group, where)
-        for group, where in pairs
-        if not any(_surpasses(other, group, where) for other, at in pairs if at is where)
-    ]
+    rivals = group_by(pairs, lambda pair: pair[1].place)
+    return [pair for pair in pairs if not any(_surpasses(other, *pair) for other, _ in rivals[pair[1].place])]
 
 
 def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
@@ -224,15 +207,14 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
     """File name of a figure -> the group with most of its variants, and of those the one with most epochs."""
-    rivals: dict[str, list[tuple[Group, VariantTable]]] = {}
-    for group, where in _pair(report):
-        if where.place in report.paper.pictures:
-            begins, _ = report.paper.pictures[where.place]
-            rivals.setdefault(f"{begins}_{group.common['data']}.png", []).append((group, where))
-    return {
-        name: max(pairs, key=lambda pair: (len(pair[0].at(pair[1])), pair[0].common["epochs"]))
-        for name, pairs in rivals.items()
-    }
+    pictures = report.paper.pictures
+    shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
+    rivals = group_by(shown, lambda pair: f"{pictures[pair[1].place][0]}_{pair[0].common['data']}.png")
+
+    def rank(pair: tuple[Group, VariantTable]) -> tuple[int, int]:
+        return len(pair[0].at(pair[1])), pair[0].common["epochs"]
+
+    return {name: max(pairs, key=rank) for name, pairs in rivals.items()}
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
@@ -275,9 +257,8 @@ def _label(column: Column, key: str) -> str:
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
     """The scores of the detectors and segmenters whose first weights are this record's."""
     weights = f"{source.folder}/weights.safetensors"
-    began = [
-        other.metrics for other in results.score_sources if (other.metrics.get("init") or {}).get("weights") == weights
-    ]
+    found = (other.metrics for other in results.score_sources)
+    began = [m for m in found if (m.get("init") or {}).get("weights") == weights]
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
     return {key: m[key] for m in began for key in keys if isinstance(m.get(key), (int, float))}
 

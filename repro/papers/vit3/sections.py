@@ -10,7 +10,7 @@ from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
 from ...report.gallery import describe_origin, find_pictures
 from ...report.ordering import compare_pairs
-from ...report.records import Source, describe_seeds, group_by, keep_best, show_mean
+from ...report.records import Source, average_curves, describe_seeds, group_by, keep_best, show_mean
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants
@@ -29,12 +29,8 @@ def draw_depth(path: Path, group: Group, printed: Callable[[str | None, str], st
     figure, panels = new_figure(2)
     for panel, (key, label) in zip(panels, ((LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
         for colour, (name, layers) in zip(_COLOURS, LAYERS.items(), strict=True):
-            of_epoch: dict[int, list[float]] = {}
-            for row in group.read_curve(name) if name in group.variants else ():
-                if key in row:
-                    of_epoch.setdefault(row["epoch"], []).append(row[key])
-            means = list(map(statistics.mean, of_epoch.values()))
-            panel.plot(list(of_epoch), means, color=colour, marker="o", label=layers)
+            means = average_curves(group.read_curve(name, key))
+            panel.plot(list(means), list(means.values()), color=colour, marker="o", label=layers)
         panel.set(xlabel="epoch", ylabel=label)
         panel.grid(True, linewidth=0.4, alpha=0.5)
     panels[0].legend(frameon=False)
@@ -68,12 +64,8 @@ def compare_losses(report: Report) -> list[Block]:
 
 def find_losses(group: Group) -> dict[str, dict[int, float]]:
     """Variant -> seed -> training loss at the last row of its curve, for the variants of Fig. 3 that were trained."""
-    found: dict[str, dict[int, float]] = {}
-    for name in LAYERS:
-        for row in group.read_curve(name) if name in group.variants else ():
-            if LOSS in row:
-                found.setdefault(name, {})[row["seed"]] = row[LOSS]
-    return found
+    curves = {name: group.read_curve(name, LOSS) for name in LAYERS}
+    return {name: {seed: [*of.values()][-1] for seed, of in own.items()} for name, own in curves.items() if own}
 
 
 def list_denoisers(report: Report) -> list[Block]:
