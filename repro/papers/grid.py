@@ -72,12 +72,9 @@ def choose_variants(paper: str, teacher: str | None = None) -> VariantSet:
     model, options = choose_student(read_shell(open_weights(path).require_classifier().build(), teacher))
     init = InitParams(weights=teacher, sha256=hash_file(path, digits=64))
     of = path.parent.name if path.stem == "weights" else path.stem
-    return dataclasses.replace(
-        found,
-        changes={"model": model, "options": options, "init": init},
-        folder=f"{found.folder}_{of}",
-        flags=(*found.flags, "--teacher", teacher),
-    )
+    changes = {"model": model, "options": options, "init": init}
+    flags = (*found.flags, "--teacher", teacher)
+    return dataclasses.replace(found, changes=changes, folder=f"{found.folder}_{of}", flags=flags)
 
 
 def run_variants(
@@ -139,9 +136,9 @@ def vary_recipe(
     cells = section_keys(paths.params, grid.section) if grid.family else []
     kind = _find_task(grid).params
     every = [load_section(kind, paths.params, grid.section, cell) for cell in cells]
-    ours = [params for params in every if params.model.startswith(f"{grid.family}_")] or (
-        [build(kind, grid.recipe, f"the recipe of {grid.folder}")] if grid.recipe else []
-    )
+    ours = [params for params in every if params.model.startswith(f"{grid.family}_")]
+    if not ours and grid.recipe:
+        ours = [build(kind, grid.recipe, f"the recipe of {grid.folder}")]
     if not ours:
         where = f"{paths.params}: {grid.section}"
         raise UserError(f"{where}: has no cell with a {grid.model}, whose recipe the variants need; add one")

@@ -85,11 +85,8 @@ class VariantSet:
     @property
     def orders(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """Table -> pairs (better, worse) by the text, for the tables that state them."""
-        return {
-            place: tuple((better, worse) for better, others in table["orders"].items() for worse in others)
-            for place, table in self.tables.items()
-            if "orders" in table
-        }
+        stated = {place: table["orders"].items() for place, table in self.tables.items() if "orders" in table}
+        return {place: tuple((a, b) for a, others in of for b in others) for place, of in stated.items()}
 
 
 @functools.cache

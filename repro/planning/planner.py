@@ -113,10 +113,8 @@ class CostPlan:
     def count_covered(self) -> dict[str, tuple[int, int]]:
         """Table or figure -> (numbers whose measurements are all among those of the rows, all numbers)."""
         gives = frozenset().union(*(row.gives for row in self.rows))
-        return {
-            place: (sum(bool(need) and need <= gives for need in needs), len(needs))
-            for place, needs in self.needs.items()
-        }
+        needs = self.needs.items()
+        return {place: (sum(bool(need) and need <= gives for need in of), len(of)) for place, of in needs}
 
 
 def plan_costs(stages: Mapping[str, Any], params_file: Path, paths: Paths, devices: Sequence[Rates]) -> list[CostPlan]:
@@ -240,9 +238,8 @@ class Planner:
         if (stage, cell) not in self.counted:
             size = find_input_size(params.transform)
             options = {**getattr(params, "model_options", params.options), "num_classes": classes}
-            self.counted[stage, cell] = (
-                pyramid_cost(params.model, size, params.options) if dense else cost(params.model, options, size)
-            )
+            counted = pyramid_cost(params.model, size, params.options) if dense else cost(params.model, options, size)
+            self.counted[stage, cell] = counted
         counted = self.counted[stage, cell]
         key = self.results.model_key({"model": params.model, "options": params.options}, params.model)
         records = self.find_trainings(key, params, CLASSIFIERS if stage in CLASSIFIERS else (stage,))

@@ -53,10 +53,8 @@ def lead_blocks(report: Report) -> list[Block]:
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
-    blocks = {
-        "verdict": render_blocks([verdict_block(first)]),
-        "papers": render_blocks([_papers_table(reports)], "results/"),
-    }
+    blocks = {"verdict": render_blocks([verdict_block(first)])}
+    blocks["papers"] = render_blocks([_papers_table(reports)], "results/")
     blocks["run"] = _describe_run(first.results.paths.results / PIPELINE_FILE)
     if shown := _contest_picture(first):
         blocks["picture"] = render_blocks(shown, "results/")
@@ -69,9 +67,8 @@ def verdict_block(report: Report) -> Bullets:
     for question, own in _said_questions(report):
         verb, detail = judge_question(own)
         said = f"{question.says} {verb}"
-        lines.append(
-            (strong(said[0].upper() + said[1:]), f" ({detail})", f": {question.why}." if question.why else ".")
-        )
+        why = f": {question.why}." if question.why else "."
+        lines.append((strong(said[0].upper() + said[1:]), f" ({detail})", why))
     if report.paper.contest and (line := _compare_speeds(report.paper.contest, report.results)):
         lines.append(line)
     return Bullets(lines)
@@ -79,12 +76,12 @@ def verdict_block(report: Report) -> Bullets:
 
 def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
     """The questions that the verdict speaks of, with their verdicts; one that matches has no reason to give."""
-    asked = ((question, question.find(report.paper.ledger)) for question in report.paper.questions if question.says)
-    found = [(question, [report.verdicts[name] for name in names]) for question, names in asked]
-    return [
-        (dataclasses.replace(each, why="") if judge_question(own)[0] == "reproduce" else each, own)
-        for each, own in found
-    ]
+    said = []
+    for question in report.paper.questions:
+        own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
+        matches = judge_question(own)[0] == "reproduce"
+        said += [(dataclasses.replace(question, why="") if matches else question, own)] if question.says else []
+    return said
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
@@ -115,10 +112,9 @@ def _compare_speeds(contest: Contest, results: Results) -> Line | None:
     slower = speeds.find_slower(contest)
     kind, _, name = speeds.group.device.partition(": ")
     ours, theirs = contest.ours[1], contest.theirs[1]
-    text = (
-        f", at {largest}² pixels {ours} is {significant(ratios['unfused'][largest])} times as fast as unfused {theirs}, and "
-        f"{significant(ratios['fused'][largest])} times as fast as the fused one that people use"
-    )
+    times = {attention: f"{significant(of[largest])} times as fast as" for attention, of in ratios.items()}
+    text = f", at {largest}² pixels {ours} is {times['unfused']} unfused {theirs}, and "
+    text += f"{times['fused']} the fused one that people use"
     limits = [f"up to {size}² than {attention} {theirs}" for attention, size in slower.items() if size]
     below = f". It is slower {', and '.join(limits)}." if limits else "."
     below += " The code that was timed has changed since." if describe_age([speeds.source]) else ""
@@ -188,9 +184,8 @@ def answer_blocks(report: Report) -> tuple[Table, Line]:
         facts += _contest_facts(paper.contest, results)
     gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
     facts.append(("anything on a GPU", ", ".join(gpus) or strong("not measured"), "–"))
-    return table(["", "ours", "measured on"], facts), (
-        f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}.",
-    )
+    counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
+    return table(["", "ours", "measured on"], facts), (counts,)
 
 
 def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:

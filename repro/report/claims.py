@@ -81,21 +81,16 @@ class _Judge:
         self.paper, self.entries, self.results, self.verbs = paper, paper.ledger.entries, results, verbs
         inference = [group for group in results.speed_rows if group.mode == "infer"]
         device, batch = paper.ledger.paper.speed_device, paper.ledger.paper.speed_batch
-        fitting = [
-            each
-            for each in inference
-            if device in each.device and (str(each.batch_size), each.dtype) == (batch, speed_dtype)
-        ]
-        self.paper_group = fitting[0] if fitting else None
+        on_device = (each for each in inference if device in each.device)
+        fitting = (each for each in on_device if (str(each.batch_size), each.dtype) == (batch, speed_dtype))
+        self.paper_group = next(fitting, None)
         self.other_groups = [group for group in inference if group != self.paper_group]
-        reason, command = (
-            f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})",
-            f"repro efficiency  # on one {device}",
-        )
-        if not batch:
-            reason, command = f"the paper does not say at which batch it measured on its {device}", "none"
+        missing = f"the paper does not say at which batch it measured on its {device}", "none"
+        if batch:
+            reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
+            missing = reason, f"repro efficiency  # on one {device}"
         self.plain: dict[str, bool] = {}
-        self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(reason, command))
+        self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(*missing))
 
     def judge(self, entry: Entry) -> Verdict:
         decided = []
@@ -106,10 +101,8 @@ class _Judge:
         evidence = entry.contradiction or "; ".join(violations) or None
         found = {"entry": entry, "evidence": evidence, "checks": len(decided), "violations": len(violations)}
         if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
-            elsewhere = tuple(self._elsewhere(entry))
-            return Verdict(
-                **found | {"evidence": why}, status=NOT_MEASURABLE.word, reason=why, command="none", elsewhere=elsewhere
-            )
+            found |= {"evidence": why, "elsewhere": tuple(self._elsewhere(entry))}
+            return Verdict(**found, status=NOT_MEASURABLE.word, reason=why, command="none")
         if evidence is None and (why := self._find_scope(entry)):
             return Verdict(**found, status=OUT_OF_SCOPE.word, reason=why, command="none")
         self.results.used.clear()
@@ -120,10 +113,8 @@ class _Judge:
         except Missing as missing:
             reason, command = missing.args
             status = INCONSISTENT if evidence else NOT_MEASURED
-            elsewhere = tuple(self._elsewhere(entry))
-            return Verdict(
-                **found, status=status.word, reason=reason, command=self._known(command), elsewhere=elsewhere
-            )
+            found |= {"elsewhere": tuple(self._elsewhere(entry))}
+            return Verdict(**found, status=status.word, reason=reason, command=self._known(command))
         found["sources"] = tuple(sorted(self.results.used))
         how, delta = ("holds" if ours else None), None
         if entry.printed is not None:
@@ -131,16 +122,9 @@ class _Judge:
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
         explanation = None if how else self._explain(entry)
         compared = self._compare(entry, how, explanation, is_declared)
+        found |= {"compared": compared.word, "explanation": explanation}
         status = INCONSISTENT if evidence else compared
-        return Verdict(
-            **found,
-            status=status.word,
-            compared=compared.word,
-            ours=ours,
-            how=how,
-            delta=delta,
-            explanation=explanation,
-        )
+        return Verdict(**found, status=status.word, ours=ours, how=how, delta=delta)
 
     def _find_scope(self, entry: Entry) -> str | None:
         """Why an entry, or a number that ours needs, is out of this project's scope; None where all are in it."""
@@ -204,14 +188,13 @@ class _Judge:
                 shown = self._of_paper(explanation.expression, counted=True)
             except Missing:
                 continue
-            if isinstance(shown, bool):
-                if shown:
-                    return explanation.text
+            if shown is True:
+                return explanation.text
+            if shown is False:
                 continue
             if entry.printed is None:
-                raise ValueError(
-                    f"ledger: {entry.id}: an explanation of a statement `shows` a condition, and no number"
-                )
+                where = f"ledger: {entry.id}"
+                raise ValueError(f"{where}: an explanation of a statement `shows` a condition, and no number")
             if agreement(shown, entry.printed):
                 return explanation.text.format(computed=_format_computed(shown, decimals(entry.printed) + 2))
         return None
@@ -247,11 +230,8 @@ class _Judge:
         self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False
     ) -> Number | bool:
         """The value over the paper's printed numbers, or `moved` ones; `counted`: and over our counts."""
-        measured = dict.fromkeys(
-            [*self.results.functions(), *_SPEEDS], _raise_missing("the paper prints no such number", "")
-        )
-        if counted:
-            measured |= self.results.functions()
+        counts, absent = self.results.functions(), _raise_missing("the paper prints no such number", "")
+        measured = dict.fromkeys([*counts, *_SPEEDS], absent) | (counts if counted else {})
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
         return self._evaluate(expression, printed, measured)
 
@@ -290,9 +270,8 @@ class _Judge:
             fused = self._decide(parts, group, "fused") if has_baseline else []
             if values:
                 of_fused = _join(fused) if len(fused) == len(values) else (None, None)
-                yield Elsewhere(
-                    group, *_join(values), *of_fused, self.paper.baseline, entry.unit, (len(values), len(parts))
-                )
+                about = self.paper.baseline, entry.unit, (len(values), len(parts))
+                yield Elsewhere(group, *_join(values), *of_fused, *about)
 
     def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[list[Number | bool]]:
         """For each part for which everything was measured, its values; see `_spread`."""

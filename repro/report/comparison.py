@@ -126,18 +126,12 @@ def table_section(about: Table, report: Report) -> Section:
     counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
     notes = [about.note] if about.note else []
     for key, column in about.columns.items():
-        agreeing = [
-            agrees for row in about.records if (agrees := report.plain.get(f"{about.id}.{row}.{key}")) is not None
-        ]
-        if agreeing:
-            own_convention = (
-                f"By the column's own convention, without one that was chosen for a row, {sum(agreeing)} of these"
-            )
-            notes.append(f"{own_convention} {len(agreeing)} {column.label} agree.")
-    return Section(
-        f"{about.place}: {about.title}",
-        [(" ".join([f"Each entry: paper → ours. {counts}.", *notes]),), table(header, rows)],
-    )
+        names = (f"{about.id}.{row}.{key}" for row in about.records)
+        if agreeing := [report.plain[name] for name in names if name in report.plain]:
+            agree = f"{sum(agreeing)} of these {len(agreeing)} {column.label} agree."
+            notes.append(f"By the column's own convention, without one that was chosen for a row, {agree}")
+    text = " ".join([f"Each entry: paper → ours. {counts}.", *notes])
+    return Section(f"{about.place}: {about.title}", [(text,), table(header, rows)])
 
 
 def shared_counts(reports: Sequence[Report]) -> list[Section]:
@@ -151,9 +145,8 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
                 what = "parameters (M)" if calls[0].name == "params_m" else "FLOPs (G)"
                 found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.id, verdict)
     shared = {key: own for key, own in found.items() if len(own) > 1}
-    unlike = {
-        key: own for key, own in shared.items() if len({(each.entry.printed, each.status) for each in own.values()}) > 1
-    }
+    seen = {key: {(each.entry.printed, each.status) for each in own.values()} for key, own in shared.items()}
+    unlike = {key: own for key, own in shared.items() if len(seen[key]) > 1}
     if not shared:
         return []
     judging = [report.paper for report in reports if any(report.paper.id in own for own in unlike.values())]
@@ -163,10 +156,9 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
         way = "; ".join(f"{name}: {each}" for name, each in ways.items())
         counted = way if len({*ways.values()}) > 1 else next(iter(ways.values()))
         rows.append([code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging), counted])
-    text = (
-        f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole classifier at the image "
-        f"size after the @. {len(shared) - len(unlike)} have one number and one verdict; the others:"
-    )
+    alike = len(shared) - len(unlike)
+    text = f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole "
+    text += f"classifier at the image size after the @. {alike} have one number and one verdict; the others:"
     header = ["model", "count", *(p.name for p in judging), "how ours is counted"]
     return [Section("Counts that several papers print", [(text,), table(header, rows)])]
 
@@ -194,9 +186,8 @@ def list_errata(reports: Sequence[Report]) -> list[Section]:
         rows = []
         for place, alike in enumerate(asked, 1):
             answers = dict.fromkeys(errata.answers.get(each.entry.id, "") for each in alike)
-            rows.append(
-                [number(place), *_evidence_row(_prints(alike[-1].entry), alike), "; ".join(filter(None, answers))]
-            )
+            said = "; ".join(filter(None, answers))
+            rows.append([number(place), *_evidence_row(_prints(alike[-1].entry), alike), said])
         sections.append(Section(report.paper.name, [(intro,), table(["", *_EVIDENCE, "the authors' answer"], rows)]))
     return sections
 
@@ -246,10 +237,9 @@ def list_unmeasured(report: Report) -> list[Block]:
     # what nothing would measure is apart
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    rows = [
-        [number(len(alike)), reason, _first_command([each.command for each in alike], report)]
-        for (reason, _), alike in ranked
-    ]
+    rows: list[list[Piece | Line]] = []
+    for (reason, _), alike in ranked:
+        rows.append([number(len(alike)), reason, _first_command([each.command for each in alike], report)])
     return [table(["entries", "reason", "what would measure it"], rows)]
 
 
@@ -262,13 +252,8 @@ def _compare(verdict: Verdict) -> Piece | Line:
 
 def _is_headline(claim: Claim, report: Report) -> bool:
     """Whether it is of the claims that are shown first, or repeats one of them."""
-    shown_first = report.paper.headlines
-    said = {
-        each.says
-        for each in report.paper.ledger.claims
-        if shown_first and any(e.id.startswith(shown_first) for e in each.entries)
-    }
-    return claim.says in said
+    alike = (each for each in report.paper.ledger.claims if each.says == claim.says)
+    return any(entry.id.startswith(report.paper.headlines) for each in alike for entry in each.entries)
 
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
@@ -288,10 +273,8 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
         ours, statuses = _merge([(format_ours(each),) for each in own]), _merge([status_line(each) for each in own])
         return claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")
 
-    rows = [
-        [", ".join(dict.fromkeys(claim.place for claim in alike)), *row]
-        for row, alike in group_by(claims, show).items()
-    ]
+    places = {row: dict.fromkeys(claim.place for claim in alike) for row, alike in group_by(claims, show).items()}
+    rows = [[", ".join(of_row), *row] for row, of_row in places.items()]
     return table(["where", "the paper says", "ours", "status", "note"], rows)
 
 

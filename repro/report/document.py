@@ -94,11 +94,9 @@ class Table:
     def right_aligned(self) -> list[bool]:
         """For each column, whether most of its filled cells are numbers."""
         columns = list(zip(*self.rows)) or [()] * len(self.header)
-        filled = [[line for line in column if plain(*line) not in ("", "–")] for column in columns]
-        return [
-            2 * sum(len(line) == 1 and getattr(line[0], "style", "") == "number" for line in lines) > len(lines)
-            for lines in filled
-        ]
+        filled = ([line for line in column if plain(*line) not in ("", "–")] for column in columns)
+        numeric = ([len(line) == 1 and getattr(line[0], "style", "") == "number" for line in of] for of in filled)
+        return [2 * sum(of) > len(of) for of in numeric]
 
 
 Block = Line | Bullets | Heading | Table  # a line alone is a paragraph
@@ -140,9 +138,8 @@ def strong(text: object) -> Text:
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Piece | Line]]) -> Table:
     """A table; a cell is one piece, or several of them in a tuple."""
-    return Table(
-        tuple(header), tuple(tuple(cell if isinstance(cell, tuple) else (cell,) for cell in row) for row in rows)
-    )
+    lines = ((cell if isinstance(cell, tuple) else (cell,) for cell in row) for row in rows)
+    return Table(tuple(header), tuple(map(tuple, lines)))
 
 
 def tabulate(columns: Mapping[str, Callable[[Any], Piece | Line]], rows: Iterable[Any]) -> Table:
@@ -158,9 +155,8 @@ def cross(
 ) -> Table:
     """A table of (row, column) -> what `show` makes a cell of, or None where there is nothing; the columns in order."""
     columns = sorted({column for _, column in cells})
-    rows = (
-        [row, *(show(cells.get((row, column))) for column in columns)] for row in dict.fromkeys(r for r, _ in cells)
-    )
+    heads = dict.fromkeys(row for row, _ in cells)
+    rows = ([row, *(show(cells.get((row, column))) for column in columns)] for row in heads)
     return table([title, *map(name, columns)], rows)
 
 

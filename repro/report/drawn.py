@@ -17,12 +17,9 @@ def find_drawn(results: Any, model: str, key: str) -> float:
     about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
     about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
     about |= {"split": "val", "held_out_images": IMAGES}
-    trained = {
-        run["weights_hash"]
-        for source in results.score_sources
-        if about.items() <= source.metrics.items() and results.model_key(source.metrics, source.path) == model
-        for run in source.metrics.get("by_seed", ())
-    }
+    alike = (source for source in results.score_sources if about.items() <= source.metrics.items())
+    own = (source for source in alike if results.model_key(source.metrics, source.path) == model)
+    trained = {run["weights_hash"] for source in own for run in source.metrics.get("by_seed", ())}
     for source in results.sources:
         m = source.metrics
         if (
@@ -36,7 +33,6 @@ def find_drawn(results: Any, model: str, key: str) -> float:
             return m[key]
     files = "--vae DECODER --inception inception-2015-12-05.pt"
     draw = f"repro generate --weights WEIGHTS --samples {DRAWN} {files} --data {REFERENCE}"
-    raise Missing(
-        f"no {DRAWN:,} pictures by a whole training were scored against ADM's reference batch; others are never compared",
-        f"repro profile use paper && repro generate --cell {cell} && {draw}",
-    )
+    why = f"no {DRAWN:,} pictures by a whole training were scored against ADM's reference batch"
+    train = f"repro profile use paper && repro generate --cell {cell}"
+    raise Missing(f"{why}; others are never compared", f"{train} && {draw}")

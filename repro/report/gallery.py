@@ -33,10 +33,8 @@ def list_examples(report: Report) -> list[Block]:
             pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
             blocks += [_origin_line(run, beside, report), table([""] * len(pictures), [pictures])]
     for name, (sources, _) in plan_dense(report).items():
-        blocks += [
-            (Picture(f"figures/{name}", Path(name).stem.replace("_", " ")),),
-            _origin_line(f"figures/{name}", sources, report),
-        ]
+        picture = Picture(f"figures/{name}", Path(name).stem.replace("_", " "))
+        blocks += [(picture,), _origin_line(picture.file, sources, report)]
     return blocks
 
 

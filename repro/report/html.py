@@ -46,15 +46,10 @@ def render_html(pages: Sequence[tuple[Report, Sequence[Section]]]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {
-        "anchor": make_anchor,
-        "delta": format_delta,
-        "ours": lambda verdict: plain(format_ours(verdict)),
-    }
-    described = [
-        _describe(report, page, "" if place == 0 else f"{report.paper.id}-")
-        for place, (report, page) in enumerate(pages)
-    ]
+    environment.filters |= {"anchor": make_anchor, "delta": format_delta}
+    environment.filters["ours"] = lambda verdict: plain(format_ours(verdict))
+    prefixes = ["", *(f"{report.paper.id}-" for report, _ in pages[1:])]
+    described = [_describe(*page, prefix) for page, prefix in zip(pages, prefixes, strict=True)]
     template = environment.from_string(Path(__file__).with_name("template.html").read_text(encoding="utf-8"))
     return template.render(pages=described, kinds=KINDS, statuses=STATUSES)
 
@@ -120,17 +115,14 @@ class _Renderer:
 
     def _table(self, block: Table, title: str) -> str:
         styles = [' style="text-align:right"' if right else "" for right in block.right_aligned]
-        head = "".join(
-            f'<th scope="col"{style}>{escape(text)}</th>' for text, style in zip(block.header, styles, strict=True)
-        )
+        heads = zip(block.header, styles, strict=True)
+        head = "".join(f'<th scope="col"{style}>{escape(text)}</th>' for text, style in heads)
         rows, is_read = "", False
         for first, *rest in block.rows:
             is_read |= any(map(_is_prose, rest))
-            row_head = (
-                f'<th scope="row">{self._line(first)}</th>'
-                if block.has_row_heads
-                else self._cell(first, styles[0], block.header[0])
-            )
+            row_head = self._cell(first, styles[0], block.header[0])
+            if block.has_row_heads:
+                row_head = f'<th scope="row">{self._line(first)}</th>'
             rows += f"<tr>{row_head}{''.join(map(self._cell, rest, styles[1:], block.header[1:]))}</tr>"
         # a table with text to read is stacked on a phone, where its last columns would lie beyond the screen
         box = f'<div class="scroll{" read" if is_read else ""}" role="region" tabindex="0" aria-label="{escape(title)}, table">'

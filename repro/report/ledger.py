@@ -120,9 +120,8 @@ class Column:
         if sum(each is not None for each in (self.ours, self.reason, self.out_of_scope)) != 1 or (
             self.reason is None
         ) != (self.command is None):
-            raise ValueError(
-                f"column {self.label}: has not exactly one of `ours`, a reason with a command, and `out_of_scope`"
-            )
+            one = "one of `ours`, a reason with a command, and `out_of_scope`"
+            raise ValueError(f"column {self.label}: has not exactly {one}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,10 +149,8 @@ class Table:
     def labels(self) -> dict[str, str]:
         """Id of a row -> its label, with the image size where that is not 224."""
         sizes = {row_id: row.get("size", "224") for row_id, row in self.records.items()}
-        return {
-            row_id: row["label"] + (f" ({sizes[row_id]}²)" if sizes[row_id] != "224" else "")
-            for row_id, row in self.records.items()
-        }
+        shown = {row_id: "" if size == "224" else f" ({size}²)" for row_id, size in sizes.items()}
+        return {row_id: row["label"] + shown[row_id] for row_id, row in self.records.items()}
 
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
         """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
@@ -194,10 +191,8 @@ class _Answer:
     def fields(self, by_default: str | None) -> dict[str, Any]:
         """The same as fields of an entry; by `by_default` our numbers are asked what the paper's are."""
         text = self.ours or (None if self.reason or self.declared or self.out_of_scope else by_default)
-        parsed = {
-            name: Expression.parse(each) if each else None
-            for name, each in (("ours", text), ("declared", self.declared))
-        }
+        texts = {"ours": text, "declared": self.declared}
+        parsed = {name: Expression.parse(each) if each else None for name, each in texts.items()}
         return {**parsed, **{name: getattr(self, name) for name in ("fitted", "reason", "command", "out_of_scope")}}
 
 
@@ -233,22 +228,15 @@ class Claim(_Answer):
         about = {"place": self.place, "says": self.says, "kind": self.kind, "unit": self.unit}
         if not self.values:
             rules = _relations(self.id, self.because, requires=self.holds)
-            return (
-                Entry(
-                    id=self.id, **about, relations=rules, contradiction=self.contradiction, **self.fields(self.holds)
-                ),
-            )
+            about |= {"contradiction": self.contradiction, **self.fields(self.holds)}
+            return (Entry(id=self.id, **about, relations=rules),)
         entries = []
         for key, value in self.values.items():
             name = f"{self.id}_{key}"
             rules = _relations(name, value.because, equals=value.equals, requires=value.requires)
-            condition = (
-                Relation(id=name, requires=value.measurable, because=value.because) if value.measurable else None
-            )
-            fields = value.fields(value.equals)
-            entries.append(
-                Entry(id=name, **about, printed=value.printed, relations=rules, measurable=condition, **fields)
-            )
+            condition = next(iter(_relations(name, value.because, requires=value.measurable)), None)
+            fields = {"printed": value.printed, "measurable": condition, **value.fields(value.equals)}
+            entries.append(Entry(id=name, **about, relations=rules, **fields))
         return tuple(entries)
 
 
@@ -281,12 +269,8 @@ class Ledger:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """Every entry by its id, in the paper's order, tables first."""
-        listed = [
-            table.entry(row, name, self.relations)
-            for table in self.tables
-            for row in table.records.values()
-            for name in table.columns
-        ]
+        rows = [(table, row) for table in self.tables for row in table.records.values()]
+        listed = [table.entry(row, name, self.relations) for table, row in rows for name in table.columns]
         listed += [entry for claim in self.claims for entry in claim.entries]
         found = {entry.id: entry for entry in listed}
         for entry in listed:
@@ -319,9 +303,8 @@ def load_ledger(path: Path) -> Ledger:
     named += [(name, "errata.answers") for name in ledger.errata.answers]
     for claim in ledger.claims:
         if narrowed := find_narrowed(claim):
-            raise ValueError(
-                f"ledger: {claim.id}: the statement is narrowed: it is about more sizes than {narrowed}, which it is judged for"
-            )
+            why = f"it is about more sizes than {narrowed}, which it is judged for"
+            raise ValueError(f"ledger: {claim.id}: the statement is narrowed: {why}")
     for entry in ledger.entries.values():
         reasons = [*entry.relations, *entry.explanations, *([entry.measurable] if entry.measurable else [])]
         expressions = [entry.ours, entry.declared, *(each.expression for each in reasons)]

@@ -26,11 +26,9 @@ _AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
 def render_markdown(page: Sequence[Section], to_results: str = "") -> str:
     """The whole page, whose first section is its opening; `to_results` leads from its folder to results/, e.g. `../`."""
     marks = ["#"] + ["##"] * (len(page) - 1)
-    parts = [
-        f"{mark} {section.title}\n\n{render_blocks(section.blocks, to_results)}\n"
-        for mark, section in zip(marks, page, strict=True)
-    ]
-    return "\n".join(parts)
+    bodies = [render_blocks(section.blocks, to_results) for section in page]
+    parts = zip(marks, page, bodies, strict=True)
+    return "\n".join(f"{mark} {section.title}\n\n{body}\n" for mark, section, body in parts)
 
 
 def render_blocks(blocks: Iterable[Block], to_results: str = "") -> str:
@@ -45,13 +43,11 @@ def _render_block(block: Block, to_results: str) -> str:
         case Bullets(lines=lines):
             return "\n".join(f"- {_render(line, to_results)}" for line in lines)
         case Table():
-            rows = [
-                [_render(line, to_results).replace("|", "\\|").replace("\n", " ") for line in row] for row in block.rows
-            ]
+            rows = [[_render(line, to_results) for line in row] for row in block.rows]
+            cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
             rule = ["---:" if right else "---" for right in block.right_aligned]
-            return "\n".join(
-                [f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)]
-            )
+            lines = [f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|"]
+            return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
     return _render(block, to_results)
 
 

@@ -38,10 +38,8 @@ def missing_records(report: Report) -> list[Section]:
     if not missing or not report.paper.primary:
         return []
     rows = [[code(record), code(command)] for record, command in missing]
-    text = (
-        "dvc.yaml and params.yaml call for these records, which are missing: they have not been made yet, or their run was interrupted "
-        "(`repro status`)."
-    )
+    text = "dvc.yaml and params.yaml call for these records, which are missing: they have not been made yet, or their "
+    text += "run was interrupted (`repro status`)."
     return [Section("Missing cells", [prose(text), table(["record", "what makes it"], rows)])]
 
 
@@ -70,10 +68,9 @@ def list_runs(report: Report) -> list[Block]:
     """
     results, paper, shown_elsewhere = report.results, report.paper, find_shown(report)
     labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
-    others = (
-        source for source in results.score_sources if not results.is_full(source) and source.path not in shown_elsewhere
-    )
-    own = (source for source in others if results.stands_on(paper, source.metrics["model"]))
+    others = (source for source in results.score_sources if source.path not in shown_elsewhere)
+    smaller = (source for source in others if not results.is_full(source))
+    own = (source for source in smaller if results.stands_on(paper, source.metrics["model"]))
     # a task with other scores has a place of its own
     runs = [source for source in own if labels.keys() & source.metrics.keys()]
     if not runs:
@@ -158,10 +155,8 @@ def list_searches(report: Report) -> list[Block]:
         m, chosen = source.metrics, source.metrics["chosen"]
         tried = group_by(sorted(m["trials"], key=lambda trial: trial["lr"]), lambda trial: trial["lr"])
         best = [max(alike, key=lambda t: -1 if t["diverged"] else t[m["score"]]) for alike in tried.values()]
-        scores = "; ".join(
-            f"{t['lr']:g}: diverged" if t["diverged"] else f"{t['lr']:g} ({t['warmup_epochs']}): {t[m['score']]:.1f}"
-            for t in best
-        )
+        shown = (f" ({t['warmup_epochs']}): {t[m['score']]:.1f}" if not t["diverged"] else ": diverged" for t in best)
+        scores = "; ".join(f"{t['lr']:g}{each}" for t, each in zip(best, shown, strict=True))
         edge = ", at the edge" if chosen["lr"] in (best[0]["lr"], best[-1]["lr"]) else ""
         rate = number(chosen["lr"], "g", edge)
         rows.append([code(m["cell"]), rate, number(chosen["warmup_epochs"]), scores, source.origin])
@@ -184,12 +179,8 @@ def list_machines(report: Report) -> list[Block]:
         old = sum(not (source.is_fresh and twin.is_fresh) for source, twin in twins)
         equal = f"{sum(each == 0 for each in scores)} of {len(scores)}"
         rows.append([device, number(len(twins)), number(old), equal, largest])
-    return [
-        table(
-            ["machine", "records", "of them by older code", "scores equal to the last digit", "largest difference"],
-            rows,
-        )
-    ]
+    header = ["machine", "records", "of them by older code", "scores equal to the last digit", "largest difference"]
+    return [table(header, rows)]
 
 
 def list_records(report: Report) -> list[Block]:
@@ -199,12 +190,10 @@ def list_records(report: Report) -> list[Block]:
         identity = source.identity
         if "code_hash" not in identity:  # that of the machine itself
             continue
-        versions = ", ".join(
-            f"{name} {version}" for name, version in (identity.get("versions") or {}).items() if version
-        )
-        dtype, backend, *hashes = (
-            str(identity.get(key) or "–") for key in ("dtype", "backend", "code_hash", "params_hash")
-        )
+        installed = (identity.get("versions") or {}).items()
+        versions = ", ".join(f"{name} {version}" for name, version in installed if version)
+        keys = ("dtype", "backend", "code_hash", "params_hash")
+        dtype, backend, *hashes = (str(identity.get(key) or "–") for key in keys)
         vector = (identity.get("machine") or {}).get("vector")
         device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
         made_by = code(identity["command"]) if identity.get("command") else "–"
@@ -237,11 +226,9 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     metrics = rows[0][1].metrics
     compared = [each for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
     if compared:
-        text = (
-            "Ours against each other family at the largest size where both ran, and from which size on ours is faster:"
-        )
         header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
-        blocks += [(text,), table(header, map(_compared_row, compared))]
+        largest = "at the largest size where both ran, and from which size on ours is faster:"
+        blocks += [(f"Ours against each other family {largest}",), table(header, map(_compared_row, compared))]
     grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group]
     if grown := [each for each in grown if len(each["image_sizes"]) > 1]:
         columns = {

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from .document import show_interval
 
@@ -17,6 +17,7 @@ Word = Literal["ordering seen", "ordering contradicted", "not separated", "insuf
 ALPHA = 0.05
 MOST_SEEDS = 1000
 NOT_SEPARATED = "not separated"
+TOP1 = "top1_percent"
 Top1 = Mapping[int, float]  # seed -> percent
 
 
@@ -101,6 +102,13 @@ def compare_accuracies(
     return compare_pairs(top1, pairs, round_off(images), floor)
 
 
+def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> tuple[Pair, ...]:
+    """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images."""
+    m = next(iter(trained.values())).metrics
+    top1 = {name: source.by_seed(TOP1) for name, source in trained.items()}
+    return compare_accuracies(top1, pairs, m["held_out_images"], m["classes"])
+
+
 def round_off(images: int) -> float:
     """The standard deviation of a difference of two accuracies in percent by whole images: √(2/12) images."""
     return 100 / images * math.sqrt(2 / 12)
@@ -128,9 +136,8 @@ def compare_pairs(
     n, found = len(seeds), []
     means = [statistics.mean(each) for each in differences]
     spreads = [max(statistics.stdev(each), least_spread) for each in differences]
-    p_values = holm(
-        [2 * student.sf(abs(mean) / spread * math.sqrt(n), n - 1) for mean, spread in zip(means, spreads, strict=True)]
-    )
+    t_values = (abs(mean) / spread * math.sqrt(n) for mean, spread in zip(means, spreads, strict=True))
+    p_values = holm([2 * student.sf(t, n - 1) for t in t_values])
     for pair, mean, spread, p in zip(pairs, means, spreads, p_values, strict=True):
         half = float(student.ppf(1 - ALPHA / 2, n - 1)) * spread / math.sqrt(n)
         is_learnt = max(statistics.mean(values[name][seed] for seed in seeds) for name in pair) >= floor
@@ -158,10 +165,11 @@ def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
     """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread stay as they are."""
     from scipy.stats import t as student
 
+    def is_enough(n: int) -> bool:
+        return abs(mean) / spread * math.sqrt(n) >= student.isf(alpha / 2, n - 1)
+
     numbers = range(2, MOST_SEEDS + 1)
-    place = bisect.bisect_left(
-        numbers, True, key=lambda n: abs(mean) / spread * math.sqrt(n) >= student.isf(alpha / 2, n - 1)
-    )
+    place = bisect.bisect_left(numbers, True, key=is_enough)
     return numbers[place] if place < len(numbers) else None
 
 
@@ -182,10 +190,8 @@ def _conclude(
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
     spread = best - min(means.values())
     if best - chance < sampling_noise(chance, images):
-        return (
-            "insufficient budget",
-            f"no variant exceeds chance, {chance:.1f} %, by more than the noise of {images} images",
-        )
+        why = f"no variant exceeds chance, {chance:.1f} %, by more than the noise of {images} images"
+        return "insufficient budget", why
     if any(before is None for before, _ in ends):
         return "insufficient budget", "accuracy was taken once, so whether it was still rising is unknown"
     gain = statistics.mean(last - before for before, last in ends)
@@ -211,7 +217,6 @@ def _conclude(
         why += f"; of {named} neither exceeds chance, {chance:.1f} %"
     if needed:
         seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
-        why += (
-            f"; with differences and spreads as observed, {'the rest' if unlearnt else 'all'} would need {seeds} seeds"
-        )
+        which = "the rest" if unlearnt else "all"
+        why += f"; with differences and spreads as observed, {which} would need {seeds} seeds"
     return "not separated", why

@@ -68,12 +68,11 @@ def find_outdated(
                 write_text(written.root / file.relative_to(results.paths.root), file.read_text(encoding="utf-8"))
         pages, documents, built, _ = _build_pages(papers, results, judge, Path(folder) / "figures", with_html=False)
         _write_pages(pages, documents, [*built, *passages], written)
-        files = [file.relative_to(written.root) for file in sorted(written.root.rglob("*")) if file.is_file()]
-        return [
-            each
-            for file in files
-            for each in _compare_files(results.paths.root / file, written.root / file, file.as_posix())
-        ]
+        outdated = []
+        for file in sorted(file for file in written.root.rglob("*") if file.is_file()):
+            name = file.relative_to(written.root).as_posix()
+            outdated += _compare_files(results.paths.root / name, file, name)
+        return outdated
 
 
 def _build_pages(
@@ -90,10 +89,9 @@ def _build_pages(
             for name, (_, draw) in list_drawings(report).items():
                 draw(figures / name)
             pages.append((report, build_document(report, reports)))
-            documents |= {
-                each.file: render_markdown(read_page(each.text, report, paper.parts), _find_results(each.file))
-                for each in paper.documents
-            }
+            for each in paper.documents:
+                further = read_page(each.text, report, paper.parts)
+                documents[each.file] = render_markdown(further, _find_results(each.file))
             passages += build_passages(report)
         documents[ERRATA_PAGE] = render_markdown(comparison.list_errata(reports), _find_results(ERRATA_PAGE))
         passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]

@@ -41,11 +41,8 @@ def compare_without_learning(report: Report) -> list[Block]:
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
         header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
         header += [*labels.values(), "measured on"]
-        blocks += [
-            table(header, rows),
-            Bullets([_against(source, reference, labels) for source in own]),
-            *_class_scores(own),
-        ]
+        against = Bullets([_against(source, reference, labels) for source in own])
+        blocks += [table(header, rows), against, *_class_scores(own)]
     return blocks
 
 
@@ -61,9 +58,8 @@ def count_noisy_rows(report: Report) -> list[Block]:
         rows.append([f"{group}, {group.mode}", number(len(found)), number(noisy), *widest])
     if not rows:
         return [prose("No row is measured yet: `repro efficiency`.")]
-    blocks: list[Block] = [
-        table(["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"], rows)
-    ]
+    header = ["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"]
+    blocks: list[Block] = [table(header, rows)]
     for source in results.sources:
         repeated = source.metrics.get("repeated") or {}
         if repeated.get("overlap_percent") is not None:
@@ -90,11 +86,9 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
 
 def _class_scores(sources: Sequence[Source]) -> list[Block]:
     """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
-    found = [
-        (source, [run["class_iou_percent"] for run in source.metrics["by_seed"] if "class_iou_percent" in run])
-        for source in sources
-    ]
-    own = [(source, runs) for source, runs in found if runs]
+    key = "class_iou_percent"
+    found = {source.path: [run[key] for run in source.metrics["by_seed"] if key in run] for source in sources}
+    own = [(source, found[source.path]) for source in sources if found[source.path]]
     if not own:
         return []
     names = [name for name in own[0][1][0] if not name.endswith("_reason")]

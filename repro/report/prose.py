@@ -72,10 +72,8 @@ class _Filler:
             line = self.fill_line(paragraph)
         except Missing as missing:
             reason, command = missing.args
-            line = (
-                f"{reason[0].upper()}{reason[1:]}",
-                *prose("." if command.startswith("none") else f": `{command}`."),
-            )
+            how = "." if command.startswith("none") else f": `{command}`."
+            line = (f"{reason[0].upper()}{reason[1:]}", *prose(how))
         return [line] if any(line) else []
 
     def fill_line(self, text: str) -> Line:

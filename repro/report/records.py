@@ -150,10 +150,8 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
         listed = [*template.get("metrics", []), *template.get("outs", [])]
         names = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
         for cell in params.get(stage) or {} if "foreach" in definition else [""]:
-            *records, command = (
-                text.replace("${key}", cell).replace("${stage}", stage)
-                for text in [*(name for name in names if name.endswith("/metrics.json")), template["cmd"]]
-            )
+            texts = [*(name for name in names if name.endswith("/metrics.json")), template["cmd"]]
+            *records, command = (text.replace("${key}", cell).replace("${stage}", stage) for text in texts)
             missing += [(record, command) for record in records if not (paths.root / record).is_file()]
     return missing
 
@@ -268,11 +266,9 @@ def name_keys(value: Any, where: str) -> Any:
     """The same value, whose mappings answer a missing key with a `UserError` that names it, starting from `where`."""
     if isinstance(value, list):
         return [name_keys(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    return (
-        _Named({key: name_keys(item, f"{where}.{key}") for key, item in value.items()}, where)
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return _Named({key: name_keys(item, f"{where}.{key}") for key, item in value.items()}, where)
+    return value
 
 
 def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
@@ -288,9 +284,8 @@ class _Named(dict):
         self._where = where
 
     def __missing__(self, key: str) -> Any:
-        raise UserError(
-            f"{self._where}.{key}: missing, as in a record of another version; run its stage again, or move the file out of results/"
-        )
+        what_to_do = "run its stage again, or move the file out of results/"
+        raise UserError(f"{self._where}.{key}: missing, as in a record of another version; {what_to_do}")
 
 
 def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:

@@ -224,14 +224,9 @@ class Results:
     def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:
         training = Training.parse(asked)
         benchmark, command = BENCHMARKS[kind], self._score_command(kind, model, training)
-        fitting = [
-            source
-            for source in self.score_sources
-            if source.metrics["kind"] == kind
-            and self.is_full(source)
-            and self._is_as_described(source, benchmark, training)
-            and self.model_key(source.metrics, source.path) == model
-        ]
+        of_kind = (each for each in self.score_sources if each.metrics["kind"] == kind and self.is_full(each))
+        alike = (each for each in of_kind if self._is_as_described(each, benchmark, training))
+        fitting = [each for each in alike if self.model_key(each.metrics, each.path) == model]
         if not fitting:
             raise Missing(f"no run on all of {benchmark.name}; smaller runs are never compared", command)
         # the longest training, and of those the first by name: never the one with the best score
@@ -335,11 +330,8 @@ class Results:
             place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
             return place, bool(found[0]["noisy"]), found[1].path
 
-        fitting = [
-            (row, source)
-            for row, source in self.speed_rows.get(group, [])
-            if self.model_key(row, source.path) == model and size_of(row) == str(size) and row["attention"] == attention
-        ]
+        rows = (each for each in self.speed_rows.get(group, []) if self.model_key(each[0], each[1].path) == model)
+        fitting = [each for each in rows if (size_of(each[0]), each[0]["attention"]) == (str(size), attention)]
         row, source = min(fitting, key=rank, default=(None, None))
         if row is None or row["status"] != "ok" or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"

@@ -11,12 +11,10 @@ from ..core.paths import Paths
 from .claims import Report
 from .document import Block, Heading, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
-from .ordering import MOST_SEEDS, Ordering, judge_ordering
+from .ordering import MOST_SEEDS, TOP1, Ordering, judge_ordering
 from .paper import Drawings, VariantTable
 from .records import Source, describe_age, describe_seeds, describe_twins, group_by, read_curves
 from .results import Missing, Results
-
-TOP1 = "top1_percent"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

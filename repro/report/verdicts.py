@@ -19,53 +19,41 @@ class Status(Mark):
     means: str  # a sentence for the legend
 
 
-MATCHED = Status("✓", "matched", means="ours, rounded to the paper's printed digits, is the paper's number")
-TRUNCATED = Status("✓", "matched, truncated", means="ours is the paper's number when its further digits are cut off")
-FITTED = Status(
-    "≈", "fitted", means="ours agrees by a convention that was fitted to such rows, so that it is no evidence"
+STATUSES: dict[str, Status] = {}  # by their words
+
+
+def _status(text: str, word: str, means: str) -> Status:
+    return STATUSES.setdefault(word, Status(text, word, means=means))
+
+
+MATCHED = _status("✓", "matched", "ours, rounded to the paper's printed digits, is the paper's number")
+TRUNCATED = _status("✓", "matched, truncated", "ours is the paper's number when its further digits are cut off")
+FITTED = _status("≈", "fitted", "ours agrees by a convention that was fitted to such rows, so that it is no evidence")
+DECLARED = _status(
+    "≈", "declared", "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence"
 )
-DECLARED = Status(
-    "≈",
-    "declared",
-    means="a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
-)
-EXPLAINED = Status(
+EXPLAINED = _status(
     "≠ᵉ",
     "differs, explained",
-    means="ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
+    "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
 )
-UNEXPLAINED = Status("≠", "differs, unexplained", means="ours is another number, and nobody has shown why")
-INCONSISTENT = Status(
+UNEXPLAINED = _status("≠", "differs, unexplained", "ours is another number, and nobody has shown why")
+INCONSISTENT = _status(
     "⚠",
     "paper inconsistent",
-    means="the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
+    "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
 )
-NOT_MEASURABLE = Status(
+NOT_MEASURABLE = _status(
     "–",
     "not measurable as described",
-    means="nobody can have measured this under the conditions that the paper names; the page lists the computation",
+    "nobody can have measured this under the conditions that the paper names; the page lists the computation",
 )
-NOT_MEASURED = Status(
-    "–", "not measured", means="we have no number under the paper's conditions, and the page lists reasons and commands"
+NOT_MEASURED = _status(
+    "–", "not measured", "we have no number under the paper's conditions, and the page lists reasons and commands"
 )
-OUT_OF_SCOPE = Status(
-    "○", "out of scope", means="it needs a model of another field than vision, which this project does not build"
+OUT_OF_SCOPE = _status(
+    "○", "out of scope", "it needs a model of another field than vision, which this project does not build"
 )
-STATUSES = {
-    each.word: each
-    for each in (
-        MATCHED,
-        TRUNCATED,
-        FITTED,
-        DECLARED,
-        EXPLAINED,
-        UNEXPLAINED,
-        INCONSISTENT,
-        NOT_MEASURABLE,
-        NOT_MEASURED,
-        OUT_OF_SCOPE,
-    )
-}
 # what the marks say to a reader of a page; statuses that ask nothing different of the reader share a mark
 LEGEND = {
     "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
@@ -209,10 +197,8 @@ def export_json(version: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     """All entries as rows of a table, whose lists are one text each."""
-    return [
-        {name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(verdict).items()}
-        for verdict in verdicts
-    ]
+    exported = map(_export, verdicts)
+    return [{name: "; ".join(v) if isinstance(v, list) else v for name, v in row.items()} for row in exported]
 
 
 _FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")
@@ -222,13 +208,8 @@ def _export(verdict: Verdict) -> dict[str, Any]:
     entry = verdict.entry
     about = {name: getattr(entry, name) for name in ("id", "kind", "place", "says", "unit")}
     found = {name: getattr(verdict, name) for name in _FOUND}
-    return {
-        **about,
-        "paper": entry.printed,
-        **found,
-        "elsewhere": list(map(str, verdict.elsewhere)),
-        "sources": list(verdict.sources),
-    }
+    lists = {"elsewhere": list(map(str, verdict.elsewhere)), "sources": list(verdict.sources)}
+    return {**about, "paper": entry.printed, **found, **lists}
 
 
 def _format_bool(holds: bool) -> str:

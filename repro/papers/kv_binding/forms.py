@@ -54,9 +54,7 @@ def list_ratios(report: Report) -> list[Block]:
             if rows:
                 about = next(row for row in m["rows"] if row["setting"] == "vision")
                 size = f"one image, {about['heads']} heads of {about['head_dim']}"
-                chunks = ", ".join(
-                    f"{name} {_chunk(m, prefix)}" for prefix, name in (("lact", "LaCT"), ("vittt", "Vittt"))
-                )
+                chunks = f"LaCT {_chunk(m, 'lact')}, Vittt {_chunk(m, 'vittt')}"
                 title = f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"
                 blocks += [Heading(title), _ratios(rows, m)]
     return blocks
@@ -83,21 +81,24 @@ def list_backbones(report: Report) -> list[Block]:
         rows = source.metrics["backbones"]
         sides = sorted({row["image_size"][0] for row in rows})
         body: list[list[Piece]] = []
-        for (step, form), alike in group_by(
-            rows, lambda row: (row["options"].get("step", "own"), row["backend"])
-        ).items():
+        for (step, form), alike in group_by(rows, _name_backbone).items():
             of_side = {row["image_size"][0]: row for row in alike}
             body.append(["unchanged" if step == "own" else step, form])
             for row in map(of_side.get, sides):
-                was_timed = row is not None and row["latency_ms"] is not None
-                body[-1] += [
-                    number(row["latency_ms"], ".1f", " (noisy)" if row["noisy"] else "") if was_timed else "–",
-                    number(row["peak_memory_mib"] or None, ".0f") if was_timed else "–",
-                ]
+                if row is None or row["latency_ms"] is None:
+                    body[-1] += ["–", "–"]
+                    continue
+                body[-1].append(number(row["latency_ms"], ".1f", " (noisy)" if row["noisy"] else ""))
+                body[-1].append(number(row["peak_memory_mib"] or None, ".0f"))
         header = ["learner", "form", *(text for side in sides for text in (f"{side}² (ms)", f"{side}² (MiB)"))]
         origin = describe_origin([source], report.named)
         blocks += [(f"Vittt-T, one image, fp32; {origin}.",), table(header, body)] if rows else []
     return blocks
+
+
+def _name_backbone(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The learner and the form of a row."""
+    return row["options"].get("step", "own"), row["backend"]
 
 
 def _require_forms(report: Report) -> list[Source]:
@@ -112,7 +113,7 @@ def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, An
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(source.metrics["backbones"], key=lambda row: row["image_size"]):
             if row["latency_ms"] is not None:
-                key = row["options"].get("step", "own"), row["backend"]
+                key = _name_backbone(row)
                 found.setdefault(("own", "auto") if key[0] == "own" else key, []).append(row)
         if ("own", "auto") in found:
             return found
@@ -138,9 +139,8 @@ def _draw_forms(path: Path, source: Source) -> Path:
             x, y = [row["tokens"] for row in rows], [row["ratio"] for row in rows]
             panel.plot(x, y, color=colour, marker=marker, markersize=5, label=NAMES[learner])
             if all(row["ratio_ci95"] for row in rows):
-                panel.fill_between(
-                    x, *zip(*(row["ratio_ci95"] for row in rows), strict=True), color=colour, alpha=0.12, linewidth=0
-                )
+                ends = zip(*(row["ratio_ci95"] for row in rows), strict=True)
+                panel.fill_between(x, *ends, color=colour, alpha=0.12, linewidth=0)
         panel.axhline(1, color="#777777", linewidth=1)
         panel.set(xscale="log", yscale="log", xlabel="tokens", title=words)
         ticks = sorted({row["tokens"] for row in source.metrics["ratios"] if row["setting"] == "vision"})
@@ -173,9 +173,8 @@ def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
-    return next(
-        row["chunk_size"] for row in metrics["rows"] if row["setting"] == "vision" and row["learner"].startswith(prefix)
-    )
+    rows = (row for row in metrics["rows"] if row["setting"] == "vision")
+    return next(row["chunk_size"] for row in rows if row["learner"].startswith(prefix))
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Block:
@@ -212,9 +211,8 @@ def compare_setting(report: Report) -> list[Block]:
             shown += [number(None if None in printed else printed[1] / printed[0], ".2f")]
             shown += [number(speed, ".3f") for speed in speeds]
             body.append([NAMES[learner], *shown, number(ratios.get(learner), ".2f")])
-        header = [
-            f"{whose}: {name}" for whose in ("paper", "ours") for name in (*(f"{f} (M/s)" for f in FORMS), "ratio")
-        ]
+        names = (*(f"{form} (M/s)" for form in FORMS), "ratio")
+        header = [f"{whose}: {name}" for whose in ("paper", "ours") for name in names]
         origin = code(source.path), f": {describe_origin([source], report.named)}"
         blocks += [origin, table(["", *header], body)] if rows else []
     return blocks

@@ -97,11 +97,8 @@ def list_changes(report: Report) -> list[Block]:
         model, top1, pairs = _find_model(group), _find_scores(group), _compare(group)
         rows: list[list[Piece]] = []
         for name in (f"{model}_own", *pairs):
-            row = [
-                CHANGES[name.removeprefix(f"{model}_")],
-                code(name),
-                number(statistics.fmean(top1[name].values()), ".1f"),
-            ]
+            mean = number(statistics.fmean(top1[name].values()), ".1f")
+            row = [CHANGES[name.removeprefix(f"{model}_")], code(name), mean]
             said: list[Piece] = ["–", "–", "–"]
             if pair := pairs.get(name):
                 tested = [pair.show(2), number(pair.p, ".3f")] if pair.interval else ["–", "–"]
@@ -135,11 +132,9 @@ def weigh_learners(report: Report) -> list[Block]:
 
 def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
     """Groups of the unchanged model and another variant, in the order of `NAMES`; those with more seeds."""
-    found = [
-        group
-        for group in find_groups(report.results, report.paper.variants)
-        if _find_model(group) in models and f"{_find_model(group)}_own" in group.variants and len(group.variants) > 1
-    ]
+    groups = find_groups(report.results, report.paper.variants)
+    own = (group for group in groups if _find_model(group) in models and len(group.variants) > 1)
+    found = [group for group in own if f"{_find_model(group)}_own" in group.variants]
     if not found:
         raise Missing("no variant is trained yet", f"{report.paper.train_command} --all --data digits --seeds 5")
     best = keep_best(found, lambda group: (_find_model(group), group.common["data"]))
@@ -166,10 +161,8 @@ def _find_scores(group: Group) -> dict[str, dict[int, float]]:
 def _count_learners(group: Group) -> list[Block]:
     """How many of each variant's seeds passed half the way from chance to 100 %, where some did not."""
     learnt = 50 * (1 + 1 / group.common["classes"])
-    counts = {
-        name: (sum(value > learnt for value in values.values()), len(values))
-        for name, values in _find_scores(group).items()
-    }
+    scores = _find_scores(group).items()
+    counts = {name: (sum(value > learnt for value in values.values()), len(values)) for name, values in scores}
     if not any(0 < passed < seeds for passed, seeds in counts.values()):
         return []
     shown = [(code(name), f" {passed} of {seeds}") for name, (passed, seeds) in counts.items()]
@@ -214,8 +207,6 @@ def _find_probes(report: Report) -> list[Source]:
 
 def _is_worse(metrics: Mapping[str, Any]) -> bool:
     """Whether the top-1 with a probe is below that without it, and their intervals over the images do not meet."""
-    before, after = (
-        share_interval(each["top1_percent"], each["held_out_images"])
-        for each in (metrics["unchanged"], metrics["probed"])
-    )
+    states = (metrics["unchanged"], metrics["probed"])
+    before, after = (share_interval(each[TOP1], each["held_out_images"]) for each in states)
     return after[1] < before[0]

@@ -7,10 +7,10 @@ from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
 from ...report.gallery import describe_origin
-from ...report.ordering import Pair, compare_accuracies
+from ...report.ordering import TOP1, Pair, compare_trainings
 from ...report.records import Missing, Source, describe_seeds, group_by, keep_best, show_mean
 
-SCORE, UNTRAINED = "top1_percent", "untrained_top1_percent"
+UNTRAINED = "untrained_top1_percent"
 COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
 SCRATCH = "repro pretrain --cell t5_nano_digits_scratch --seeds 5 --epochs 5"
 STATES = ("teacher", "before", "after")
@@ -32,7 +32,7 @@ def list_students(report: Report) -> list[Block]:
     best = keep_best(found, name)
     blocks: list[Block] = []
     for init, alike in group_by(best, _find_teacher).items():
-        students = sorted(alike, key=lambda each: -each.metrics[SCORE])
+        students = sorted(alike, key=lambda each: -each.metrics[TOP1])
         teacher = next((source for source in sources if source.metrics.get("weights_hash") == init), None)
         m = students[0].metrics
         known: list[Piece] = ["Students of the softmax model ", code(m["init"]["weights"])]
@@ -49,13 +49,8 @@ def list_students(report: Report) -> list[Block]:
 def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list[Source]:
     """The trainings of the students' models from random weights on the same data, the shortest first."""
     shared = {(each.metrics["model"], each.metrics["data"]) for each in students}
-    found = [
-        each
-        for each in sources
-        if each.is_trained
-        and not each.metrics.get("init")
-        and (each.metrics.get("model"), each.metrics.get("data")) in shared
-    ]
+    trained = (each for each in sources if each.is_trained and not each.metrics.get("init"))
+    found = (each for each in trained if (each.metrics.get("model"), each.metrics.get("data")) in shared)
     return sorted(found, key=lambda each: each.metrics["steps"])
 
 
@@ -75,9 +70,8 @@ def list_layers(report: Report) -> list[Block]:
 
         def cell(row: tuple[Source, int]) -> Piece:
             source, layer = row
-            values = {
-                state: form.format(of[key][layer]) for state, of in source.metrics["by_layer"].items() if key in of
-            }
+            by_state = source.metrics["by_layer"].items()
+            values = {state: form.format(of[key][layer]) for state, of in by_state if key in of}
             shown = "; ".join(values[state] for state in states)
             return number(shown + (f" (even {values['even']})" if even else ""))
 
@@ -124,7 +118,7 @@ def _find_teacher(source: Source) -> str:
 
 def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[[Source], Piece]]:
     def share(source: Source) -> Piece:
-        return number(f"{100 * source.metrics[SCORE] / teacher.metrics[SCORE]:.1f} %") if teacher else "–"
+        return number(f"{100 * source.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %") if teacher else "–"
 
     def untrained(source: Source) -> Piece:
         return number(f"{describe_sample([run[UNTRAINED] for run in source.metrics['by_seed']]).mean:.1f} %")
@@ -163,11 +157,9 @@ def _compare_scratch(source: Source, students: Sequence[Source]) -> list[tuple[S
     found = []
     for student in students:
         m = student.metrics
-        if (m["model"], name_student(m)) == (source.metrics["model"], name_student(source.metrics)) and not m.get(
-            "freeze"
-        ):
-            values = {"student": student.by_seed(SCORE), "scratch": source.by_seed(SCORE)}
-            pairs = compare_accuracies(values, [("student", "scratch")], m["held_out_images"], m["classes"])
+        is_alike = (m["model"], name_student(m)) == (source.metrics["model"], name_student(source.metrics))
+        if is_alike and not m.get("freeze"):
+            pairs = compare_trainings({"student": student, "scratch": source}, [("student", "scratch")])
             found += [(student, pair) for pair in pairs if pair.interval is not None]
     return found
 
@@ -180,4 +172,4 @@ def _describe_scratch(source: Source, report: Report) -> Line:
 
 
 def _show_score(source: Source) -> str:
-    return show_mean(source, SCORE, ".1f", " %", is_share=True)
+    return show_mean(source, TOP1, ".1f", " %", is_share=True)

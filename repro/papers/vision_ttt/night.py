@@ -8,11 +8,10 @@ from ...core.config import load_yaml
 from ...report.claims import Report
 from ...report.document import Block, Piece, number, table
 from ...report.measured import format_scores
-from ...report.ordering import Pair, compare_accuracies
+from ...report.ordering import TOP1, Pair, compare_trainings
 from ...report.records import Source
 from ...report.results import Missing
 
-TOP1 = "top1_percent"
 COMMAND = "repro profile use night && dvc repro pretrain linearize ablate"
 
 
@@ -58,8 +57,7 @@ def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str,
     first, *others = ([source.metrics[key] for key in alike] for source in found.values())
     if any(other != first for other in others):
         raise Missing(f"the models of a table differ on {data} in one of {', '.join(alike)}", COMMAND)
-    top1, (*_, images, classes) = {name: source.by_seed(TOP1) for name, source in found.items()}, first
-    compared = compare_accuracies(top1, [tuple(pair) for pair in pairs], images, classes)
+    compared = compare_trainings(found, [tuple(pair) for pair in pairs])
     return {(pair.better, pair.worse): pair for pair in compared}
 
 

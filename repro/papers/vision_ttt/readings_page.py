@@ -6,12 +6,11 @@ from typing import Any
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Piece, code, join, number, strong, table
 from ...report.measured import format_scores
-from ...report.ordering import Pair, compare_accuracies, find_seeds, sampling_noise
+from ...report.ordering import TOP1, Pair, compare_trainings, sampling_noise
 from ...report.records import Source, describe_age
 from ...report.results import Missing
 from .readings import Choice, list_trained, load_choices
 
-TOP1 = "top1_percent"
 Trained = Mapping[str, Source]  # text of a reading -> the record of its training
 
 
@@ -62,11 +61,9 @@ def count_fits(report: Report, what: str) -> int:
 def name_rounded(report: Report) -> Line:
     """The readings by which all counts of parameters fit by rounding alone."""
     fits = _find_fits(report)
-    texts = [
-        text
-        for text, row in {**fits["readings"], **fits["pairs"]}.items()
-        if text and row["params_fit"] == fits["params_entries"] and not row["params_truncated"]
-    ]
+    exact = {"params_fit": fits["params_entries"], "params_truncated": 0}
+    rows = {**fits["readings"], **fits["pairs"]}
+    texts = [text for text, row in rows.items() if text and exact.items() <= row.items()]
     return join([(code(text),) for text in texts], "; ") or ("none",)
 
 
@@ -91,17 +88,13 @@ def describe_trained(report: Report) -> list[Block]:
     means = [source.metrics[TOP1] for source in trained.values()]
     noise = sampling_noise(sum(means) / len(means), m["held_out_images"])
     spread = f"The means are within {max(means) - min(means):.1f} points; chance alone makes {noise:.1f} on {m['held_out_images']} images"
-    return [
-        (about,),
-        verdict,
-        (f"{spread}{', so this task cannot tell them apart.' if max(means) - min(means) < noise else '.'}",),
-    ]
+    spread += ", so this task cannot tell them apart." if max(means) - min(means) < noise else "."
+    return [(about,), verdict, (spread,)]
 
 
 def _find_fits(report: Report) -> Mapping[str, Any]:
-    return report.results.require(
-        lambda source: source.stage == "readings", "nothing is counted yet", "repro readings"
-    )[0].metrics
+    asked = "nothing is counted yet", "repro readings"
+    return report.results.require(lambda source: source.stage == "readings", *asked)[0].metrics
 
 
 def find_trained(report: Report) -> Trained:
@@ -118,13 +111,9 @@ def find_trained(report: Report) -> Trained:
 
 def _compare_trained(trained: Trained) -> dict[str, Pair]:
     """Text of a reading -> how much better it is than ours, over the seeds that all have; empty without two seeds."""
-    top1 = {text: source.by_seed(TOP1) for text, source in trained.items()}
-    others = [text for text in top1 if text]
-    if not others or len(find_seeds(top1)) < 2:
-        return {}
-    images, classes = (trained[""].metrics[key] for key in ("held_out_images", "classes"))
-    found = compare_accuracies(top1, [(text, "") for text in others], images, classes)
-    return dict(zip(others, found, strict=True))
+    others = [(text, "") for text in trained if text]
+    found = compare_trainings(trained, others) if others else ()
+    return {pair.better: pair for pair in found if pair.interval}
 
 
 def _value_row(

@@ -51,20 +51,13 @@ def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
     ink = [each["ink"]["later_top30_percent"] for each in (before, after)]
     everywhere = after["ink"]["later_percent"]
     uniform = "the gradients are relatively uniform before training, and stand out after it"
+    held = f"the top 30 % of the tokens hold {shares[0]:.0f} % of the gradient before, {shares[1]:.0f} % after"
     semantic = "after training, the tokens with the largest gradients show the object"
-    more = "and more so than before"
+    on_ink = f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do"
     return [
-        (
-            uniform,
-            f"the top 30 % of the tokens hold {shares[0]:.0f} % of the gradient before, {shares[1]:.0f} % after",
-            shares[1] > shares[0],
-        ),
-        (
-            semantic,
-            f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do",
-            ink[1] > everywhere,
-        ),
-        (more, f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0]),
+        (uniform, held, shares[1] > shares[0]),
+        (semantic, on_ink, ink[1] > everywhere),
+        ("and more so than before", f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0]),
     ]
 
 
@@ -73,11 +66,8 @@ def _of_fields(m: Mapping[str, Any]) -> list[Finding]:
     if any(fields.get(name, {}).get("radius_90_px") is None for name in (*_DESIGNS, "DeiT", "Vim")):
         return []
     one, both, radial = (fields[name] for name in _DESIGNS)
-    radii = {
-        "DeiT": fields["DeiT"]["radius_90_px"],
-        "Vim": fields["Vim"]["radius_90_px"],
-        "Vittt": radial["radius_90_px"],
-    }
+    shown = {"DeiT": fields["DeiT"], "Vim": fields["Vim"], "Vittt": radial}
+    radii = {name: field["radius_90_px"] for name, field in shown.items()}
     side, ahead = radial["image_size"], one["share_ahead"]
     covered = ", ".join(f"{name} {radius:.0f}" for name, radius in radii.items())
     return [
@@ -102,15 +92,11 @@ def _of_losses(m: Mapping[str, Any]) -> list[Finding]:
     names = [name.removeprefix("epoch_") for name, _ in epochs]
     path = ", ".join(f"{mean:.1f} at epoch {name}" for name, mean in zip(names, means, strict=True))
     smallest = epochs[-1][1]["smallest"]
-    found: list[Finding] = [
-        (
-            "the reconstruction loss rises, then falls",
-            path,
-            means[0] < max(means) and means[-1] < max(means[1:-1] or means),
-        )
+    is_peaked = means[0] < max(means) and means[-1] < max(means[1:-1] or means)
+    return [
+        ("the reconstruction loss rises, then falls", path, is_peaked),
+        ("it stays above zero", f"the smallest of a token and layer is {smallest:.1f}", smallest > 0),
     ]
-    found.append(("it stays above zero", f"the smallest of a token and layer is {smallest:.1f}", smallest > 0))
-    return found
 
 
 def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
@@ -121,6 +107,5 @@ def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
 
 
 def _find(report: Report) -> Source:
-    return report.results.require(
-        lambda source: source.stage == "visualize", "nothing is drawn yet", "repro visualize"
-    )[0]
+    asked = "nothing is drawn yet", "repro visualize"
+    return report.results.require(lambda source: source.stage == "visualize", *asked)[0]
