@@ -25,9 +25,8 @@ def print_plan(plans: Sequence[CostPlan], devices: Sequence[Rates], count: int, 
     _print_legend(plans, devices)
     if not names:
         _print_last_run(paths)
-    print(
-        f"disk: {_format(plans[0].total('disk_gb'))} GB; free here: {shutil.disk_usage(paths.root).free / 1e9:.0f} GB"
-    )
+    free_gb = shutil.disk_usage(paths.root).free / 1e9
+    print(f"disk: {_format(plans[0].total('disk_gb'))} GB; free here: {free_gb:.0f} GB")
     if unknown := [_shorten(command) for command in plans[0].unknown]:
         named = ", ".join(unknown) if len(unknown) <= 3 else f"{len(unknown)} of {len(plans[0].rows)} rows"
         print(f"of unknown time or disk, not in the total: {named}")
@@ -62,9 +61,8 @@ def _print_legend(plans: Sequence[CostPlan], devices: Sequence[Rates]) -> None:
         if marks & {"~", "≥"}:
             peaks = ", ".join(f"{each.gpu} {each.tflops:g}" for each in devices)
             share = f"{100 * devices[0].utilisation:g} %"
-            print(
-                f"~ estimated, not measured: the multiply-adds of {PASSES} forward passes a step at {share} of the bf16 peak"
-            )
+            passes = f"the multiply-adds of {PASSES} forward passes a step at {share} of the bf16 peak"
+            print(f"~ estimated, not measured: {passes}")
             print(f"  (TFLOP/s: {peaks}); at half that share, twice the hours; small models may reach less")
         for line in (MARKS[mark] for mark in MARKS if mark in marks):
             print(line)

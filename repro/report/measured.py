@@ -224,8 +224,7 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
         blocks += [(f"{label}, by image size:",), cross("model", cells, partial(_cell, key=key))]
     metrics = rows[0][1].metrics
-    compared = [each for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]
-    if compared:
+    if compared := [each for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]:
         header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
         largest = "at the largest size where both ran, and from which size on ours is faster:"
         blocks += [(f"Ours against each other family {largest}",), table(header, map(_compared_row, compared))]

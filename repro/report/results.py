@@ -260,10 +260,8 @@ class Results:
 
     def _raised(self, probe: str) -> float:
         """In what percentage of the probed models the steps of a probe raise the inner loss."""
-        command = f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
-        found = self.require(
-            lambda source: source.metrics.get("probe") == probe, f"no trained model ran with `{probe}`", command
-        )
+        missing = f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
+        found = self.require(lambda source: source.metrics.get("probe") == probe, *missing)
         self.used.update(source.path for source in found)
         after = [source.metrics["probed"] for source in found]
         return 100 * sum(each["inner_loss_after"] > each["inner_loss_before"] for each in after) / len(after)

@@ -75,10 +75,8 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
     speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
     groups = []
     for alike in group_by(trained, lambda each: each[1]).values():
-        of_name = group_by(alike, lambda each: each[0])
-        members = {
-            name: max((each[2] for each in own), key=lambda each: each.most_seeds) for name, own in of_name.items()
-        }
+        best = [max(own, key=lambda each: each[2].most_seeds) for own in group_by(alike, lambda each: each[0]).values()]
+        members = {name: source for name, _, source in best}
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
         groups.append(Group(variants=ordered, speeds=measured, paths=results.paths))

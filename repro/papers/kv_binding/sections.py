@@ -197,11 +197,8 @@ def count_probed(report: Report, what: str) -> int:
 
 
 def _find_probes(report: Report) -> list[Source]:
-    found = report.results.require(
-        lambda source: "probe" in source.metrics and "probed" in source.metrics,
-        "nothing is probed yet",
-        "repro explain --probe steps=4 --weights WEIGHTS",
-    )
+    missing = "nothing is probed yet", "repro explain --probe steps=4 --weights WEIGHTS"
+    found = report.results.require(lambda source: {"probe", "probed"} <= source.metrics.keys(), *missing)
     return sorted(found, key=lambda source: [source.metrics[key] for key in ("model", "data", "probe")])
 
 

@@ -125,9 +125,8 @@ def _convolution() -> tuple:
     q, k, v, *_ = draw()
     grid = (3, 4)
     kernel = torch.randn(WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
-    found = learn(InnerLoop(model="dwconv", scale=1 / 3), [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[
-        0, 0
-    ]
+    loop = InnerLoop(model="dwconv", scale=1 / 3)
+    found = learn(loop, [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[0, 0]
 
     def windows(x: Any) -> Any:
         """(T, d) -> (d, T, 9)."""
@@ -188,11 +187,9 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
     q, k, v, first, last, _ = draw()
     rate = 0.1
-    decay = (
-        torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
-        if momentum
-        else torch.zeros(tokens)
-    )
+    decay = torch.zeros(tokens)
+    if momentum:
+        decay = torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     weights, moving, start = [first, last], [0, 0], last
     found, stated, features, values = [], [], [], []
     for t in range(tokens):
@@ -230,12 +227,10 @@ def _recur_lact(muon: bool, rates: bool = True) -> tuple:
         moving = torch.outer(k[t], v[t]) + alpha[t] * moving
         W = W + eta[t] * shape(moving)
         outs.append(q[t] @ W)
-    beta = torch.stack(
-        [
-            torch.stack([torch.prod(alpha[i + 1 : j + 1]) if j >= i else 0 * alpha[0] for j in range(TOKENS)])
-            for i in range(TOKENS)
-        ]
-    )
+    beta = torch.zeros(TOKENS, TOKENS, dtype=q.dtype)
+    for i in range(TOKENS):
+        for j in range(i, TOKENS):
+            beta[i, j] = torch.prod(alpha[i + 1 : j + 1])
     return torch.stack(outs), (q, k, v, start, eta, beta, shape)
 
 
