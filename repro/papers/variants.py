@@ -82,12 +82,6 @@ class VariantSet:
         """Table -> variant -> its row in the ledger."""
         return {place: table["rows"] for place, table in self.tables.items()}
 
-    @property
-    def orders(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Table -> pairs (better, worse) by the text, for the tables that state them."""
-        stated = {place: table["orders"].items() for place, table in self.tables.items() if "orders" in table}
-        return {place: tuple((a, b) for a, others in of for b in others) for place, of in stated.items()}
-
 
 @functools.cache
 def load_variants(room: str) -> VariantSet | None:

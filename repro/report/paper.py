@@ -34,12 +34,12 @@ Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 class VariantTable:
     """A table or figure that compares variants: variant -> its row in the ledger, or None, in the paper's order.
 
-    `orders`: (better, worse) by the paper's text; None takes its printed Top-1.
+    `orders`: a better variant -> the worse ones by the paper's text; None takes its printed Top-1.
     """
 
     place: str
     rows: Mapping[str, str | None]
-    orders: tuple[tuple[str, str], ...] | None = None
+    orders: Mapping[str, Sequence[str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ class Paper(About):
     @cached_property
     def compared(self) -> tuple[VariantTable, ...]:
         """Its tables and figures that compare variants."""
-        rows, orders = (self.variants.rows, self.variants.orders) if self.variants else ({}, {})
-        return tuple(VariantTable(place=place, rows=of, orders=orders.get(place)) for place, of in rows.items())
+        tables = self.variants.tables if self.variants else {}
+        return tuple(VariantTable(place=place, **table) for place, table in tables.items())
 
     @property
     def train_command(self) -> str:

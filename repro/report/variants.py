@@ -114,7 +114,7 @@ def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
 def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
     """(better, worse) for each two variants that the paper orders, by its text or by its printed Top-1."""
     if where.orders is not None:
-        return list(where.orders)
+        return [(better, worse) for better, others in where.orders.items() for worse in others]
     top1 = {name: float(find_printed(ledger, row, TOP1)) for name, row in where.rows.items()}
     ranked = sorted(top1, key=top1.__getitem__, reverse=True)
     return [(better, worse) for better, worse in itertools.combinations(ranked, 2) if top1[better] > top1[worse]]
