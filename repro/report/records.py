@@ -109,14 +109,6 @@ class Source:
         """Seed -> a number of its training."""
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
 
-    @property
-    def command(self) -> str:
-        """The command that writes the record."""
-        if self.stage is None:
-            return f"none: {self.path} was measured outside the pipeline"
-        verb = self.stage.replace("_", "-")
-        return f"repro {verb} --cell {self.cell}" if self.cell else f"repro {verb}"
-
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
