@@ -185,7 +185,10 @@ def train_grid(variants: Mapping[str, BuiltVariant], *, jobs: int, speed: bool) 
     _show_plan(variants)
     for name in variants.keys() - waiting.keys():
         remove_states(variants[name].cell, variants[name].cell.params.seeds)
-    works = {name: _make_work(variant) for name, variant in waiting.items()}
+    works = {}
+    for name, variant in waiting.items():
+        log = variant.cell.paths.logs(variant.cell.stage, variant.cell.name) / "output.txt"
+        works[name] = Work(arguments=(variant.cell.stage, *variant.arguments), log=log)
     one = next(iter(variants.values())).cell
     failed = run_all(works, jobs, one.runtime, one.paths.root)
     for name, variant in variants.items():
@@ -225,11 +228,6 @@ def measure_throughput(cell: Cell) -> float | None:
     identity = make_identity(cell.paths.root, code, params, backend=str(row["backend"]), **shown)
     write_record(cell.folder, metrics, identity, time.monotonic() - started, name="speed")
     return row["throughput_img_per_s"]
-
-
-def _make_work(variant: BuiltVariant) -> Work:
-    cell = variant.cell
-    return Work(arguments=(cell.stage, *variant.arguments), log=cell.paths.logs(cell.stage, cell.name) / "output.txt")
 
 
 def _has_throughput(cell: Cell) -> bool:

@@ -90,6 +90,7 @@ class _Judge:
             reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
             missing = reason, f"repro efficiency  # on one {device}"
         self.plain: dict[str, bool] = {}
+        self.formulas = {**paper.formulas, "agrees": self._agrees}
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(*missing))
 
     def judge(self, entry: Entry) -> Verdict:
@@ -233,7 +234,7 @@ class _Judge:
         counts, absent = self.results.functions(), _raise_missing("the paper prints no such number", "")
         measured = dict.fromkeys([*counts, *_SPEEDS], absent) | (counts if counted else {})
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
-        return self._evaluate(expression, printed, measured)
+        return expression.evaluate(printed, {**measured, **self.formulas})
 
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
         """Our counterpart, with speeds from one group of rows; `Missing` where a part was not measured."""
@@ -245,19 +246,14 @@ class _Judge:
         self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused", choose: Choose | None = None
     ) -> Number | bool:
         speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
-        measured = {**self.results.functions(), **speeds}
+        functions = {**self.results.functions(), **speeds, **self.formulas}
         try:
-            return self._evaluate(expression, lambda name: self._ours(self.entries[name], group, choose), measured)
+            return expression.evaluate(lambda name: self._ours(self.entries[name], group, choose), functions)
         except ZeroDivisionError:
             raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
 
-    def _evaluate(
-        self, expression: Expression, value: Callable[[str], Number], measured: Mapping[str, Callable]
-    ) -> Number | bool:
-        def agrees(number: Number, entry_id: str) -> bool:
-            return agreement(number, self.entries[entry_id].printed) is not None
-
-        return expression.evaluate(value, {**measured, **self.paper.formulas, "agrees": agrees})
+    def _agrees(self, number: Number, entry_id: str) -> bool:
+        return agreement(number, self.entries[entry_id].printed) is not None
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
         """What the entry comes to on each other group of rows that has some of what it needs."""

@@ -109,8 +109,14 @@ def _build_pages(
 
 def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[Passage], paths: Paths) -> None:
     """Write what Git keeps, but for pictures, into the checkout at `paths`."""
+    folder = paths.results
     for report, page in pages:
-        _write_page(report, page, paths)
+        paper = report.paper
+        write_text(paths.root / paper.page, render_markdown(page, _find_results(paper.page)))
+        file = "claims.json" if paper.primary else f"papers/{paper.id}.claims.json"
+        write_json(folder / file, export_json(paper.ledger.paper.version, report.all))
+        if paper.primary:
+            write_csv(folder / "claims.csv", export_rows(report.all))
     for name, text in documents.items():
         write_text(paths.root / name, text)
     for name, marker, text in passages:
@@ -175,14 +181,3 @@ def find_broken_record(results: Results, build: Callable[[Results, Path], object
             continue
         return source
     return None
-
-
-def _write_page(report: Report, page: list[Section], paths: Paths) -> None:
-    paper, folder = report.paper, paths.results
-    claims = export_json(paper.ledger.paper.version, report.all)
-    write_text(paths.root / paper.page, render_markdown(page, _find_results(paper.page)))
-    if not paper.primary:
-        write_json(folder / "papers" / f"{paper.id}.claims.json", claims)
-        return
-    write_json(folder / "claims.json", claims)
-    write_csv(folder / "claims.csv", export_rows(report.all))
