@@ -157,6 +157,17 @@ def test_settings_that_cannot_be_drawn_are_refused(settings, message):
         build(ScenesSettings, settings, "draw")
 
 
+def test_what_shows_too_little_to_be_annotated_is_unlabelled():
+    scans, targets = load_scans()
+    for seed in range(60):  # small images, in which much is hidden
+        _, instances, labels = scenes.draw(np.random.default_rng(seed), scans, targets, ScenesSettings(image_size=128))
+        digits = np.zeros_like(labels)
+        for digit, mask in instances:
+            assert mask.sum() >= 20
+            digits[mask] = digit + 1
+        assert np.array_equal(np.where(labels <= 10, labels, 0), digits)
+
+
 def test_ids(root):
     splits = [COCO(root / f"coco/annotations/instances_{split}2017.json") for split in ("train", "tune", "test")]
     annotations = [number for of in splits for number in of.anns]
