@@ -65,6 +65,57 @@ def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C
     return numba.void(constant, A, numba.intp, B, numba.intp, C), generate
 
 
+def _find_vectors(context: Any, builder: Any, array_type: Any, array: Any, count: int) -> list[Any]:
+    """Pointers to a contiguous row's vectors, the last of which may be narrower."""
+    data, scalar = context.make_array(array_type)(context, builder, array).data, context.get_value_type(array_type.dtype)
+    return [
+        builder.bitcast(
+            cgutils.gep(builder, data, start), ir.VectorType(scalar, min(_LANES, count - start)).as_pointer()
+        )
+        for start in range(0, count, _LANES)
+    ]
+
+
+@intrinsic
+def _copy(context: Any, constant: Any, source: Any, target: Any) -> Any:
+    """target = source, two rows, as vectors: left to itself, the compiler moves number by number."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        rows = [_find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
+        align = source.dtype.bitwidth // 8
+        loaded = [builder.load(each, align=align) for each in rows[0]]
+        for each, place in zip(loaded, rows[1], strict=True):
+            builder.store(each, place, align=align)
+        return context.get_dummy_value()
+
+    return numba.void(constant, source, target), generate
+
+
+@intrinsic
+def _dot(context: Any, constant: Any, a: Any, b: Any) -> Any:
+    """Σ a b of two rows, as vectors: left to itself, the compiler unrolls such a sum into one long chain."""
+    kind, flags = a.dtype, tuple(OPTIONS["fastmath"])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        rows = [_find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
+        totals: dict[Any, Any] = {}
+        for places in zip(*rows, strict=True):
+            left, right = (builder.load(each, align=kind.bitwidth // 8) for each in places)
+            product = builder.fmul(left, right, flags=flags)
+            same = product.type.count
+            totals[same] = builder.fadd(totals[same], product, flags=flags) if same in totals else product
+        result = context.get_value_type(kind)(0.0)
+        for lanes, total in totals.items():
+            name = f"llvm.vector.reduce.fadd.v{lanes}f{kind.bitwidth}"
+            reduce = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(result.type, [result.type, total.type]), name
+            )
+            result = builder.call(reduce, [result, total], fastmath=flags)
+        return result
+
+    return kind(constant, a, b), generate
+
+
 @numba.njit(**INLINE)
 def _multiply(constant, A, rows, B, terms, C):
     """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums; A has any strides."""
@@ -73,11 +124,13 @@ def _multiply(constant, A, rows, B, terms, C):
 
 
 @numba.njit(**INLINE)
-def _multiply_transposed(constant, A, rows, B, columns, C):
-    """C += A Bᵀ, of the first `rows` rows of A and C and `columns` rows of B, multiples of 4."""
+def _multiply_transposed(constant, A, rows, B, columns, causal, C):
+    """C += A Bᵀ, of the first `rows` rows of A and C and `columns` rows of B, multiples of 4; of a `causal` C no more
+    than its blocks below and on the diagonal.
+    """
     D, nothing = len(constant), A.dtype.type(0)
     for i in range(0, rows, 4):
-        for j in range(0, columns, 4):
+        for j in range(0, i + 4 if causal else columns, 4):
             s00, s01, s02, s03 = nothing, nothing, nothing, nothing
             s10, s11, s12, s13 = nothing, nothing, nothing, nothing
             s20, s21, s22, s23 = nothing, nothing, nothing, nothing
@@ -104,9 +157,7 @@ def _take(constant, source, b, r, h, origin, forth, n, X):
         if j < n:
             t = origin + forth * j
             start = b * strides[0] + t * strides[1] + r * strides[2] + h * strides[3]
-            row = numbers[start : start + len(constant)]
-            for c in range(len(constant)):
-                X[j, c] = row[c]
+            _copy(constant, numbers[start : start + len(constant)], X[j])
         else:
             X[j] = 0
 
@@ -116,36 +167,27 @@ def _apply(constant, S, X, rows, Y):
     """Y = [X 1] S."""
     D = len(constant)
     for j in range(rows):
-        for c in range(D):
-            Y[j, c] = S[D, c]
+        _copy(constant, S[D], Y[j])
     _multiply(constant, X, rows, S, D, Y)
 
 
 @numba.njit(**INLINE)
-def _descend(constant, rows, K, V, weight, bias, eps, x, G, norms, along):
+def _descend(constant, rows, K, V, weight, bias, ones, eps, x, G, norms, along):
     """From x = Z the inner gradient G, with x normalised, and of each row Z's norm h and the mean of g x."""
-    D, nothing = len(constant), G.dtype.type(0)
-    width = G.dtype.type(D)
+    D, one = len(constant), G.dtype.type(1)
+    share = one / G.dtype.type(D)
     for j in range(rows):
-        square, offset, mean, product = nothing, nothing, nothing, nothing
         # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
+        offset = _dot(constant, x[j], ones) * share
+        norm = np.sqrt(_dot(constant, x[j], x[j]) * share - offset * offset + eps)
+        factor = one / norm
         for c in range(D):
-            offset += x[j, c]
-        offset /= width
-        for c in range(D):
-            x[j, c] -= offset
-            square += x[j, c] * x[j, c]
-        norm = np.sqrt(square / width + eps)
-        for c in range(D):
-            x[j, c] /= norm
+            x[j, c] = (x[j, c] - offset) * factor
         for c in range(D):
             G[j, c] = weight[c] * (weight[c] * x[j, c] + bias[c] + K[j, c] - V[j, c])
+        mean, product = _dot(constant, G[j], ones) * share, _dot(constant, G[j], x[j]) * share
         for c in range(D):
-            mean += G[j, c]
-            product += G[j, c] * x[j, c]
-        mean, product = mean / width, product / width
-        for c in range(D):
-            G[j, c] = (G[j, c] - mean - product * x[j, c]) / norm
+            G[j, c] = (G[j, c] - mean - product * x[j, c]) * factor
         norms[j], along[j] = norm, product
 
 
@@ -165,9 +207,10 @@ def _update(constant, K, G, rows, scale, rate, P, S):
 @numba.njit(**INLINE)
 def _mask(rows, n, scale, rate, QK, A):
     """A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1)."""
+    one, nothing = A.dtype.type(1), A.dtype.type(0)
     for j in range(rows):
         for i in range(rows):
-            A[j, i] = -scale[j] * rate[i] * (QK[j, i] + 1) if i <= j < n else 0
+            A[j, i] = -scale[j] * rate[i] * (QK[j, i] + one) if i <= j < n else nothing
 
 
 @compile_loop
@@ -190,8 +233,8 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
     D, dtype = len(constant), out.dtype
     chunk = min(scale.shape[1], T)
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
-    zeros = np.zeros(2, dtype)
-    nothing, width = zeros[0], zeros[1] + D
+    ones, nothing = np.ones(D, dtype), dtype.type(0)
+    share = dtype.type(1) / dtype.type(D)
     # keys, then queries; and what the state makes of them
     X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     V, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
@@ -213,20 +256,18 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
             for i in range(rows):
                 rate[i] = lr[b, origin + forth * i, h] if i < n else nothing
             _apply(constant, S, X, 2 * rows, Y)
-            _descend(constant, rows, K, V, weight, bias, eps, Y, G, norms, along)
+            _descend(constant, rows, K, V, weight, bias, ones, eps, Y, G, norms, along)
             QK[:] = 0
-            _multiply_transposed(constant, Q, rows, K, rows, QK)
+            _multiply_transposed(constant, Q, rows, K, rows, True, QK)
             _mask(rows, n, scale[r], rate, QK, A)
             O = Y[rows : 2 * rows]
             _multiply(constant, A, rows, G, rows, O)
             _update(constant, K, G, rows, scale[r, n - 1], rate, P, S)
             for j in range(n):
-                out_row, square = out[b, origin + forth * j, r, h], nothing
+                out_row = out[b, origin + forth * j, r, h]
+                factor = dtype.type(1) / np.sqrt(_dot(constant, O[j], O[j]) * share + eps)
                 for c in range(D):
-                    square += O[j, c] * O[j, c]
-                norm = np.sqrt(square / width + eps)
-                for c in range(D):
-                    out_row[c] = Q[j, c] + bias[c] + weight[c] * O[j, c] / norm
+                    out_row[c] = Q[j, c] + bias[c] + weight[c] * O[j, c] * factor
 
 
 @compile_loop
@@ -265,8 +306,8 @@ def learn_backward(
     D, dtype = len(constant), dq.dtype
     chunk = min(scale.shape[1], T)
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
-    zeros = np.zeros(2, dtype)
-    nothing, width = zeros[0], zeros[1] + D
+    ones, nothing, one, two = np.ones(D, dtype), dtype.type(0), dtype.type(1), dtype.type(2)
+    share = one / dtype.type(D)
     chunks = (min(span, T) + chunk - 1) // chunk
     # of each chunk of a segment
     kept, xs, Gs = (
@@ -301,7 +342,7 @@ def learn_backward(
                 for i in range(rows):
                     rates[m, i] = lr[b, origin + forth * i, h] if i < n else nothing
                 _apply(constant, kept[m], X, rows, xs[m])
-                _descend(constant, rows, X, V, weight, bias, eps, xs[m], Gs[m], norms[m], alongs[m])
+                _descend(constant, rows, X, V, weight, bias, ones, eps, xs[m], Gs[m], norms[m], alongs[m])
                 if start + chunk < end:
                     kept[m + 1] = kept[m]
                     _update(constant, X, Gs[m], rows, scales[n - 1], rates[m], u, kept[m + 1])
@@ -316,28 +357,22 @@ def learn_backward(
                 _take(constant, v, b, r, h, origin, forth, n, V[:rows])
                 _take(constant, dout, b, r, h, origin, forth, n, dO)
                 QK[:], dA[:], dP[:], sums[:] = 0, 0, 0, 0
-                _multiply_transposed(constant, Q, rows, K, rows, QK)
+                _multiply_transposed(constant, Q, rows, K, rows, True, QK)
                 _mask(rows, n, scales, rate, QK, A)
                 _apply(constant, S, Q, rows, O)
                 _multiply(constant, A, rows, G, rows, O)
                 for j in range(rows):  # through the last LayerNorm
-                    power, mean, along = nothing, nothing, nothing
+                    factor = one / np.sqrt(_dot(constant, O[j], O[j]) * share + eps)
+                    _copy(constant, dO[j], dX[rows + j])
                     for c in range(D):
-                        power += O[j, c] * O[j, c]
-                    norm = np.sqrt(power / width + eps)
-                    for c in range(D):
-                        y = O[j, c] / norm
-                        O[j, c] = y
-                        dX[rows + j, c] = dO[j, c]
-                        of_weight[c] += dO[j, c] * y
+                        O[j, c] *= factor
+                        of_weight[c] += dO[j, c] * O[j, c]
                     for c in range(D):
                         of_bias[c] += dO[j, c]
                         dO[j, c] *= weight[c]
-                        mean += dO[j, c]
-                        along += dO[j, c] * O[j, c]
-                    mean, along = mean / width, along / width
+                    mean, along = _dot(constant, dO[j], ones) * share, _dot(constant, dO[j], O[j]) * share
                     for c in range(D):
-                        dO[j, c] = (dO[j, c] - mean - along * O[j, c]) / norm
+                        dO[j, c] = (dO[j, c] - mean - along * O[j, c]) * factor
                 _apply(constant, dS, K, rows, u)
                 for i in range(rows):
                     last_rate = -scales[n - 1] * rate[i]
@@ -345,51 +380,44 @@ def learn_backward(
                         u[i, c] *= last_rate
                 _multiply(constant, A.T, rows, dO, rows, u)
                 for j in range(rows):  # through G and the LayerNorm of Z
-                    norm, mean, along, of_G = norms[m, j], nothing, nothing, nothing
+                    factor = one / norms[m, j]
+                    mean, along = _dot(constant, u[j], ones) * share, _dot(constant, u[j], x[j]) * share
+                    of_G = _dot(constant, u[j], G[j]) * share
                     for c in range(D):
-                        mean += u[j, c]
-                        along += u[j, c] * x[j, c]
-                        of_G += u[j, c] * G[j, c]
-                    mean, along, of_G = mean / width, along / width, of_G / width
-                    for c in range(D):
-                        u[j, c] = (u[j, c] - mean - along * x[j, c]) / norm
-                    of_x, mean, product = along, nothing, nothing
+                        u[j, c] = (u[j, c] - mean - along * x[j, c]) * factor
                     for c in range(D):
                         dZ[j, c] = weight[c] * weight[c] * u[j, c]
-                        mean += dZ[j, c]
-                        product += dZ[j, c] * x[j, c]
-                    mean, product = mean / width + nothing, product / width + of_G
+                    mean, product = _dot(constant, dZ[j], ones) * share, _dot(constant, dZ[j], x[j]) * share + of_G
                     for c in range(D):
-                        dZ[j, c] = (
-                            dZ[j, c] - mean - product * x[j, c] - alongs[m, j] * u[j, c] - of_x * G[j, c]
-                        ) / norm
+                        of_Z = dZ[j, c] - mean - product * x[j, c] - alongs[m, j] * u[j, c] - along * G[j, c]
+                        dZ[j, c] = of_Z * factor
                     for c in range(D):
-                        of_weight[c] += u[j, c] * (2 * weight[c] * x[j, c] + bias[c] + K[j, c] - V[j, c])
+                        of_weight[c] += u[j, c] * (two * weight[c] * x[j, c] + bias[c] + K[j, c] - V[j, c])
                     for c in range(D):
                         u[j, c] *= weight[c]
                         of_bias[c] += u[j, c]
                 # through the state's update
-                _multiply_transposed(constant, G, rows, dS, D, dP)
+                _multiply_transposed(constant, G, rows, dS, D, False, dP)
                 for i in range(rows):
-                    last_rate, sum_rate = -scales[n - 1] * rate[i], nothing
+                    last_rate = -scales[n - 1] * rate[i]
+                    sum_rate = _dot(constant, dP[i], K[i]) + _dot(constant, G[i], dS[D])
                     for c in range(D):
-                        sum_rate += dP[i, c] * K[i, c] + G[i, c] * dS[D, c]
                         dX[i, c] = u[i, c] + last_rate * dP[i, c]
                     of_rate[i] = -scales[n - 1] * sum_rate
                     of_scale[n - 1] -= rate[i] * sum_rate
                 # through A
-                _multiply_transposed(constant, dO, rows, G, rows, dA)
+                _multiply_transposed(constant, dO, rows, G, rows, True, dA)
                 for j in range(rows):
                     for i in range(rows):
                         if i <= j < n:
-                            of_A = -dA[j, i] * (QK[j, i] + 1)
+                            of_A = -dA[j, i] * (QK[j, i] + one)
                             of_rate[i] += scales[j] * of_A
                             of_scale[j] += rate[i] * of_A
                             A[j, i] = -scales[j] * rate[i] * dA[j, i]
                 _multiply(constant, A.T, rows, Q, rows, dX)
                 _multiply(constant, A, rows, K, rows, dX[rows:])
                 # through Z and QW + β
-                _multiply_transposed(constant, dY, 2 * rows, S, D, dX)
+                _multiply_transposed(constant, dY, 2 * rows, S, D, False, dX)
                 for i in range(2 * rows):
                     for c in range(D):
                         of_start[c] += dY[i, c]
