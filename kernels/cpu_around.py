@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from .around.reference import TAPS
-from .cpu_loops import INLINE, compile_loop, sigmoid
+from .cpu_loops import INLINE, Loop, sigmoid
 
 
 @numba.njit(**INLINE)
@@ -34,7 +34,7 @@ def _centre(row, eps):
     return np.sqrt(square / width + eps)
 
 
-@compile_loop
+@Loop
 def conv_norm(first, last, tokens, weight, gamma, beta, out, height, eps):
     """Task = (image, row of the grid).
 
@@ -62,16 +62,15 @@ def conv_norm(first, last, tokens, weight, gamma, beta, out, height, eps):
                 normed[c] = work[c] / norm + beta[c]
 
 
-@compile_loop
-def scan_convs(first, last, block, x, weights, biases, out):
+@Loop
+def scan_convs(first, last, block, numbers, strides, weights, biases, out):
     """Task = (image, `block` tokens).
 
     Args:
-        x: (B,T,2D), by `threads.lay_flat`. weights: (2,4,2D) and biases: (2,2D), of k, then of q.
+        numbers, strides: of x (B,T,2D), by `threads.lay_flat`. weights: (2,4,2D) and biases: (2,2D), of k, then of q.
         out: (2,B,T,2D), which is written.
     """
     _, _, T, E = out.shape
-    numbers, strides = x
     blocks, D = (T + block - 1) // block, E // 2
     for task in range(first, last):
         b, start = task // blocks, task % blocks * block
@@ -89,17 +88,16 @@ def scan_convs(first, last, block, x, weights, biases, out):
                             _add_scaled(total, weights[which, tap, r * D : r * D + D], row)
 
 
-@compile_loop
-def gated_norm(first, last, block, z, gate, weight, bias, out, eps):
+@Loop
+def gated_norm(first, last, block, zs, z_strides, gates, gate_strides, weight, bias, out, eps):
     """Task = (image, `block` tokens).
 
     Args:
-        z: (B,T,2,D), gate: (B,T,D), both by `threads.lay_flat`. weight, bias: (D,).
+        zs, z_strides: of z (B,T,2,D), and gates, gate_strides: of gate (B,T,D), by `threads.lay_flat`.
+        weight, bias: (D,).
         out: (B,T,D), which is written.
     """
     _, T, D = out.shape
-    zs, z_strides = z
-    gates, gate_strides = gate
     kind = out.dtype.type
     slope, cubic, one = kind(math.sqrt(8 / math.pi)), kind(0.044715), kind(1)
     blocks = (T + block - 1) // block

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .cpu_loops import INLINE, OPTIONS, compile_loop
+from .cpu_loops import INLINE, OPTIONS, Loop
 
 _ROWS, _TILE, _LANES = 4, 64, 16  # rows and columns of a product that are computed together, and a vector's columns
 
@@ -67,7 +67,10 @@ def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C
 
 def _find_vectors(context: Any, builder: Any, array_type: Any, array: Any, count: int) -> list[Any]:
     """Pointers to a contiguous row's vectors, the last of which may be narrower."""
-    data, scalar = context.make_array(array_type)(context, builder, array).data, context.get_value_type(array_type.dtype)
+    data, scalar = (
+        context.make_array(array_type)(context, builder, array).data,
+        context.get_value_type(array_type.dtype),
+    )
     return [
         builder.bitcast(
             cgutils.gep(builder, data, start), ir.VectorType(scalar, min(_LANES, count - start)).as_pointer()
@@ -150,9 +153,8 @@ def _multiply_transposed(constant, A, rows, B, columns, causal, C):
 
 
 @numba.njit(**INLINE)
-def _take(constant, source, b, r, h, origin, forth, n, X):
-    """X = n rows of source (B,T,R,H,D), by `threads.lay_flat`, from token `origin` on, then zeros."""
-    numbers, strides = source
+def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
+    """X = n rows of a tensor (B,T,R,H,D), by `threads.lay_flat`, from token `origin` on, then zeros."""
     for j in range(len(X)):
         if j < n:
             t = origin + forth * j
@@ -213,14 +215,34 @@ def _mask(rows, n, scale, rate, QK, A):
             A[j, i] = -scale[j] * rate[i] * (QK[j, i] + one) if i <= j < n else nothing
 
 
-@compile_loop
-def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, states, back, span, eps):
+@Loop
+def learn(
+    first,
+    last,
+    constant,
+    q,
+    q_strides,
+    k,
+    k_strides,
+    v,
+    v_strides,
+    lr,
+    scale,
+    state,
+    gamma,
+    mu,
+    out,
+    states,
+    back,
+    span,
+    eps,
+):
     """TTT-Linear: task = (image, direction, head).
 
     Args:
         constant: a tuple of as many elements as a head is wide, a multiple of 4: its length is what the compiler knows
             of it.
-        q, k, v: (B,T,R,H,D), each by `threads.lay_flat`. lr: (B,T,H). scale: (R,n).
+        q, k, v: (B,T,R,H,D), each with its strides by `threads.lay_flat`. lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
         out: (B,T,R,H,D), which is written.
         states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
@@ -250,9 +272,9 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
             n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
             rows = (n + _ROWS - 1) // _ROWS * _ROWS
             K, Q = X[:rows], X[rows : 2 * rows]
-            _take(constant, k, b, r, h, origin, forth, n, K)
-            _take(constant, q, b, r, h, origin, forth, n, Q)
-            _take(constant, v, b, r, h, origin, forth, n, V[:rows])
+            _take(constant, k, k_strides, b, r, h, origin, forth, n, K)
+            _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
+            _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
             for i in range(rows):
                 rate[i] = lr[b, origin + forth * i, h] if i < n else nothing
             _apply(constant, S, X, 2 * rows, Y)
@@ -270,20 +292,24 @@ def learn(first, last, constant, q, k, v, lr, scale, state, gamma, mu, out, stat
                     out_row[c] = Q[j, c] + bias[c] + weight[c] * O[j, c] * factor
 
 
-@compile_loop
+@Loop
 def learn_backward(
     first,
     last,
     constant,
     q,
+    q_strides,
     k,
+    k_strides,
     v,
+    v_strides,
     lr,
     scale,
     state,
     gamma,
     mu,
     dout,
+    dout_strides,
     states,
     dq,
     dk,
@@ -337,8 +363,8 @@ def learn_backward(
             for m, start in enumerate(range(begin, end, chunk)):
                 n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
                 rows = (n + _ROWS - 1) // _ROWS * _ROWS
-                _take(constant, k, b, r, h, origin, forth, n, X[:rows])
-                _take(constant, v, b, r, h, origin, forth, n, V[:rows])
+                _take(constant, k, k_strides, b, r, h, origin, forth, n, X[:rows])
+                _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
                 for i in range(rows):
                     rates[m, i] = lr[b, origin + forth * i, h] if i < n else nothing
                 _apply(constant, kept[m], X, rows, xs[m])
@@ -352,10 +378,10 @@ def learn_backward(
                 rows = (n + _ROWS - 1) // _ROWS * _ROWS
                 S, x, G, rate = kept[m], xs[m], Gs[m], rates[m]
                 K, Q, dZ, dO = X[:rows], X[rows : 2 * rows], dY[:rows], dY[rows : 2 * rows]
-                _take(constant, k, b, r, h, origin, forth, n, K)
-                _take(constant, q, b, r, h, origin, forth, n, Q)
-                _take(constant, v, b, r, h, origin, forth, n, V[:rows])
-                _take(constant, dout, b, r, h, origin, forth, n, dO)
+                _take(constant, k, k_strides, b, r, h, origin, forth, n, K)
+                _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
+                _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
+                _take(constant, dout, dout_strides, b, r, h, origin, forth, n, dO)
                 QK[:], dA[:], dP[:], sums[:] = 0, 0, 0, 0
                 _multiply_transposed(constant, Q, rows, K, rows, True, QK)
                 _mask(rows, n, scales, rate, QK, A)

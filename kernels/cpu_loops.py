@@ -10,8 +10,11 @@ Here are what loops share and the selective scan; `cpu_wkv` and `cpu_learner` ha
 Arrays are contiguous, of one dtype, fp32 or fp64. Shape letters as in the operators' references.
 """
 
+import functools
 import hashlib
+import inspect
 import math
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,17 +34,48 @@ INLINE = OPTIONS | {"forceinline": True}
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
-def compile_loop(function: Callable) -> Callable:
-    """The function compiled when first called, without Python's lock; kept on disk where there is a place for it.
+# numba makes threads of `prange` alone, not of what else it knows to split
+THREADS = dict.fromkeys(
+    ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil"), False
+) | {"prange": True}
 
-    numba's cache looks at the function's own file and name. The name therefore has the hash of this file, whose
-    functions are inlined.
+
+class Loop:
+    """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled when first called, without Python's
+    lock.
+
+    numba's cache looks at a function's file and name. The name therefore has the hashes of the loop's file and of this
+    one, whose functions are inlined.
     """
-    function.__qualname__ += f"_{_SOURCE}"
+
+    def __init__(self, function: Callable) -> None:
+        source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()[:12]
+        function.__qualname__ += f"_{source}_{_SOURCE}"
+        self.alone = _compile(function)
+        self.share = functools.cache(self._share)
+
+    def _share(self, constants: tuple[tuple[Any, ...], ...]) -> Callable:
+        """`call(parts, tasks, *arguments)`, which gives each of as many threads a part of the tasks.
+
+        The constants are tuples, of whose lengths the compiler knows: numba hands none to its threads.
+        """
+        names = {"numba": numba, "LOOP": self.alone, "CONSTANTS": constants, "__name__": self.alone.__module__}
+        call = types.FunctionType(_go_through.__code__, names, self.alone.__name__)
+        call.__qualname__ = "_".join(map(str, (self.alone.__qualname__, "shared", *map(len, constants))))
+        return _compile(call, parallel=THREADS)
+
+
+def _go_through(parts, tasks, *arguments):
+    for part in numba.prange(parts):
+        LOOP(tasks * part // parts, tasks * (part + 1) // parts, *(CONSTANTS + arguments))  # noqa: F821
+
+
+def _compile(function: Callable, **options: Any) -> Callable:
+    """The function as numba compiles it, kept on disk where there is a place for it."""
     try:
-        return numba.njit(cache=True, **OPTIONS)(function)
+        return numba.njit(cache=True, **OPTIONS, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
-        return numba.njit(**OPTIONS)(function)
+        return numba.njit(**OPTIONS, **options)(function)
 
 
 @intrinsic
@@ -135,7 +169,7 @@ def _softplus(x: Any) -> Callable | None:
     return compute
 
 
-@compile_loop
+@Loop
 def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
     """The selective scan with its gate: task = (image, route, `span` channels), routes that share a sequence of u by
     their number.
@@ -202,7 +236,7 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
                             out_row[c] = row[Y, c]
 
 
-@compile_loop
+@Loop
 def scan_backward(
     first, last, span, u, delta, exponents, B, C, D, bias, z, dout, states, back, du, ddelta, dA, dB, dC, dD, dbias, dz
 ):
@@ -226,6 +260,7 @@ def scan_backward(
         start = number * span
         k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
         square[:], sums[:] = 0, 0
+        work[:] = 0  # what the last task left in channels that this one does not have counts in sums over channels
         for e in range(start, end):
             square[(e - start) // BLOCK, :, RATE, (e - start) % BLOCK] = exponents[r, :, e]
         for group in range((T - 1) // GROUP, -1, -1):

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 
 from .bi_wkv.reference import EMPTY
-from .cpu_loops import BLOCK, GROUP, INLINE, compile_loop, exp2
+from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2
 
 
 @numba.njit(**INLINE)
@@ -74,7 +74,7 @@ def _add_group(state, group, tokens, farthest, w, sums):
         state[2, c] = of_state * state[2, c] + of_group * sums[2, c]
 
 
-@compile_loop
+@Loop
 def wkv_forward(first, last, span, w, u, k, v, out, states):
     """Bi-WKV: task = (image, `span` channels). It goes back through the tokens to the state behind each group, and then
     forth.
@@ -148,7 +148,7 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
                 _add_group(edge[block, 0], token, tokens, 0, own[W], sums)
 
 
-@compile_loop
+@Loop
 def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
     """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image. They are those by natural w, u and
     k.

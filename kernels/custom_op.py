@@ -17,6 +17,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from .dispatch import Load, check_backend, compute_dtype, no_autocast
@@ -115,6 +117,9 @@ class CustomOp:
         if backend == "reference" or _is_transformed(x):
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
+        if _is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
+            result = self._run_forward(*x, backend, *[False] * self._has_states)
+            return result[0] if self._has_states else result
         if not self._has_states:
             return self.forward(*x, backend)
         keep_states = torch.is_grad_enabled() and any(value.requires_grad for value in x if isinstance(value, Tensor))
@@ -213,6 +218,20 @@ def _is_transformed(x: Any) -> bool:
         return True
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(value).tangent is not None for value in tensors
+    )
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether nobody needs to see an operation: neither autograd, nor a compiler, a profiler, a mode such as
+    FlopCounterMode, or a kind of tensor of its own.
+    """
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()
+        or is_in_torch_dispatch_mode()
+        or any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in x)
     )
 
 

@@ -1,33 +1,31 @@
-"""Loops that hold no lock of Python's, shared among as many threads as PyTorch has."""
+"""numba's loops shared among as many threads as PyTorch has."""
 
-import concurrent.futures
 import functools
-import itertools
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from .cpu_loops import Loop
 
-def run(loop: Callable, tasks: int, *arguments: Any) -> None:
-    """Call `loop(first, last, *arguments)` for ranges that cover the tasks, on as many threads as PyTorch has; tensors
-    go as arrays.
-    """
-    arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in arguments]
-    threads = min(torch.get_num_threads(), tasks)
-    if threads == 1:
-        loop(0, tasks, *arrays)
+
+def run(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[Any, ...], ...] = ()) -> None:
+    """Do a loop's tasks on as many threads as PyTorch has; tensors go as arrays, and tuples as what they hold."""
+    import numba  # imports before torch would bring a second OpenMP
+
+    arrays = [each for argument in arguments for each in (argument if isinstance(argument, tuple) else (argument,))]
+    arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in arrays]
+    threads = min(torch.get_num_threads(), tasks, numba.config.NUMBA_NUM_THREADS)
+    if threads < 2 or _start_threads() != os.getpid():
+        loop.alone(0, tasks, *constants, *arrays)
         return
-    parts = min(tasks, 4 * threads)  # several for each, since a thread may be held up by others
-    ends = [tasks * i // parts for i in range(parts + 1)]
-    pool = _pool(threads, os.getpid())
-    for done in [pool.submit(loop, first, last, *arrays) for first, last in itertools.pairwise(ends)]:
-        done.result()
+    numba.set_num_threads(threads)
+    loop.share(constants)(threads, tasks, *arrays)
 
 
-def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, tuple[int, ...]]:
+def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """What loops take of rows that lie apart, such as slices of longer ones: all numbers from the first to the last, in
     memory's order, and the strides of all axes but the last.
 
@@ -35,7 +33,7 @@ def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, tuple[int, ...]]:
     """
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
     numbers = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((numbers,), (1,)).numpy(), x.stride()[:-1]
+    return x.as_strided((numbers,), (1,)).numpy(), np.array(x.stride()[:-1])
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:
@@ -48,6 +46,20 @@ def split(scans: int, channels: int, block: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _pool(threads: int, process: int) -> concurrent.futures.ThreadPoolExecutor:
-    """The threads of a process: a forked one does not have its parent's."""
-    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="scan")
+def _start_threads() -> int:
+    """Start OpenMP's threads for numba; return the process that has them, or 0 where numba finds no OpenMP.
+
+    A child that is forked afterwards must not use them: GNU's OpenMP would end it. numba's own threads serve one caller
+    at a time, and end a process that calls twice at once.
+    """
+    import numba
+
+    if numba.config.THREADING_LAYER == "default":
+        numba.config.THREADING_LAYER = "omp"
+    before = torch.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+    except ValueError:
+        return 0
+    torch.set_num_threads(before)  # numba sets OpenMP's number to that of the processors
+    return os.getpid() if numba.threading_layer() in ("omp", "tbb") else 0

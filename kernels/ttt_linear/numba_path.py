@@ -1,6 +1,5 @@
 """TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from .. import threads
 from ..cpu_learner import learn, learn_backward
+from ..cpu_loops import Loop
 from ..dispatch import compute_dtype
 from .reference import Arguments, segment_length, states_shape
 
@@ -53,6 +53,6 @@ def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
     return [q, k, v, lr, scale, state, gamma, mu], options
 
 
-def _run(loop: Callable, x: Arguments, *arguments: Any) -> None:
+def _run(loop: Loop, x: Arguments, *arguments: Any) -> None:
     B, _, R, H, D = x.q.shape
-    threads.run(loop, B * R * H, (False,) * D, *arguments)
+    threads.run(loop, B * R * H, *arguments, constants=((False,) * D,))

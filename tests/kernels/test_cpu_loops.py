@@ -31,6 +31,18 @@ out = ttt_linear(q, k, v, *shared, backend="numba")
 results = out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))
 print(hashlib.sha256(b"".join(each.numpy().tobytes() for each in results)).hexdigest())
 """
+FORK = """
+import os, torch
+from kernels import around
+torch.set_num_threads({threads})
+x, weight = torch.randn(1, 9, 4), torch.randn(4, 4)
+compute = lambda: around.scan_convs(x, weight, weight[0], weight, weight[1], backend="numba")
+expected = compute()
+child = os.fork()
+if not child:
+    os._exit(not torch.equal(compute(), expected))
+print(torch.get_num_threads(), os.waitpid(child, 0)[1])
+"""
 LOOPS = [name for name, cases in OPERATORS.items() if "numba" in cases.CPU_BACKENDS]
 
 
@@ -159,6 +171,13 @@ def test_a_block_of_vittt():
         assert fused_block.can_fuse(block, tokens) and not fused_block.can_fuse(block.train(), tokens)
     assert not fused_block.can_fuse(block.eval(), tokens)
     assert check.relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_computes_alone(threads):
+    """GNU's OpenMP would end it; and numba's threads leave PyTorch's number of them as it was."""
+    run = [sys.executable, "-c", FORK.format(threads=threads)]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.split() == [str(threads), "0"]
 
 
 @pytest.mark.parametrize("module", [cpu_around, cpu_learner, cpu_loops, cpu_wkv])
