@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .cpu_loops import INLINE, OPTIONS, Loop
+from .cpu_loops import INLINE, LANES, OPTIONS, Loop, copy_row, dot_rows
 
-_ROWS, _TILE, _LANES = 4, 64, 16  # rows and columns of a product that are computed together, and a vector's columns
+_ROWS, _TILE = 4, 64  # rows and columns of a product that are computed together
 
 
 @intrinsic
@@ -38,8 +38,8 @@ def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C
         index, align = values[2].type, kind.bitwidth // 8
         rows = [builder.add(values[2], index(row)) for row in range(_ROWS)]
         for start in range(0, constant.count, _TILE):
-            columns = range(start, min(start + _TILE, constant.count), _LANES)
-            vectors = [ir.VectorType(scalar, min(_LANES, constant.count - column)) for column in columns]
+            columns = range(start, min(start + _TILE, constant.count), LANES)
+            vectors = [ir.VectorType(scalar, min(LANES, constant.count - column)) for column in columns]
             tile = list(zip(columns, vectors, strict=True))
             sums = [[cgutils.alloca_once(builder, v) for v in vectors] for _ in rows]
             for each, v in [(each, v) for row in sums for each, v in zip(row, vectors, strict=True)]:
@@ -63,60 +63,6 @@ def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C
         return context.get_dummy_value()
 
     return numba.void(constant, A, numba.intp, B, numba.intp, C), generate
-
-
-def _find_vectors(context: Any, builder: Any, array_type: Any, array: Any, count: int) -> list[Any]:
-    """Pointers to a contiguous row's vectors, the last of which may be narrower."""
-    data, scalar = (
-        context.make_array(array_type)(context, builder, array).data,
-        context.get_value_type(array_type.dtype),
-    )
-    return [
-        builder.bitcast(
-            cgutils.gep(builder, data, start), ir.VectorType(scalar, min(_LANES, count - start)).as_pointer()
-        )
-        for start in range(0, count, _LANES)
-    ]
-
-
-@intrinsic
-def _copy(context: Any, constant: Any, source: Any, target: Any) -> Any:
-    """target = source, two rows, as vectors: left to itself, the compiler moves number by number."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows = [_find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
-        align = source.dtype.bitwidth // 8
-        loaded = [builder.load(each, align=align) for each in rows[0]]
-        for each, place in zip(loaded, rows[1], strict=True):
-            builder.store(each, place, align=align)
-        return context.get_dummy_value()
-
-    return numba.void(constant, source, target), generate
-
-
-@intrinsic
-def _dot(context: Any, constant: Any, a: Any, b: Any) -> Any:
-    """Σ a b of two rows, as vectors: left to itself, the compiler unrolls such a sum into one long chain."""
-    kind, flags = a.dtype, tuple(OPTIONS["fastmath"])
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows = [_find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
-        totals: dict[Any, Any] = {}
-        for places in zip(*rows, strict=True):
-            left, right = (builder.load(each, align=kind.bitwidth // 8) for each in places)
-            product = builder.fmul(left, right, flags=flags)
-            same = product.type.count
-            totals[same] = builder.fadd(totals[same], product, flags=flags) if same in totals else product
-        result = context.get_value_type(kind)(0.0)
-        for lanes, total in totals.items():
-            name = f"llvm.vector.reduce.fadd.v{lanes}f{kind.bitwidth}"
-            reduce = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(result.type, [result.type, total.type]), name
-            )
-            result = builder.call(reduce, [result, total], fastmath=flags)
-        return result
-
-    return kind(constant, a, b), generate
 
 
 @numba.njit(**INLINE)
@@ -159,7 +105,7 @@ def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
         if j < n:
             t = origin + forth * j
             start = b * strides[0] + t * strides[1] + r * strides[2] + h * strides[3]
-            _copy(constant, numbers[start : start + len(constant)], X[j])
+            copy_row(constant, numbers[start : start + len(constant)], X[j])
         else:
             X[j] = 0
 
@@ -169,7 +115,7 @@ def _apply(constant, S, X, rows, Y):
     """Y = [X 1] S."""
     D = len(constant)
     for j in range(rows):
-        _copy(constant, S[D], Y[j])
+        copy_row(constant, S[D], Y[j])
     _multiply(constant, X, rows, S, D, Y)
 
 
@@ -180,14 +126,14 @@ def _descend(constant, rows, K, V, weight, bias, ones, eps, x, G, norms, along):
     share = one / G.dtype.type(D)
     for j in range(rows):
         # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
-        offset = _dot(constant, x[j], ones) * share
-        norm = np.sqrt(_dot(constant, x[j], x[j]) * share - offset * offset + eps)
+        offset = dot_rows(constant, x[j], ones) * share
+        norm = np.sqrt(dot_rows(constant, x[j], x[j]) * share - offset * offset + eps)
         factor = one / norm
         for c in range(D):
             x[j, c] = (x[j, c] - offset) * factor
         for c in range(D):
             G[j, c] = weight[c] * (weight[c] * x[j, c] + bias[c] + K[j, c] - V[j, c])
-        mean, product = _dot(constant, G[j], ones) * share, _dot(constant, G[j], x[j]) * share
+        mean, product = dot_rows(constant, G[j], ones) * share, dot_rows(constant, G[j], x[j]) * share
         for c in range(D):
             G[j, c] = (G[j, c] - mean - product * x[j, c]) * factor
         norms[j], along[j] = norm, product
@@ -287,7 +233,7 @@ def learn(
             _update(constant, K, G, rows, scale[r, n - 1], rate, P, S)
             for j in range(n):
                 out_row = out[b, origin + forth * j, r, h]
-                factor = dtype.type(1) / np.sqrt(_dot(constant, O[j], O[j]) * share + eps)
+                factor = dtype.type(1) / np.sqrt(dot_rows(constant, O[j], O[j]) * share + eps)
                 for c in range(D):
                     out_row[c] = Q[j, c] + bias[c] + weight[c] * O[j, c] * factor
 
@@ -388,15 +334,15 @@ def learn_backward(
                 _apply(constant, S, Q, rows, O)
                 _multiply(constant, A, rows, G, rows, O)
                 for j in range(rows):  # through the last LayerNorm
-                    factor = one / np.sqrt(_dot(constant, O[j], O[j]) * share + eps)
-                    _copy(constant, dO[j], dX[rows + j])
+                    factor = one / np.sqrt(dot_rows(constant, O[j], O[j]) * share + eps)
+                    copy_row(constant, dO[j], dX[rows + j])
                     for c in range(D):
                         O[j, c] *= factor
                         of_weight[c] += dO[j, c] * O[j, c]
                     for c in range(D):
                         of_bias[c] += dO[j, c]
                         dO[j, c] *= weight[c]
-                    mean, along = _dot(constant, dO[j], ones) * share, _dot(constant, dO[j], O[j]) * share
+                    mean, along = dot_rows(constant, dO[j], ones) * share, dot_rows(constant, dO[j], O[j]) * share
                     for c in range(D):
                         dO[j, c] = (dO[j, c] - mean - along * O[j, c]) * factor
                 _apply(constant, dS, K, rows, u)
@@ -407,13 +353,16 @@ def learn_backward(
                 _multiply(constant, A.T, rows, dO, rows, u)
                 for j in range(rows):  # through G and the LayerNorm of Z
                     factor = one / norms[m, j]
-                    mean, along = _dot(constant, u[j], ones) * share, _dot(constant, u[j], x[j]) * share
-                    of_G = _dot(constant, u[j], G[j]) * share
+                    mean, along = dot_rows(constant, u[j], ones) * share, dot_rows(constant, u[j], x[j]) * share
+                    of_G = dot_rows(constant, u[j], G[j]) * share
                     for c in range(D):
                         u[j, c] = (u[j, c] - mean - along * x[j, c]) * factor
                     for c in range(D):
                         dZ[j, c] = weight[c] * weight[c] * u[j, c]
-                    mean, product = _dot(constant, dZ[j], ones) * share, _dot(constant, dZ[j], x[j]) * share + of_G
+                    mean, product = (
+                        dot_rows(constant, dZ[j], ones) * share,
+                        dot_rows(constant, dZ[j], x[j]) * share + of_G,
+                    )
                     for c in range(D):
                         of_Z = dZ[j, c] - mean - product * x[j, c] - alongs[m, j] * u[j, c] - along * G[j, c]
                         dZ[j, c] = of_Z * factor
@@ -426,7 +375,7 @@ def learn_backward(
                 _multiply_transposed(constant, G, rows, dS, D, False, dP)
                 for i in range(rows):
                     last_rate = -scales[n - 1] * rate[i]
-                    sum_rate = _dot(constant, dP[i], K[i]) + _dot(constant, G[i], dS[D])
+                    sum_rate = dot_rows(constant, dP[i], K[i]) + dot_rows(constant, G[i], dS[D])
                     for c in range(D):
                         dX[i, c] = u[i, c] + last_rate * dP[i, c]
                     of_rate[i] = -scales[n - 1] * sum_rate

@@ -22,9 +22,11 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 BLOCK = 64  # channels that are scanned together
+LANES = 16  # numbers of a vector
 GROUP = 32  # tokens from one kept state to the next
 # a division by zero is what IEEE says, not an error, for which the loop would have to look
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
@@ -346,3 +348,57 @@ def scan_backward(
             dA[b, r, :, e] = square[block, :, OF_A, c]
             dD[b, r, e] = sums[block, OF_D, c]
             dbias[b, r, e] = sums[block, OF_BIAS, c]
+
+
+def find_vectors(context: Any, builder: Any, array_type: Any, array: Any, count: int) -> list[Any]:
+    """Pointers to a contiguous row's vectors, the last of which may be narrower."""
+    data, scalar = (
+        context.make_array(array_type)(context, builder, array).data,
+        context.get_value_type(array_type.dtype),
+    )
+    return [
+        builder.bitcast(
+            cgutils.gep(builder, data, start), ir.VectorType(scalar, min(LANES, count - start)).as_pointer()
+        )
+        for start in range(0, count, LANES)
+    ]
+
+
+@intrinsic
+def copy_row(context: Any, constant: Any, source: Any, target: Any) -> Any:
+    """target = source, two rows, as vectors: left to itself, the compiler moves number by number."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        rows = [find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
+        align = source.dtype.bitwidth // 8
+        loaded = [builder.load(each, align=align) for each in rows[0]]
+        for each, place in zip(loaded, rows[1], strict=True):
+            builder.store(each, place, align=align)
+        return context.get_dummy_value()
+
+    return numba.void(constant, source, target), generate
+
+
+@intrinsic
+def dot_rows(context: Any, constant: Any, a: Any, b: Any) -> Any:
+    """Σ a b of two rows, as vectors: left to itself, the compiler unrolls such a sum into one long chain."""
+    kind, flags = a.dtype, tuple(OPTIONS["fastmath"])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        rows = [find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
+        totals: dict[Any, Any] = {}
+        for places in zip(*rows, strict=True):
+            left, right = (builder.load(each, align=kind.bitwidth // 8) for each in places)
+            product = builder.fmul(left, right, flags=flags)
+            same = product.type.count
+            totals[same] = builder.fadd(totals[same], product, flags=flags) if same in totals else product
+        result = context.get_value_type(kind)(0.0)
+        for lanes, total in totals.items():
+            name = f"llvm.vector.reduce.fadd.v{lanes}f{kind.bitwidth}"
+            reduce = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(result.type, [result.type, total.type]), name
+            )
+            result = builder.call(reduce, [result, total], fastmath=flags)
+        return result
+
+    return kind(constant, a, b), generate
