@@ -42,11 +42,19 @@ def command(
         int,
         typer.Option(help="With --all: variants that train at once, over the GPUs; on a CPU they share the threads."),
     ] = 1,
+    own_rates: Annotated[
+        bool,
+        typer.Option(
+            "--own-rates",
+            help="With --all: train each variant at the rate that `repro tune --paper` chose for it, not at that of "
+            "the shared recipe.",
+        ),
+    ] = False,
     speed: Annotated[bool, typer.Option(help="With --all: measure the throughput when all are trained.")] = True,
 ) -> None:
     """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
     from repro.papers import describe_recipe
-    from repro.papers.grid import choose_variants, run_variants
+    from repro.papers.grid import choose_variants, run_variants, use_own_rates
     from repro.runs.cells import read_cells, train_cells
 
     if not grid and variant is None:
@@ -62,6 +70,9 @@ def command(
         raise UserError(
             "ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant"
         )
-    run_variants(
-        choose_variants(paper, teacher), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed
-    )
+    chosen = choose_variants(paper, teacher)
+    if own_rates:
+        if data is None:
+            raise UserError("ablate: --own-rates: name the data on which the rates were searched with --data")
+        chosen = use_own_rates(chosen, data, variant)
+    run_variants(chosen, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)

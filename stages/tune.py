@@ -18,7 +18,15 @@ def command(
     cell: Annotated[
         str | None,
         typer.Option(
-            help="One cell of `pretrain`, also one in `by_hand`; without it, all of the pipeline on this data."
+            help="One cell of `pretrain`, also one in `by_hand`; without it, all of the pipeline on this data. "
+            "With --paper: one of its variants."
+        ),
+    ] = None,
+    paper: Annotated[
+        str | None,
+        typer.Option(
+            help="Search for the variants that a paper ablates, a folder of repro/papers: the rate of their recipe, "
+            "half of it and twice as much, for `repro ablate --own-rates`."
         ),
     ] = None,
     jobs: Annotated[
@@ -30,11 +38,15 @@ def command(
 ) -> None:
     """Choose learning rates; the records go to results/measured."""
     from repro.core.errors import UserError
+    from repro.papers.grid import choose_variants, find_variant_searches
     from repro.runs.tune import find_searches, run_searches, run_trial
 
     if trial is not None and cell is None:
         raise UserError("tune: --trial is one of a cell; name the cell with --cell")
-    searches = find_searches(SPEC, data, cell)
+    if paper is None:
+        searches = find_searches(SPEC, data, cell)
+    else:
+        searches = find_variant_searches(choose_variants(paper), data, cell)
     if trial is None:
         run_searches(searches, jobs=jobs)
     else:

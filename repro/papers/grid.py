@@ -13,7 +13,7 @@ from ..core.errors import RunError, UserError, did_you_mean
 from ..core.hashing import hash_file
 from ..core.noise import find_noise
 from ..core.paths import Paths, find_root
-from ..core.record import make_identity, read_record, write_record
+from ..core.record import make_identity, read_json, read_record, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime
 from ..core.ui import print_table
 from ..data.cells import manifest_path, suggest_data
@@ -22,11 +22,12 @@ from ..data.manifest import read_manifest
 from ..runs.cells import find_finished_seeds, remove_states, train_cells
 from ..runs.job import Cell
 from ..runs.pool import Work, run_all
+from ..runs.tune import Search, load_tune
 from ..tasks.classification.params import ClassifierParams
 from ..tasks.spec import TaskSpec
 from ..training.params import InitParams
 from . import describe_recipe, find_rooms
-from .variants import VariantSet, load_variants
+from .variants import OWN_RATES, VariantSet, load_variants
 
 BATCHES = (64, 32, 16, 8, 4, 2, 1)  # the first is that of Fig. 6 of Vision-TTT
 DTYPE = {"cpu": "fp32", "cuda": "fp16"}
@@ -75,6 +76,53 @@ def choose_variants(paper: str, teacher: str | None = None) -> VariantSet:
     changes = {"model": model, "options": options, "init": init}
     flags = (*found.flags, "--teacher", teacher)
     return dataclasses.replace(found, changes=changes, folder=f"{found.folder}_{of}", flags=flags)
+
+
+def find_variant_searches(grid: VariantSet, data: str, variant: str | None) -> list[Search]:
+    """The searches for the rate of one variant or of all, from the rate of their recipe, half of it and twice as much.
+
+    Raises:
+        UserError: see `build_variant` and `load_tune`.
+    """
+    paths = find_root()
+    tune, shared = load_tune(paths, data)
+    shared["folder"] /= "variants"
+    found = []
+    for name in list(grid.variants) if variant is None else [variant]:
+        cell = build_variant(grid, name, paths, data=data, seeds=1, epochs=None).cell
+        optim = cell.params.optim
+        rates = (optim.lr / 2, optim.lr, 2 * optim.lr)
+        own = dataclasses.replace(tune, lr=rates, warmup_epochs=(optim.warmup_epochs,))
+        about = {"stage": cell.stage, "name": cell.name, "params": cell.params, "spec": cell.spec}
+        found.append(Search(tune=own, arguments=(*grid.flags, "--cell", name), **about, **shared))
+    return found
+
+
+def use_own_rates(grid: VariantSet, data: str, variant: str | None) -> VariantSet:
+    """One variant or all, each at the rate that a search chose for it, on this machine or another; the widest counts.
+
+    Raises:
+        UserError: a variant was not searched.
+    """
+    variants = {}
+    for search in find_variant_searches(grid, data, variant):
+        name = search.arguments[-1]
+        files = search.paths.root.glob(f"results/measured/*/tune/variants/{search.name}.json")
+        records = [read_json(file)["metrics"] for file in files]
+        if not records:
+            raise UserError(
+                f"ablate: --own-rates: no search of {name} on {data}; run `repro tune --data {data} {' '.join(grid.flags)}`"
+            )
+        rate = max(records, key=lambda metrics: len(metrics["trials"]))["chosen"]["lr"]
+        given = grid.variants[name]
+        own, elsewhere = (
+            {**changes, "optim": {**changes.get("optim", {}), "lr": rate}}
+            for changes in (given.changes, given.elsewhere or given.changes)
+        )
+        variants[name] = dataclasses.replace(given, changes=own, elsewhere=elsewhere)
+    return dataclasses.replace(
+        grid, variants=variants, folder=f"{grid.folder}/{OWN_RATES}", flags=(*grid.flags, "--own-rates")
+    )
 
 
 def run_variants(

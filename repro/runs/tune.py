@@ -70,12 +70,14 @@ class Search:
     """The search of one cell.
 
     Args:
-        name: the cell's.
+        stage, name: the stage that trains the cell, and the cell's name.
         params, tune: the cell's section, and the search.
         spec, paths, runtime: see `Cell`.
         folder: of the records.
+        arguments: of `repro tune`, beside --data, that choose this search.
     """
 
+    stage: str = STAGE
     name: str
     params: TrainParams
     tune: TuneParams
@@ -83,6 +85,16 @@ class Search:
     paths: Paths
     runtime: Runtime
     folder: Path
+    arguments: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        where = f"{self.stage}.{self.name}"
+        if self.tune.seed in self.params.seeds:
+            raise UserError(
+                f"tune.seed: {self.tune.seed} is a seed of {where}, whose results are reported; take another"
+            )
+        if (longest := max(self.tune.warmup_epochs)) >= (epochs := self.params.epochs):
+            raise UserError(f"tune.warmup_epochs: {longest}, and {where} trains {epochs} epochs; make it shorter")
 
     @property
     def trials(self) -> list[Cell]:
@@ -116,7 +128,7 @@ class Search:
     @property
     def code(self) -> list[str]:
         """The modules on which the outcome depends."""
-        return [f"stages.{STAGE}", __name__, family_module(self.params.model)]
+        return [f"stages.{self.stage}", __name__, family_module(self.params.model)]
 
     @property
     def search_params(self) -> SearchParams:
@@ -166,35 +178,38 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
         UserError: no such cell, data without a split `tune`, or a search that does not fit a cell.
     """
     paths = find_root()
-    content, runtime = load_yaml(paths.params), load_runtime(paths)
-    tune = load_section(TuneParams, paths.params, "tune") if "tune" in content else TuneParams()
+    tune, shared = load_tune(paths, data)
+    content = load_yaml(paths.params)
+    outside = (content.get(BY_HAND) or {}).get(STAGE) or ()
+    cells = {}
+    for name in [*(content.get(STAGE) or ()), *(name for name in outside if name == cell)]:
+        params = load_section(spec.params, paths.params, *find_cell(paths.params, STAGE, name))
+        if params.data == data:
+            cells[name] = params
+    if cell is not None and cell not in cells:
+        raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, [*cells, *outside])}")
+    return [
+        Search(name=name, params=params, tune=tune, spec=spec, arguments=("--cell", name), **shared)
+        for name, params in cells.items()
+        if cell in (None, name)
+    ]
+
+
+def load_tune(paths: Paths, data: str) -> tuple[TuneParams, dict[str, Any]]:
+    """The `tune:` section, and what all searches on a data set share: paths, runtime and the folder of the records.
+
+    Raises:
+        UserError: data without a split `tune`.
+    """
+    runtime = load_runtime(paths)
+    tune = load_section(TuneParams, paths.params, "tune") if "tune" in load_yaml(paths.params) else TuneParams()
     kind = load_section(PrepareData, paths.params, "prepare_data", data).kind
     if len(KINDS[kind].held_out) == 1:
         raise UserError(
             f"tune: --data {data}: is of kind {kind}, which has no split tune to choose on; take embedded data"
         )
     folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
-    found = {}
-    outside = (content.get(BY_HAND) or {}).get(STAGE) or ()
-    for name in [*(content.get(STAGE) or ()), *(name for name in outside if name == cell)]:
-        params = load_section(spec.params, paths.params, *find_cell(paths.params, STAGE, name))
-        if params.data == data:
-            shared = {"spec": spec, "paths": paths, "runtime": runtime, "folder": folder}
-            found[name] = Search(name=name, params=params, tune=tune, **shared)
-    if cell is not None and cell not in found:
-        raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, [*found, *outside])}")
-    chosen = [found[cell]] if cell else list(found.values())
-    for search in chosen:
-        if tune.seed in search.params.seeds:
-            raise UserError(
-                f"tune.seed: {tune.seed} is a seed of {STAGE}.{search.name}, whose results are reported; take another"
-            )
-        if (longest := max(tune.warmup_epochs)) >= search.params.epochs:
-            epochs = search.params.epochs
-            raise UserError(
-                f"tune.warmup_epochs: {longest}, and {STAGE}.{search.name} trains {epochs} epochs; make it shorter"
-            )
-    return chosen
+    return tune, {"paths": paths, "runtime": runtime, "folder": folder}
 
 
 def run_searches(searches: list[Search], *, jobs: int) -> None:
@@ -229,7 +244,7 @@ def _list_open(search: Search) -> dict[str, Work]:
     finished, works = search.find_finished(), {}
     for number, trial in enumerate(search.trials, 1):
         if number not in finished:
-            arguments = ("tune", "--data", search.params.data, "--cell", search.name, "--trial", str(number))
+            arguments = ("tune", "--data", search.params.data, *search.arguments, "--trial", str(number))
             works[trial.name] = Work(arguments=arguments, log=trial.paths.logs("tune", trial.name) / "output.txt")
     return works
 
@@ -281,7 +296,7 @@ def record_search(search: Search) -> None:
     if chosen is None:
         raise RunError(f"tune: every trial of {search.name} diverged; lower tune.lr")
     metrics = {
-        "cell": f"{STAGE}.{search.name}",
+        "cell": f"{search.stage}.{search.name}",
         "model": search.params.model,
         "data": search.params.data,
         "split": "tune",
