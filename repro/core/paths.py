@@ -7,6 +7,8 @@ from pathlib import Path
 
 from .errors import UserError
 
+OWN_RATES = "own_rates"  # the folder of variants that were trained at a rate of their own each
+
 
 @dataclasses.dataclass(frozen=True)
 class Paths:

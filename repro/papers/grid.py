@@ -12,7 +12,7 @@ from ..core.config import build, load_section, section_keys
 from ..core.errors import RunError, UserError, did_you_mean
 from ..core.hashing import hash_file
 from ..core.noise import find_noise
-from ..core.paths import Paths, find_root
+from ..core.paths import OWN_RATES, Paths, find_root
 from ..core.record import make_identity, read_json, read_record, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime
 from ..core.ui import print_table
@@ -27,7 +27,7 @@ from ..tasks.classification.params import ClassifierParams
 from ..tasks.spec import TaskSpec
 from ..training.params import InitParams
 from . import describe_recipe, find_rooms
-from .variants import OWN_RATES, VariantSet, load_variants
+from .variants import VariantSet, load_variants
 
 BATCHES = (64, 32, 16, 8, 4, 2, 1)  # the first is that of Fig. 6 of Vision-TTT
 DTYPE = {"cpu": "fp32", "cuda": "fp16"}

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..core.config import load_yaml
 
-OWN_RATES = "own_rates"  # the folder of variants that were trained at a rate of their own each
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:

@@ -22,7 +22,7 @@ from .ordering import Ordering
 from .paper import Contest, Question
 from .records import describe_age, describe_seeds, group_by
 from .results import Results
-from .variants import judge_variants
+from .variants import Group, judge_variants
 from .verdicts import (
     EXPLAINED,
     FITTED,
@@ -212,16 +212,23 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the paper's ordered pairs are seen, by data set; of each table the group with the most seeds."""
+    """How many of the paper's ordered pairs are seen, by data set; of each table the group whose variants have rates of
+    their own, else the one with the most seeds.
+    """
     judged = group_by(judge_variants(report), lambda each: (each[0].common["data"], each[1].place))
     facts: list[Fact] = []
     for data, keys in group_by(judged, lambda key: key[0]).items():
-        best = {place: max(judged[data, place], key=lambda each: each[0].most_seeds) for _, place in keys}
+        best = {place: max(judged[data, place], key=lambda each: _rank(each[0])) for _, place in keys}
         words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, _, found) in best.items())
         sources = [source for group, *_ in best.values() for source in group.variants.values()]
-        scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
+        rates = "; each variant at its own best rate" if all(source.has_own_rate for source in sources) else ""
+        scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}{rates}"
         facts.append((f"pairs that the paper orders, seen on embedded {data}", words, scope))
     return facts
+
+
+def _rank(group: Group) -> tuple[bool, int]:
+    return group.has_own_rates, group.most_seeds
 
 
 def _count_pairs(found: Ordering) -> str:

@@ -11,7 +11,7 @@ from ..core.config import load_yaml
 from ..core.csvfile import read_csv
 from ..core.errors import UserError
 from ..core.freshness import REPEATED, find_old, find_shared_name
-from ..core.paths import Paths
+from ..core.paths import OWN_RATES, Paths
 from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import clip_share, describe_sample
 from .document import show_interval
@@ -99,6 +99,11 @@ class Source:
         dtype = precision["dtype"] if isinstance(precision, Mapping) else precision
         rest = {name: value for name, value in recipe.items() if name not in ("device", "backend")}
         return json.dumps(rest | {"precision": dtype}, sort_keys=True)
+
+    @property
+    def has_own_rate(self) -> bool:
+        """Whether it is of a variant that was trained at a rate of its own, which a search chose."""
+        return OWN_RATES in PurePosixPath(self.path).parts
 
     @property
     def is_trained(self) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import itertools
+import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -36,6 +37,11 @@ class Group:
         return max(source.most_seeds for source in self.variants.values())
 
     @property
+    def has_own_rates(self) -> bool:
+        """Whether each variant was trained at the rate that a search chose for it."""
+        return all(source.has_own_rate for source in self.variants.values())
+
+    @property
     def title(self) -> str:
         """What was trained, how long, on what devices, whether by older code, and on how many other machines."""
         m, seeds = self.common, describe_seeds(self.variants.values())
@@ -43,7 +49,8 @@ class Group:
         devices = " and ".join(dict.fromkeys(source.device.split(",")[0] for source in sources))
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
         about = f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels"
-        return f"{about}, {devices}{describe_age(sources)}{describe_twins(sources)}"
+        rates = ", each at its own best rate" if self.has_own_rates else ""
+        return f"{about}{rates}, {devices}{describe_age(sources)}{describe_twins(sources)}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""
@@ -70,7 +77,7 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
         if source.is_trained and TOP1 in m and (name := find_variant(results, variants, m)):
             unchanged = {key: str(value) for key, value in m["options"].items() if key not in variants.changed}
             rest = tuple(sorted(unchanged.items()))
-            trained.append((name, (source.stage is None, m["data"], m["model"], rest, m["recipe_hash"]), source))
+            trained.append((name, (source.stage is None, m["data"], m["model"], rest, _hash_recipe(source)), source))
     has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
     speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
     groups = []
@@ -81,6 +88,14 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
         groups.append(Group(variants=ordered, speeds=measured, paths=results.paths))
     return groups
+
+
+def _hash_recipe(source: Source) -> str:
+    """What is the same for records that were trained alike: with rates of their own, the rest of their recipes."""
+    if not source.has_own_rate:
+        return source.metrics["recipe_hash"]
+    recipe = json.loads(source.recipe or "{}")
+    return json.dumps({name: value for name, value in recipe.items() if name not in ("learning_rate", "options")})
 
 
 def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) -> str | None:
@@ -202,13 +217,15 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
-    """File name of a figure -> the group with most of its variants, and of those the one with most epochs."""
+    """File name of a figure -> the group with most of its variants; of those one with rates of their own, then the one
+    with most epochs.
+    """
     pictures = report.paper.pictures
     shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
     rivals = group_by(shown, lambda pair: f"{pictures[pair[1].place][0]}_{pair[0].common['data']}.png")
 
-    def rank(pair: tuple[Group, VariantTable]) -> tuple[int, int]:
-        return len(pair[0].at(pair[1])), pair[0].common["epochs"]
+    def rank(pair: tuple[Group, VariantTable]) -> tuple[int, bool, int]:
+        return len(pair[0].at(pair[1])), pair[0].has_own_rates, pair[0].common["epochs"]
 
     return {name: max(pairs, key=rank) for name, pairs in rivals.items()}
 
@@ -229,6 +246,8 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
         m, scores = source.metrics, downstream[name]
         all_changes = {**paper.variants.options[name], **paper.variants.recipes[name]}
         changes = ", ".join(f"{key} {value or 'all'}" for key, value in all_changes.items())
+        if group.has_own_rates:
+            changes = f"{changes or paper.model}, rate {json.loads(source.recipe)['learning_rate']['peak']:g}"
         spread = m.get("top1_std_percent")
         rows.append(
             [

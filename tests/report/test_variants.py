@@ -92,6 +92,26 @@ def test_other_recipes_and_other_devices_are_other_groups(checkout):
     assert find_shown(checkout.report()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
 
 
+def test_variants_at_rates_of_their_own_are_one_group_beside_those_at_one_rate(checkout):
+    """Their recipes differ in the rate alone; a training of another length does not join them."""
+    for name, rate, epochs in (("conv2d", 4e-3, 4), ("head", 2e-3, 4), ("mid", 4e-3, 9)):
+        train(checkout, name, [80, 81, 82])
+        train(checkout, name, [90, 91], folder="measured/cpu/ablate/own_rates/digits", recipe_hash=name)
+        file = checkout.paths.results / "measured/cpu/ablate/own_rates/digits" / name / "metrics.json"
+        content = read_json(file)
+        recipe = {"options": VARIANTS[name], "learning_rate": {"peak": rate}, "epochs": epochs}
+        content["identity"]["recipe"] |= recipe
+        write_json(file, content)
+    groups = find_groups(checkout.results(), checkout.paper.variants)
+    assert sorted((group.has_own_rates, *group.variants) for group in groups) == [
+        (False, "conv2d", "head", "mid"),
+        (True, "conv2d", "head"),
+        (True, "mid"),
+    ]
+    text = "".join(parts(checkout))
+    assert "| pool head, rate 0.002 |" in text and "| Vittt, rate 0.004 |" in text and "| pool head |" in text
+
+
 def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
     """Cells of `pretrain` and `ablate` that were trained alike are one group; of two records of a variant the one with
     more seeds.

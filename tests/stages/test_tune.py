@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from repro.core.config import load_section, load_yaml
+from repro.core.errors import UserError
+from repro.core.paths import Paths
 from repro.core.record import read_json, write_json
-from repro.runs.tune import STAGE, TuneParams, _trial_file, choose, find_searches, widen
+from repro.papers.grid import build_variant, choose_variants, find_variant_searches, use_own_rates
+from repro.runs.tune import STAGE, TuneParams, _list_open, _trial_file, choose, find_searches, widen
 from repro.tasks.classification.spec import SPEC
 from tests.stages.helpers import accept_data, edit
 
@@ -130,3 +133,23 @@ def test_a_cell_outside_the_pipeline_is_searched_where_it_is_named(ready):
     Path("params.yaml").write_text(json.dumps(content | {"by_hand": {"pretrain": {"other": cell}}}))
     assert [search.name for search in find_searches(SPEC, "digits", "other")] == ["other"]
     assert [search.name for search in find_searches(SPEC, "digits", None)] == [name]
+
+
+def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe_and_trained_at_their_own(ready):
+    """Without a record of the search there is no rate, and one line says how to get it."""
+    grid, path = choose_variants("vision_ttt"), Paths(ready)
+    (search,) = find_variant_searches(grid, "digits", "head")
+    tried = [trial.params.optim.lr for trial in search.trials]
+    assert (search.stage, search.name) == ("ablate", "digits_head")
+    assert tried == pytest.approx([1.5e-3, 3e-3, 6e-3]) and search.trials[0].params.options["pool"] == "head"
+    (work, *_) = _list_open(search).values()
+    assert work.arguments == (*"tune --data digits --paper vision_ttt --cell head --trial 1".split(),)
+    with pytest.raises(UserError, match="no search of head on digits; run `repro tune"):
+        use_own_rates(grid, "digits", "head")
+    chosen = {"trials": [{}, {}, {}], "chosen": {"lr": 6e-3, "warmup_epochs": 0}}
+    write_json(ready / "results/measured/any/tune/variants/digits_head.json", {"metrics": chosen})
+    own = use_own_rates(grid, "digits", "head")
+    cell = build_variant(own, "head", path, data="digits", seeds=2, epochs=None).cell
+    assert (cell.params.optim.lr, cell.params.options["pool"]) == (6e-3, "head")
+    assert cell.folder.parts[-4:] == ("ablate", "own_rates", "digits", "head")
+    assert cell.name == "own_rates_digits_head"
