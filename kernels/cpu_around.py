@@ -10,14 +10,7 @@ import numba
 import numpy as np
 
 from .around.reference import TAPS
-from .cpu_loops import INLINE, Loop, sigmoid
-
-
-@numba.njit(**INLINE)
-def _add_scaled(total, weight, row):
-    """total += weight ⊙ row."""
-    for c in range(len(total)):
-        total[c] += weight[c] * row[c]
+from .cpu_loops import INLINE, Loop, add_scaled, copy_row, sigmoid
 
 
 @numba.njit(**INLINE)
@@ -35,10 +28,11 @@ def _centre(row, eps):
 
 
 @Loop
-def conv_norm(first, last, tokens, weight, gamma, beta, out, height, eps):
+def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, eps):
     """Task = (image, row of the grid).
 
     Args:
+        constant: a tuple of D elements, whose length the compiler knows.
         tokens: (B,T,D). weight: (3,3,D). gamma, beta: (D,).
         out: (2,B,T,D), which is written.
     """
@@ -50,11 +44,11 @@ def conv_norm(first, last, tokens, weight, gamma, beta, out, height, eps):
         for x in range(width):
             t = y * width + x
             total, normed = out[0, b, t], out[1, b, t]
-            total[:] = tokens[b, t]
+            copy_row(constant, tokens[b, t], total)
             for i in range(max(0, 1 - y), min(3, height + 1 - y)):
                 for j in range(max(0, 1 - x), min(3, width + 1 - x)):
-                    _add_scaled(total, weight[i, j], tokens[b, t + (i - 1) * width + j - 1])
-            work[:] = total
+                    add_scaled(constant, total, weight[i, j], tokens[b, t + (i - 1) * width + j - 1])
+            copy_row(constant, total, work)
             norm = _centre(work, eps)
             for c in range(D):
                 work[c] *= gamma[c]
@@ -63,21 +57,22 @@ def conv_norm(first, last, tokens, weight, gamma, beta, out, height, eps):
 
 
 @Loop
-def scan_convs(first, last, block, numbers, strides, weights, biases, out):
+def scan_convs(first, last, constant, block, numbers, strides, weights, biases, out):
     """Task = (image, `block` tokens).
 
     Args:
+        constant: a tuple of D elements, whose length the compiler knows.
         numbers, strides: of x (B,T,2D), by `threads.lay_flat`. weights: (2,4,2D) and biases: (2,2D), of k, then of q.
         out: (2,B,T,2D), which is written.
     """
     _, _, T, E = out.shape
-    blocks, D = (T + block - 1) // block, E // 2
+    blocks, D = (T + block - 1) // block, len(constant)
     for task in range(first, last):
         b, start = task // blocks, task % blocks * block
         for t in range(start, min(T, start + block)):
-            for which in range(2):
-                out[which, b, t] = biases[which]
             for r in range(2):
+                for which in range(2):
+                    copy_row(constant, biases[which, r * D : r * D + D], out[which, b, t, r * D : r * D + D])
                 for tap in range(TAPS):
                     source = t + (2 * r - 1) * (TAPS - 1 - tap)
                     if 0 <= source < T:
@@ -85,7 +80,7 @@ def scan_convs(first, last, block, numbers, strides, weights, biases, out):
                         row = numbers[place : place + D]
                         for which in range(2):
                             total = out[which, b, t, r * D : r * D + D]
-                            _add_scaled(total, weights[which, tap, r * D : r * D + D], row)
+                            add_scaled(constant, total, weights[which, tap, r * D : r * D + D], row)
 
 
 @Loop

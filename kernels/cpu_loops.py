@@ -380,6 +380,21 @@ def copy_row(context: Any, constant: Any, source: Any, target: Any) -> Any:
 
 
 @intrinsic
+def add_scaled(context: Any, constant: Any, total: Any, weight: Any, row: Any) -> Any:
+    """total += weight ⊙ row, three rows, as vectors."""
+    align, flags = total.dtype.bitwidth // 8, tuple(OPTIONS["fastmath"])
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        rows = [find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2, 3)]
+        for place, *factors in zip(*rows, strict=True):
+            product = builder.fmul(*(builder.load(each, align=align) for each in factors), flags=flags)
+            builder.store(builder.fadd(builder.load(place, align=align), product, flags=flags), place, align=align)
+        return context.get_dummy_value()
+
+    return numba.void(constant, total, weight, row), generate
+
+
+@intrinsic
 def dot_rows(context: Any, constant: Any, a: Any, b: Any) -> Any:
     """Σ a b of two rows, as vectors: left to itself, the compiler unrolls such a sum into one long chain."""
     kind, flags = a.dtype, tuple(OPTIONS["fastmath"])

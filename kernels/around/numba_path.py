@@ -18,7 +18,8 @@ def conv_norm(x: ConvNorm) -> Tensor:
     out = tokens.new_empty(2, *tokens.shape)
     given = (each.contiguous() for each in (tokens, weight.permute(1, 2, 0), gamma, beta))
     eps = out.numpy().dtype.type(x.eps)
-    threads.run(cpu_around.conv_norm, len(tokens) * x.height, *given, out, x.height, eps)
+    tasks, width = len(tokens) * x.height, (False,) * tokens.shape[2]
+    threads.run(cpu_around.conv_norm, tasks, *given, out, x.height, eps, constants=(width,))
     return out.to(x.tokens.dtype)
 
 
@@ -28,7 +29,16 @@ def scan_convs(x: ScanConvs) -> Tensor:
     B, T, _ = given.shape
     out = given.new_empty(2, *given.shape)
     weights, biases = torch.stack([each.T for each in of_k_and_q[::2]]), torch.stack(of_k_and_q[1::2])
-    threads.run(cpu_around.scan_convs, B * -(-T // BLOCK), BLOCK, threads.lay_flat(given), weights, biases, out)
+    threads.run(
+        cpu_around.scan_convs,
+        B * -(-T // BLOCK),
+        BLOCK,
+        threads.lay_flat(given),
+        weights,
+        biases,
+        out,
+        constants=((False,) * (given.shape[2] // 2),),
+    )
     return out.to(x.x.dtype)
 
 
