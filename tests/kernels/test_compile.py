@@ -175,7 +175,7 @@ def test_configs_differ(name):
 # stages ahead, which fits sm_90.
 MOST_SPILLED = {
     "ttt_linear_backward": dict.fromkeys(resources.TARGETS, 288),
-    "ttt_linear_backward_back": {80: 120, 89: 104},
+    "ttt_linear_backward_back": {80: 176, 89: 104},
 }
 
 
