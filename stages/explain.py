@@ -38,7 +38,8 @@ def command(
     probe: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a map, measure the accuracy with a changed inner loop: steps=K, ascent or q_is_k."
+            help="Instead of a map, measure the accuracy with a changed inner loop: steps=K, ascent or q_is_k; or whether "
+            "queries are distributed as keys and outputs as values: distributions."
         ),
     ] = None,
     teacher: Annotated[
@@ -71,6 +72,7 @@ def command(
         weights = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "weights.safetensors"
     require_hash(weights, sha256)
     from repro.data.cells import open_cell
+    from repro.inference import distributions
     from repro.inference.attention import measure_on_data
     from repro.inference.classifier import load_classifier
     from repro.inference.explain import draw_map, require_png
@@ -83,6 +85,8 @@ def command(
     classifier = load_classifier(open_weights(weights, model=model), choose_device(runtime.device))
     if cell is None:
         draw_map(classifier, find_pictures(images), map, output, teacher, runtime.max_pixels)
+    elif probe == distributions.NAME:
+        distributions.record_distributions(classifier, cell, paths, runtime)
     elif probe is not None:
         compare_probe(classifier, cell, probe, paths, runtime)
     else:

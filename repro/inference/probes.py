@@ -30,7 +30,7 @@ from ..models.registry import build_model, family_module
 from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 
-KNOWN = "steps=K, ascent, q_is_k"
+KNOWN = "steps=K, ascent, q_is_k, distributions"
 # kind -> what it changes beside the number of steps, and what Liu et al. report
 _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "steps": (
@@ -158,6 +158,21 @@ def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
     return {**options, "step": kind}
 
 
+@contextlib.contextmanager
+def replace_learners(model: nn.Module, replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """Within the context, `replacement(learn, loop, weights, q, k, v, ...)` computes what `learn` does in every inner
+    loop of a ladder, of ViT³ or of LaCT.
+    """
+    layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
+    for layer in layers:
+        layer.learn = functools.partial(replacement, layer.learn)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.learn  # that of its class is there again
+
+
 @dataclasses.dataclass
 class InnerLosses:
     """Means over images, heads, tokens and layers of −⟨F(k), v⟩, before and after the inner steps."""
@@ -166,17 +181,9 @@ class InnerLosses:
     after: float = 0.0
     count: int = 0
 
-    @contextlib.contextmanager
-    def observe(self, model: nn.Module) -> Iterator[None]:
+    def observe(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Note the losses of all inner loops of a model that run inside the context, but for those of convolutions."""
-        layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
-        for layer in layers:
-            layer.learn = functools.partial(self._learn, layer.learn)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.learn  # that of its class is there again
+        return replace_learners(model, self._learn)
 
     @property
     def means(self) -> tuple[float, float]:
@@ -266,12 +273,25 @@ def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Path
         "probe": name,
     }
     about |= {"options": {key: checkpoint.options[key] for key in _CHOICES if key in checkpoint.options}}
+    record_probe(classifier, cell, params, {**about, "unchanged": unchanged, "probed": found}, paths, device, started)
+
+
+def record_probe(
+    classifier: Classifier,
+    cell: DataCell,
+    params: ProbeParams,
+    metrics: Mapping[str, Any],
+    paths: Paths,
+    device: torch.device,
+    started: float,
+) -> None:
+    """Write what a probe found; `started`: by `time.monotonic`."""
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
-    code = [__name__, family_module(checkpoint.model)]
+    code = [__name__, family_module(classifier.checkpoint.model)]
     identity = make_identity(paths.root, code, params, data_manifest=cell.manifest_path, **place)
-    folder = paths.measured(device_slug(device)) / "probes" / f"{classifier.name}_{cell.name}_{checkpoint.hash[:8]}"
-    record = {**about, "unchanged": unchanged, "probed": found}
-    write_record(folder, record, identity, time.monotonic() - started, name=name.replace("=", ""))
+    name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
+    folder = paths.measured(device_slug(device)) / "probes" / name
+    write_record(folder, metrics, identity, time.monotonic() - started, name=params.probe.replace("=", ""))
 
 
 def _run_operator(

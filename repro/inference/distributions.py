@@ -1,0 +1,139 @@
+"""Whether an inner learner's queries are distributed as its keys, and its outputs as its values: what Fig. 2 of Liu et
+al., "Test-Time Training with KV Binding Is Secretly Linear Attention", shows in two dimensions, as one number each.
+
+A Gaussian is fitted to each of two sets of vectors on half of the images, and tells the vectors of the other half
+apart. Of equal distributions it gets half of them right.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ttt_linear.reference import Arguments
+
+from ..core.errors import UserError
+from ..core.paths import Paths
+from ..core.runtime import Runtime, choose_device
+from ..data.cells import DataCell
+from ..models.inner_models import MODELS
+from ..models.registry import build_model
+from .classifier import Classifier, require_same_classes
+from .inner import OverrideTTTLinear, Run
+from .probes import BATCH_SIZE, ProbeParams, record_probe, replace_learners
+
+NAME = "distributions"
+VECTORS = ("q", "k", "v", "out")
+
+
+def tell_apart(first: Tensor, second: Tensor) -> float:
+    """The share of vectors that is told to be of the right one of two sets (N,n,h,d), a mean over the two and h heads.
+
+    One Gaussian for each set, with its own mean and covariance, is fitted on the images with even numbers; those with
+    odd numbers are told apart by their likelihood. It computes in fp64.
+    """
+    shares = []
+    for one, other in zip(first.double().unbind(2), second.double().unbind(2), strict=True):
+        fitted = [_fit(each[::2].flatten(0, 1)) for each in (one, other)]
+        for own, vectors in enumerate((one, other)):
+            likelihoods = [likelihood(vectors[1::2].flatten(0, 1)) for likelihood in fitted]
+            difference = likelihoods[own] - likelihoods[1 - own]
+            # two equal Gaussians guess
+            shares.append((difference > 0).double().mean() + 0.5 * (difference == 0).double().mean())
+    return float(torch.stack(shares).mean())
+
+
+def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
+    """The log-likelihood, but for a constant, of the Gaussian of vectors (n,d)."""
+    mean, covariance = vectors.mean(0), torch.cov(vectors.T)
+    # directions without variance, such as those of normalised vectors, would have an infinite density
+    covariance += 1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=covariance.dtype)
+    factor = torch.linalg.cholesky(covariance)
+
+    def likelihood(given: Tensor) -> Tensor:
+        scaled = torch.linalg.solve_triangular(factor, (given - mean).T, upper=False)
+        return -0.5 * scaled.square().sum(0) - factor.diagonal().log().sum()
+
+    return likelihood
+
+
+@contextlib.contextmanager
+def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
+    """Note each of `VECTORS` (B, vectors of an image, heads, d) of all inner learners, in the order of the calls, but
+    for those of convolutions.
+    """
+    calls: list[dict[str, Tensor]] = []
+
+    def note_learner(run: Callable[..., Tensor], loop: Any, weights: Any, *given: Any) -> Tensor:
+        out = run(loop, weights, *given)
+        if not MODELS[loop.model].on_grid:
+            calls.append({name: x.transpose(1, 2) for name, x in zip(VECTORS, (*given[:3], out), strict=True)})
+        return out
+
+    def note_operator(arguments: Arguments, run: Run) -> Tensor:
+        out = run(arguments)
+        calls.append({name: x.flatten(2, 3) for name, x in zip(VECTORS, (*arguments[:3], out), strict=True)})
+        return out
+
+    with OverrideTTTLinear(note_operator), replace_learners(model, note_learner):
+        yield calls
+
+
+def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list[dict[str, float]]:
+    """Of each layer, pair -> `tell_apart` in percent, on the reported split.
+
+    Raises:
+        UserError: a model without an inner learner.
+    """
+    with observe_vectors(classifier.model) as calls:
+        scores = classifier.measure_accuracy(cell.open_tree(), batch_size=BATCH_SIZE, workers=workers)
+    if not calls:
+        raise UserError(f"explain: --probe {NAME}: {classifier.checkpoint.model} has no inner learner that is observed")
+    depth, found = len(calls) // -(-scores["held_out_images"] // BATCH_SIZE), []
+    for layer in range(depth):
+        q, k, v, out = (torch.cat([call[name] for call in calls[layer::depth]]) for name in VECTORS)
+        # of the same distribution, by which the others are to be judged
+        halves = q[: len(q) // 2], q[-(len(q) // 2) :]
+        pairs = {"queries_keys": (q, k), "outputs_values": (out, v), "queries_queries": halves}
+        found.append({pair: 100 * tell_apart(*sets) for pair, sets in pairs.items()})
+    return found
+
+
+def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, runtime: Runtime) -> None:
+    """Print and record how well the pairs are told apart in a trained model, and in the same with random weights.
+
+    The record stands under results/measured/<device>/probes. Raises as `measure_layers`; data with other classes than
+    the model's are a UserError, too.
+    """
+    started, device, checkpoint = time.monotonic(), choose_device(runtime.device), classifier.checkpoint
+    tree = cell.open_tree()
+    require_same_classes(checkpoint, tree.classes, cell.name)
+    torch.manual_seed(0)
+    untrained = build_model(checkpoint.model, **checkpoint.options).to(device).eval().requires_grad_(False)
+    layers = {
+        state: measure_layers(dataclasses.replace(classifier, model=model), cell, runtime.workers)
+        for state, model in (("trained", classifier.model), ("untrained", untrained))
+    }
+    metrics: dict[str, Any] = {
+        "model": checkpoint.model,
+        "options": checkpoint.options,
+        "data": cell.name,
+        "split": tree.kind.reported_split,
+        "weights_hash": checkpoint.hash,
+        "probe": NAME,
+        "told_apart_percent": {
+            state: {pair: statistics.mean(layer[pair] for layer in found) for pair in found[0]}
+            for state, found in layers.items()
+        },
+        "by_layer": layers,
+    }
+    for state, means in metrics["told_apart_percent"].items():
+        shown = ", ".join(f"{pair.replace('_', ' and ')} {value:.1f} %" for pair, value in means.items())
+        print(f"{classifier.name} on {cell.name}, {state}: told apart {shown} (50 %: the same distribution)")
+    params = ProbeParams(model=classifier.name, weights_hash=checkpoint.hash, probe=NAME)
+    record_probe(classifier, cell, params, metrics, paths, device, started)

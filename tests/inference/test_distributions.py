@@ -1,0 +1,54 @@
+"""Two sets of vectors are told apart as often as theory says, and those of an inner learner are the ones that it gets."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+import repro.models  # noqa: F401
+from repro.inference.distributions import observe_vectors, tell_apart
+
+
+def draw(mean: float, spread: float, seed: int):
+    """(2000 images, 5 vectors, 1 head, 3) of a Gaussian whose first coordinate is moved."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors = spread * torch.randn(2000, 5, 1, 3, generator=generator)
+    vectors[..., 0] += mean
+    return vectors
+
+
+@pytest.mark.parametrize("distance", [0.0, 1.0, 3.0])
+def test_means_that_are_a_distance_apart_are_told_apart_as_the_best_rule_does(distance):
+    """Φ(distance / 2), for two Gaussians of variance 1."""
+    expected = 0.5 * (1 + math.erf(distance / 2 / math.sqrt(2)))
+    assert tell_apart(draw(0.0, 1.0, 0), draw(distance, 1.0, 1)) == pytest.approx(expected, abs=0.02)
+
+
+def test_equal_means_of_other_spread_are_told_apart():
+    """The better of the two is where x² passes 2 ln(s) d / (1 − s⁻²): a chi-square of three degrees of freedom."""
+    spread, d = 2.0, 3
+
+    def below(limit: float) -> float:  # the distribution function of chi-square with 3 degrees
+        return math.erf(math.sqrt(limit / 2)) - math.sqrt(2 * limit / math.pi) * math.exp(-limit / 2)
+
+    limit = 2 * math.log(spread) * d / (1 - spread**-2)
+    expected = (below(limit) + 1 - below(limit / spread**2)) / 2
+    assert tell_apart(draw(0.0, 1.0, 0), draw(0.0, spread, 1)) == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["vittt_nano_patch16_144", "lact_nano_patch4_32", "ladder_vit3_nano_patch4_32"])
+def test_the_vectors_of_every_layer_are_noted_and_nothing_changes(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4).eval().requires_grad_(False)
+    images = torch.randn(2, 3, 144 if "144" in name else 32, 144 if "144" in name else 32)
+    with torch.no_grad():
+        before = model(images)
+        with observe_vectors(model) as calls:
+            during = model(images)
+    assert torch.equal(before, during)
+    assert len(calls) == len(model.blocks)
+    for call in calls:
+        (shape,) = {x.shape for x in call.values()}
+        assert shape[0] == 2 and len(shape) == 4
+        assert not torch.equal(call["q"], call["k"]) and not torch.equal(call["v"], call["out"])
