@@ -27,21 +27,12 @@ from repro.data.kinds import KINDS, load_function
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
 from repro.data.tree import scan_tree
 from tests.data_sets.conftest import cut
-from tests.data_sets.test_coco import annotation, image, polygon, write
-from tests.tasks.segmentation_lab import write_tree
+from tests.data_sets.made import annotation, image, picture, write_ade20k, write_coco
 
 ROOT = Path(__file__).parents[2]
 WNIDS = ("n01440764", "n01443537", "n01484850")  # timm's classes 0, 1 and 2
 SMALL = ExpectedCounts(classes=3, train=12, val=6)
 FULL = Depth(full=True)
-
-
-def picture(path: Path, size: tuple[int, int] = (48, 36), seed: int = 0) -> Path:
-    """A JPEG of noise, which does not compress: half of its bytes hold half of its rows."""
-    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(noise).save(path, "JPEG")
-    return path
 
 
 def findings(check, root, depth=FULL, **kwargs):
@@ -284,26 +275,21 @@ COCO_SMALL = CocoCounts(
 TRAIN_JSON = "annotations/instances_train2017.json"
 
 
-def instance(number, image_id, category_id, box):
-    left, top, width, height = box
-    return annotation(number, image_id, category_id, box, polygon(left, top, left + width, top + height))
-
-
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
     root = tmp_path / "coco"
     root.mkdir()
     categories = [{"id": 1, "name": "person"}, {"id": 2, "name": "bicycle"}, {"id": 90, "name": "toothbrush"}]
     train = [
-        instance(11, 9, 1, [0.0, 0.0, 64.0, 48.0]),
-        instance(12, 9, 2, [10.5, 3.25, 20.1, 30.07]),
-        instance(13, 25, 90, [1.0, 1.0, 5.0, 5.0]),
-        instance(14, 25, 1, [40.0, 30.0, 24.3, 18.0]),
+        annotation(11, 9, 1, [0.0, 0.0, 64.0, 48.0]),
+        annotation(12, 9, 2, [10.5, 3.25, 20.1, 30.07]),
+        annotation(13, 25, 90, [1.0, 1.0, 5.0, 5.0]),
+        annotation(14, 25, 1, [40.0, 30.0, 24.3, 18.0]),
     ]
-    val = [instance(21, 30, 1, [2.0, 2.0, 8.0, 8.0]), instance(22, 34, 2, [2.0, 2.0, 8.0, 8.0])]
+    val = [annotation(21, 30, 1, [2.0, 2.0, 8.0, 8.0]), annotation(22, 34, 2, [2.0, 2.0, 8.0, 8.0])]
     for split, ids, instances in (("train2017", (9, 25, 42), train), ("val2017", (30, 34), val)):
         images = [image(number, 64, 48) for number in ids]
-        write(root, {"images": images, "annotations": instances, "categories": categories}, split)
+        write_coco(root, {"images": images, "annotations": instances, "categories": categories}, split)
     return root
 
 
@@ -425,7 +411,7 @@ def label_map(path: Path, values, size: tuple[int, int] = (40, 32)) -> None:
 def ade(tmp_path: Path) -> Path:
     root = tmp_path / "ADEChallengeData2016"
     for split, count in (("training", 3), ("validation", 2)):
-        write_tree(root, classes=150, split=split, pairs=count, size=(32, 40))
+        write_ade20k(root, classes=150, split=split, pairs=count, size=(32, 40))
     return root
 
 
@@ -459,6 +445,16 @@ def convert(mode):
     return lambda root: Image.open(root / LABEL).convert(mode).save(root / LABEL)
 
 
+def name_classes(text):
+    return lambda root: (root / NAMES).write_text(text)
+
+
+def turn(root):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 32)).save(root / IMAGE, exif=exif)
+
+
 DEEP = Image.fromarray(np.full((32, 40), 7, np.uint16))
 ADE_FAULTS = {
     # the pair, and the number of pairs
@@ -481,7 +477,15 @@ ADE_FAULTS = {
     "shifted": (shift, 5, f"{LABEL}: holds label 255, at most 150 expected; labels were already shifted down by one"),
     "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
     "no classes": (lambda r: (r / NAMES).unlink(), 1, "expected one file objectInfo<K>.txt with the names of the"),
-    "other classes": (lambda r: (r / NAMES).write_text("Idx\n1\twall\n3\tsky\n"), 1, f"{NAMES}: expected a heading"),
+    "other classes": (
+        name_classes("Idx\n1\twall\n3\tsky\n"),
+        1,
+        f"{NAMES}: expected a heading and lines that begin with 1, 2",
+    ),
+    "no numbers": (name_classes("wall\nsky\n"), 1, f"{NAMES}: expected a heading"),
+    "a heading alone": (name_classes("Idx\tName\n"), 1, f"{NAMES}: expected a heading"),
+    "an empty list": (name_classes(""), 1, f"{NAMES}: expected a heading"),
+    "turned by EXIF": (turn, 1, f"{LABEL}: is 40×32, its image 32×40"),
 }
 
 
@@ -493,6 +497,31 @@ def test_a_fault_in_ade20k(ade, fault):
             pairs.read(index)
 
     require_fault(check_ade20k, ade, ADE_FAULTS, fault, read, refused=True, expected=ADE_SMALL)
+
+
+def test_pairs_of_ade20k_by_hand(ade):
+    for name in (".hidden.jpg", "notes.txt"):
+        (ade / "images/training" / name).write_text("x")
+    train, val = (AdePairs(root, split) for root, split in ((ade, "train"), (ade.parent, "val")))
+    assert (len(train), len(val)) == (3, 2) and train.classes == tuple(f"class {i}" for i in range(1, 151))
+    assert train.paths(2) == (ade / IMAGE, ade / LABEL) and train.name(2) == "ADE_00000002.jpg"
+    for found, path in zip(train.read(2), train.paths(2), strict=True):
+        with Image.open(path) as theirs:
+            assert np.array_equal(found, np.asarray(theirs)) and found.dtype == np.uint8
+    for path in train.paths(0):  # they may be grey, small and of any size
+        Image.new("L", (14, 700), 3).save(path)
+    image, labels = train.read(0)
+    assert image.shape == (700, 14, 3) and labels.shape == (700, 14) and (labels == 3).all()
+
+
+def test_a_label_map_for_fewer_classes(ade):
+    (ade / NAMES).unlink()
+    (ade / "objectInfo13.txt").write_text("\n".join(["Idx", *(f"{i}\tthing" for i in range(1, 14))]))
+    label_map(ade / LABEL, [13])
+    AdePairs(ade, "train").read(2)
+    label_map(ade / LABEL, [14])
+    with pytest.raises(UserError, match="holds label 14, at most 13 expected"):
+        AdePairs(ade, "train").read(2)
 
 
 FULL_RELEASES = [

@@ -36,7 +36,7 @@ import repro
 import stages
 from repro.core.config import active_profile, load_section, load_yaml, section_keys
 from repro.core.errors import RunError, UserError
-from repro.core.hashing import FIRST_PARTY, hash_code, hash_file
+from repro.core.hashing import hash_code, hash_file
 from repro.core.paths import Paths
 from repro.core.record import make_identity, write_record
 from repro.core.runtime import choose_device, device_label, device_slug
@@ -44,93 +44,69 @@ from repro.models.checkpoints import open_weights
 from repro.models.weights import read_official
 from repro.training.checkpoint import Checkpointer
 from repro.training.guard import load_dump
-from tests.faults.lab import PARAMS
+from tests.faults.lab import PARAMS, flip, make_base
 
 MODULES = ["repro.cli", "repro.runs.cells"]
 # what a run does to the file system, and what a kill may come before
 CHANGES = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "snapshot_epochs": [1]}
 _WEIGHTS = "results/pretrain/nano/weights.safetensors"
-_DENSE = {
-    "model": NANO["model"],
-    "options": {"depth": 4},  # the adapter wants four
-    "init": {"weights": _WEIGHTS},
-    "data": "scenes",
-    "epochs": 2,
-    "steps_per_epoch": 2,
-    "batch_size": 2,
-    "drop_path": 0.0,
-    "precision": "fp32",
-    "optim": {
-        "lr": 1e-3,
-        "warmup_lr": 1e-4,
-        "lr_batch_size": 2,
-        "schedule": "poly",
-        "warmup_steps": 1,
-        "layer_decay": 0.85,
-    },
-}
-_RCNN = {
-    "fpn_channels": 8,
-    "box_channels": 16,
-    "mask_channels": 8,
-    "mask_layers": 1,
-    "train_proposals": 20,
-    "test_proposals": 20,
-}
+_DENSE = yaml.safe_load(f"""
+model: {NANO["model"]}
+options: {{depth: 4}}  # the adapter wants four
+init: {{weights: {_WEIGHTS}}}
+data: scenes
+epochs: 2
+steps_per_epoch: 2
+batch_size: 2
+drop_path: 0.0
+precision: fp32
+optim: {{lr: 0.001, warmup_lr: 0.0001, lr_batch_size: 2, schedule: poly, warmup_steps: 1, layer_decay: 0.85}}
+""")
 _T5 = {"model": "t5_nano_patch4_32", "options": {"depth": 1}, "batch_size": 32, "steps_per_epoch": 3, "drop_path": 0.0}
+_OF_STAGES = yaml.safe_load(f"""
+diverging:
+  max_bad_steps: 2
+  optim: {{lr: 1.0e+30, lr_batch_size: 32, warmup_epochs: 0, clip_grad_norm: null}}
+detect:
+  mask_rcnn:
+    {{fpn_channels: 8, box_channels: 16, mask_channels: 8, mask_layers: 1, train_proposals: 20, test_proposals: 20, roi_samples: 8}}
+  transform: {{min_size: [64], max_size: 64, hflip: 0.0}}
+segment:
+  upernet: {{channels: 8, aux_channels: 8, pool_scales: [1, 2]}}
+  transform: {{scale: [64, 64], ratio: [1.0, 1.0], crop_size: 64, stride: 64, hflip: 0.0}}
+generate:
+  model: dit3_nano_patch4
+  options: {{depth: 1, embed_dim: 24}}
+  data: digits
+  seeds: [0]
+  epochs: 2
+  steps_per_epoch: 3
+  batch_size: 16
+  ema_decay: 0.9
+  optim: {{lr: 0.003, lr_batch_size: 16, weight_decay: 0.0, warmup_epochs: 0}}
+  transform: {{image_size: 16, channels: 1, hflip: 0.0}}
+  sampling: {{sampler: ddim, steps: 2, guidance: 2.0}}
+  judge: {{weights: {_WEIGHTS}, samples: 10}}
+""")
 CELLS: dict[str, Any] = {
     "pretrain": {
         "nano": NANO | {"options": {"depth": 4}},
         "killed": NANO,
-        "diverging": NANO
-        | {"max_bad_steps": 2, "optim": {"lr": 1e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}},
+        "diverging": NANO | _OF_STAGES["diverging"],
         "teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"},
     },
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
     "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/pretrain/teacher/weights.safetensors"}}},
-    "detect": {
-        "killed": _DENSE
-        | {"mask_rcnn": _RCNN | {"roi_samples": 8}, "transform": {"min_size": [64], "max_size": 64, "hflip": 0.0}}
-    },
-    "segment": {
-        "killed": _DENSE
-        | {
-            "upernet": {"channels": 8, "aux_channels": 8, "pool_scales": [1, 2]},
-            "transform": {"scale": [64, 64], "ratio": [1.0, 1.0], "crop_size": 64, "stride": 64, "hflip": 0.0},
-        }
-    },
-    "generate": {
-        "killed": {
-            "model": "dit3_nano_patch4",
-            "options": {"depth": 1, "embed_dim": 24},
-            "data": "digits",
-            "seeds": [0],
-            "epochs": 2,
-            "steps_per_epoch": 3,
-            "batch_size": 16,
-            "ema_decay": 0.9,
-            "optim": {"lr": 0.003, "lr_batch_size": 16, "weight_decay": 0.0, "warmup_epochs": 0},
-            "transform": {"image_size": 16, "channels": 1, "hflip": 0.0},
-            "sampling": {"sampler": "ddim", "steps": 2, "guidance": 2.0},
-            "judge": {"weights": _WEIGHTS, "samples": 10},
-        }
-    },
+    "detect": {"killed": _DENSE | _OF_STAGES["detect"]},
+    "segment": {"killed": _DENSE | _OF_STAGES["segment"]},
+    "generate": {"killed": _OF_STAGES["generate"]},
 }
-SCENES = {
-    "kind": "scenes",
-    "expected": {"classes": 13, "train": 6, "tune": 2, "test": 2},
-    "draw": {
-        "image_size": 128,
-        "train": 6,
-        "tune": 2,
-        "test": 2,
-        "seed": 0,
-        "tune_fraction": 0.2,
-        "test_fraction": 0.2,
-        "split_seed": 0,
-    },
-}
+SCENES = yaml.safe_load("""
+kind: scenes
+expected: {classes: 13, train: 6, tune: 2, test: 2}
+draw: {image_size: 128, train: 6, tune: 2, test: 2, seed: 0, tune_fraction: 0.2, test_fraction: 0.2, split_seed: 0}
+""")
 KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS} | {"report": ("report",)}
 
 # a kind of file -> where one is, and what opens it
@@ -162,21 +138,10 @@ class Campaign:
     def __init__(self, root: Path, folder: Path):
         self.root, self.folder = root, folder
         self.rows = root / ".runs" / "faults" / "rows.jsonl"
-        self.base = folder / "base"
-        self.base.mkdir()
-        for package in FIRST_PARTY:  # a copy: nobody's edit comes between two runs
-            shutil.copytree(root / package, folder / "code" / package)
-            (self.base / package).symlink_to(folder / "code" / package)
-        (self.base / "dvc.yaml").write_text("stages: {}\n")
-        (folder / "data").mkdir()
-        (self.base / "data").symlink_to(folder / "data")
-        params = (
-            PARAMS
-            | {"runtime": PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}}
-            | CELLS
-        )
-        params |= {"prepare_data": PARAMS["prepare_data"] | {"scenes": SCENES}, "report": {}}
-        (self.base / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
+        runtime = PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}
+        data = PARAMS["prepare_data"] | {"scenes": SCENES}
+        params = PARAMS | CELLS | {"runtime": runtime, "prepare_data": data, "report": {}}
+        self.base = make_base(folder, root, params)
         for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("pretrain", "--cell", "teacher")):
             self.require(self.base, command)
         self.files = self.make_files()
@@ -254,11 +219,13 @@ class Campaign:
         wrong.
         """
         path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
-        content, chosen = bytearray(path.read_bytes()), random.Random(f"{Settings.seed} {kind} {number}")
-        content[chosen.randrange(len(content))] ^= chosen.randrange(1, 256)
-        damaged = self.folder / f"{kind}_{number}" / path.name
+        chosen, damaged = (
+            random.Random(f"{Settings.seed} {kind} {number}"),
+            self.folder / f"{kind}_{number}" / path.name,
+        )
         damaged.parent.mkdir()
-        damaged.write_bytes(content)
+        shutil.copy(path, damaged)
+        flip(damaged, chosen.randrange(damaged.stat().st_size), chosen.randrange(1, 256))
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 found = open_file(damaged)
@@ -407,38 +374,9 @@ def _list_results(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in found}
 
 
-ODD = (
-    *(
-        "null",
-        "[]",
-        "{}",
-        "-1",
-        "0",
-        "1e999",
-        ".nan",
-        "-.inf",
-        "yes",
-        "~",
-        "''",
-        "2001-99-99",
-        "!!int q",
-        "!!float q",
-        "!!timestamp q",
-    ),
-    *(
-        "!!python/object/apply:os.system [ls]",
-        "&a [*a]",
-        "<<: 3",
-        "9" * 5000,
-        "[" * 3000,
-        "x" * 10_000,
-        "0x_",
-        "1:2:3",
-        "\x00",
-        "%",
-        "\t",
-    ),
-)
+# split at |
+ODD = "null|[]|{}|-1|0|1e999|.nan|-.inf|yes|~|''|2001-99-99|!!int q|!!float q|!!timestamp q|&a [*a]|<<: 3|0x_|1:2:3|\x00|%|\t"
+ODD = (*ODD.split("|"), "!!python/object/apply:os.system [ls]", "9" * 5000, "[" * 3000, "x" * 10_000)
 
 
 def alter(text: str, chosen: random.Random) -> bytes:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors.torch import load_file
 
 from repro.core.hashing import FIRST_PARTY
@@ -23,43 +24,38 @@ from repro.core.record import read_record
 
 ROOT = Path(__file__).parents[2]
 
-SAVE_EVERY, EPOCHS, CELL = 3, 2, "nano"
+SAVE_EVERY, CELL = 3, "nano"
 # for one command; far above what any takes on a busy machine, so that one that hangs fails and does not stop the lab
 LIMIT_S = 1800
 
-PARAMS: dict[str, Any] = {
-    "runtime": {
-        "device": "cpu",
-        "workers": 0,
-        "threads": 1,
-        "save_every_steps": SAVE_EVERY,
-        "log_every_steps": 1,
-        "data_roots": {"digits": "data/digits"},
-    },
-    "prepare_data": {
-        "digits": {
-            "kind": "digits",
-            "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
-            "generate": {"image_size": 32, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0},
-        }
-    },
-    "pretrain": {
-        CELL: {
-            "model": "vittt_nano_patch16_144",
-            "options": {"depth": 1},
-            "data": "digits",
-            "seeds": [0],
-            "epochs": EPOCHS,
-            "batch_size": 128,
-            "drop_path": 0.1,
-            "snapshot_epochs": [0, 1, EPOCHS],
-            "max_bad_steps": 2,
-            "optim": {"lr": 0.003, "lr_batch_size": 128, "warmup_epochs": 0},
-            "mix": {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1},
-            "transform": {"image_size": 32, "hflip": 0.0, "crop_pct": 1.0, "re_prob": 0.25},
-        }
-    },
-}
+PARAMS: dict[str, Any] = yaml.safe_load(f"""
+runtime:
+  device: cpu
+  workers: 0
+  threads: 1
+  save_every_steps: {SAVE_EVERY}
+  log_every_steps: 1
+  data_roots: {{digits: data/digits}}
+prepare_data:
+  digits:
+    kind: digits
+    expected: {{classes: 10, train: 1079, tune: 359, test: 359}}
+    generate: {{image_size: 32, tune_fraction: 0.2, test_fraction: 0.2, seed: 0}}
+pretrain:
+  {CELL}:
+    model: vittt_nano_patch16_144
+    options: {{depth: 1}}
+    data: digits
+    seeds: [0]
+    epochs: 2
+    batch_size: 128
+    drop_path: 0.1
+    snapshot_epochs: [0, 1, 2]
+    max_bad_steps: 2
+    optim: {{lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}}
+    mix: {{mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}}
+    transform: {{image_size: 32, hflip: 0.0, crop_pct: 1.0, re_prob: 0.25}}
+""")
 TRAIN = ("pretrain", "--cell", CELL)
 # a write beyond the limit fails like a write to a full disk, only with another errno
 SMALL_FILES = (
@@ -179,12 +175,28 @@ class Checkout:
                 )
 
 
+def make_base(folder: Path, code: Path, params: dict[str, Any]) -> Path:
+    """A checkout, folder/base, with these params, a copy of the code, so that nobody's edit comes between two runs, and a
+    folder for data; its copies share both.
+    """
+    base = folder / "base"
+    base.mkdir()
+    for package in FIRST_PARTY:
+        shutil.copytree(code / package, folder / "code" / package)
+        (base / package).symlink_to(folder / "code" / package)
+    (base / "dvc.yaml").write_text("stages: {}\n")
+    (base / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
+    (folder / "data").mkdir()
+    (base / "data").symlink_to(folder / "data")
+    return base
+
+
 class Lab:
     """Checkouts with the same copied code and the same data, and the runs that nothing interrupts.
 
     Args:
         folder: holds the checkouts.
-        code: where the code is copied from, so that nobody's edit comes between two runs.
+        code: where the code is copied from.
 
     whole, seconds: the checkouts and the training times of uninterrupted runs, by number of processes.
     """
@@ -193,15 +205,7 @@ class Lab:
         self.folder = folder
         self.whole: dict[int, Checkout] = {}
         self.seconds: dict[int, float] = {}
-        prepared = Checkout(folder / "prepared")
-        prepared.root.mkdir()
-        for package in FIRST_PARTY:
-            shutil.copytree(code / package, folder / "code" / package)
-            (prepared.root / package).symlink_to(folder / "code" / package)
-        (prepared.root / "dvc.yaml").write_text("stages: {}\n")
-        prepared.edit()
-        (folder / "data").mkdir()
-        (prepared.root / "data").symlink_to(folder / "data")
+        prepared = Checkout(make_base(folder, code, PARAMS))
         prepared.wait(prepared.start("prepare-data")).require(0)
 
     def make_checkout(self, like: Checkout | None = None) -> Checkout:
@@ -209,7 +213,7 @@ class Lab:
         states.
         """
         root = Path(tempfile.mkdtemp(prefix="checkout_", dir=self.folder))
-        shutil.copytree(like.root if like else self.folder / "prepared", root, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(like.root if like else self.folder / "base", root, symlinks=True, dirs_exist_ok=True)
         return Checkout(root)
 
     def train_twice(self) -> None:

@@ -6,9 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.optim._param_groups import param_groups_layer_decay
-from torch import nn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 
@@ -24,24 +22,9 @@ from repro.tasks.detection.mask_rcnn import (
     paste_masks,
 )
 from repro.tasks.detection.params import MaskRcnnParams
+from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, Pyramid, list_unreached
 
 SMALL = MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_layers=1, rpn_samples=32, roi_samples=32)
-
-
-class Maps(nn.Module):
-    """Images -> four maps of strides 4 to 32."""
-
-    def __init__(self, embed_dim=8):
-        super().__init__()
-        self.channels = (embed_dim,) * 4
-        self.stem = nn.Conv2d(3, embed_dim, 4, stride=4)
-        self.down = nn.ModuleList([nn.Conv2d(embed_dim, embed_dim, 2, stride=2) for _ in range(3)])
-
-    def forward(self, images):
-        maps = [self.stem(images)]
-        for layer in self.down:
-            maps.append(layer(F.relu(maps[-1])))
-        return maps
 
 
 def sample(height, width, objects, seed=0):
@@ -65,7 +48,7 @@ def samples():
 def test_parameters_are_those_of_the_published_models(embed_dim, fpn):
     """ViT-Adapter + these = the published 28, 48 and 120 M."""
     with torch.device("meta"):
-        model = MaskRcnn(Maps(embed_dim), 80, MaskRcnnParams())
+        model = MaskRcnn(Pyramid(embed_dim), 80, MaskRcnnParams())
     heads = model.roi_heads
     parts = ([model.fpn], [model.rpn], [heads.box_head, heads.box_predictor], [heads.mask_head, heads.mask_predictor])
     counts = [sum(p.numel() for part in group for p in part.parameters()) for group in parts]
@@ -80,7 +63,7 @@ def test_one_box_for_all_classes_is_the_same_box_for_each():
     models = []
     for agnostic in (False, True):
         torch.manual_seed(0)
-        models.append(MaskRcnn(Maps(), 3, dataclasses.replace(SMALL, min_score=0.0, class_agnostic_boxes=agnostic)))
+        models.append(MaskRcnn(Pyramid(), 3, dataclasses.replace(SMALL, min_score=0.0, class_agnostic_boxes=agnostic)))
     of_each, of_all = models
     own, state = of_all.state_dict(), of_each.state_dict()
     torch.manual_seed(1)
@@ -105,7 +88,7 @@ def test_one_box_for_all_classes_is_the_same_box_for_each():
 
 def test_initialisation():
     torch.manual_seed(0)
-    model = MaskRcnn(Maps(192), 80, MaskRcnnParams())
+    model = MaskRcnn(Pyramid(192), 80, MaskRcnnParams())
     heads = model.roi_heads
     normal = [
         (heads.box_predictor.cls_score, 0.01),
@@ -263,52 +246,43 @@ def test_pasted_masks_are_sampled_at_pixel_centres():
     np.testing.assert_array_equal(paste_masks(masks, boxes, (12, 15)).numpy(), expected)
 
 
-def heads_case():
+@pytest.mark.parametrize("training", [False, True])
+def test_detections_and_the_classification_loss_are_those_of_torchvision(training):
+    """Its forward pass over the same parts."""
     torch.manual_seed(0)
-    model = MaskRcnn(Maps(), 3, SMALL)
+    model = MaskRcnn(Pyramid(), 3, SMALL)
     images, targets = samples()
     with torch.no_grad():
         batch, features = model._features(images)
     first, second = [(4.0, 4.0, 42.0, 33.0), (28.0, 28.0, 80.0, 62.0), (0.0, 0.0, 20.0, 20.0)], [(1.0, 2.0, 30.0, 31.0)]
-    proposals = [torch.tensor(first), torch.tensor(second)]
-    return model.roi_heads, features, proposals, batch.image_sizes, targets
-
-
-def test_detections_are_those_of_torchvision():
-    """Its forward pass over the same parts, in eval mode."""
-    heads, features, proposals, sizes, _ = heads_case()
-    heads.eval()
+    heads = model.roi_heads.train(training)
     heads.score_thresh = 0.0
-    with torch.no_grad():
-        ours, theirs = heads(features, proposals, sizes)[0], RoIHeads.forward(heads, features, proposals, sizes)[0]
+    found = []
+    for forward in (type(heads).forward, RoIHeads.forward):
+        torch.manual_seed(1)
+        proposals = [torch.tensor(first), torch.tensor(second)]
+        with torch.no_grad():
+            found.append(forward(heads, features, proposals, batch.image_sizes, targets if training else None))
+    (ours, losses), (theirs, their_losses) = found
+    if training:
+        assert losses["loss_cls"].item() == pytest.approx(their_losses["loss_classifier"].item())
+        return
     assert len(ours[0]["boxes"]) and len(ours[1]["boxes"])
     for own, their in zip(ours, theirs, strict=True):
         assert torch.equal(own["masks"], their.pop("masks")[:, 0])
         assert all(torch.equal(own[name], value) for name, value in their.items())
 
 
-def test_classification_loss_is_that_of_torchvision():
-    heads, features, proposals, sizes, targets = heads_case()
-    seen = []
-    for forward in (type(heads).forward, RoIHeads.forward):
-        torch.manual_seed(1)
-        seen.append(forward(heads, features, [*proposals], sizes, targets)[1])
-    assert seen[0]["loss_cls"].item() == pytest.approx(seen[1]["loss_classifier"].item())
-
-
 def test_images_are_normalised_and_padded():
-    model = MaskRcnn(Maps(), 3, SMALL)
+    model = MaskRcnn(Pyramid(), 3, SMALL)
     images, _ = samples()
     batch, maps = model._features(images)
     assert batch.tensors.shape == (2, 3, 96, 96) and batch.image_sizes == [(70, 90), (33, 64)]
     assert float(batch.tensors[1, 2, 32, 63]) == pytest.approx(
         (float(images[1][2, 32, 63]) / 255 - 0.406) / 0.225, abs=1e-5
     )
-    assert (
-        not batch.tensors[0, :, 70:].any()
-        and not batch.tensors[0, :, :, 90:].any()
-        and not batch.tensors[1, :, 33:].any()
-    )
+    for padding in (batch.tensors[0, :, 70:], batch.tensors[0, :, :, 90:], batch.tensors[1, :, 33:]):
+        assert not padding.any()
     assert [tuple(level.shape[-2:]) for level in maps.values()] == [(24, 24), (12, 12), (6, 6), (3, 3), (2, 2)]
     *_, p5, p6 = maps.values()
     assert torch.equal(p6, p5[:, :, ::2, ::2])
@@ -316,24 +290,22 @@ def test_images_are_normalised_and_padded():
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_gradients_reach_every_parameter(dtype):
-    torch.manual_seed(0)
-    model = MaskRcnn(Maps(), 3, SMALL)
+    torch.manual_seed(1)
+    model = MaskRcnn(Pyramid(), 3, SMALL)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         losses = model(*samples())
-        assert {level.dtype for output in model.rpn.head([torch.rand(1, 8, 4, 4)]) for level in output} == {
-            torch.float32
-        }
+        outputs = model.rpn.head([torch.rand(1, 8, 4, 4)])
+    assert {level.dtype for output in outputs for level in output} == {torch.float32}
     assert set(losses) == {"loss_rpn_cls", "loss_rpn_box", "loss_cls", "loss_box", "loss_mask"}
     assert all(loss.dtype == torch.float32 and loss > 0 for loss in losses.values())
     sum(losses.values()).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+    assert list_unreached(model) == []
 
 
 def test_a_batch_without_objects_trains():
     """Nothing is positive: boxes and masks add no loss, and all parameters still get a gradient."""
     torch.manual_seed(0)
-    model = MaskRcnn(Maps(), 3, SMALL)
+    model = MaskRcnn(Pyramid(), 3, SMALL)
     losses = model(*zip(sample(33, 64, [])))
     assert losses["loss_rpn_box"] == losses["loss_box"] == losses["loss_mask"] == 0 and losses["loss_cls"] > 0
     sum(losses.values()).backward()
@@ -341,19 +313,15 @@ def test_a_batch_without_objects_trains():
 
 
 def test_nothing_found_is_no_error():
-    model = MaskRcnn(Maps(), 3, dataclasses.replace(SMALL, min_score=1.0)).eval()
+    model = MaskRcnn(Pyramid(), 3, dataclasses.replace(SMALL, min_score=1.0)).eval()
     (found,) = model.detect([sample(33, 64, [])[0]], [(50, 60)])
-    assert {name: tuple(value.shape) for name, value in found.items()} == {
-        "boxes": (0, 4),
-        "scores": (0,),
-        "labels": (0,),
-        "masks": (0, 50, 60),
-    }
+    shapes = {"boxes": (0, 4), "scores": (0,), "labels": (0,), "masks": (0, 50, 60)}
+    assert {name: tuple(value.shape) for name, value in found.items()} == shapes
 
 
 def test_detections_are_in_pixels_of_the_picture():
     torch.manual_seed(0)
-    model = MaskRcnn(Maps(), 3, SMALL).eval()
+    model = MaskRcnn(Pyramid(), 3, SMALL).eval()
     images, _ = samples()
     own = model.detect(images, [(70, 90), (33, 64)])
     larger = model.detect(images, [(140, 270), (33, 64)])
@@ -365,39 +333,14 @@ def test_detections_are_in_pixels_of_the_picture():
     assert height.max() <= 70 and width.max() <= 90  # and not the padded 96
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "channels"),
-    [
-        (
-            "swin_tiny_patch4_window7_224",
-            {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)},
-            (8, 16, 32, 64),
-        ),
-        ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
-        ("hvit3_nano_144", {}, (16, 32, 64, 96)),
-        ("vmamba_nano_144", {}, (16, 32, 64, 128)),
-        ("mambavision_nano_144", {}, (16, 32, 64, 128)),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "channels"), HIERARCHICAL)
 def test_a_hierarchical_backbone_is_trained_and_detects(name, options, channels):
     torch.manual_seed(1)
     model = MaskRcnn(build_pyramid(name, options=options, drop_path_rate=0.1), 3, SMALL)
     assert [block[0].in_channels for block in model.fpn.inner_blocks] == list(channels)
-    losses = model(*samples())
-    sum(losses.values()).backward()
-    reached = {
-        name for name, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all() and p.grad.any()
-    }
-    # biases before batch norms, whose statistics take their gradient away; the last level, of which not every draw
-    # samples an anchor
-    exempt = (
-        "downsample.conv.2.conv.bias",
-        "blocks.0.conv1.bias",
-        "blocks.0.conv2.bias",
-        "layer_blocks.3.0.weight",
-        "layer_blocks.3.0.bias",
-    )
-    assert [name for name, _ in model.named_parameters() if name not in reached and not name.endswith(exempt)] == []
+    sum(model(*samples()).values()).backward()
+    # the last level is exempt, since not every draw samples an anchor of it
+    assert list_unreached(model, *BEFORE_NORMS, "layer_blocks.3.0.weight", "layer_blocks.3.0.bias") == []
     scales = {group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5)}
     assert max(scales) == 1 and len(scales) > 4
     with torch.no_grad():

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pycocotools import mask as rle
 
 from repro.core.errors import UserError
 from repro.tasks.detection.draw import draw
@@ -19,35 +18,23 @@ from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
+from tests.data_sets.made import annotation, block, compressed, image
+from tests.tasks.backbones import Pyramid
+from tests.tasks.test_detection_model import sample
 
 ROOT = Path(__file__).parents[2]
 IDS = (7, 3)  # the file's ids of label 1 and 2
 
 
-def write(path, objects, sizes=((100, 100), (100, 100))):
-    """An annotation file; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes. Image ids
-    count from 1.
+def write(path, objects, size=100):
+    """An annotation file of two images; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes.
+    Image ids count from 1.
     """
-    images = [{"id": number, "height": height, "width": width} for number, (height, width) in enumerate(sizes, 1)]
     annotations = []
     for number, (image_id, category, x, y, w, h, crowd) in enumerate(objects, 1):
-        shape = {"segmentation": [[x, y, x + w, y, x + w, y + h, x, y + h]]}
-        if crowd:
-            mask = np.zeros(sizes[image_id - 1], dtype=np.uint8, order="F")
-            mask[y : y + h, x : x + w] = 1
-            encoded = rle.encode(mask)
-            shape = {"segmentation": {"size": encoded["size"], "counts": encoded["counts"].decode()}}
-        annotations.append(
-            {
-                "id": number,
-                "image_id": image_id,
-                "category_id": category,
-                "bbox": [x, y, w, h],
-                "area": w * h,
-                "iscrowd": crowd,
-                **shape,
-            }
-        )
+        mask = compressed(block(x, y, x + w, y + h, size, size)) if crowd else None
+        annotations.append(annotation(number, image_id, category, [x, y, w, h], mask, iscrowd=crowd))
+    images = [image(number, size, size) for number in (1, 2)]
     categories = [{"id": number, "name": f"kind {number}"} for number in sorted(IDS)]
     path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
     return path
@@ -84,34 +71,37 @@ def test_perfect_detections(tmp_path):
     assert first["boxes"][1].tolist() == [40, 40, 90, 90]  # what was given is as it was
 
 
-def test_shifted_detections_by_hand(tmp_path):
-    """One of two is shifted by 4 of 20 pixels: IoU 320 / 480, right up to 0.65, and then half the recall: 51 of 101
-    points.
-    """
-    file = write(tmp_path / "truth.json", [TRUTH[0], TRUTH[2]])
-    results = to_results(1, detections((1, 0.9, 10, 10, 20, 20)), IDS) + to_results(
-        2, detections((1, 0.8, 14, 10, 20, 20)), IDS
-    )
-    metrics = coco_metrics(file, results)
-    for key in both("ap"):
-        assert metrics[key] == pytest.approx(100 * (4 * 1 + 6 * 51 / 101) / 10)
-    assert [metrics[key] for key in both("ap50") + both("ap75")] == pytest.approx([100, 100, 5100 / 101, 5100 / 101])
+# objects, detections in each image, and the metrics of boxes and of masks
+BY_HAND = {
+    # IoU 320 / 480, right up to 0.65, and then half the recall: 51 of 101 points
+    "one of two is shifted by 4 of 20 pixels": (
+        [TRUTH[0], TRUTH[2]],
+        [[(1, 0.9, 10, 10, 20, 20)], [(1, 0.8, 14, 10, 20, 20)]],
+        {"ap": [100 * (4 * 1 + 6 * 51 / 101) / 10] * 2, "ap50": [100, 100], "ap75": [5100 / 101, 5100 / 101]},
+    ),
+    # the object is missed, and the other class gets a false detection before its right one: precision 1/2
+    "a wrong class counts in both": (
+        TRUTH[:2],
+        [[(2, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)]],
+        {"ap50": [25, 25]},
+    ),
+    "a false detection": (TRUTH[:1], [[(1, 0.9, 60, 60, 30, 30), (1, 0.8, 10, 10, 20, 20)]], {"ap": [50, 50]}),
+    "in a crowd it is neither found nor missed": (
+        [TRUTH[0], (1, 7, 50, 50, 50, 50, 1)],
+        [[(1, 0.9, 60, 60, 30, 30), (1, 0.8, 10, 10, 20, 20)]],
+        {"ap": [100, 100]},
+    ),
+}
 
 
-def test_a_wrong_class_counts_in_both(tmp_path):
-    """The object is missed, and the other class gets a false detection before its right one: precision 1/2."""
-    file = write(tmp_path / "truth.json", TRUTH[:2])
-    metrics = coco_metrics(file, to_results(1, detections((2, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)), IDS))
-    assert [metrics[key] for key in both("ap50")] == pytest.approx([25, 25])
-
-
-def test_crowds_are_neither_found_nor_missed(tmp_path):
-    found = to_results(1, detections((1, 0.9, 60, 60, 30, 30), (1, 0.8, 10, 10, 20, 20)), IDS)
-    crowd = (1, 7, 50, 50, 50, 50, 1)
-    with_crowd = coco_metrics(write(tmp_path / "crowd.json", [TRUTH[0], crowd]), found)
-    without = coco_metrics(write(tmp_path / "truth.json", [TRUTH[0]]), found)
-    for key in both("ap"):
-        assert with_crowd[key] == pytest.approx(100) and without[key] == pytest.approx(50)
+@pytest.mark.parametrize(("objects", "found", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_metrics_by_hand(tmp_path, objects, found, expected):
+    results = [
+        row for number, of_image in enumerate(found, 1) for row in to_results(number, detections(*of_image), IDS)
+    ]
+    metrics = coco_metrics(write(tmp_path / "truth.json", objects), results)
+    for name, numbers in expected.items():
+        assert [metrics[key] for key in both(name)] == pytest.approx(numbers), name
 
 
 def test_confusion_by_hand(tmp_path):
@@ -149,16 +139,8 @@ def test_no_detections_are_zero_and_what_has_no_objects_is_unknown(tmp_path, cap
     metrics = coco_metrics(write(tmp_path / "truth.json", TRUTH), [])
     assert metrics == {key: 0.0 for name in ("ap", "ap50", "ap75", "ap_small", "ap_medium") for key in both(name)}
     assert capfd.readouterr().out == ""
-
-
-def test_an_image_without_detections_has_no_results():
-    nothing = {
-        "boxes": torch.zeros(0, 4),
-        "labels": torch.zeros(0).long(),
-        "scores": torch.zeros(0),
-        "masks": torch.zeros(0, 5, 6).bool(),
-    }
-    assert to_results(1, nothing, IDS) == []
+    empty = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0)}
+    assert to_results(1, {**empty, "masks": torch.zeros(0, 5, 6).bool()}, IDS) == []
 
 
 @pytest.mark.parametrize("image_id, ids, said", [(9, IDS, "image_id 9"), (1, (99, 3), "category_id 99")])
@@ -191,8 +173,6 @@ class Batches:
     """One batch of the two pictures of 64 x 64, on a rank its own one; annotated at twice their size in a file."""
 
     def __init__(self, file, ranks=None):
-        from .test_detection_model import sample
-
         self.dataset = SimpleNamespace(instances=SimpleNamespace(file=file, category_ids=IDS))
         batch = []
         for image_id, objects in PICTURES[slice(ranks.rank, None, ranks.world_size) if ranks else slice(None)]:
@@ -221,14 +201,12 @@ def annotated(path):
         (image_id, IDS[label - 1], 2 * x1, 2 * y1, 2 * (x2 - x1), 2 * (y2 - y1), 0)
         for image_id, label, x1, y1, x2, y2 in found
     ]
-    return write(path, doubled, sizes=((128, 128), (128, 128)))
+    return write(path, doubled, size=128)
 
 
 def make_task(file, ranks=None):
-    from .test_detection_model import Maps
-
     torch.manual_seed(0)
-    model, batches = MaskRcnn(Maps(16), 2, TINY), Batches(file, ranks)
+    model, batches = MaskRcnn(Pyramid(16), 2, TINY), Batches(file, ranks)
     more = {"ranks": ranks} if ranks else {}
     return Detection(model, batches, {"val": batches}, batch_size=2, device=torch.device("cpu"), **more)
 
@@ -262,54 +240,45 @@ def test_two_pictures_are_learnt(learnt):
     assert metrics["ap50_box_percent"] > 90 and metrics["ap50_mask_percent"] > 90
 
 
-def test_predictions_have_the_pictures_size(learnt):
-    task, _ = learnt
-    (found,) = task.model.detect([task.train.batch[0][0]], [(32, 48)])
-    assert found["masks"].shape[1:] == (32, 48)
+@pytest.fixture
+def shown():
+    """Boxes, labels, scores and masks of two objects that lie side by side."""
+    boxes = torch.tensor([[8.0, 34.0, 30.0, 60.0], [36.0, 36.0, 60.0, 60.0]])
+    masks = torch.zeros(2, 64, 64, dtype=torch.bool)
+    masks[0, 34:60, 8:30] = masks[1, 36:60, 36:60] = True
+    return {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.9, 0.4]), "masks": masks}
 
 
-def test_a_drawing_shows_detections(tmp_path):
+def test_a_drawing_shows_detections(shown):
     """Masks above the score colour their pixels and no others; the picture is enlarged; nothing is drawn below the
     score.
     """
-    image = torch.randint(0, 256, (1, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).expand(
-        3, -1, -1
-    )
-    masks = torch.zeros(2, 64, 64, dtype=torch.bool)
-    masks[0, 34:60, 8:30] = masks[1, 36:60, 36:60] = True
-    boxes = torch.tensor([[8.0, 34.0, 30.0, 60.0], [36.0, 36.0, 60.0, 60.0]])
-    found = {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.9, 0.4]), "masks": masks}
-    drawn = draw(image, found, ["square", "disc"], min_score=0.5)
-    drawn.save(tmp_path / "drawn.png")
+    grey = torch.randint(0, 256, (1, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    drawn = draw(grey.expand(3, -1, -1), shown, ["square", "disc"], min_score=0.5)
     assert drawn.size == (512, 512)
     coloured = np.ptp(np.asarray(drawn)[4::8, 4::8].astype(int), axis=2) > 40  # the picture itself is grey
     # the labels are written at the upper edges of the boxes
     assert coloured[36:60, 10:30].all() and not coloured[36:, 36:].any()
-    plain = np.asarray(draw(image, found, ["square", "disc"], min_score=1.01))
-    np.testing.assert_array_equal(plain[::8, ::8].transpose(2, 0, 1), image.numpy())
+    plain = np.asarray(draw(grey.expand(3, -1, -1), shown, ["square", "disc"], min_score=1.01))
+    np.testing.assert_array_equal(plain[::8, ::8, 0], grey[0].numpy())
 
 
-def test_of_masks_that_overlap_the_one_with_the_highest_score_is_on_top():
-    image, masks = torch.full((3, 64, 64), 90, dtype=torch.uint8), torch.zeros(2, 64, 64, dtype=torch.bool)
-    masks[0, 20:60, 20:60] = masks[1, 40:60, 10:60] = True
-    boxes = torch.tensor([[20.0, 20.0, 60.0, 60.0], [10.0, 40.0, 60.0, 60.0]])
-    found = {"boxes": boxes, "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.9, 0.8]), "masks": masks}
-    drawn = np.asarray(draw(image, found, ["square", "disc"], min_score=0.5))
+def test_of_masks_that_overlap_the_one_with_the_highest_score_is_on_top(shown):
+    shown["masks"][:] = False
+    shown["masks"][0, 20:60, 20:60] = shown["masks"][1, 40:60, 10:60] = True
+    drawn = np.asarray(draw(torch.full((3, 64, 64), 90, dtype=torch.uint8), shown, ["square", "disc"], min_score=0.3))
     above, both, below = drawn[8 * 30 + 4, 8 * 50 + 4], drawn[8 * 56 + 4, 8 * 50 + 4], drawn[8 * 56 + 4, 8 * 14 + 4]
     assert np.array_equal(above, both) and not np.array_equal(both, below) and np.ptp(below.astype(int)) > 40
 
 
-def test_the_truth_is_drawn_whole_and_without_scores():
-    image = torch.full((3, 64, 64), 90, dtype=torch.uint8)
-    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
-    masks[0, 34:60, 8:30] = masks[1, 36:60, 36:60] = 1
-    boxes = torch.tensor([[8.0, 34.0, 30.0, 60.0], [36.0, 36.0, 60.0, 60.0]])
-    target = {"boxes": boxes, "labels": torch.tensor([1, 2]), "masks": masks, "image_id": 3, "original_size": (64, 64)}
-    drawn = np.asarray(Detect().draw_truth(image, target, ["square", "disc"]))[4::8, 4::8].astype(int)
-    assert (np.ptp(drawn, axis=2) > 40)[masks.any(0).numpy().astype(bool)].mean() > 0.9
-    certain = draw(image, {**target, "masks": masks.bool(), "scores": torch.ones(2)}, ["square", "disc"], 0.5)
-    assert np.asarray(certain).shape == (512, 512, 3), "with scores the labels are longer"
-    assert not np.array_equal(np.asarray(certain)[4::8, 4::8], drawn)
+def test_the_truth_is_drawn_whole_and_without_scores(shown):
+    grey = torch.full((3, 64, 64), 90, dtype=torch.uint8)
+    target = {**shown, "masks": shown["masks"].byte(), "image_id": 3, "original_size": (64, 64)}
+    del target["scores"]
+    drawn = np.asarray(Detect().draw_truth(grey, target, ["square", "disc"]))[4::8, 4::8].astype(int)
+    assert (np.ptp(drawn, axis=2) > 40)[shown["masks"].any(0).numpy()].mean() > 0.9
+    certain = np.asarray(draw(grey, {**shown, "scores": torch.ones(2)}, ["square", "disc"], 0.5))
+    assert not np.array_equal(certain[4::8, 4::8], drawn), "with scores the labels are longer"
 
 
 def test_parts_of_a_batch_and_what_is_said_of_one(tmp_path):

@@ -22,10 +22,11 @@ from repro.tasks.segmentation.data import AdeSegmentation
 from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
 from repro.tasks.segmentation.task import Segmentation
 from repro.tasks.segmentation.upernet import build_upernet
-from tests.data_sets.test_coco import block, compressed, content, detection, runs, write
+from tests.data_sets.made import block, compressed, runs, write_ade20k, write_coco
+from tests.data_sets.test_coco import content, detection
 from tests.slow import first
-from tests.tasks.segmentation_lab import Pyramid, write_tree
-from tests.tasks.test_detection_model import SMALL, Maps
+from tests.tasks.backbones import Pyramid
+from tests.tasks.test_detection_model import SMALL
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 BOXES = DetectionTransformSettings(min_size=(40, 56), max_size=64, crop_min_size=(40, 60), crop_size=(8, 40))
@@ -60,9 +61,8 @@ def flip(content, rng):
 def test_flipped_bytes_of_pictures(tmp_path, cases):
     """Through the data sets of the three trainings, and their evaluations."""
     rng, pixels = random.Random(0), np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    (tmp_path / "coco").mkdir()
-    write(tmp_path / "coco", content())
-    write_tree(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
+    write_coco(tmp_path / "coco", content())
+    write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
     folder = TransformSettings(image_size=32, auto_augment="rand-m9-mstd0.5-inc1")
     for split in ("train", "val"):
         (tmp_path / "pets" / split / "cat").mkdir(parents=True)
@@ -93,9 +93,8 @@ def test_odd_sizes_of_pictures(tmp_path, size):
     found = content()
     found["images"] = [{"id": 12, "file_name": "odd.png", "height": size[0], "width": size[1]}]
     found["annotations"] = []
-    (tmp_path / "coco").mkdir()
-    write(tmp_path / "coco", found)
-    write_tree(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
+    write_coco(tmp_path / "coco", found)
+    write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
     pixels = np.zeros((*size, 3), dtype=np.uint8)
     pairs = [
         AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)
@@ -141,8 +140,8 @@ def spoil(found, rng):
 def test_odd_annotations(tmp_path, cases):
     """A training step and an evaluation's samples of each: at least some are learnt from, and at least some refused."""
     torch.manual_seed(0)
-    model = MaskRcnn(Maps(), 3, SMALL).train()
-    write(tmp_path, content())
+    model = MaskRcnn(Pyramid(), 3, SMALL).train()
+    write_coco(tmp_path, content())
     file = tmp_path / "annotations/instances_train2017.json"
 
     def step():
@@ -194,7 +193,7 @@ def test_odd_label_maps(tmp_path, flips):
     model = build_upernet(
         Pyramid(), UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2)), num_classes=5, window=32, stride=21
     )
-    root = write_tree(tmp_path, classes=5, pairs=2)
+    root = write_ade20k(tmp_path, classes=5, pairs=2)
 
     def step():
         train, whole = (AdeSegmentation(AdePairs(root, "train"), MAPS, training=training) for training in (True, False))

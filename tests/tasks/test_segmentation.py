@@ -23,7 +23,8 @@ from repro.tasks.segmentation.params import SegmentationTransformSettings, UperN
 from repro.tasks.segmentation.spec import Segment
 from repro.tasks.segmentation.task import Segmentation, label_map, measure
 from repro.tasks.segmentation.upernet import build_upernet
-from tests.tasks.segmentation_lab import Pyramid, write_tree
+from tests.data_sets.made import write_ade20k
+from tests.tasks.backbones import Pyramid
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -73,8 +74,8 @@ def test_areas_are_added_up_over_images_before_any_quotient():
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    root = write_tree(tmp_path_factory.mktemp("ade"), classes=5)
-    return write_tree(root, classes=5, split="validation", pairs=3)
+    root = write_ade20k(tmp_path_factory.mktemp("ade"), classes=5)
+    return write_ade20k(root, classes=5, split="validation", pairs=3)
 
 
 @pytest.fixture
@@ -187,8 +188,8 @@ def test_the_truth_leaves_unlabelled_pixels_as_they_are():
 @pytest.mark.slow
 def test_mmsegmentations_runner_trains_and_tests_with_the_example(tmp_path):
     """The documented configuration at a small size: one step, then the evaluation."""
-    data = write_tree(tmp_path / "ade", classes=150)
-    write_tree(tmp_path / "ade", classes=150, split="validation", pairs=2)
+    data = write_ade20k(tmp_path / "ade", classes=150)
+    write_ade20k(tmp_path / "ade", classes=150, split="validation", pairs=2)
     program = f"""
 from mmengine.config import Config
 from mmengine.runner import Runner

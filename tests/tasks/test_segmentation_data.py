@@ -5,15 +5,14 @@ import pytest
 import torch
 from PIL import Image
 
-from repro.core.errors import UserError
 from repro.data.ade20k import AdePairs
 from repro.data.classification import ToInput
-from repro.data.loader import EvalLoader, TrainLoader, own_randomness
+from repro.data.loader import TrainLoader, own_randomness
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation, resize
 from repro.tasks.segmentation.openmmlab import transforms
 from repro.tasks.segmentation.params import SegmentationTransformSettings
+from tests.data_sets.made import write_ade20k
 from tests.slow import first
-from tests.tasks.segmentation_lab import write_tree
 
 SMALL = {"scale": (128, 64), "crop_size": 64, "stride": 43}
 
@@ -26,8 +25,8 @@ def samples(root, training=True, seed=0, split="train", **settings):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    root = write_tree(tmp_path_factory.mktemp("ade"), classes=150)
-    return write_tree(root, classes=150, split="validation", pairs=3)
+    root = write_ade20k(tmp_path_factory.mktemp("ade"), classes=150)
+    return write_ade20k(root, classes=150, split="validation", pairs=3)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +156,7 @@ def test_colours_change_in_training_only_where_asked(tree, photometric):
 
 def test_a_crop_that_one_class_fills_is_drawn_again(tmp_path):
     """On the left a quarter has many classes, the rest has one: most crops of a third of the width see that one alone."""
-    write_tree(tmp_path, classes=20, pairs=1, size=(32, 192))
+    write_ade20k(tmp_path, classes=20, pairs=1, size=(32, 192))
     path = tmp_path / "annotations/training/ADE_00000000.png"
     labels = np.array(Image.open(path))
     labels[:, 48:] = 1
@@ -174,20 +173,6 @@ def test_a_crop_that_one_class_fills_is_drawn_again(tmp_path):
 
     # 121 of 161 places are crowded; all of 11 draws are so in one case of 23
     assert crowded(1.0) > 20 and crowded(0.75) < 10
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_pair_that_does_not_fit_ends_the_run_with_one_line(tmp_path, workers):
-    write_tree(tmp_path, classes=150, split="validation")
-    path = tmp_path / "annotations/validation/ADE_00000002.png"
-    Image.fromarray(np.array(Image.open(path))[:, :-1]).save(path)
-    loader = EvalLoader(samples(tmp_path, training=False, split="val"), batch_size=1, workers=workers)
-    try:
-        with pytest.raises(UserError) as error:
-            list(loader)
-    finally:
-        loader.close()
-    assert "63×40" in str(error.value) and path.name in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from repro.tasks.segmentation.openmmlab import mmengine, mmseg
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.task import label_map
 from repro.tasks.segmentation.upernet import build_upernet
-from tests.tasks.segmentation_lab import Pyramid
+from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, Pyramid, list_unreached
 
 NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
 
@@ -37,19 +37,16 @@ def sample(labels):
     ]
 
 
-@pytest.mark.parametrize(("dim", "head", "aux"), [(192, 27.61, 0.48), (384, 29.19, 0.92), (768, 32.33, 1.81)])
-def test_heads_have_the_published_parameters(dim, head, aux):
-    with torch.device("meta"):
-        model = build_upernet(Pyramid(dim), UperNetParams(), num_classes=150, window=512, stride=341)
-    found = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (model.decode_head, model.auxiliary_head)]
-    assert [round(number, 2) for number in found] == [head, aux]
-
-
-@pytest.mark.parametrize(("size", "total"), [("tiny", 36.1), ("small", 57.6), ("base", 133.6)])
-def test_upernet_on_vit_has_the_published_parameters(size, total):
+@pytest.mark.parametrize(
+    ("size", "head", "aux", "total"),
+    [("tiny", 27.61, 0.48, 36.1), ("small", 29.19, 0.92, 57.6), ("base", 32.33, 1.81, 133.6)],
+)
+def test_heads_and_upernet_on_vit_have_the_published_parameters(size, head, aux, total):
     with torch.device("meta"):
         adapter = build_pyramid(f"deit_{size}_patch16_224", features="each")
         model = build_upernet(adapter, UperNetParams(), num_classes=150, window=512, stride=341)
+    heads = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (model.decode_head, model.auxiliary_head)]
+    assert [round(number, 2) for number in heads] == [head, aux]
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == total
 
 
@@ -65,42 +62,27 @@ def test_classifiers_start_small_and_the_backbone_is_left_alone():
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
 
 
-def test_losses_are_means_over_all_pixels_and_the_auxiliary_one_weighs_less():
+@pytest.mark.parametrize(("weights", "aux_weight"), [(None, 0.4), ((1.0, 0.25, 0.5), 0.7)])
+def test_losses_are_means_over_all_pixels_or_weighted_ones_over_the_labelled(weights, aux_weight):
+    """The auxiliary loss weighs less, by default 0.4."""
     model = small().double()
+    if weights:
+        params = dataclasses.replace(NARROW, class_weights=weights, aux_weight=aux_weight)
+        model = build_upernet(Pyramid(), params, num_classes=3, window=32, stride=21).eval().double()
     images = torch.randn(2, 3, 32, 64, dtype=torch.float64)
     labels = torch.randint(0, 3, (2, 32, 64))
     labels[:, :10] = IGNORED
-    losses = model(images, sample(labels), mode="loss")
+    losses, maps = model(images, sample(labels), mode="loss"), model.backbone(images)
 
-    maps = model.backbone(images)
     assert torch.equal(model(images), model.decode_head(maps)) and model(images).shape == (2, 3, 8, 16)
-    for name, head, weight in (("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, 0.4)):
+    pixels = [(b, y, x, labels[b, y, x].item()) for b in range(2) for y in range(10, 32) for x in range(64)]
+    total = sum(weights[label] for *_, label in pixels) if weights else labels.numel()
+    for name, head, weight in (("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, aux_weight)):
         log_p = F.interpolate(head(maps), size=(32, 64), mode="bilinear", align_corners=False).log_softmax(1)
-        total = 0.0
-        for b in range(2):
-            for y in range(10, 32):
-                for x in range(64):
-                    total -= log_p[b, labels[b, y, x], y, x].item()
-        assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * total / labels.numel(), rel=1e-9)
+        loss = -sum((weights[label] if weights else 1) * log_p[b, label, y, x].item() for b, y, x, label in pixels)
+        assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * loss / total, rel=1e-6 if weights else 1e-9)
     right = (F.interpolate(model(images), size=(32, 64), mode="bilinear").argmax(1) == labels)[:, 10:]
     assert losses["decode.acc_seg"].item() == pytest.approx(100 * right.double().mean().item(), rel=1e-5)
-
-
-def test_with_class_weights_losses_are_weighted_means_over_the_labelled_pixels():
-    weights = (1.0, 0.25, 0.5)
-    params = dataclasses.replace(NARROW, class_weights=weights, aux_weight=0.7)
-    torch.manual_seed(0)
-    model = build_upernet(Pyramid(), params, num_classes=3, window=32, stride=21).eval().double()
-    images, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.randint(0, 3, (2, 32, 32))
-    labels[:, :10] = IGNORED
-    losses, maps = model(images, sample(labels), mode="loss"), model.backbone(images)
-    for name, head, weight in (("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, 0.7)):
-        log_p = F.interpolate(head(maps), size=(32, 32), mode="bilinear", align_corners=False).log_softmax(1)
-        pixels = [(b, y, x, labels[b, y, x].item()) for b in range(2) for y in range(10, 32) for x in range(32)]
-        total = -sum(weights[c] * log_p[b, c, y, x].item() for b, y, x, c in pixels)
-        assert losses[f"{name}.loss_ce"].item() == pytest.approx(
-            weight * total / sum(weights[c] for *_, c in pixels), rel=1e-6
-        )
 
 
 def test_class_weights_are_one_for_each_class():
@@ -131,39 +113,19 @@ def test_windows_are_averaged_resized_and_the_largest_logit_taken(height, width,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("height", "width"), [(32, 64), (96, 160)])
-def test_without_a_stride_the_whole_image_is_seen_at_once(height, width):
-    model, image = small(stride=None), torch.randn(1, 3, height, width)
-    logits = F.interpolate(model(image), size=(height, width), mode="bilinear")
-    assert torch.equal(
-        label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0]
-    )
-
-
-@torch.no_grad()
-def test_an_image_smaller_than_a_window_is_a_window_of_its_own():
-    model = small(window=96, stride=64)
-    image = torch.randn(1, 3, 32, 64)
-    logits = F.interpolate(model(image), size=(32, 64), mode="bilinear")
-    assert torch.equal(
-        label_map(model, image, (20, 40)), F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0]
-    )
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "channels"),
-    [
-        (
-            "swin_tiny_patch4_window7_224",
-            {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)},
-            (8, 16, 32, 64),
-        ),
-        ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
-        ("hvit3_nano_144", {}, (16, 32, 64, 96)),
-        ("vmamba_nano_144", {}, (16, 32, 64, 128)),
-        ("mambavision_nano_144", {"windows": (8, 4)}, (16, 32, 64, 128)),
-    ],
+    ("window", "stride", "height", "width"),
+    [(32, None, 32, 64), (32, None, 96, 160), (96, 64, 32, 64)],
+    ids=["without a stride", "without a stride and large", "smaller than a window"],
 )
+def test_the_whole_image_is_seen_at_once(window, stride, height, width):
+    model, image = small(window=window, stride=stride), torch.randn(1, 3, height, width)
+    logits = F.interpolate(model(image), size=(height, width), mode="bilinear")
+    expected = F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0]
+    assert torch.equal(label_map(model, image, (20, 40)), expected)
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), HIERARCHICAL)
 def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels):
     torch.manual_seed(0)
     backbone = build_pyramid(name, options=options, features="each", drop_path_rate=0.1)
@@ -172,12 +134,7 @@ def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels
     images, labels = torch.randn(2, 3, 64, 96), torch.randint(0, 3, (2, 64, 96))
     losses = model(images, sample(labels), mode="loss")
     sum(value for name, value in losses.items() if "loss" in name).backward()
-    reached = {
-        name for name, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all() and p.grad.any()
-    }
-    # which batch norms follow, whose statistics take the gradient of a bias away
-    exempt = ("downsample.conv.2.conv.bias", "blocks.0.conv1.bias", "blocks.0.conv2.bias")
-    assert all(name in reached or name.endswith(exempt) for name, _ in model.named_parameters())
+    assert list_unreached(model, *BEFORE_NORMS) == []
     with torch.no_grad():
         assert label_map(model.eval(), images[:1], (20, 30)).shape == (20, 30)
 
