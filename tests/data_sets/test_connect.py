@@ -59,19 +59,6 @@ def seen(image: np.ndarray, settings: ConnectSettings) -> tuple[int, int, np.nda
     return dashes, number, middles, bool(first == second)
 
 
-def test_files_depend_on_the_settings_alone(tmp_path):
-    write_connect(tmp_path / "connect", ConnectSettings(**SMALL, seed=1))
-    other = hash_files(tmp_path / "connect")
-    write_connect(tmp_path / "connect", ConnectSettings(**SMALL))  # over another tree
-    write_connect(tmp_path / "more", ConnectSettings(**SMALL | {"train_pairs": 7}))
-    first, more = (hash_files(tmp_path / name) for name in ("connect", "more"))
-    images = {name for name in first if name.endswith(".png")}
-    assert len(images) == 2 * (6 + 2 + 4) and sorted(os.listdir(tmp_path)) == ["connect", "more"]
-    assert {name: more[name] for name in images} == {name: first[name] for name in images}
-    assert not {first[name] for name in images} & set(other.values())
-    assert len({first[name] for name in images}) == len(images), "no two splits have an image in common"
-
-
 @pytest.mark.parametrize(
     ("settings", "number"), [(KEPT, 60), (HARD, 8), (ConnectSettings(**SMALL), 60)], ids=["kept", "hard", "small"]
 )
@@ -162,22 +149,6 @@ def test_stage_writes_it_and_training_writes_it_again(tmp_path):
     for a, b in zip(files[::2], files[1::2], strict=True):
         assert a.name == b.name and {a.parent.name, b.parent.name} == {"apart", "joined"}
     assert len(set(files)) == 12
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image_size": 100}, "image_size: expected a multiple of 16, got 100"),
-        ({"dashes": [3, 2]}, r"dashes: expected \[fewest, most\], got \[3, 2\]"),
-        ({"dashes": [0, 2]}, r"dashes: 0 is out of range"),
-        ({"gap_px": 2}, "gap_px: dashes touch, expected at least thickness_px"),
-        ({"clearance_px": 9}, "clearance_px: expected marker_px"),
-        ({"curvature": 0.2}, "curvature: expected at most 1 / clearance_px = 0.143, got 0.2"),
-    ],
-)
-def test_bad_settings(changes, message):
-    with pytest.raises(UserError, match=message):
-        build(ConnectSettings, SMALL | {"dashes": [1, 2]} | changes, "curves")
 
 
 @pytest.mark.parametrize("changes", [{"dashes": (7, 7)}, {"distractors": 9}])

@@ -1,5 +1,4 @@
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from repro.data.cells import write_embedded
 from repro.data.embedded.digits import write_digits
 from repro.data.kinds import KINDS
 from repro.data.settings import DigitsSettings
-from tests.data_sets.conftest import hash_files
 
 SMALL = DigitsSettings(image_size=16)
 
@@ -48,17 +46,6 @@ def test_tune_is_the_split_on_which_the_recipe_was_chosen(tmp_path, test_fractio
         first_fifth |= set(members[: round(0.2 * len(members))].tolist())
     assert scans[1] == first_fifth and tuple(map(len, scans)) == sizes
     assert len(set.union(*scans)) == 1797, "no scan is in two splits"
-
-
-def test_bytes_depend_on_the_settings_alone(tmp_path):
-    """Also over another tree, of which nothing is left."""
-    root, again, other = (tmp_path / name for name in ("digits", "again", "other"))
-    write_digits(root, DigitsSettings(image_size=24))
-    write_digits(other, DigitsSettings(image_size=16, seed=1))
-    for folder in (root, again):
-        write_digits(folder, SMALL)
-    assert hash_files(root) == hash_files(again) and set(hash_files(root)) != set(hash_files(other))
-    assert sorted(os.listdir(tmp_path)) == ["again", "digits", "other"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.embedded], ids=lambda kind: kind.name)

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 from scipy.ndimage import binary_erosion
 
-from repro.core.config import build, load_section
-from repro.core.errors import UserError
+from repro.core.config import load_section
 from repro.data.embedded import scenes
 from repro.data.embedded.digits import load_scans, write_digits
 from repro.data.embedded.scenes import CATEGORY_IDS, CLASSES, write_scenes
@@ -59,19 +57,6 @@ def pairs(root: Path, split: str):
         stem = f"ADE_{split}_{number:08d}"
         assert np.array_equal(pixels, read(root / "ade20k/images" / ade / f"{stem}.png"))
         yield coco, image_id, pixels, read(root / "ade20k/annotations" / ade / f"{stem}.png")
-
-
-def test_files_depend_on_the_settings_alone(root, settings, tmp_path):
-    write_scenes(tmp_path / "again", ScenesSettings(train=5, tune=1, test=2, seed=1))
-    write_scenes(tmp_path / "again", settings)  # over another tree
-    written = hash_files(root)
-    assert hash_files(tmp_path / "again") == written
-    write_scenes(tmp_path / "more", dataclasses.replace(settings, train=25, tune=1, test=1))
-    write_scenes(tmp_path / "other", dataclasses.replace(settings, train=1, tune=1, test=1, seed=1))
-    first = "coco/train2017/000000000001.png"
-    more, other = (hash_files(tmp_path / name)[first] for name in ("more", "other"))
-    assert more == written[first] != other
-    assert sorted(os.listdir(tmp_path)) == ["again", "more", "other"]
 
 
 @pytest.mark.parametrize("settings", [HARD], indirect=True, ids=["hard"])
@@ -142,19 +127,6 @@ def test_calm_digits_lie_inside_and_hardly_on_one_another():
             assert both <= 0.15 * smaller * 1.25
         lost += len(instances) < 3
     assert lost < 10, "for some there is no room"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"side_px": [96, 24]}, r"side_px: expected \[smallest, largest\]"),
-        ({"digits": [4]}, r"digits: expected \[fewest, most\]"),
-        ({"overlap": 0.1, "side_px": [24, 120], "image_size": 128}, "120, turned by 30 degrees, needs 166 pixels of"),
-    ],
-)
-def test_settings_that_cannot_be_drawn_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        build(ScenesSettings, settings, "draw")
 
 
 def test_what_shows_too_little_to_be_annotated_is_unlabelled():

@@ -3,6 +3,7 @@ scores.
 """
 
 import math
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.core.errors import UserError
+from repro.core.hashing import hash_file
 from repro.data.classification import ToInput
 from repro.data.settings import TransformSettings
 from repro.models.registry import build_model
@@ -37,33 +39,25 @@ from tests.models.test_dit import official_model
 CPU = torch.device("cpu")
 
 
-def test_losses_equal_the_official_releases():
+def test_losses_equal_the_official_releases_and_the_bound_trains_the_variance_alone():
     truth, diffusion = read_data("dit3.npz", "diffusion/"), Diffusion.linear()
     x_start, noise, step, output = (truth[name] for name in ("x_start", "noise", "t", "model_output"))
     assert relative(diffusion.betas, truth["betas"]) < 1e-12
     x = diffusion.add_noise(x_start, step, noise)
     assert relative(x, truth["x_t"]) < 1e-5
-    found = diffusion.losses(output, x_start, x, step, noise)
-    assert relative(found["mse"], truth["mse"]) < 1e-5 and relative(found["vb"], truth["vb"]) < 1e-5
-    assert relative(found["mse"] + found["vb"], truth["loss"]) < 1e-5
-
-
-def test_the_bound_trains_the_variance_alone():
-    truth, diffusion = read_data("dit3.npz", "diffusion/"), Diffusion.linear()
-    output = truth["model_output"].clone().requires_grad_()
-    found = diffusion.losses(output, truth["x_start"], truth["x_t"], truth["t"], truth["noise"])
-    (gradient,) = torch.autograd.grad(found["vb"].sum(), output)
+    found = diffusion.losses(output.requires_grad_(), x_start, x, step, noise)
+    (gradient,) = torch.autograd.grad(found["vb"].sum(), output, retain_graph=True)
     assert not gradient[:, :4].any() and (gradient[:, 4:].flatten(1).abs().sum(1) > 0).all()
+    for ours, name in ((found["mse"], "mse"), (found["vb"], "vb"), (found["mse"] + found["vb"], "loss")):
+        assert relative(ours.detach(), truth[name]) < 1e-5
 
 
 def test_the_respaced_reverse_step_equals_the_official_releases():
-    truth, x = (
-        read_data("dit3.npz", "diffusion/respaced/"),
-        read_data("dit3.npz", "diffusion/")["x_start"],
-    )  # the release takes it for x_t
+    truth, whole = read_data("dit3.npz", "diffusion/respaced/"), read_data("dit3.npz", "diffusion/")
+    x = whole["x_start"]  # the release takes it for x_t
     chain = Diffusion.linear().respaced(int(truth["steps"]))
     assert torch.equal(chain.timesteps, truth["use_timesteps"]) and relative(chain.betas, truth["betas"]) < 1e-12
-    found = chain.reverse(read_data("dit3.npz", "diffusion/")["model_output"], x, truth["t"])
+    found = chain.reverse(whole["model_output"], x, truth["t"])
     for ours, name in ((found.mean, "mean"), (found.log_variance, "log_variance"), (found.x_start, "pred_xstart")):
         assert relative(ours, truth[name]) < 1e-5, name
     assert relative(chain.ddim_step(found, x, truth["t"]), truth["ddim_eta0"]) < 1e-5
@@ -118,10 +112,8 @@ def test_samples_have_the_mean_and_the_deviation_of_the_data(sampler, steps, bia
     """Beside chance, four standard errors, few steps have a bias: the chain is then no longer fine enough."""
     labels = torch.tensor([0, 1]).repeat(8)
     sampling = SamplingParams(sampler=sampler, steps=steps)
-    drawn = draw_samples(
-        Gaussian(), Diffusion.linear(), LATENTS, labels, range(16), sampling=sampling, seed=3, batch_size=16
-    )
-    (samples,) = drawn
+    how = {"sampling": sampling, "seed": 3, "batch_size": 16}
+    (samples,) = draw_samples(Gaussian(), Diffusion.linear(), LATENTS, labels, range(16), **how)
     for label in (0, 1):
         values = samples[labels == label].flatten()
         chance = 4 * Gaussian.deviation / math.sqrt(len(values))
@@ -175,39 +167,22 @@ class Silent(nn.Module):
 
 
 def make_task(held_out: Batches, **changes) -> Generation:
-    asked = {
-        "transform": InputSettings(image_size=4, channels=1),
-        "label_dropout": 0.1,
-        "sampling": SamplingParams(steps=2),
-        "seed": 0,
-    }
-    return Generation(
-        Silent(), Batches(), {"val": held_out}, num_classes=3, batch_size=4, device=CPU, **asked | changes
-    )
+    asked = {"transform": InputSettings(image_size=4, channels=1), "label_dropout": 0.1, "seed": 0}
+    asked |= {"sampling": SamplingParams(steps=2), "num_classes": 3, "batch_size": 4, "device": CPU}
+    return Generation(Silent(), Batches(), {"val": held_out}, **asked | changes)
 
 
 def test_the_held_out_loss_is_of_fixed_noise_whatever_the_batches_are():
     pictures, labels = torch.randint(0, 256, (7, 1, 4, 4), dtype=torch.uint8), torch.arange(7) % 3
-    losses, truth = [], []
-    for place in range(7):
-        generator = make_generator(2, place)
-        truth.append(
-            (
-                int(torch.randint(1000, (), generator=generator)),
-                torch.randn(1, 4, 4, generator=generator).square().mean().item(),
-            )
-        )
+    steps, expected = [], 0.0
+    for generator in (make_generator(2, place) for place in range(7)):
+        steps.append(int(torch.randint(1000, (), generator=generator)))
+        expected += torch.randn(1, 4, 4, generator=generator).square().mean().item() / 7
     for size in (7, 3):
         task = make_task(Batches(zip(pictures.split(size), labels.split(size), strict=True)))
         found = task.evaluate(task.model, "val")
-        losses.append(found["held_out_mse"])
-        assert (
-            found["held_out_images"] == 7
-            and task.model.steps == [step for step, _ in truth]
-            and task.model.labels == labels.tolist()
-        )
-    expected = sum(loss for _, loss in truth) / 7
-    assert losses == pytest.approx([expected, expected], rel=1e-6)
+        assert found["held_out_images"] == 7 and found["held_out_mse"] == pytest.approx(expected, rel=1e-6)
+        assert task.model.steps == steps and task.model.labels == labels.tolist()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -218,50 +193,30 @@ def test_classes_are_left_out_in_training(share):
     loss = task.loss(task.model, (torch.zeros(2000, 1, 4, 4, dtype=torch.uint8), labels))
     assert set(loss) == {"loss"} and loss["loss"].item() == pytest.approx(1, abs=0.05)  # the mean square of noise
     left_out = sum(label == 3 for label in task.model.labels)
-    assert set(task.model.labels) <= {0, 3} and left_out == pytest.approx(
-        2000 * share, abs=4 * math.sqrt(2000 * 0.3 * 0.7) * (0 < share < 1)
-    )
-    assert (
-        np.mean(task.model.steps) == pytest.approx(499.5, abs=4 * 1000 / math.sqrt(12 * 2000))
-        and min(task.model.steps) >= 0
-    )
+    chance = 4 * math.sqrt(2000 * share * (1 - share))
+    assert set(task.model.labels) <= {0, 3} and left_out == pytest.approx(2000 * share, abs=chance)
+    steps = task.model.steps
+    assert np.mean(steps) == pytest.approx(499.5, abs=4 * 1000 / math.sqrt(12 * 2000)) and min(steps) >= 0
 
 
 def test_a_judge_says_what_the_classifier_says_of_the_same_images(tmp_path):
     """A picture at the judge's own size goes through its evaluation unchanged."""
     torch.manual_seed(0)
     settings, classes = TransformSettings(image_size=32, crop_pct=1.0), ["a", "b", "c"]
-    options = {"depth": 1, "num_classes": 3, "img_size": 32}
-    model = build_model("vit3_nano_patch16_144", **options).eval()
-    path = tmp_path / "judge.safetensors"
-    save_weights(
-        path,
-        model,
-        name="vit3_nano_patch16_144",
-        options=options,
-        preprocessing=settings.preprocessing(),
-        classes=classes,
-    )
+    name, options = "vit3_nano_patch16_144", {"depth": 1, "num_classes": 3, "img_size": 32}
+    model, path = build_model(name, **options).eval(), tmp_path / "judge.safetensors"
+    made = {"name": name, "options": options, "preprocessing": settings.preprocessing(), "classes": classes}
+    save_weights(path, model, **made)
     judge = Judge.open(path, classes, CPU)
     pictures, labels = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8), torch.arange(9) % 3
     found = accuracy(model, [(pictures, labels)], ToInput(settings, CPU))
     assert judge.count_right(pictures, labels, batch_size=4) == round(9 * found["top1_percent"] / 100)
-    task = make_task(
-        Batches([(pictures[:, :1], labels)]),
-        transform=InputSettings(image_size=32, channels=1),
-        judge=judge,
-        judged_samples=5,
-    )
+    grey_inputs = InputSettings(image_size=32, channels=1)
+    task = make_task(Batches([(pictures[:, :1], labels)]), transform=grey_inputs, judge=judge, judged_samples=5)
     scores = task.evaluate(task.model, "val")
     grey = accuracy(model, [(pictures[:, :1].expand(-1, 3, -1, -1), labels)], ToInput(settings, CPU))
-    assert scores["real_judged_percent"] == pytest.approx(grey["top1_percent"]) and scores["judged_percent"] in (
-        0,
-        20,
-        40,
-        60,
-        80,
-        100,
-    )
+    assert scores["real_judged_percent"] == pytest.approx(grey["top1_percent"])
+    assert scores["judged_percent"] in range(0, 101, 20)
     with pytest.raises(UserError, match="cannot judge, since it was trained on other classes"):
         Judge.open(path, ["a", "b", "d"], CPU)
 
@@ -304,9 +259,8 @@ def test_precision_and_recall_by_a_double_loop(monkeypatch, rows):
     def share(points: Tensor, centres: Tensor) -> float:
         radii = [sorted(math.dist(centre, other) for other in centres.tolist())[3] for centre in centres.tolist()]
         balls = list(zip(centres.tolist(), radii, strict=True))
-        return np.mean(
-            [any(math.dist(point, centre) <= radius for centre, radius in balls) for point in points.tolist()]
-        )
+        inside = [any(math.dist(point, centre) <= radius for centre, radius in balls) for point in points.tolist()]
+        return np.mean(inside)
 
     found = precision_recall(real, drawn)
     assert found == pytest.approx((share(drawn, real), share(real, drawn))) and 0 < found[1] < found[0] < 1
@@ -316,17 +270,6 @@ def test_precision_and_recall_by_a_double_loop(monkeypatch, rows):
     assert precision_recall(modes, modes[:10] + 0.1) == (1, 0.5)
 
 
-class Convolution(nn.Module):
-    """The layer of which sFID takes the first channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(4, 9, 18, stride=17)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
 class StandIn(nn.Module):
     """As NVIDIA's Inception file is called, with a layer of its name, on pictures of 299 pixels."""
 
@@ -334,7 +277,8 @@ class StandIn(nn.Module):
         super().__init__()
         self.layers = nn.Sequential()
         self.layers.add_module("stem", nn.Conv2d(3, 4, 1))
-        self.layers.add_module(layer, Convolution())
+        # sFID takes the first channels of this convolution
+        self.layers.add_module(layer, nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 9, 18, stride=17))))
         self.output = nn.Linear(3, 5)
 
     def forward(self, img: Tensor, return_features: bool = False) -> Tensor:
@@ -345,7 +289,6 @@ class StandIn(nn.Module):
 @pytest.fixture
 def inception(tmp_path):
     """A file with this layer, and its hash."""
-    from repro.core.hashing import hash_file
 
     def make(layer: str) -> tuple[Path, str, StandIn]:
         torch.manual_seed(0)
@@ -363,30 +306,22 @@ def test_features_are_those_of_the_file(inception):
     pictures = torch.randint(0, 256, (3, 3, 299, 299), dtype=torch.uint8)
     found = Inception(path, CPU, sha256)
     torch.testing.assert_close(found.pooled(pictures), pictures.float().mean(dim=(2, 3)))
-    with torch.no_grad():
-        expected = (
-            module.layers[1]
-            .conv(module.layers[0]((pictures.float() - 128) / 128))[:, :7]
-            .permute(0, 2, 3, 1)
-            .flatten(1)
-        )
-    torch.testing.assert_close(found.spatial(pictures), expected, rtol=1e-4, atol=1e-4)
+
+    def convolve(shown: Tensor) -> Tensor:
+        with torch.no_grad():
+            return module.layers((shown - 128) / 128)[:, :7].permute(0, 2, 3, 1).flatten(1)
+
+    torch.testing.assert_close(found.spatial(pictures), convolve(pictures.float()), rtol=1e-4, atol=1e-4)
     # of a picture whose columns rise by 2 from 0 on, column i of the result is 2·i·100/299, up to the last column
     ramp = (2 * torch.arange(100.0)).expand(1, 3, 60, 100).to(torch.uint8)
-    with torch.no_grad():
-        shown = (2 * torch.arange(299) * (100 / 299)).clamp(max=198).expand(1, 3, 299, 299)
-        expected = module.layers[1].conv(module.layers[0]((shown - 128) / 128))[:, :7].permute(0, 2, 3, 1).flatten(1)
-    torch.testing.assert_close(found.spatial(ramp), expected, rtol=1e-4, atol=1e-3)
+    shown = (2 * torch.arange(299) * (100 / 299)).clamp(max=198).expand(1, 3, 299, 299)
+    torch.testing.assert_close(found.spatial(ramp), convolve(shown), rtol=1e-4, atol=1e-3)
     tallies = [Tally(None, found) for _ in range(2)]
     for tally, part in zip(tallies, (pictures, 255 - pictures), strict=True):
         tally.add(part, torch.zeros(3))
     scores = compare(*tallies)
-    assert (
-        scores["fid"] > 0
-        and scores["sfid"] > 0
-        and scores["judged_percent"] is None
-        and scores["judged_percent_reason"] == "no judge"
-    )
+    assert scores["fid"] > 0 and scores["sfid"] > 0
+    assert scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
     with torch.no_grad():
         expected = inception_score(pictures.float().mean(dim=(2, 3)) @ module.output.weight.T)  # its bias is left out
     assert scores["inception_score"] == pytest.approx(expected)

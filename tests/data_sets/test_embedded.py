@@ -1,6 +1,7 @@
-"""digits_wild against the scans themselves and what its settings promise."""
+"""What all sets that this project draws have in common; digits_wild against the scans and what its settings promise."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from sklearn.datasets import load_digits
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.data.embedded import digits, digits_wild
+from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
 from repro.data.embedded.digits_wild import draw, write_digits_wild
-from repro.data.settings import DigitsSettings, WildDigitsSettings
+from repro.data.embedded.scenes import write_scenes
+from repro.data.settings import ConnectSettings, DigitsSettings, ScenesSettings, WildDigitsSettings
 from tests.data_sets.conftest import hash_files
 
 SMALL = WildDigitsSettings(image_size=48, side_px=(24, 32), angle_degrees=15.0, train_copies=2)
@@ -44,15 +47,33 @@ def test_each_scan_is_in_the_split_that_digits_has_it_in(root, tmp_path):
         assert drawn == sorted(f"{scan}_{copy}" for scan in scans for copy in range(copies))
 
 
-def test_bytes_depend_on_the_settings_alone_and_more_copies_leave_the_first(root, tmp_path):
-    write_digits_wild(tmp_path / "more", dataclasses.replace(SMALL, train_copies=3))
-    write_digits_wild(tmp_path / "other", dataclasses.replace(SMALL, seed=1))
-    first, more, other = (hash_files(folder) for folder in (root, tmp_path / "more", tmp_path / "other"))
-    train = [name for name in more if name.startswith("train/")]
-    assert len(more) == len(first) + len(train) / 3 and set(other) == set(first)
-    same = {name for name in first if more[name] == first[name]}
-    assert {Path(name).suffix for name in set(first) - same} == {".json"}, "its settings alone are others"
-    assert not {other[name] for name in same} & set(first.values())
+CURVES = ConnectSettings(image_size=96, train_pairs=6, tune_pairs=2, test_pairs=4, dashes=(1, 2))
+# what writes a set, its settings, and those with which it is larger
+SETS = {
+    "digits": (write_digits, DigitsSettings(image_size=16), {}),
+    "digits_wild": (write_digits_wild, SMALL, {"train_copies": 3}),
+    "connect": (write_connect, CURVES, {"train_pairs": 7}),
+    "scenes": (write_scenes, ScenesSettings(train=2, tune=1, test=1, image_size=128), {"train": 3}),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_bytes_depend_on_the_settings_alone_and_a_larger_set_has_the_same_images(tmp_path, name):
+    write, settings, larger = SETS[name]
+    write(tmp_path / "set", dataclasses.replace(settings, seed=1))
+    other = hash_files(tmp_path / "set")
+    for folder, changes in (("set", {}), ("again", {}), ("more", larger)):  # the first one over another tree
+        write(tmp_path / folder, dataclasses.replace(settings, **changes))
+    first, again, more = (hash_files(tmp_path / folder) for folder in ("set", "again", "more"))
+    assert first == again and set(os.listdir(tmp_path)) == {"set", "again", "more"}
+    images = {name: digest for name, digest in first.items() if name.endswith(".png")}
+    assert set(images.values()) <= set(more.values()) and (len(more) > len(first)) == bool(larger)
+    if name == "digits":
+        assert set(first) != set(other), "the seed divides the scans"
+    else:
+        assert not set(images.values()) & set(other.values())
+    if name == "connect":
+        assert len(set(images.values())) == len(images) == 2 * (6 + 2 + 4), "no two splits have an image in common"
 
 
 def test_an_image_shows_its_scan_rather_than_another(tmp_path):
@@ -96,13 +117,28 @@ def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "changes", "message"),
     [
-        ({"image_size": 48, "side_px": [24, 48], "angle_degrees": 15.0}, "side_px: 48, turned by 15 degrees, needs 61"),
-        ({"contrast": [0.9, 0.3]}, r"contrast: expected \[smallest, largest\]"),
-        ({"test_fraction": 0.6, "tune_fraction": 0.6}, "leave less than a tenth for training"),
+        (
+            WildDigitsSettings,
+            {"image_size": 48, "side_px": [24, 48], "angle_degrees": 15.0},
+            "side_px: 48, turned by 15 degrees, needs 61",
+        ),
+        (WildDigitsSettings, {"contrast": [0.9, 0.3]}, r"contrast: expected \[smallest, largest\]"),
+        (WildDigitsSettings, {"test_fraction": 0.6, "tune_fraction": 0.6}, "leave less than a tenth for training"),
+        (ScenesSettings, {"side_px": [96, 24]}, r"side_px: expected \[smallest, largest\]"),
+        (ScenesSettings, {"digits": [4]}, r"digits: expected \[fewest, most\]"),
+        (ScenesSettings, {"overlap": 0.1, "side_px": [24, 120]}, "120, turned by 30 degrees, needs 166 pixels of"),
+        (ConnectSettings, {"image_size": 100}, "image_size: expected a multiple of 16, got 100"),
+        (ConnectSettings, {"dashes": [3, 2]}, r"dashes: expected \[fewest, most\], got \[3, 2\]"),
+        (ConnectSettings, {"dashes": [0, 2]}, r"dashes: 0 is out of range"),
+        (ConnectSettings, {"gap_px": 2}, "gap_px: dashes touch, expected at least thickness_px"),
+        (ConnectSettings, {"clearance_px": 9}, "clearance_px: expected marker_px"),
+        (ConnectSettings, {"curvature": 0.2}, "curvature: expected at most 1 / clearance_px = 0.143, got 0.2"),
     ],
 )
-def test_settings_that_cannot_be_drawn_are_refused(settings, message):
+def test_settings_that_cannot_be_drawn_are_refused(settings, changes, message):
+    needed = {WildDigitsSettings: {}, ScenesSettings: {"image_size": 128}}
+    needed[ConnectSettings] = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": [1, 2]}
     with pytest.raises(UserError, match=message):
-        build(WildDigitsSettings, settings, "wild")
+        build(settings, needed[settings] | changes, "settings")
