@@ -29,8 +29,8 @@ def places(images: torch.Tensor) -> list[int]:
     return (images.float().mean(dim=(1, 2, 3)) / 10).round().int().tolist()
 
 
-def evaluation(root, **options):
-    return ImageFolder(scan_tree(root, "folder"), "val", eval_transform(PLAIN), **options)
+def plain(root, split="train", **options):
+    return ImageFolder(scan_tree(root, "folder"), split, eval_transform(PLAIN), **options)
 
 
 def training(root, **options):
@@ -68,12 +68,11 @@ def loader_of():
     assert not multiprocessing.active_children(), "close left worker processes behind"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("workers", "world_size"), [(0, 1), (2, 3)])
 def test_evaluation_sees_every_sample_once_with_its_label(root, loader_of, workers, world_size):
     seen, options = [], {"batch_size": 3, "workers": workers, "world_size": world_size}
     for rank in range(world_size):
-        loader = loader_of(EvalLoader, evaluation(root), rank=rank, **options)
+        loader = loader_of(EvalLoader, plain(root, "val"), rank=rank, **options)
         next(iter(loader))  # an epoch that is left begins anew
         for repetition in range(2):
             mine = pairs(loader)
@@ -84,8 +83,7 @@ def test_evaluation_sees_every_sample_once_with_its_label(root, loader_of, worke
 
 
 def test_training_epoch_is_a_permutation_without_the_remainder(root, loader_of):
-    dataset = ImageFolder(scan_tree(root, "folder"), "train", eval_transform(PLAIN))
-    loader = loader_of(TrainLoader, dataset, batch_size=6, seed=0)
+    loader = loader_of(TrainLoader, plain(root), batch_size=6, seed=0)
     epochs = [[p for images, _ in loader.batches(epoch) for p in places(images)] for epoch in range(4)]
     assert len(loader) == 3
     for epoch in epochs:
@@ -95,7 +93,7 @@ def test_training_epoch_is_a_permutation_without_the_remainder(root, loader_of):
 
 
 def test_ranks_share_out_the_batches_of_one_process(root, loader_of):
-    dataset = ImageFolder(scan_tree(root, "folder"), "train", eval_transform(PLAIN))
+    dataset = plain(root)
     whole = loader_of(TrainLoader, dataset, batch_size=6, seed=3)
     parts = [loader_of(TrainLoader, dataset, batch_size=2, seed=3, rank=rank, world_size=3) for rank in range(3)]
     together = [torch.cat([images for images, _ in batches]) for batches in zip(*(part.batches(5) for part in parts))]
@@ -138,7 +136,7 @@ def test_loading_leaves_the_global_randomness_alone(root, loader_of):
     drawn = draw()
     first = next(drawn)
     list(loader_of(TrainLoader, training(root), batch_size=4, seed=0).batches(0))
-    list(loader_of(EvalLoader, evaluation(root), batch_size=4))
+    list(loader_of(EvalLoader, plain(root, "val"), batch_size=4))
     assert [first, next(drawn)] == list(draw())
 
 
@@ -146,7 +144,7 @@ def test_loading_leaves_the_global_randomness_alone(root, loader_of):
 def test_unreadable_files_are_counted_once_and_replaced_by_the_next(root, loader_of, workers):
     # places 8, 9 and 19: the neighbour of 8 is unreadable too, the last one's neighbour is the first
     bad = spoil(root, "train", [8, 9, 19])
-    dataset = ImageFolder(scan_tree(root, "folder"), "train", eval_transform(PLAIN), max_unreadable=3)
+    dataset = plain(root, max_unreadable=3)
     loader = loader_of(TrainLoader, dataset, batch_size=4, seed=0, workers=workers)
     expected = [({8: 10, 9: 10, 19: 0}.get(place, place)) for place in range(20)]
     for epoch in range(2):
@@ -164,19 +162,16 @@ def test_too_many_unreadable_files_end_the_run_with_one_line(root, loader_of, wo
     assert "\n" not in str(caught.value) and all(str(path) in str(caught.value) for path in bad)
     (path,) = spoil(root, "val", [11])  # evaluation replaces nothing
     with pytest.raises(UserError, match=r"unreadable image \(1, at most 0 allowed\)") as caught:
-        list(loader_of(EvalLoader, evaluation(root), batch_size=4, workers=workers))
+        list(loader_of(EvalLoader, plain(root, "val"), batch_size=4, workers=workers))
     assert str(caught.value).startswith(str(path))
 
 
-def test_nothing_readable_ends(root):
+def test_what_leaves_nothing_to_train_on_is_refused(root):
+    with pytest.raises(UserError, match=r"batch size 7 on 3 process\(es\): there are only 20 training images"):
+        TrainLoader(training(root), batch_size=7, seed=0, world_size=3)
     spoil(root, "train", range(20))
     with pytest.raises(UserError, match="none of the 20 images can be read"):
         training(root, max_unreadable=100)[(0, 4)]
-
-
-def test_batch_larger_than_the_data_set(root):
-    with pytest.raises(UserError, match=r"batch size 7 on 3 process\(es\): there are only 20 training images"):
-        TrainLoader(training(root), batch_size=7, seed=0, world_size=3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -246,11 +241,6 @@ def test_flipping_is_a_parameter(hflip):
     assert sum(bool(tensor[0, 8, 0] < tensor[0, 8, 15]) for tensor in results) == 40 * hflip
 
 
-def test_randaugment_strings_that_timm_takes():
-    for text in ("rand-m5-n1", "rand-mstdinf", "rand-m9-tweights", "rand-mmax20-p0.3"):
-        train_transform(TransformSettings(image_size=16, auto_augment=text))(Image.new("RGB", (20, 20)))
-
-
 @pytest.mark.parametrize(
     ("text", "mask"),
     [
@@ -271,20 +261,14 @@ def test_posterisation_keeps_the_bits_that_it_should(text, mask):
     assert values.unique(dim=1).unique(dim=2).flatten().tolist() == [200 & mask, 100 & mask, 50 & mask]
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("auto_augment", ("rand", "rand-q9", "autoaugment")),
-        ("scale", ((1.0, 0.5),)),
-        ("ratio", ((1.0,),)),
-        ("mean", ((0.5,),)),
-        ("std", ((0.5, 0.5),)),
-    ],
-)
-def test_bad_transform_settings(field, values):
-    for value in values:
-        with pytest.raises(ValueError, match=field):
-            TransformSettings(image_size=16, **{field: value})
+def test_transform_settings_that_timm_takes_and_others():
+    for text in ("rand-m5-n1", "rand-mstdinf", "rand-m9-tweights", "rand-mmax20-p0.3"):
+        train_transform(TransformSettings(image_size=16, auto_augment=text))(Image.new("RGB", (20, 20)))
+    bad = {"auto_augment": ("rand", "rand-q9", "autoaugment"), "scale": [(1.0, 0.5)], "ratio": [(1.0,)]}
+    for field, values in (bad | {"mean": [(0.5,)], "std": [(0.5, 0.5)]}).items():
+        for value in values:
+            with pytest.raises(ValueError, match=field):
+                TransformSettings(image_size=16, **{field: value})
 
 
 def test_preprocessing_travels_with_weights_and_is_read_from_timm():

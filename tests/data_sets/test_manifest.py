@@ -6,14 +6,14 @@ import torchvision
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.data.embedded.digits import write_digits
+from repro.data.embedded.connect import write_connect
 from repro.data.manifest import read_manifest, write_manifest
 from repro.data.prepare import scan_manifest
-from repro.data.settings import DigitsSettings
+from repro.data.settings import ConnectSettings
 from repro.data.tree import scan_tree
 from tests.data_sets.conftest import cut, flip, make_cell
 
-SMALL = DigitsSettings(image_size=16)
+SMALL = ConnectSettings(image_size=96, train_pairs=2, tune_pairs=1, test_pairs=1, dashes=(1, 1))
 
 
 def test_scan_agrees_with_torchvision(root):
@@ -29,16 +29,16 @@ def test_scan_agrees_with_torchvision(root):
 
 
 def test_round_trip_and_no_trace_of_the_place(tmp_path):
-    write_digits(tmp_path / "digits", SMALL)
-    manifest = scan_manifest(tmp_path / "digits", "digits", SMALL)
+    write_connect(tmp_path / "connect", SMALL)
+    manifest = scan_manifest(tmp_path / "connect", "connect", SMALL)
     write_manifest(tmp_path / "manifest.json", manifest)
     assert read_manifest(tmp_path / "manifest.json") == manifest
     assert str(tmp_path) not in (tmp_path / "manifest.json").read_text()
     moved = tmp_path / "elsewhere"
-    shutil.move(tmp_path / "digits", moved)
+    shutil.move(tmp_path / "connect", moved)
     for path in moved.rglob("*.png"):
         os.utime(path, (0, 0))
-    assert scan_manifest(moved, "digits", SMALL) == manifest
+    assert scan_manifest(moved, "connect", SMALL) == manifest
     make_cell(moved, manifest).open_tree()
 
 
@@ -105,20 +105,20 @@ def test_imagenet_names_departures_and_refuses_other_folders(root):
 
 
 def test_an_embedded_set_is_compared_byte_by_byte(root, tmp_path):
-    write_digits(tmp_path / "digits", SMALL)
-    written = scan_manifest(tmp_path / "digits", "digits", SMALL)
+    write_connect(tmp_path / "connect", SMALL)
+    written = scan_manifest(tmp_path / "connect", "connect", SMALL)
     own = scan_manifest(root, "folder")
-    flip(next((tmp_path / "digits/tune/digit_3").iterdir()))
+    flip(next((tmp_path / "connect/tune/joined").iterdir()))
     flip(next((root / "val/bee").iterdir()))
-    with pytest.raises(UserError, match=r"tune/digit_3: a file was changed or renamed \(1 such difference\); remove"):
-        make_cell(tmp_path / "digits", written).open_tree()
+    with pytest.raises(UserError, match=r"tune/joined: a file was changed or renamed \(1 such difference\); remove"):
+        make_cell(tmp_path / "connect", written).open_tree()
     make_cell(root, own).open_tree()  # of others' data, names and sizes are compared
     with pytest.raises(UserError, match="no such folder"):  # and they are not written anew
         make_cell(tmp_path / "nowhere", own).open_tree()
     assert not (tmp_path / "nowhere").exists()
-    cut(next((tmp_path / "digits/train").rglob("*.png")))
-    with pytest.raises(UserError, match=r"cut short .*; remove .*digits and run the same command again"):
-        make_cell(tmp_path / "digits", written).open_tree()
+    cut(next((tmp_path / "connect/train").rglob("*.png")))
+    with pytest.raises(UserError, match=r"cut short .*; remove .*connect and run the same command again"):
+        make_cell(tmp_path / "connect", written).open_tree()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from timm.data import ImageNetInfo
 
 from repro.core.errors import UserError
@@ -19,6 +18,7 @@ from repro.data.loader import TrainLoader
 from repro.data.prepare import scan_manifest
 from repro.data.settings import ExpectedCounts, TransformSettings
 from repro.data.tree import Tree, scan_tree
+from tests.data_sets.made import picture
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()[:3]
 SETTINGS = TransformSettings(image_size=16, auto_augment="rand-m9-mstd0.5-inc1")
@@ -26,14 +26,11 @@ SETTINGS = TransformSettings(image_size=16, auto_augment="rand-m9-mstd0.5-inc1")
 
 @pytest.fixture
 def folders(tmp_path):
-    rng = np.random.default_rng(0)
     for split, number in (("train", 5), ("val", 2)):
-        for wnid in WNIDS:
-            (tmp_path / "folders" / split / wnid).mkdir(parents=True)
+        for place, wnid in enumerate(WNIDS):
             for i in range(number):
-                picture = Image.fromarray(rng.integers(0, 256, (20, 24, 3), dtype=np.uint8))
                 name = f"{wnid}_{i}.JPEG" if split == "train" else f"ILSVRC2012_val_{i:08d}.JPEG"
-                picture.save(tmp_path / "folders" / split / wnid / name)
+                picture(tmp_path / "folders" / split / wnid / name, (24, 20), seed=100 * number + 10 * place + i)
     return tmp_path / "folders"
 
 

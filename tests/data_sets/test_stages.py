@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from repro.core.config import build
 from repro.core.errors import UserError
@@ -12,6 +15,7 @@ from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
+from repro.data.classification import ImageFolder
 from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
@@ -27,8 +31,8 @@ SCENES = {"kind": "scenes", "expected": {"classes": 13, **COUNTS}, "draw": COUNT
 CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES)]
 
 
-def run(folder: Path, cell: dict, name: str, root: str = "data/set") -> tuple[Paths, Runtime]:
-    paths, runtime = Paths(folder), Runtime(data_roots={cell["kind"]: root})
+def run(folder: Path, cell: dict, name: str) -> tuple[Paths, Runtime]:
+    paths, runtime = Paths(folder), Runtime(data_roots={cell["kind"]: "data/set"})
     prepare(build(PrepareData, cell, f"prepare_data.{name}"), paths, runtime, name)
     return paths, runtime
 
@@ -69,13 +73,30 @@ def test_counts_that_were_not_expected_write_no_manifest(tmp_path, cell):
     assert not (tmp_path / "results").exists()
 
 
-def test_imagenet_is_prepared_where_it_lies(imagenet_folder, tmp_path):
-    before = sorted(imagenet_folder.rglob("*"))
-    cell = {"kind": "imagenet", "expected": {"classes": 101, "train": 303, "val": 101}}
-    run(tmp_path, cell, "subset", str(imagenet_folder))
-    manifest = read_manifest(tmp_path / "results/prepare_data/subset/manifest.json")
-    assert len(manifest.departures) == 3 and manifest.generated is None
-    assert sorted(imagenet_folder.rglob("*")) == before
+def test_folders_are_prepared_as_they_are_and_each_cell_may_have_a_root_of_its_own(root, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # 16 wide and 24 high, from a camera that was turned by 90 degrees
+    Image.new("RGB", (16, 24)).save(root / "train/ant/000.png", exif=exif)
+    birds = shutil.copytree(root, tmp_path / "birds")
+    for split in ("train", "val"):
+        (birds / split / "cat").rename(birds / split / "wren")
+    paths, runtime = Paths(tmp_path), Runtime(data_roots={"folder": str(root), "birds": str(birds)})
+    for name in ("pets", "birds"):
+        prepare(build(PrepareData, {"kind": "folder"}, "x"), paths, runtime, name)
+    first, second = (open_cell(paths, runtime, name) for name in ("pets", "birds"))
+    assert first.root == root, "the root of the kind serves where the cell has none"
+    assert second.root == birds and second.open_tree().classes == ("ant", "bee", "wren")
+    manifest = first.manifest
+    assert (manifest.kind, manifest.departures, manifest.generated) == ("folder", (), None)
+    assert manifest.classes == {"ant": 0, "bee": 1, "cat": 2}
+    assert [split.images for split in manifest.splits.values()] == [20, 20]
+    pixels, _ = ImageFolder(first.open_tree(), "train", lambda image: torch.from_numpy(np.array(image)))[(0, 0)]
+    assert pixels.shape == (16, 24, 3), "not turned upright"
+    Image.new("L", (4, 4)).save(root / "train/bee/2.png")
+    with pytest.raises(UserError, match="train/bee: 10 images, the manifest has 9 .*run `repro prepare-data` to"):
+        first.open_tree()
+    with pytest.raises(UserError, match=r"runtime\.data_roots: has neither pets nor folder; .*did you mean 'pet'"):
+        open_cell(paths, Runtime(data_roots={"pet": str(root)}), "pets")
 
 
 @pytest.mark.parametrize(

@@ -47,25 +47,18 @@ def choose_moments(purpose: str) -> list[float]:
     return [(i + chosen.random()) / KILLS for i in range(KILLS)]
 
 
-def kill_and_finish(lab: Lab, share: float, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "processes"),
+    [(share, 1) for share in choose_moments("kill")] + [slow(share, 2) for share in choose_moments("two")],
+)
+def test_a_killed_run_of_one_process_or_two_ends_with_the_same_bytes(lab, share, processes):
+    assert processes == 1 or (lab.begun_by_two and 2 in lab.whole)
     checkout, killed = lab.kill_run(share, processes)
     reached = killed.find_step("step")
     # once the results are written the states are removed, and nothing is lost with them
     ended = (checkout.results / "metrics.json").exists()
     continued = lab.finish_run(checkout, processes)
     assert ended or reached - continued <= SAVE_EVERY
-
-
-@pytest.mark.parametrize("share", choose_moments("kill"))
-def test_a_killed_run_ends_with_the_same_bytes(lab, share):
-    kill_and_finish(lab, share, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", choose_moments("two"))
-def test_a_killed_run_of_two_processes_ends_with_the_same_bytes(lab, share):
-    assert lab.begun_by_two and 2 in lab.whole
-    kill_and_finish(lab, share, 2)
 
 
 @pytest.mark.slow
@@ -81,9 +74,8 @@ def test_a_run_of_two_processes_is_not_continued_by_one(lab):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
 def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
-    assert (
-        lab.finish_run(lab.make_checkout(lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code))) > 0
-    )
+    stopped = lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code)
+    assert lab.finish_run(lab.make_checkout(stopped)) > 0
 
 
 def require_loaded(wanted: Path, newest: Path, change: Callable[[], Any]) -> None:
@@ -185,11 +177,7 @@ def test_a_changed_number_of_processes_is_refused(lab):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "processes", "part"),
-    [
-        (128, 3, "is not divisible by 3 processes"),
-        (4096, 1, "only 1079 training images"),
-        (4096, 2, "only 1079 training images"),
-    ],
+    [(128, 3, "not divisible by 3 processes"), (4096, 1, "only 1079 training"), (4096, 2, "only 1079 training")],
 )
 def test_a_batch_that_the_processes_or_the_data_do_not_allow_is_refused(lab, size, processes, part):
     (checkout := lab.make_checkout()).edit(batch_size=size)

@@ -28,17 +28,8 @@ def image_of(*rows):
 
 def task(mix, mesa=None):
     as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
-    return Classification(
-        Table(),
-        [],
-        {"val": []},
-        batch_size=2,
-        transform=as_is,
-        mix=mix,
-        mesa=mesa,
-        num_classes=3,
-        device=torch.device("cpu"),
-    )
+    shared = {"batch_size": 2, "transform": as_is, "num_classes": 3, "device": torch.device("cpu")}
+    return Classification(Table(), [], {"val": []}, mix=mix, mesa=mesa, **shared)
 
 
 def test_accuracy_counts_every_image_once():
@@ -72,22 +63,30 @@ def test_label_smoothing_by_hand(smoothing):
     assert float(loss) == pytest.approx(expected, rel=1e-6)
 
 
-def test_mixup_by_hand():
-    """lambda from the same NumPy draws; the image pairs with the one from the batch's other end, and so does the
-    target.
-    """
-    rows, targets = ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]), torch.tensor([1, 2])
+ROWS, TARGETS = ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]), torch.tensor([1, 2])
+
+
+def seeded_loss(made):
     np.random.seed(5)
-    made = task(MixParams(mixup=0.8, cutmix=0, label_smoothing=0))
-    loss = made.loss(made.model, (image_of(*rows), targets))["loss"]
+    return made.loss(made.model, (image_of(*ROWS), TARGETS))
+
+
+def mixed_rows():
+    """The lambda that `seeded_loss` draws from NumPy, and its rows; the image pairs with that from the batch's other end."""
     np.random.seed(5)
     np.random.rand()  # whether to mix
     lam = float(np.float32(np.random.beta(0.8, 0.8)))
+    return lam, [[lam * a + (1 - lam) * b for a, b in zip(*pair, strict=True)] for pair in (ROWS, ROWS[::-1])]
+
+
+def test_mixup_by_hand():
+    """The target is mixed as the image is."""
+    loss = seeded_loss(task(MixParams(mixup=0.8, cutmix=0, label_smoothing=0)))["loss"]
+    lam, rows = mixed_rows()
     total = 0.0
-    for own, other, t_own, t_other in ((rows[0], rows[1], 1, 2), (rows[1], rows[0], 2, 1)):
-        mixed = [lam * a + (1 - lam) * b for a, b in zip(own, other, strict=True)]
+    for mixed, own, other in zip(rows, (1, 2), (2, 1), strict=True):
         log_sum = math.log(sum(math.exp(v) for v in mixed))
-        total += lam * (log_sum - mixed[t_own]) + (1 - lam) * (log_sum - mixed[t_other])
+        total += lam * (log_sum - mixed[own]) + (1 - lam) * (log_sum - mixed[other])
     assert float(loss) == pytest.approx(total / 2, rel=1e-5)
 
 
@@ -106,26 +105,15 @@ class Scaled(Table):
 @pytest.mark.parametrize(("mixup", "temperature"), [(0.8, 1.0), (0.0, 1.0), (0.8, 3.0)])
 def test_mesa_by_hand(mixup, temperature):
     """loss + weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, z' and z of the same mixed images."""
-    rows, targets = ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]), torch.tensor([1, 2])
     mix = MixParams(mixup=mixup, cutmix=0, label_smoothing=0.1)
-    np.random.seed(5)
-    alone = task(mix)
-    plain = alone.loss(alone.model, (image_of(*rows), targets))
+    plain = seeded_loss(task(mix))
     made = task(mix, MesaParams(weight=1.5, temperature=temperature))
-    np.random.seed(5)
-    before = made.loss(made.model, (image_of(*rows), targets))
+    before = seeded_loss(made)
     assert plain.keys() == before.keys() == {"loss"} and torch.equal(plain["loss"], before["loss"])  # no teacher yet
     made.teacher = Scaled()
-    np.random.seed(5)
-    found = made.loss(made.model, (image_of(*rows), targets))
-    lam = 1.0
-    if mixup:
-        np.random.seed(5)
-        np.random.rand()
-        lam = float(np.float32(np.random.beta(0.8, 0.8)))
+    found = seeded_loss(made)
     divergence = 0.0
-    for own, other in (rows, rows[::-1]):
-        mixed = [lam * a + (1 - lam) * b for a, b in zip(own, other, strict=True)]
+    for mixed in mixed_rows()[1] if mixup else ROWS:
         pupil = softmax([z / temperature for z in mixed])
         teacher = softmax([z * s / temperature for z, s in zip(mixed, (-1.0, 0.5, 2.0))])
         divergence += sum(p * math.log(p / q) for p, q in zip(teacher, pupil, strict=True))
@@ -149,37 +137,27 @@ def test_the_gradient_of_mesa_is_that_of_the_cross_entropy_with_the_teachers_ans
     torch.testing.assert_close(found, expected)
 
 
-CELL = {
-    "model": "",
-    "data": "",
-    "epochs": 8,
-    "batch_size": 2,
-    "drop_path": 0.0,
-    "optim": {"lr": 0.1},
-    "mix": {},
-    "transform": {"image_size": 8},
-}
+CELL = {"model": "", "data": "", "epochs": 8, "batch_size": 2, "drop_path": 0.0}
+CELL |= {"optim": {"lr": 0.1}, "mix": {}, "transform": {"image_size": 8}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("mesa", "message"),
     [
-        ({"mesa": {"weight": 1.0}}, "cell: mesa: the teacher is the moving average of the weights; set ema_decay"),
-        ({"mesa": {"weight": 0.0}, "ema_decay": 0.9}, "cell.mesa.weight: 0.0 is out of range, must be > 0"),
-        ({"mesa": {"weight": 1.0, "temperature": 0.0}, "ema_decay": 0.9}, "cell.mesa.temperature: 0.0 is out of range"),
-        (
-            {"mesa": {"weight": 1.0, "start_fraction": 1.5}, "ema_decay": 0.9},
-            "cell.mesa.start_fraction: 1.5 is out of range",
-        ),
-        ({"mesa": {"start": 0.5}, "ema_decay": 0.9}, "cell.mesa.start: unknown key"),
+        ({"weight": 0.0}, "cell.mesa.weight: 0.0 is out of range, must be > 0"),
+        ({"weight": 1.0, "temperature": 0.0}, "cell.mesa.temperature: 0.0 is out of range"),
+        ({"weight": 1.0, "start_fraction": 1.5}, "cell.mesa.start_fraction: 1.5 is out of range"),
+        ({"start": 0.5}, "cell.mesa.start: unknown key"),
     ],
 )
-def test_mesa_that_means_nothing_is_one_line(changes, message):
+def test_mesa_that_means_nothing_is_one_line(mesa, message):
     with pytest.raises(UserError, match=message) as caught:
-        build(ClassifierParams, CELL | changes, "cell")
+        build(ClassifierParams, CELL | {"mesa": mesa, "ema_decay": 0.9}, "cell")
     assert "\n" not in str(caught.value)
 
 
-def test_where_mesa_starts():
+def test_where_mesa_starts_and_that_it_needs_a_moving_average():
+    with pytest.raises(UserError, match="cell: mesa: the teacher is the moving average of the weights; set ema_decay"):
+        build(ClassifierParams, CELL | {"mesa": {"weight": 1.0}}, "cell")
     assert build(ClassifierParams, CELL, "cell").teacher_from is None
     assert build(ClassifierParams, CELL | {"mesa": {"weight": 1.0}, "ema_decay": 0.9}, "cell").teacher_from == 0.25

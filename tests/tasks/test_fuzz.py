@@ -43,6 +43,11 @@ def ends_well(work) -> bool:
     return True
 
 
+def open_pairs(root):
+    """The training images of a tree of ADE20K, to be trained on and to be evaluated."""
+    return [AdeSegmentation(AdePairs(root, "train"), MAPS, training=training) for training in (True, False)]
+
+
 def encode(pixels, form):
     stream = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(stream, form)
@@ -71,9 +76,7 @@ def test_flipped_bytes_of_pictures(tmp_path, cases):
     tree = scan_tree(tmp_path / "pets", "folder")
     transforms = {"train": train_transform(folder), "val": eval_transform(folder)}
     objects = [detection(tmp_path / "coco", BOXES, training=training) for training in (True, False)]
-    pairs = [
-        AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)
-    ]
+    pairs = open_pairs(tmp_path / "ade")
     files = [tree.path("train", 0), tree.path("val", 0), objects[1].instances.path(1), pairs[0].pairs.paths(0)[0]]
     for case in range(cases):
         picture = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
@@ -95,10 +98,7 @@ def test_odd_sizes_of_pictures(tmp_path, size):
     found["annotations"] = []
     write_coco(tmp_path / "coco", found)
     write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
-    pixels = np.zeros((*size, 3), dtype=np.uint8)
-    pairs = [
-        AdeSegmentation(AdePairs(tmp_path / "ade", "train"), MAPS, training=training) for training in (True, False)
-    ]
+    pixels, pairs = np.zeros((*size, 3), dtype=np.uint8), open_pairs(tmp_path / "ade")
     for path, each in zip(pairs[0].pairs.paths(0), (pixels, pixels[..., 0])):
         path.write_bytes(encode(each, "PNG"))
     for dataset in (detection(tmp_path / "coco", BOXES), *pairs):
@@ -122,9 +122,7 @@ def spoil(found, rng):
     """Change an annotation file of COCO at a few places."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         row = rng.choice(found["annotations"])
-        key = rng.choice(
-            ["segmentation", "segmentation", "bbox", "bbox", "bbox", "area", "iscrowd", "category_id", "image_id", "id"]
-        )
+        key = rng.choice([*["segmentation"] * 2, *["bbox"] * 3, "area", "iscrowd", "category_id", "image_id", "id"])
         if key == "bbox":
             row[key] = [rng.choice([-20, 0, 1e-3, 0.5, 1, 30, 59.999, 60, 1e9]) for _ in range(4)]
             row[key][rng.randrange(4)] = rng.choice([5, 7, 9, *ODD])
@@ -171,16 +169,8 @@ def odd_maps(labels):
     """
     deep, beyond = labels.astype(np.uint16), np.where(labels > 3, 255, labels).astype(np.uint8)
     taken = [labels, np.zeros_like(labels), np.full_like(labels, 5)]
-    refused = [
-        np.full_like(labels, 6),
-        beyond,
-        deep,
-        deep * 257 + 60000,
-        labels > 2,
-        np.dstack([labels] * 3),
-        labels[:-1],
-        labels.T,
-    ]
+    refused = [np.full_like(labels, 6), beyond, deep, deep * 257 + 60000, labels > 2, np.dstack([labels] * 3)]
+    refused += [labels[:-1], labels.T]
     palette = io.BytesIO()
     Image.fromarray(labels).convert("P").save(palette, "PNG")
     return [encode(each, "PNG") for each in taken], [palette.getvalue(), *(encode(each, "PNG") for each in refused)]
@@ -190,13 +180,12 @@ def odd_maps(labels):
 def test_odd_label_maps(tmp_path, flips):
     """A training step and an evaluation with each, and with flipped bytes of a good one."""
     torch.manual_seed(0)
-    model = build_upernet(
-        Pyramid(), UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2)), num_classes=5, window=32, stride=21
-    )
+    narrow = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
+    model = build_upernet(Pyramid(), narrow, num_classes=5, window=32, stride=21)
     root = write_ade20k(tmp_path, classes=5, pairs=2)
 
     def step():
-        train, whole = (AdeSegmentation(AdePairs(root, "train"), MAPS, training=training) for training in (True, False))
+        train, whole = open_pairs(root)
         loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(whole, batch_size=1)}
         shared = {"batch_size": 2, "transform": MAPS, "classes": train.pairs.classes, "device": torch.device("cpu")}
         task = Segmentation(model.train(), *loaders, **shared)

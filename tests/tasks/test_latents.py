@@ -37,10 +37,8 @@ def latents(tmp_path) -> Path:
     for split in ("train", "val"):
         for place, name in enumerate(("cat", "dog")):
             write(tmp_path / "latents" / split / name / "one.npy", np.full((4, 2, 2), place + 1, np.float16))
-            write(
-                tmp_path / "latents" / split / name / "two.npy",
-                np.stack([np.full((4, 2, 2), 5.0), np.full((4, 2, 2), 7.0)]).astype(np.float32),
-            )
+            both = np.stack([np.full((4, 2, 2), 5.0), np.full((4, 2, 2), 7.0)]).astype(np.float32)
+            write(tmp_path / "latents" / split / name / "two.npy", both)
     return tmp_path / "latents"
 
 
@@ -76,23 +74,21 @@ def archive_of_arrays() -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"no array",
-        archive_of_arrays(),
-        *(np.zeros((4, 2, 2), d) for d in (np.float64, np.int16)),
-        np.zeros((4, 2, 3), np.float32),
-    ]
-    + [
-        np.zeros((3, 4, 2, 2), np.float32),
-        np.zeros((8, 2, 2), np.float32),
-        np.full((4, 2, 2), np.nan, np.float32),
-        np.array(None),
-    ],
-    ids=["empty", "text", "several", "fp64", "integers", "width", "three", "channels", "nan", "objects"],
-)
+NO_LATENTS = {
+    "empty": b"",
+    "text": b"no array",
+    "several": archive_of_arrays(),
+    "fp64": np.zeros((4, 2, 2), np.float64),
+    "integers": np.zeros((4, 2, 2), np.int16),
+    "width": np.zeros((4, 2, 3), np.float32),
+    "three": np.zeros((3, 4, 2, 2), np.float32),
+    "channels": np.zeros((8, 2, 2), np.float32),
+    "nan": np.full((4, 2, 2), np.nan, np.float32),
+    "objects": np.array(None),
+}
+
+
+@pytest.mark.parametrize("content", NO_LATENTS.values(), ids=NO_LATENTS)
 def test_a_file_that_holds_no_latents_is_named(latents, content):
     path = latents / "train" / "dog" / "one.npy"
     path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
@@ -106,13 +102,10 @@ def test_a_file_that_holds_no_latents_is_named(latents, content):
     assert sum(line.startswith("error") and "one.npy" in line for line in lines) == 1
 
 
-def test_sound_latents_pass_their_check(latents):
+def test_sound_latents_pass_their_check_and_are_no_pictures(latents):
     lines = []
     run_check("latents", latents, Depth(full=True), emit=lines.append)
     assert lines[-1].endswith("no errors, 0 warnings")
-
-
-def test_latents_are_no_pictures(latents):
     pictures = ImageFolder(scan_tree(latents, "latents"), "train", eval_transform(TransformSettings(image_size=8)))
     with pytest.raises(UserError, match="unreadable image"):
         pictures[(0, 0)]
@@ -146,13 +139,8 @@ def load_example() -> ModuleType:
 def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp_path):
     """Pictures whose patches have one colour each: the latents, and those of the mirror image, are known."""
     rng, colours = np.random.default_rng(0), {}
-    for split, name, number in (
-        ("train", "cat", 0),
-        ("train", "dog", 1),
-        ("train", "dog", 2),
-        ("val", "cat", 3),
-        ("val", "dog", 4),
-    ):
+    for number, place in enumerate(("train/cat", "train/dog", "train/dog", "val/cat", "val/dog")):
+        split, name = place.split("/")
         colours[split, name, number] = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
         file = tmp_path / "pictures" / split / name / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +148,8 @@ def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp
     how = {"kind": "folder", "image_size": 32, "batch_size": 2}
     load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
     tree = scan_tree(tmp_path / "latents", "latents")
-    assert tree.classes == ("cat", "dog") and {split: len(own.names) for split, own in tree.splits.items()} == {
-        "train": 3,
-        "val": 2,
-    }
+    assert tree.classes == ("cat", "dog")
+    assert {split: len(own.names) for split, own in tree.splits.items()} == {"train": 3, "val": 2}
     for (split, name, number), colour in colours.items():
         file = tmp_path / "latents" / split / name / f"{number}.png.npy"
         found, expected = np.load(file), colour.transpose(2, 0, 1) / 127.5 - 1

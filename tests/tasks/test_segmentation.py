@@ -78,15 +78,19 @@ def tree(tmp_path_factory):
     return write_ade20k(root, classes=5, split="validation", pairs=3)
 
 
-@pytest.fixture
-def task(tree):
+def make_task(tree, **rank):
     torch.manual_seed(0)
     train, val = (
         AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val")
     )
     model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
-    loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1)}
+    loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1, **rank)}
     return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)
+
+
+@pytest.fixture
+def task(tree):
+    return make_task(tree)
 
 
 def test_a_batch_can_be_learned_by_heart(task):
@@ -94,9 +98,8 @@ def test_a_batch_can_be_learned_by_heart(task):
     optimizer = torch.optim.Adam(task.model.parameters(), lr=0.02)
     task.model.train()
     first = task.loss(task.model, batch)
-    assert set(first) == {"loss", "loss_decode", "loss_aux", "accuracy_percent"} and all(
-        value.shape == () for value in first.values()
-    )
+    assert set(first) == {"loss", "loss_decode", "loss_aux", "accuracy_percent"}
+    assert all(value.shape == () for value in first.values())
     torch.testing.assert_close(first["loss"], first["loss_decode"] + first["loss_aux"])
     labelled = (batch[1] != IGNORED).float().mean().item()
     assert first["loss_decode"].item() == pytest.approx(labelled * np.log(5), rel=0.1)  # the classifiers start small
@@ -109,7 +112,7 @@ def test_a_batch_can_be_learned_by_heart(task):
     assert losses["loss"] < 0.7 * first["loss"] and losses["accuracy_percent"] > first["accuracy_percent"] + 15
 
 
-def test_every_held_out_image_counts_once_and_at_its_own_size(task):
+def test_every_held_out_image_counts_once_and_at_its_own_size(task, tree):
     task.model.eval()
     metrics = task.evaluate(task.model, "val")
     assert metrics["held_out_images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
@@ -120,24 +123,16 @@ def test_every_held_out_image_counts_once_and_at_its_own_size(task):
         right += (predicted.numpy() + 1 == values).sum()
         labelled += (values > 0).sum()
     assert metrics["aacc_percent"] == pytest.approx(100 * right / labelled)
-    parts = [
-        Segmentation(
-            task.model,
-            task.train,
-            {"val": EvalLoader(task.held_out["val"].dataset, batch_size=1, rank=rank, world_size=2)},
-            batch_size=2,
-            transform=SETTINGS,
-            classes=task.classes,
-            device=CPU,
-        ).evaluate(task.model, "val")
-        for rank in range(2)
-    ]
-    assert [part["held_out_images"] for part in parts] == [2, 1]
+    parts = [make_task(tree, rank=rank, world_size=2) for rank in range(2)]
+    assert [part.evaluate(part.model.eval(), "val")["held_out_images"] for part in parts] == [2, 1]
 
 
 def test_batches_are_split_and_named(task):
-    batch = next(task.batches(0, 1))
-    assert len(task.describe(0, 1)) == 2
+    batch, data = next(task.batches(0, 1)), task.train.dataset
+    names = task.describe(0, 1)
+    for image, labels, name in zip(*batch, names, strict=True):
+        (index,) = [index for index in range(len(data)) if data.name(index) == name]
+        assert all(map(torch.equal, (image, labels), data[0, index]))
     doubled = tuple(torch.cat([part, part]) for part in batch)
     halves = task.split(doubled, 2)
     assert [len(images) for images, _ in halves] == [2, 2] and torch.equal(halves[1][1], batch[1])
@@ -160,11 +155,8 @@ def test_a_drawing_has_the_colours_and_a_legend_of_what_is_there():
         mixed = [0.45 * 200 + 0.55 * part for part in colour]
         assert np.abs(np.array(picture.getpixel((x, 260))) - mixed).max() <= 1
     legend = np.asarray(picture)[:, 13 * 60 :].reshape(-1, 3)
-    assert [(legend == colour).all(1).sum() > 100 for colour in ((120, 120, 120), (180, 120, 120), (6, 230, 230))] == [
-        True,
-        False,
-        True,
-    ]
+    shown = [(legend == colour).all(1).sum() > 100 for colour in ((120, 120, 120), (180, 120, 120), (6, 230, 230))]
+    assert shown == [True, False, True]
 
 
 def test_few_classes_have_colours_that_no_grey_picture_has():
@@ -214,9 +206,7 @@ runner.train()
 assert runner.iter == 1 and type(runner.model.backbone).__name__ == "VitttAdapter"
 assert (runner.model.backbone.adapter.level_embed != before).any()
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", program], **how)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"Iter\(val\) .*mIoU: \d", done.stdout)

@@ -7,7 +7,7 @@ from PIL import Image
 
 from repro.data.ade20k import AdePairs
 from repro.data.classification import ToInput
-from repro.data.loader import TrainLoader, own_randomness
+from repro.data.loader import own_randomness
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation, resize
 from repro.tasks.segmentation.openmmlab import transforms
 from repro.tasks.segmentation.params import SegmentationTransformSettings
@@ -54,15 +54,8 @@ def theirs():
                 pipeline=[load, labels, *drawn, pack] if training else [load, *resized, labels, pack],
             )
 
-    preprocessor = SegDataPreProcessor(
-        mean=[123.675, 116.28, 103.53],
-        std=[58.395, 57.12, 57.375],
-        bgr_to_rgb=True,
-        size=(side, side),
-        pad_val=0,
-        seg_pad_val=255,
-    )
-    return build, preprocessor
+    colours = {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375], "bgr_to_rgb": True}
+    return build, SegDataPreProcessor(**colours, size=(side, side), pad_val=0, seg_pad_val=255)
 
 
 @pytest.mark.parametrize("epoch", first(range(3)))
@@ -77,9 +70,8 @@ def test_training_samples_are_mmsegmentations(tree, theirs, epoch):
         height, width = raw["inputs"].shape[1:]
         found = preprocessor({"inputs": [raw["inputs"]], "data_samples": [raw["data_samples"]]}, training=True)
         inputs = ToInput(SegmentationTransformSettings(), torch.device("cpu"))(image[None])
-        torch.testing.assert_close(
-            inputs[..., :height, :width], found["inputs"][..., :height, :width], rtol=0, atol=1e-5
-        )
+        shown = (..., slice(height), slice(width))
+        torch.testing.assert_close(inputs[shown], found["inputs"][shown], rtol=0, atol=1e-5)
         # the recipe's padding is 0 behind the normalisation; half a grey level is at most 0.009 of a standard deviation
         torch.testing.assert_close(inputs, found["inputs"], rtol=0, atol=0.009)
         assert torch.equal(labels.long(), found["data_samples"][0].gt_sem_seg.data[0])
@@ -95,9 +87,8 @@ def test_evaluation_samples_are_mmsegmentations(tree, theirs):
         assert torch.equal(image, found["inputs"].flip(0))
         assert torch.equal(labels.long(), found["data_samples"].gt_sem_seg.data[0])
         pixels, _ = ours.pairs.read(index)
-        assert torch.equal(
-            resize(torch.from_numpy(pixels).permute(2, 0, 1), SegmentationTransformSettings(**SMALL)), image
-        )
+        resized = resize(torch.from_numpy(pixels).permute(2, 0, 1), SegmentationTransformSettings(**SMALL))
+        assert torch.equal(resized, image)
     # 64x102 by the ratio, then up to 32s; and the file's size
     assert image.shape == (3, 64, 128) and labels.shape == (40, 64)
 
@@ -107,9 +98,8 @@ def test_value_0_is_ignored_and_the_others_are_one_less(tree):
     _, values = dataset.pairs.read(0)
     _, labels = dataset[0, 0]
     assert (values == 0).any() and values.max() > 100
-    assert torch.equal(
-        labels, torch.from_numpy(np.where(values == 0, IGNORED, values.astype(int) - 1).astype(np.uint8))
-    )
+    assert np.array_equal(labels.numpy(), np.where(values == 0, IGNORED, values.astype(int) - 1))
+    assert labels.dtype == torch.uint8
 
 
 def test_a_sample_depends_on_seed_epoch_and_index_alone(tree):
@@ -122,23 +112,6 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(tree):
     assert not torch.equal(first[0], dataset[1, 2][0]) and not torch.equal(first[0], samples(tree, seed=1)[0, 2][0])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_serve_the_same_samples_with_any_number_of_workers(tree, workers):
-    dataset = samples(tree)
-    loader = TrainLoader(dataset, batch_size=2, seed=0, workers=workers)
-    try:
-        (images, labels), second = loader.batches(1)
-        names = loader.files(1, 0)
-    finally:
-        loader.close()
-    assert (
-        images.shape == (2, 3, 64, 64) and labels.shape == (2, 64, 64) and images.dtype == labels.dtype == torch.uint8
-    )
-    for place, name in enumerate(names):
-        image, label = dataset[1, [dataset.name(index) for index in range(len(dataset))].index(name)]
-        assert torch.equal(images[place], image) and torch.equal(labels[place], label)
-
-
 @pytest.mark.parametrize("photometric", [True, False])
 def test_colours_change_in_training_only_where_asked(tree, photometric):
     """Without a change of size, a flip or a crop, a training sample is the picture itself, but for its colours."""
@@ -146,9 +119,8 @@ def test_colours_change_in_training_only_where_asked(tree, photometric):
     dataset, same = samples(tree, **still), 0
     for index in range(len(dataset)):
         image = dataset[0, index][0]
-        expected = transforms.Resize(scale=SMALL["scale"], keep_ratio=True)({"img": dataset.pairs.read(index)[0]})[
-            "img"
-        ]
+        enlarge = transforms.Resize(scale=SMALL["scale"], keep_ratio=True)
+        expected = enlarge({"img": dataset.pairs.read(index)[0]})["img"]
         height, width = expected.shape[:2]
         same += np.array_equal(image[:, :height, :width].permute(1, 2, 0).numpy(), expected)
     assert same == (0 if photometric else len(dataset))
