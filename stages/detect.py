@@ -1,6 +1,7 @@
 """`repro detect`: Mask R-CNN on a pretrained backbone (Table 2, left; on the embedded scenes in the mini profile)."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -18,22 +19,30 @@ EpochsOption = Annotated[
 ]
 
 
-def command(
-    cell: CellOption = None,
-    gpus: GpusOption = None,
-    seeds: SeedsOption = None,
-    random: RandomOption = False,
-    epochs: EpochsOption = None,
-    data: OwnOption = None,
-    model: ModelOption = None,
-    source: FromOption = None,
-    flip: FlipOption = False,
-    sha256: Sha256Option = None,
-) -> None:
-    """Train a detector on a pretrained backbone, and measure box and mask AP; a stopped run continues where it was."""
-    from repro.runs.cells import read_cells, train_cells
-    from repro.runs.own import train_own
+def make_command(stage: str, spec: Any, about: str) -> Callable[..., None]:
+    """The command of a stage that trains a dense task on a pretrained backbone; `about` is what its help begins with."""
 
-    own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
-    if not train_own("detect", SPEC, data, **own, gpus=gpus, without={"cell": cell, "random": random}):
-        train_cells(read_cells("detect", SPEC, cell, random=random, epochs=epochs, seeds=seeds), gpus)
+    def command(
+        cell: CellOption = None,
+        gpus: GpusOption = None,
+        seeds: SeedsOption = None,
+        random: RandomOption = False,
+        epochs: EpochsOption = None,
+        data: OwnOption = None,
+        model: ModelOption = None,
+        source: FromOption = None,
+        flip: FlipOption = False,
+        sha256: Sha256Option = None,
+    ) -> None:
+        from repro.runs.cells import read_cells, train_cells
+        from repro.runs.own import train_own
+
+        own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
+        if not train_own(stage, spec, data, **own, gpus=gpus, without={"cell": cell, "random": random}):
+            train_cells(read_cells(stage, spec, cell, random=random, epochs=epochs, seeds=seeds), gpus)
+
+    command.__doc__ = f"{about}; a stopped run continues where it was."
+    return command
+
+
+command = make_command("detect", SPEC, "Train a detector on a pretrained backbone, and measure box and mask AP")

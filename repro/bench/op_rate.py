@@ -11,8 +11,9 @@ from kernels.bi_wkv import bi_wkv
 from kernels.selective_scan import selective_scan, selective_scan_bidir, selective_scan_routes
 from kernels.ttt_linear.reference import ttt_linear_dual
 
+from ..core.runtime import torch_dtype
 from ..models.ttt_mixer import ttt_linear_macs
-from .speed import DTYPES, median_interval, time_in_turn
+from .speed import median_interval, time_in_turn
 
 OP_SIZES = ("batch_size", "tokens", "heads", "head_dim", "chunk_size", "matmul_side")
 TOKENS = 6400  # 1280 x 1280 pixels
@@ -41,7 +42,7 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
         `ttt_mixer.ttt_linear_macs`; `share_ci95` is the interval of the median over the shares of the single turns.
     """
     draw = _make_draw(device)
-    cast = getattr(torch, DTYPES[dtype])
+    cast = torch_dtype(dtype)
     batch_size, tokens, heads, head_dim, chunk_size, matmul_side = (sizes[name] for name in OP_SIZES)
     q, k, v = (draw(batch_size, tokens, 2, heads, head_dim, dtype=cast) for _ in range(3))
     lr = torch.sigmoid(draw(batch_size, tokens, heads)) / head_dim
@@ -115,7 +116,7 @@ def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> di
         holds}: rates from median times, where every tensor of the operator counts once and the copy counts as read and
         written.
     """
-    operator, step, op_bytes = OPERATORS[family](batch_size, device, getattr(torch, DTYPES[dtype]))
+    operator, step, op_bytes = OPERATORS[family](batch_size, device, torch_dtype(dtype))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.inference_mode():

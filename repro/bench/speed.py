@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import repro
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
 WARM_UP_S = 1.0
@@ -231,6 +230,7 @@ def _main() -> None:
 def _run(spec: RowSpec) -> dict[str, Any]:
     import torch
 
+    from ..core.runtime import torch_dtype
     from ..models.registry import kernel_backend
     from . import build
 
@@ -238,7 +238,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    device, dtype = torch.device(spec.device), getattr(torch, DTYPES[spec.dtype])
+    device, dtype = torch.device(spec.device), torch_dtype(spec.dtype)
 
     def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:
         torch.manual_seed(0)
