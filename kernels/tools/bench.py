@@ -9,7 +9,7 @@ are checked by `check`, not here.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,11 +47,10 @@ def row_key(cases: Cases, row: Mapping[str, Any]) -> str:
     return json.dumps([row[name] for name in ("implementation", "passes", *vars(cases.COMPARED))])
 
 
-def rows(
-    cases: Cases, device: torch.device, steps: Iterable[Step], before: Iterable[Mapping[str, Any]] = ()
-) -> Iterator[dict[str, Any]]:
-    """A row for each of these steps of an operator, as it is measured. `before`: rows measured earlier, whose copies
-    serve as well.
+def measure(
+    cases: Cases, device: torch.device, step: Step, find: Callable[[str], Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """The row of one of `planned`. `find`: `step_key` -> its row, for the copy with which it is compared.
 
     A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes,
     gflop, gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes,
@@ -59,15 +58,11 @@ def rows(
     The peak is that above the inputs. `status` is `ok`; or `oom`, `failed` or, for a package that is not installed,
     `unavailable`, with null numbers and the reason.
     """
-    copies = {row_key(cases, row): row["median_ms"] for row in before if row["implementation"] == "copy"}
-    for sizes, passes, name in steps:
-        if name == "copy":
-            row = _measured(cases, name, sizes, passes, device, None, lambda: copy_step(sizes, passes, device))
-            copies[row_key(cases, row)] = row["median_ms"]
-        else:
-            make, copied = cases.implementations(sizes)[name], copies.get(step_key(cases, sizes, passes, "copy"))
-            row = _measured(cases, name, sizes, passes, device, copied, lambda: op_step(make, passes, device))
-        yield row
+    sizes, passes, name = step
+    if name == "copy":
+        return _measured(cases, name, sizes, passes, device, None, lambda: copy_step(sizes, passes, device))
+    make, copied = cases.implementations(sizes)[name], find(step_key(cases, sizes, passes, "copy")) or {}
+    return _measured(cases, name, sizes, passes, device, copied.get("median_ms"), lambda: op_step(make, passes, device))
 
 
 def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], Any]:

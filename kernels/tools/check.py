@@ -7,8 +7,7 @@ What belongs to one operator is in its `cases.Cases`.
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,26 +178,23 @@ def failure(error: Exception) -> dict[str, str]:
     return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
-def count(cases: Cases, device: Any) -> int:
-    """The number of `rows`."""
-    return sum(1 for _ in _plan(cases, device))
-
-
-def rows(cases: Cases, device: Any, skip: int = 0) -> Iterator[dict[str, Any]]:
-    """Every check of an operator that this device can run, one row each, as it is done; without the first `skip`.
+def run(
+    cases: Cases, what: str, check: Callable[..., dict[str, Any]], arguments: tuple, options: dict
+) -> dict[str, Any]:
+    """The row of one of `planned`.
 
     A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
     """
-    for what, check, arguments, options in itertools.islice(_plan(cases, device), skip, None):
-        try:
-            yield check(*arguments, **options)
-        except Exception as error:  # a check that breaks must neither hide the others nor lose the record
-            yield {"operator": cases.NAME, "check": what, **failure(error), "passed": False}
-    draw_case.cache_clear()
+    try:
+        return check(*arguments, **options)
+    except Exception as error:  # a check that breaks must neither hide the others nor lose the record
+        return {"operator": cases.NAME, "check": what, **failure(error), "passed": False}
 
 
-def _plan(cases: Cases, device: Any) -> Iterator[Check]:
-    """What to call: what a row says if it breaks off, the function, its arguments and its options."""
+def planned(cases: Cases, device: Any) -> Iterator[Check]:
+    """Every check of an operator that this device can run: what a row says if it breaks off, the function, its
+    arguments and its options.
+    """
     interpreted = cases.triton_fwd.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 

@@ -8,7 +8,6 @@ TRITON_INTERPRET is set, since the interpreter compiles nothing.
 import ast
 import dataclasses
 import hashlib
-import itertools
 import re
 import subprocess
 import tempfile
@@ -125,27 +124,24 @@ def _nest(node: Any) -> Any:
     return [type(node).__name__, *([name, _nest(value)] for name, value in fields.items())]
 
 
-def rows(cases: Any, skip: int = 0, defaults: bool = False) -> Iterator[dict[str, Any]]:
-    """Every kernel, size, dtype, config and target of an operator, a row each as it is compiled; without the first
-    `skip`.
-
-    `defaults`: only the configs that run untuned.
+def planned(cases: Any, defaults: bool = False) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
+    """Every kernel, size, dtype, config and target of an operator: the first six keys of its row, what to compile, and
+    for which target. `defaults`: only the configs that run untuned.
 
     A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype,
     target, registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are those
     of a thread, shared bytes those of a program. Instructions are counted once each, also in a loop. `loops` has, for
     each loop in the order of the code, its number of instructions and how many of them are barriers and shuffles.
     """
-    for labels, compilation, target in itertools.islice(planned(cases, defaults), skip, None):
-        yield {**labels, **compilation.read(target)}
-
-
-def planned(cases: Any, defaults: bool = False) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
-    """For each of `rows`, in their order: its first six keys, what to compile, and for which target."""
     for one in cases.compilations():
         for target in TARGETS if one.default or not defaults else ():
             labels = {"operator": cases.NAME, "kernel": one.name, "config": {**one.sizes, **describe(one.config)}}
             yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
+
+
+def compile_row(labels: Mapping[str, Any], compilation: Compilation, target: int) -> dict[str, Any]:
+    """The row of one of `planned`."""
+    return {**labels, **compilation.read(target)}
 
 
 def disassemble(cubin: bytes) -> str:

@@ -22,7 +22,7 @@ SIZES |= {"state_dim": "states"}
 
 
 def format_check(row: Mapping[str, Any]) -> str:
-    """A line for a row of `check.rows`: the verdict, what was checked, and the error that comes nearest to its limit."""
+    """A line for a row of `check.run`: the verdict, what was checked, and the error that comes nearest to its limit."""
     verdict = {True: "ok", False: "FAILED", None: "not run"}[row["passed"]]
     detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that broke off has no sizes
     if row.get("errors"):
@@ -36,7 +36,7 @@ def format_check(row: Mapping[str, Any]) -> str:
 
 
 def format_bench(row: Mapping[str, Any]) -> str:
-    """A line for a row of `bench.rows`."""
+    """A line for a row of `bench.measure`."""
     what = f"{row['operator']}, {_sizes(row)}, {row['passes']}, {row['implementation']}"
     if row["status"] != "ok":
         return f"{what}: {row['status']} ({row['reason']})"
@@ -46,7 +46,7 @@ def format_bench(row: Mapping[str, Any]) -> str:
 
 
 def format_resources(row: Mapping[str, Any]) -> str:
-    """A line for a row of `resources.rows`."""
+    """A line for a row of `resources.compile_row`."""
     config = ", ".join(f"{key} {value}" for key, value in row["config"].items() if value is not None)
     mark = "default, " if row["default"] else ""
     return (

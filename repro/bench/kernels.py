@@ -7,7 +7,8 @@ the rows of the same kernels and versions. Where all rows that are asked for are
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from ..core.runtime import device_label, device_slug, gpu_names
 from .rows import RowStore
 
 Row = dict[str, Any]
+Plan = Mapping[Hashable, Callable[[], Row]]  # the key of a row -> what makes it
 PAGE = "results/speed.md"
 BENCH_BLOCK = "kernels bench"
 RESOURCES_BLOCK = "kernels resources"
@@ -38,7 +40,7 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     rows are there.
 
     `again`: make a complete record anew.
-    metrics: `rows`, see `kernels.tools.check.rows`; `failed`, how many; `source_hash` of each operator; `unfinished`,
+    metrics: `rows`, see `kernels.tools.check.run`; `failed`, how many; `source_hash` of each operator; `unfinished`,
     operators of which rows are missing.
 
     Raises:
@@ -56,21 +58,14 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     except ValueError as error:
         raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
     path, deadline = _check_path(paths, device, operators.INTERPRETED), _deadline(minutes)
-    table = _Table(
-        paths,
-        path,
-        "check",
-        device_label(device),
-        chosen,
-        lambda cases: range(check.count(cases, device)),
-        one=op is not None,
-        again=again,
-    )
-    with table:
+
+    def plan(cases: Any) -> Plan:
+        return {number: partial(check.run, cases, *each) for number, each in enumerate(check.planned(cases, device))}
+
+    with _Table(paths, path, "check", device_label(device), chosen, plan, one=op is not None, again=again) as table:
         for cases in chosen:
-            table.fill(
-                cases, lambda kept, cases=cases: check.rows(cases, device, skip=len(kept)), text.format_check, deadline
-            )
+            table.fill(cases, text.format_check, deadline)
+            check.draw_case.cache_clear()
     failed = sum(row["passed"] is False for row in table.chosen_rows())
     print(table.describe(f"checks, {failed} failed"))
     if failed:
@@ -84,7 +79,7 @@ def run_bench(
     """Check the kernels where no record says that they are right, time them, and write
     results/measured/<device>/kernels.json.
 
-    metrics: `rows`, see `kernels.tools.bench.rows`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of
+    metrics: `rows`, see `kernels.tools.bench.measure`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of
     Appendix B; `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions
     of other people's kernels. `compared`: only the shapes that the goals are about; `again`: make them anew where they
     are there. Returns whether all rows that were asked for are there.
@@ -110,8 +105,10 @@ def run_bench(
     ):
         return False  # no speed without kernels that are right
 
-    def plan(cases: Any, compared: bool = False) -> list[str]:
-        return [bench.step_key(cases, *step) for step in bench.planned(cases, compared)]
+    def plan(cases: Any, compared: bool = False) -> Plan:
+        measure = partial(bench.measure, cases, device, find=lambda key: table.find((cases.NAME, key)))
+        steps = bench.planned(cases, compared)
+        return {bench.step_key(cases, *step): partial(measure, step) for step in steps}
 
     path = paths.measured(device_slug(device)) / "kernels.json"
     table = _Table(
@@ -140,21 +137,14 @@ def run_bench(
     with table:
         for cases in chosen:
             name = cases.NAME
-            steps = [
-                step for step in bench.planned(cases, compared) if bench.step_key(cases, *step) in table.todo[name]
-            ]
-            table.fill(
-                cases,
-                lambda kept, cases=cases, steps=steps: bench.rows(cases, device, steps, kept),
-                text.format_bench,
-                deadline,
-            )
+            is_asked = bool(table.todo[name])
+            table.fill(cases, text.format_bench, deadline)
             tuned = {
                 (each["kernel"], *each["key"]): each
                 for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]
             }
             table.extra["tuned"] = list(tuned.values())
-            if name == "ttt_linear" and steps and _left(deadline) > 0:
+            if name == "ttt_linear" and is_asked and _left(deadline) > 0:
                 table.extra["op"] = memory_reference_over_kernel(device)
     print(table.describe("rows"))
     if failed := [
@@ -169,7 +159,7 @@ def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False
     results/measured/compile/resources.json.
 
     `defaults` writes resources_triton_<version>.json instead, which is for another version than the lock file's.
-    metrics: `rows`, see `kernels.tools.resources.rows`; `source_hash`, `unfinished`, as in `run_check`.
+    metrics: `rows`, see `kernels.tools.resources.planned`; `source_hash`, `unfinished`, as in `run_check`.
 
     Raises:
         UserError: no such operator, or the interpreter is chosen.
@@ -182,12 +172,14 @@ def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False
     path = paths.measured("compile") / "resources.json"
     if defaults:
         path = path.with_name(f"resources_triton_{str(installed_version('triton')).replace('.', '_')}.json")
-    plan = lambda cases: range(len(list(resources.planned(cases, defaults))))  # noqa: E731
+
+    def plan(cases: Any) -> Plan:
+        rows = enumerate(resources.planned(cases, defaults))
+        return {number: partial(resources.compile_row, *each) for number, each in rows}
+
     with _Table(paths, path, "resources", "none: compiled, not run", chosen, plan, one=op is not None) as table:
         for cases in chosen:
-            table.fill(
-                cases, lambda kept, cases=cases: resources.rows(cases, len(kept), defaults), text.format_resources
-            )
+            table.fill(cases, text.format_resources)
 
 
 def find_operators(op: str | None) -> list[Any]:
@@ -238,7 +230,8 @@ class _Table(RowStore):
     are the metrics of the record, `extra` further metrics, and `summarise` makes more of them from all rows.
 
     Args:
-        plan: cases -> the keys of all rows of an operator. A key is the number of a row, or what `key` says.
+        plan: cases -> the keys of all rows of an operator, and what makes each. A key is the number of a row, or what
+            `key` says.
         wanted: cases -> those that are asked for; None: all.
         key: (cases, row) -> its key; None: its number.
         one: whether a single operator was asked for, so that the rows of the others must be of the same versions.
@@ -252,7 +245,7 @@ class _Table(RowStore):
         command: Any,
         device: str,
         chosen: Sequence[Any],
-        plan: Callable[[Any], Iterable[Any]],
+        plan: Callable[[Any], Plan],
         wanted: Callable[[Any], Iterable[Any]] | None = None,
         key: Callable[[Any, Row], Any] | None = None,
         *,
@@ -278,7 +271,7 @@ class _Table(RowStore):
                 number = sum(operator == name for operator, _ in rows)
             rows[name, number] = row | {"source_hash": made_by.get(name)}
         super().__init__(rows, lambda what: {"source_hash": hashes[what[0]]}, _Table._write, list, WRITE_EVERY_S)
-        self.plan = {cases.NAME: list(plan(cases)) for cases in chosen}
+        self.plan = {cases.NAME: plan(cases) for cases in chosen}
         asked = {cases.NAME: list((wanted or plan)(cases)) for cases in chosen}
         self.todo = {name: [each for each in keys if not self.find((name, each))] for name, keys in asked.items()}
         if again and not any(self.todo.values()):
@@ -299,25 +292,17 @@ class _Table(RowStore):
         self.save()
         print(f"written: {self.path.relative_to(self.paths.root)}")
 
-    def fill(
-        self,
-        cases: Any,
-        make_rows: Callable[[list[Row]], Iterator[Row]],
-        format_row: Callable[[Row], str],
-        deadline: float | None = None,
-    ) -> None:
+    def fill(self, cases: Any, format_row: Callable[[Row], str], deadline: float | None = None) -> None:
         """Add what is missing of an operator until the deadline, each row printed as it comes.
 
-        `make_rows` gets the rows that are kept of the operator, and yields those of `todo`. Rows of older code are kept
-        until the first new one is there.
+        Rows of older code are kept until the first new one is there.
         """
         name, todo = cases.NAME, self.todo[cases.NAME]
         gone = [what for what, _ in self.items() if what[0] == name and (what[1] in todo or not self.find(what))]
-        made = make_rows([row for what, row in self.items() if what[0] == name and what not in gone])
         for number, key in enumerate(todo, 1):
             if _left(deadline) <= 0:
                 return
-            row = next(made)
+            row = self.plan[name][key]()
             if number == 1:
                 self.forget(gone)
             self.todo[name] = todo[number:]

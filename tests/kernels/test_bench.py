@@ -107,7 +107,7 @@ def test_mamba_ssm_gets_the_same_work(monkeypatch):
 
 
 def timed(operator, names, forward, both):
-    """Rows of `bench.rows` at the compared shape, with these medians."""
+    """Rows of `bench.measure` at the compared shape, with these medians."""
     cases = OPERATORS[operator]
     return [
         {"operator": operator, **vars(cases.COMPARED), "implementation": name, "passes": passes, "median_ms": ms}

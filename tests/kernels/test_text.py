@@ -18,7 +18,7 @@ def cells(table: str) -> list[list[str]]:
 
 
 def bench_row(implementation, median_ms, operator="ttt_linear", **more):
-    """As `bench.rows` yields it, at the shape that the goals of the operator are about."""
+    """As `bench.measure` returns it, at the shape that the goals of the operator are about."""
     shared = {"operator": operator, **vars(OPERATORS[operator].COMPARED), "passes": "forward", "median_ms": median_ms}
     return {"implementation": implementation, **shared, "share_of_copy_percent": None, "peak_memory_mib": None, **more}
 
@@ -71,7 +71,7 @@ def test_times_have_a_column_for_each_implementation():
 
 
 def compiled(operator="ttt_linear", kernel="ttt_linear_forward", **more):
-    """As `resources.rows` yields it: what a default config in bf16 compiles to."""
+    """As `resources.compile_row` returns it: what a default config in bf16 compiles to."""
     shared = {"operator": operator, "kernel": kernel, "default": True, "dtype": "bf16", "target": "sm_90", "loops": []}
     shared |= {"config": {"chunk_size": 16, "num_warps": 4}, "registers": 168, "stack_bytes": 0, "shared_bytes": 8192}
     return {**shared, "instructions": {"LDL": 0, "STL": 0, "BAR": 30}, **more}

@@ -51,8 +51,8 @@ def check_rows(monkeypatch):
     from kernels.tools import check
 
     def give(rows):
-        monkeypatch.setattr(check, "rows", lambda cases, device, skip: iter(rows[skip:]))
-        monkeypatch.setattr(check, "count", lambda cases, device: len(rows))
+        monkeypatch.setattr(check, "planned", lambda cases, device: [(row,) for row in rows])
+        monkeypatch.setattr(check, "run", lambda cases, row: row)
         monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
 
     return give
@@ -94,25 +94,24 @@ def compiled(monkeypatch):
 
     done = []
 
-    def rows(cases, skip=0, defaults=False):
-        for target in ("sm_80", "sm_90")[skip:]:
-            done.append(cases.NAME)
-            yield {
-                "operator": cases.NAME,
-                "kernel": f"{cases.NAME}_forward",
-                "config": {},
-                "default": True,
-                "dtype": "bf16",
-                "target": target,
-                "registers": len(done),
-                "stack_bytes": 0,
-                "shared_bytes": 0,
-                "instructions": {"LDL": 0, "STL": 0, "BAR": 0},
-                "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}],
-            }
+    def compile_row(cases, target):
+        done.append(cases.NAME)
+        return {
+            "operator": cases.NAME,
+            "kernel": f"{cases.NAME}_forward",
+            "config": {},
+            "default": True,
+            "dtype": "bf16",
+            "target": target,
+            "registers": len(done),
+            "stack_bytes": 0,
+            "shared_bytes": 0,
+            "instructions": {"LDL": 0, "STL": 0, "BAR": 0},
+            "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}],
+        }
 
-    monkeypatch.setattr(resources, "rows", rows)
-    monkeypatch.setattr(resources, "planned", lambda cases, defaults: range(2))
+    monkeypatch.setattr(resources, "compile_row", compile_row)
+    monkeypatch.setattr(resources, "planned", lambda cases, defaults: [(cases, "sm_80"), (cases, "sm_90")])
     monkeypatch.setattr(resources, "source_hash", lambda cases: f"{cases.NAME}'s")
     return done
 
@@ -141,24 +140,22 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
     """
     from kernels.tools import resources
 
-    names, rows = list(operators.OPERATORS), resources.rows
+    names, compile_row = list(operators.OPERATORS), resources.compile_row
 
-    def break_off(cases, skip=0, defaults=False):
-        made = rows(cases, skip)
-        yield next(made)
-        if names[1] == cases.NAME:
+    def break_off(cases, target):
+        if (cases.NAME, target) == (names[1], "sm_90"):
             raise KeyboardInterrupt
-        yield from made
+        return compile_row(cases, target)
 
     def read():
         metrics = read_json(checkout / "results/measured/compile/resources.json")["metrics"]
         return [row["operator"] for row in metrics["rows"]], metrics["unfinished"]
 
-    monkeypatch.setattr(resources, "rows", break_off)
+    monkeypatch.setattr(resources, "compile_row", break_off)
     with pytest.raises(KeyboardInterrupt):
         kernels.run_resources(find_root())
     assert read() == ([names[0], names[0], names[1]], [names[1]])
-    monkeypatch.setattr(resources, "rows", rows)
+    monkeypatch.setattr(resources, "compile_row", compile_row)
     twice = [name for name in names for _ in range(2)]
     for calls in (1, 2):
         kernels.run_resources(find_root())

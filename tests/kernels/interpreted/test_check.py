@@ -41,12 +41,12 @@ def test_a_row_of_right_and_of_wrong_kernels(cases, dtype, monkeypatch, tmp_path
 
 
 def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
-    interpreted = [(check_, given) for _, check_, given, _ in check._plan(cases, "cpu")]
+    interpreted = [(check_, given) for _, check_, given, _ in check.planned(cases, "cpu")]
     assert {given[3] for check_, given in interpreted if check_ is check.compare} == {"fp32", "fp16"}
     assert check.repeat in {check_ for check_, _ in interpreted}
     monkeypatch.setattr(cases.triton_fwd, "INTERPRETED", False)
     monkeypatch.setattr(cases, "select", lambda backend, sizes, dtype, device: "triton")
-    plan = list(check._plan(cases, "cpu"))
+    plan = list(check.planned(cases, "cpu"))
     compared = [(given, asked) for _, check_, given, asked in plan if check_ is check.compare]
     assert {given[3] for given, _ in compared} == {"fp32", "fp16", "bf16"}
     assert {given[2].tokens for given, _ in compared} >= {1, 2, 196, 197, 4200, 6400}
@@ -66,8 +66,7 @@ def test_a_check_that_breaks_is_a_row(monkeypatch):
         raise RuntimeError("out of\nresources")
 
     monkeypatch.setattr(selective_scan_cases, "kernels", broken)
-    rows = list(check.rows(selective_scan_cases, "cpu"))
-    assert len(rows) == len(list(check._plan(selective_scan_cases, "cpu")))
+    rows = [check.run(selective_scan_cases, *each) for each in check.planned(selective_scan_cases, "cpu")]
     assert all(row["passed"] is False and row["reason"] == "RuntimeError: out of resources" for row in rows)
     assert {row["operator"] for row in rows} == {"selective_scan"}
 
