@@ -1,16 +1,25 @@
 """Small data sets, and the ways in which files are spoilt."""
 
 import hashlib
+import json
+import pkgutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from repro.data.cells import DataCell
+from repro.data.check.run import Depth
+from repro.data.findings import PrintAll
 from repro.data.kinds import list_imagenet100
 from repro.data.manifest import Manifest
+from repro.data.settings import ExpectedCounts
+from tests.data_sets.made import picture
 
 CLASSES = {"ant": 5, "bee": 9, "cat": 6}
+WNIDS = ("n01440764", "n01443537", "n01484850")  # timm's classes 0, 1 and 2
+SMALL = ExpectedCounts(classes=3, train=12, val=6)
+FULL = Depth(full=True)
 
 
 def cut(path: Path) -> None:
@@ -35,6 +44,18 @@ def make_cell(root: Path, manifest: Manifest) -> DataCell:
     return DataCell(name="mine", manifest_path=root / "manifest.json", manifest=manifest, root=root)
 
 
+def findings(check, root, depth=FULL, **kwargs):
+    """(lines, number of errors, number of warnings)"""
+    lines: list[str] = []
+    report = PrintAll(root, lines.append)
+    check(root, report, depth, **kwargs)
+    return lines, report.num_errors, report.num_warnings
+
+
+def only(lines: list[str], level: str) -> list[str]:
+    return [line[9:] for line in lines if line.startswith(level)]
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A small tree of class folders: 20 train and 20 val images of 16x16, each with a grey value of 10 times its place
@@ -50,6 +71,19 @@ def root(tmp_path: Path) -> Path:
                 Image.new("RGB", (16, 16), grey).save(folder / split / name / f"{i:03d}.png")
                 place += 1
     return folder
+
+
+@pytest.fixture
+def imagenet(tmp_path: Path) -> Path:
+    """Three classes with 4 training and 2 validation images each; the latter have their real names."""
+    root = tmp_path / "imagenet"
+    real = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
+    for index, wnid in enumerate(WNIDS):
+        for number in range(4):
+            picture(root / "train" / wnid / f"{wnid}_{number}.JPEG", seed=number)
+        for place in [place for place, labels in enumerate(real) if labels == [index]][:2]:
+            picture(root / "val" / wnid / f"ILSVRC2012_val_{place + 1:08d}.JPEG", seed=place)
+    return root
 
 
 @pytest.fixture

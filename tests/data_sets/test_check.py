@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import pkgutil
 import shutil
 from pathlib import Path
 
@@ -22,29 +21,13 @@ from repro.data.check.speed import TRANSFORM, Speed, measure_speed
 from repro.data.coco import read_image, read_instances
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
-from repro.data.findings import PrintAll
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
 from repro.data.tree import scan_tree
-from tests.data_sets.conftest import cut
+from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
 from tests.data_sets.made import annotation, image, picture, write_ade20k, write_coco
 
 ROOT = Path(__file__).parents[2]
-WNIDS = ("n01440764", "n01443537", "n01484850")  # timm's classes 0, 1 and 2
-SMALL = ExpectedCounts(classes=3, train=12, val=6)
-FULL = Depth(full=True)
-
-
-def findings(check, root, depth=FULL, **kwargs):
-    """(lines, number of errors, number of warnings)"""
-    lines: list[str] = []
-    report = PrintAll(root, lines.append)
-    check(root, report, depth, **kwargs)
-    return lines, report.num_errors, report.num_warnings
-
-
-def only(lines: list[str], level: str) -> list[str]:
-    return [line[9:] for line in lines if line.startswith(level)]
 
 
 def require_fault(check, root, table, fault, read, *, refused, expected) -> None:
@@ -64,19 +47,6 @@ def require_fault(check, root, table, fault, read, *, refused, expected) -> None
         said = str(error).removeprefix(f"{root}/")
     assert bool(said) == refused and "\n" not in said, said
     assert said.partition(" (and ")[0].partition("; ")[0] in "\n".join(lines), (said, lines)
-
-
-@pytest.fixture
-def imagenet(tmp_path: Path) -> Path:
-    """Three classes with 4 training and 2 validation images each; the latter have their real names."""
-    root = tmp_path / "imagenet"
-    real = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
-    for index, wnid in enumerate(WNIDS):
-        for number in range(4):
-            picture(root / "train" / wnid / f"{wnid}_{number}.JPEG", seed=number)
-        for place in [place for place, labels in enumerate(real) if labels == [index]][:2]:
-            picture(root / "val" / wnid / f"ILSVRC2012_val_{place + 1:08d}.JPEG", seed=place)
-    return root
 
 
 def check_small(root, depth=FULL):

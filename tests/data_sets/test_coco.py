@@ -184,19 +184,17 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_batch_lists(root, workers):
-    train = TrainLoader(detection(root, training=True), batch_size=2, seed=0, workers=workers)
-    val = EvalLoader(detection(root), batch_size=2, workers=workers)
-    try:
-        ((images, targets),) = train.batches(0)
-        # 50 x 36 with a short side of 40
-        assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}
-        assert sorted(target["image_id"] for target in targets) == [12, 30]
-        assert sorted(train.files(0, 0)) == ["000000000012.png", "000000000030.png"]
-        assert [target["image_id"] for _, targets in val for target in targets] == [5, 12, 30, 31, 40]
-    finally:
-        train.close(), val.close()
+def test_loaders_batch_lists(root):
+    train, val = (
+        TrainLoader(detection(root, training=True), batch_size=2, seed=0),
+        EvalLoader(detection(root), batch_size=2),
+    )
+    ((images, targets),) = train.batches(0)
+    # 50 x 36 with a short side of 40
+    assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}
+    assert sorted(target["image_id"] for target in targets) == [12, 30]
+    assert sorted(train.files(0, 0)) == ["000000000012.png", "000000000030.png"]
+    assert [target["image_id"] for _, targets in val for target in targets] == [5, 12, 30, 31, 40]
 
 
 RUNS = {"size": [50, 36], "counts": [1800, -1, 1]}

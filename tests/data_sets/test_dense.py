@@ -12,17 +12,14 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.data.check.dense import check_ade20k, check_coco, check_scenes
-from repro.data.check.run import Depth
 from repro.data.embedded.scenes import write_scenes
-from repro.data.findings import PrintAll
 from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import ScenesSettings
-from tests.data_sets.conftest import cut, flip, make_cell
+from tests.data_sets.conftest import cut, findings, flip, make_cell
 
 SMALL = ScenesSettings(train=6, tune=2, test=3)
-FULL = Depth(full=True)
 
 
 @pytest.fixture
@@ -131,8 +128,7 @@ def test_kinds_are_not_taken_for_one_another(scenes, root):
 
 
 def test_the_check_of_scenes_has_nothing_to_object_to(scenes):
-    lines = []
-    check_scenes(scenes, PrintAll(scenes, lines.append), FULL)
+    lines, _, _ = findings(check_scenes, scenes)
     assert lines and all(line.startswith("ok ") for line in lines), lines
     assert sum("2017.json: 10 categories" in line for line in lines) == 3
 
@@ -143,10 +139,7 @@ def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(publi
     known = [name for name in names[1:] if name != "N/A"]
     found = []
     for _ in range(2):
-        lines = []
-        report = PrintAll(published, lines.append)
-        check_coco(published / "coco", report, FULL)
-        check_ade20k(published / "ade20k", report, FULL)
+        lines = findings(check_coco, published / "coco")[0] + findings(check_ade20k, published / "ade20k")[0]
         found.append([line for line in lines if not line.startswith("ok ")])
         for file in (published / "coco/annotations").iterdir():
             content = json.loads(file.read_text())

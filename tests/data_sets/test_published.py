@@ -17,15 +17,16 @@ from PIL import Image
 from torchvision.datasets import CIFAR100
 
 from repro.core.config import build
-from repro.core.errors import UserError
+from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
-from repro.data.check.run import Depth, run_check
+from repro.data.check.run import run_check
 from repro.data.classification import ImageFolder
 from repro.data.embedded.cifar100 import download_cifar100
 from repro.data.kinds import PrepareData, list_imagenet100, list_wnids
 from repro.data.prepare import prepare
+from tests.data_sets.conftest import FULL
 
 CIFAR = {
     "kind": "cifar100",
@@ -166,11 +167,11 @@ def test_a_tree_that_was_removed_is_written_again(tmp_path, published_files):
 def test_the_check_of_imagenet100(tmp_path, imagenet_folder):
     lines = []
     root = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).root
-    run_check("imagenet100", root, Depth(full=True), emit=lines.append)
+    run_check("imagenet100", root, FULL, emit=lines.append)
     assert "no errors" in lines[-1]
     next((root / "tune" / list_imagenet100()[0]).iterdir()).resolve().write_bytes(b"cut short")
-    with pytest.raises(Exception, match="1 error"):
-        run_check("imagenet100", root, Depth(full=True), emit=lines.append)
+    with pytest.raises(RunError, match="1 error"):
+        run_check("imagenet100", root, FULL, emit=lines.append)
 
 
 def test_download_serves_what_is_free(tmp_path, cifar100_files, imagenet_folder, repro_cli, monkeypatch):

@@ -7,31 +7,17 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from timm.data import ImageNetInfo
 
 from repro.core.errors import UserError
 from repro.data.check.folders import check_imagenet
-from repro.data.check.run import Depth
 from repro.data.classification import ImageFolder, train_transform
-from repro.data.findings import PrintAll
 from repro.data.loader import TrainLoader
 from repro.data.prepare import scan_manifest
-from repro.data.settings import ExpectedCounts, TransformSettings
+from repro.data.settings import TransformSettings
 from repro.data.tree import Tree, scan_tree
-from tests.data_sets.made import picture
+from tests.data_sets.conftest import SMALL, WNIDS, findings, only
 
-WNIDS = ImageNetInfo("imagenet-1k").label_names()[:3]
 SETTINGS = TransformSettings(image_size=16, auto_augment="rand-m9-mstd0.5-inc1")
-
-
-@pytest.fixture
-def folders(tmp_path):
-    for split, number in (("train", 5), ("val", 2)):
-        for place, wnid in enumerate(WNIDS):
-            for i in range(number):
-                name = f"{wnid}_{i}.JPEG" if split == "train" else f"ILSVRC2012_val_{i:08d}.JPEG"
-                picture(tmp_path / "folders" / split / wnid / name, (24, 20), seed=100 * number + 10 * place + i)
-    return tmp_path / "folders"
 
 
 def add(archive, name, content):
@@ -67,30 +53,30 @@ def pack(folders, target, layout):
 
 
 @pytest.fixture
-def packed(folders, tmp_path):
-    return pack(folders, tmp_path / "packed", "class archives")
+def packed(imagenet, tmp_path):
+    return pack(imagenet, tmp_path / "packed", "class archives")
 
 
 LAYOUTS = ["class archives", "class folders", "webdataset"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_archives_equal_the_folders(folders, tmp_path, layout):
-    plain, packed = scan_tree(folders, "imagenet"), scan_tree(pack(folders, tmp_path / "packed", layout), "imagenet")
-    assert scan_manifest(tmp_path / "packed", "imagenet") == scan_manifest(folders, "imagenet")
-    contents = [plain.path("train", index).read_bytes() for index in range(15)]
-    assert [packed.source("train", index).read() for index in range(15)] == contents
-    assert all(packed.path("train", index).name == plain.path("train", index).name for index in range(15))
-    chosen = np.array([3, 7, 14])
+def test_archives_equal_the_folders(imagenet, tmp_path, layout):
+    plain, packed = scan_tree(imagenet, "imagenet"), scan_tree(pack(imagenet, tmp_path / "packed", layout), "imagenet")
+    assert scan_manifest(tmp_path / "packed", "imagenet") == scan_manifest(imagenet, "imagenet")
+    contents = [plain.path("train", index).read_bytes() for index in range(12)]
+    assert [packed.source("train", index).read() for index in range(12)] == contents
+    assert all(packed.path("train", index).name == plain.path("train", index).name for index in range(12))
+    chosen = np.array([3, 7, 11])
     part = Tree(packed.root, packed.classes, {"train": packed.splits["train"].take(chosen)}, packed.kind)
     assert [part.source("train", i).read() for i in range(3)] == [contents[i] for i in chosen]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_continues_in_the_same_order(folders, tmp_path, workers):
-    packed = pack(folders, tmp_path / "packed", "webdataset")
+def test_training_continues_in_the_same_order(imagenet, tmp_path, workers):
+    packed = pack(imagenet, tmp_path / "packed", "webdataset")
     batches = []
-    for root, start in ((folders, 0), (packed, 0), (packed, 2)):
+    for root, start in ((imagenet, 0), (packed, 0), (packed, 2)):
         dataset = ImageFolder(scan_tree(root, "imagenet"), "train", train_transform(SETTINGS), seed=1)
         loader = TrainLoader(dataset, batch_size=4, seed=1, workers=workers)
         batches.append(list(loader.batches(3, start)))
@@ -111,9 +97,9 @@ def test_the_listing_is_kept_until_an_archive_changes(packed):
     assert scan_manifest(packed, "imagenet") == before
     archive.write_bytes(content)
     append(archive, "n01440764_99.JPEG", b"more")
-    assert len(scan_tree(packed, "imagenet").splits["train"].names) == 16
+    assert len(scan_tree(packed, "imagenet").splits["train"].names) == 13
     (packed / "train" / ".shards.npz").write_bytes(b"damaged")
-    assert len(scan_tree(packed, "imagenet").splits["train"].names) == 16
+    assert len(scan_tree(packed, "imagenet").splits["train"].names) == 13
 
 
 def cut(packed):
@@ -150,31 +136,24 @@ def test_faults_are_named(packed, plant, message):
         scan_tree(packed, "imagenet")
 
 
-def list_errors(packed):
-    """The errors that the check of these 15 + 6 images finds, and all that it says."""
-    lines: list[str] = []
-    expected = ExpectedCounts(classes=3, train=15, val=6)
-    check_imagenet(packed, PrintAll(packed, lines.append), Depth(full=True), expected=expected)
-    return [line for line in lines if line.startswith("error")], lines
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_check_reads_archives(folders, tmp_path, layout):
-    packed = pack(folders, tmp_path / "packed", layout)
+def test_the_check_reads_archives(imagenet, tmp_path, layout):
+    packed = pack(imagenet, tmp_path / "packed", layout)
     archive = sorted((packed / "train").glob("*.tar"))[0]
     with tarfile.open(archive) as stream:
         victim = next(member for member in stream if member.name.endswith(".JPEG"))
     with open(archive, "r+b") as stream:
         stream.seek(victim.offset_data)
         stream.write(b"no image")
-    (error,), lines = list_errors(packed)
+    lines, _, _ = findings(check_imagenet, packed, expected=SMALL)
+    (error,) = only(lines, "error")
     name = f"{archive.relative_to(packed)}/{victim.name.rsplit('/')[-1]}"
-    assert "unreadable image" in error and name in error and "ok       train: 15 images" in lines
+    assert "unreadable image" in error and name in error and "ok       train: 12 images" in lines
 
 
 def test_the_check_reads_on_after_a_damaged_archive(packed):
     cut(packed), twice(packed)
-    errors = "\n".join(list_errors(packed)[0])
+    errors = "\n".join(only(findings(check_imagenet, packed, expected=SMALL)[0], "error"))
     assert f"train/{WNIDS[1]}.tar: cut short within" in errors
     assert "is there twice; remove one archive or image" in errors
     # a faulty listing is not kept

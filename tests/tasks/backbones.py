@@ -3,6 +3,9 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from repro.tasks.segmentation.params import UperNetParams
+
+NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
 # name in timm, options, and the widths of the four maps
 HIERARCHICAL = [
     (

@@ -127,27 +127,11 @@ def test_anchors_by_hand(dtype):
     assert of_images[0][-2].tolist() == [20 * 64 - 256, 12 * 64 - 256, 20 * 64 + 256, 12 * 64 + 256]
 
 
-MATCHES = {
-    "between the thresholds it counts for nothing": ([[0.8, 0.5, 0.1]], [0, -2, -1]),
-    "the best box is taken from 0.3 on": ([[0.30, 0.29, 0.1]], [0, -1, -1]),
-    "below it is not": ([[0.29, 0.2, 0.1]], [-1, -1, -1]),
-    "ties are all taken": ([[0.4, 0.4, 0.1]], [0, 0, -1]),
-    "it belongs to the truth it is the best of, not to its own best": ([[0.4, 0.1, 0.1], [0.5, 0.6, 0.1]], [0, 1, -1]),
-    "even where it would be positive for another": ([[0.9, 0.8, 0.1], [0.1, 0.4, 0.35]], [0, 1, -2]),
-    "the last truth wins": ([[0.75, 0.1, 0.1], [0.72, 0.1, 0.1]], [1, -1, -1]),
-}
-
-
-@pytest.mark.parametrize("ious, expected", MATCHES.values(), ids=MATCHES)
-def test_assignment_by_hand(ious, expected):
-    assert IouMatcher(0.7, 0.3, min_quality=0.3)(torch.tensor(ious)).tolist() == expected
-
-
 @pytest.mark.parametrize("high, low, least", [(0.7, 0.3, 0.3), (0.5, 0.5, 0.5)])
 def test_assignment_by_the_rule_in_loops(high, low, least):
     rng = np.random.default_rng(0)
     for _ in range(50):
-        ious = rng.integers(0, 20, (rng.integers(1, 5), 12)) / 20  # coarse, so that there are ties
+        ious = rng.integers(0, rng.integers(4, 21), (rng.integers(1, 5), 12)) / 20  # coarse, so that there are ties
         expected = []
         for column in ious.T:
             expected.append(int(column.argmax()) if column.max() >= high else -1 if column.max() < low else -2)

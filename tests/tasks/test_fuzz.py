@@ -19,13 +19,13 @@ from repro.data.settings import DetectionTransformSettings, TransformSettings
 from repro.data.tree import scan_tree
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.segmentation.data import AdeSegmentation
-from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
+from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.task import Segmentation
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.data_sets.made import block, compressed, runs, write_ade20k, write_coco
 from tests.data_sets.test_coco import content, detection
 from tests.slow import first
-from tests.tasks.backbones import Pyramid
+from tests.tasks.backbones import NARROW, Pyramid
 from tests.tasks.test_detection_model import SMALL
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
@@ -180,8 +180,7 @@ def odd_maps(labels):
 def test_odd_label_maps(tmp_path, flips):
     """A training step and an evaluation with each, and with flipped bytes of a good one."""
     torch.manual_seed(0)
-    narrow = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
-    model = build_upernet(Pyramid(), narrow, num_classes=5, window=32, stride=21)
+    model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
     root = write_ade20k(tmp_path, classes=5, pairs=2)
 
     def step():

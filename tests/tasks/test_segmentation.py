@@ -19,17 +19,16 @@ from repro.data.ade20k import AdePairs
 from repro.data.loader import EvalLoader, TrainLoader
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation
 from repro.tasks.segmentation.draw import draw, predict
-from repro.tasks.segmentation.params import SegmentationTransformSettings, UperNetParams
+from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.spec import Segment
 from repro.tasks.segmentation.task import Segmentation, label_map, measure
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.data_sets.made import write_ade20k
-from tests.tasks.backbones import Pyramid
+from tests.tasks.backbones import NARROW, Pyramid
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SETTINGS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
-NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
 
 
 def reader(classes):

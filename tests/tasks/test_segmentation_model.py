@@ -15,9 +15,7 @@ from repro.tasks.segmentation.openmmlab import mmengine, mmseg
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.task import label_map
 from repro.tasks.segmentation.upernet import build_upernet
-from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, Pyramid, list_unreached
-
-NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
+from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, NARROW, Pyramid, list_unreached
 
 
 def small(classes=3, window=32, stride=21):
