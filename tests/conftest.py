@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import struct
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -27,6 +28,18 @@ def repro_cli(monkeypatch, capsys):
         return code, out, err
 
     return call
+
+
+@pytest.fixture
+def bare_checkout(tmp_path, monkeypatch):
+    """A folder with this code and neither stages nor data, as the working directory."""
+    for package in ("kernels", "repro", "stages"):
+        (tmp_path / package).symlink_to(Path(__file__).parents[1] / package)
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    (tmp_path / "params.yaml").write_text("runtime: {data_roots: {}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
 
 
 class Python2Pickler(pickle._Pickler):

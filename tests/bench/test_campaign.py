@@ -102,16 +102,8 @@ def test_it_says_what_is_left(tmp_path, capsys, monkeypatch):
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A folder with this code, as the working directory."""
-    root = find_root().root
-    for package in ("kernels", "repro", "stages"):
-        (tmp_path / package).symlink_to(root / package)
-    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
-    (tmp_path / "params.yaml").write_text("runtime: {data_roots: {}}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return Paths(tmp_path)
+def checkout(bare_checkout):
+    return Paths(bare_checkout)
 
 
 def measured(checkout, name):

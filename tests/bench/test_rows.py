@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from repro.bench import rows as store_module
-from repro.bench.rows import COLUMNS, find_row, open_model_rows, require_keys, write_rows
+from repro.bench.rows import COLUMNS, find_row, open_model_rows, write_rows
 from repro.bench.speed import RowSpec
 from repro.core.csvfile import read_csv
 from repro.core.errors import RunError, UserError
@@ -82,15 +82,6 @@ def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, cap
     family.write_text("")
     later = open_model_rows(tmp_path, "cpu: made up", store.rows)
     assert [find_row(later, spec, 1) is None for spec in make_specs(32)] == [True, False]
-
-
-def test_a_stale_row_is_replaced(measured, tmp_path):
-    store = open_model_rows(tmp_path, "cpu: made up")
-    store_module.measure_rows(make_specs(32), store)
-    stale = [{**row, "code_hash": "old"} for row in store.rows]
-    again = open_model_rows(tmp_path, "cpu: made up", stale)
-    store_module.measure_rows(make_specs(32), again)
-    assert again.rows == store.rows
 
 
 def test_what_does_not_fit_is_left_out(measured, tmp_path):
@@ -172,13 +163,6 @@ def test_the_table_of_rows(measured, tmp_path):
     first, second = read_csv(tmp_path / "rows.csv")
     assert (first["image_size"], first["latency_ms_low"], first["latency_ms_high"]) == (32, 9.0, 11.0)
     assert "attention" not in first and second["attention"] == "unfused" and "peak_memory_mib" not in first
-
-
-def test_rows_of_another_version_are_refused():
-    with pytest.raises(
-        UserError, match=r"^efficiency.json: rows\[1\].image_size: missing; another version wrote this file"
-    ):
-        require_keys([{"image_size": 1}, {"resolution": 1}], ["image_size"], "efficiency.json: rows")
 
 
 def measure_noisy(measured, root, *intervals, **changes):

@@ -13,7 +13,7 @@ import torch
 from repro.bench import speed
 from repro.bench.build import create
 from repro.bench.memory import measure_peak_mib
-from repro.bench.speed import RowSpec, measure, median_interval, row_id
+from repro.bench.speed import RowSpec, measure, median_interval
 
 NANO = "vittt_nano_patch16_144"
 IN_MEASURING_PROCESS = "if 'repro.bench.speed' in ' '.join(sys.orig_argv): "
@@ -152,11 +152,6 @@ def test_how_many_steps_are_run(monkeypatch, step_ms, first_ms, compiles, warmup
     samples, _, method = speed._sample(lambda: steps.append(0), torch.device("cpu"), make_spec(compile=compiles), 0)
     assert (warm_ups, len(steps)) == ([warmup], warmup + timed)
     assert samples == [step_ms] * timed and method == "rss_peak"
-
-
-def test_row_names():
-    assert row_id("m", {}, (224, 224)) == "m@224"
-    assert row_id("m", {"design": "dual", "chunk_size": 4}, (64, 32)) == "m[design=dual,chunk_size=4]@64x32"
 
 
 def test_what_loads_at_the_first_call_is_no_memory_of_the_model():

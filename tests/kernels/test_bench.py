@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import ttt_linear
+from kernels.around.reference import ONES
 from kernels.selective_scan import selective_scan
 from kernels.tools import bench, check, ms_deform_attn_cases, peers, selective_scan_cases, ttt_linear_cases
 from kernels.tools.bench import BOTH_PASSES, FORWARD
@@ -17,6 +18,7 @@ from kernels.tools.operators import OPERATORS
 from repro.core.record import write_record
 
 CPU = torch.device("cpu")
+ROUTES = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32, **selective_scan_cases.VMAMBA)
 
 
 def run_step(cases, sizes, name, passes, **changed):
@@ -159,67 +161,52 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     write_record(tmp_path, {"rows": [row, unavailable, copied, ours, {"config": check.describe(config)}]}, {}, 0.0)
 
 
-def test_bytes_and_flop_of_ttt_linear():
+@pytest.mark.parametrize("name", [*OPERATORS, "VMamba's routes"])
+def test_bytes_are_those_of_the_tensors_that_grow_with_t(name):
+    """Inputs and output; then the inputs, the gradient of the output, and theirs. Parameters are left out."""
+    cases = OPERATORS.get(name, selective_scan_cases.CASES)
+    sizes = cases.SMALL if name in OPERATORS else ROUTES
+    inputs = dict(zip(cases.INPUTS, cases.layer_inputs(sizes, CPU), strict=True))
+    grow = {"lr", "locations", *(("weights",) if name == "ms_deform_attn" else ()), *cases.ACTIVATIONS}
+    read = sum(x.nbytes for key, x in inputs.items() if key in grow and x is not None)
+    written = cases.bind(sizes)(*inputs.values(), backend="torch").nbytes
+    if name == "gated_linear":  # its ones are left out
+        written = written * sizes.hidden // (sizes.hidden + ONES)
+    assert sizes.bytes(FORWARD) == read + written
+    assert sizes.bytes(BOTH_PASSES) == (read + written) + (read + written) + read
+
+
+def test_flop_of_ttt_linear():
     """One head of 64, T = 32, two directions, one sample: two chunks of 16."""
     sizes = ttt_linear_cases.Sizes(batch=1, tokens=32, heads=1)
-    rows, lr = 32 * 2 * 64 * 2, 32 * 2
-    assert sizes.bytes(FORWARD) == 4 * rows + lr
-    # q k v out; q k v dout; dq dk dv
-    assert sizes.bytes(BOTH_PASSES) == (4 * rows + lr) + (4 * rows + lr) + (3 * rows + lr)
     products = 3 * 16 * 64 * 64 + 2 * 16 * 16 * 64  # KW, QW, KᵀG; QKᵀ, AG: multiply-adds of a chunk
     assert sizes.flop(FORWARD) == 2 * 2 * 2 * products
     last_update = 2 * 16 * 64 * 64  # nothing depends on the state after the last chunk: two products less
     assert sizes.flop(BOTH_PASSES) == 3 * sizes.flop(FORWARD) - 2 * 2 * last_update
 
 
-def test_bytes_and_flop_of_the_selective_scan():
-    """Two samples, T = 10, 32 channels of 16 states: the bytes of the tensors themselves; four multiply-adds a state,
-    twice that back.
-    """
-    sizes = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32)
-    inputs = selective_scan_cases.CASES.layer_inputs(sizes, CPU)
-    activations = sum(x.nbytes for x in inputs if x.dtype == torch.bfloat16)
-    out = 2 * 10 * 2 * 32 * 2
-    assert sizes.bytes(FORWARD) == activations + out
-    assert sizes.bytes(BOTH_PASSES) == (activations + out) + (activations + out) + activations
-    # Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N multiply-adds in each direction
-    assert sizes.flop(FORWARD) == 2 * (3 + 1) * (2 * 10 * 2 * 32 * 16)
-    assert sizes.flop(BOTH_PASSES) == 3 * sizes.flop(FORWARD)
+def test_flop_of_the_selective_scan():
+    """Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N multiply-adds in each direction or route, twice that back."""
+    vim = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32)
+    assert vim.flop(FORWARD) == 2 * (3 + 1) * (2 * 10 * 2 * 32 * 16)
+    assert vim.flop(BOTH_PASSES) == 3 * vim.flop(FORWARD)
+    assert ROUTES.flop(FORWARD) == 2 * (3 + 1) * (2 * 10 * 4 * 32)
 
 
-def test_bytes_and_flop_of_vmambas_routes():
-    """u is read once for two routes each, and the output is fp32; there is no gate."""
-    sizes = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32, **selective_scan_cases.VMAMBA)
-    inputs = selective_scan_cases.CASES.layer_inputs(sizes, CPU)
-    activations = sum(x.nbytes for x in inputs if x is not None and x.dtype == torch.bfloat16)
-    assert activations == 2 * 10 * (2 * 32 + 4 * 32 + 2 * 4) * 2
-    assert sizes.bytes(FORWARD) == activations + 2 * 10 * 4 * 32 * 4
-    assert sizes.flop(FORWARD) == 2 * 4 * (2 * 10 * 4 * 32)
-
-
-def test_bytes_and_flop_of_bi_wkv():
-    """Two samples, T = 10, 32 channels: k, v, out; k, v, dout, dk, dv. The multiply-adds of a token and channel by
-    hand.
-    """
+def test_flop_of_bi_wkv():
+    """Two samples, T = 10, 32 channels: the multiply-adds of a token and channel by hand."""
     sizes = WKVSizes(batch=2, tokens=10, channels=32)
-    assert (sizes.bytes(FORWARD), sizes.bytes(BOTH_PASSES)) == (3 * 640 * 2, 8 * 640 * 2)
     # 2 sums in 2 directions, and the token itself in both sums
     assert sizes.flop(FORWARD) == 2 * (2 * 2 + 2) * 640
     assert sizes.flop(BOTH_PASSES) - sizes.flop(FORWARD) == 2 * (6 + 2 + 1 + 2 + 2 + 4) * 640
 
 
-@pytest.mark.parametrize(
-    ("levels", "tokens", "queries"), [(1, 12, 6 * 8 + 3 * 4 + 2 * 2), (3, 6 * 8 + 3 * 4 + 2 * 2, 12)]
-)
-def test_bytes_and_flop_of_deformable_attention(levels, tokens, queries):
-    """A map of 3 by 4 pixels beside those of twice and half the sides: the bytes of the tensors themselves."""
+@pytest.mark.parametrize(("levels", "tokens", "queries"), [(1, 12, 64), (3, 64, 12)])
+def test_flop_of_deformable_attention(levels, tokens, queries):
+    """A map of 3 by 4 pixels beside those of twice and half the sides, 64 pixels together."""
     sizes = ms_deform_attn_cases.Sizes(batch=2, tokens=12, heads=2, head_dim=8, levels=levels)
     value, locations, weights = ms_deform_attn_cases.CASES.layer_inputs(sizes, CPU)
     assert value.shape == (2, tokens, 2, 8) and locations.shape == (2, queries, 2, levels, 4, 2)
-    read = sum(x.nbytes for x in (value, locations, weights))
-    written = 2 * queries * 2 * 8 * 2
-    assert sizes.bytes(FORWARD) == read + written
-    assert sizes.bytes(BOTH_PASSES) == (read + written) + (read + written) + read
     # a sample's channel is four neighbours and a weight; back, it is multiplied with four and added to four
     assert sizes.flop(FORWARD) == 2 * (4 + 1) * weights.numel() * 8
     assert sizes.flop(BOTH_PASSES) - sizes.flop(FORWARD) == 2 * (4 + 4) * weights.numel() * 8

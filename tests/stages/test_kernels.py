@@ -17,17 +17,6 @@ from repro.core.record import read_json, replace_block, write_record
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A folder with this code, as the working directory."""
-    for package in ("kernels", "repro", "stages"):
-        (tmp_path / package).symlink_to(ROOT / package)
-    for name in ("params.yaml", "dvc.yaml"):
-        (tmp_path / name).write_text("{}\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_where_it_cannot_run(repro_cli, monkeypatch):
     """Where there is no GPU, `test_wrong_input.py` has it."""
     monkeypatch.setattr("kernels.tools.operators.INTERPRETED", True)
@@ -62,7 +51,7 @@ SIZES = {"tokens": 17, "heads": 1, "dtype": "fp32"}
 PASSED = {**SIZES, "errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 1e-5}, "passed": True}
 
 
-def test_a_failed_check_is_recorded_and_fails(checkout, check_rows, capsys):
+def test_a_failed_check_is_recorded_and_fails(bare_checkout, check_rows, capsys):
     """Rows over their limits, as broken kernels would give them: the record says so, the exit code is 1, and bench
     would stop there.
     """
@@ -79,12 +68,12 @@ def test_a_failed_check_is_recorded_and_fails(checkout, check_rows, capsys):
     check_rows(rows)
     with pytest.raises(RunError, match="2 of 4 checks failed, see .*kernels_check.json"):
         kernels.run_check(find_root(), "ttt_linear")
-    (record,) = checkout.glob("results/measured/*/kernels_check.json")
+    (record,) = bare_checkout.glob("results/measured/*/kernels_check.json")
     metrics = json.loads(record.read_text())["metrics"]
     assert (metrics["rows"], metrics["failed"], list(metrics["source_hash"])) == (rows, 2, ["ttt_linear"])
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert said[:4] == ["ok", "FAILED", "not run", "FAILED"]
-    write_record(checkout, metrics, {}, 0.0)  # a null without a reason would be refused
+    write_record(bare_checkout, metrics, {}, 0.0)  # a null without a reason would be refused
 
 
 @pytest.fixture
@@ -116,7 +105,7 @@ def compiled(monkeypatch):
     return done
 
 
-def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, compiled):
+def test_with_an_operator_the_rows_of_the_others_stay(bare_checkout, monkeypatch, compiled):
     """`resources --op` of the second operator: its rows are new, in their place between the others', which are not
     compiled.
     """
@@ -124,7 +113,7 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, com
     again, last = names[1], 2 * len(names)
     kernels.run_resources(find_root())
     kernels.run_resources(find_root(), again)
-    metrics = read_json(checkout / "results/measured/compile/resources.json")["metrics"]
+    metrics = read_json(bare_checkout / "results/measured/compile/resources.json")["metrics"]
     assert compiled == [name for name in (*names, again) for _ in range(2)]
     assert [row["operator"] for row in metrics["rows"]] == [name for name in names for _ in range(2)]
     assert [row["registers"] for row in metrics["rows"]] == [1, 2, last + 1, last + 2, *range(5, last + 1)]
@@ -134,7 +123,7 @@ def test_with_an_operator_the_rows_of_the_others_stay(checkout, monkeypatch, com
         kernels.run_resources(find_root(), names[-1])
 
 
-def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(checkout, monkeypatch, compiled):
+def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(bare_checkout, monkeypatch, compiled):
     """Ctrl-C in the second operator: its first row and the first operator are kept, and the next call compiles the
     rest, each once.
     """
@@ -148,7 +137,7 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
         return compile_row(cases, target)
 
     def read():
-        metrics = read_json(checkout / "results/measured/compile/resources.json")["metrics"]
+        metrics = read_json(bare_checkout / "results/measured/compile/resources.json")["metrics"]
         return [row["operator"] for row in metrics["rows"]], metrics["unfinished"]
 
     monkeypatch.setattr(resources, "compile_row", break_off)
@@ -162,14 +151,14 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(che
         assert compiled == calls * twice and read() == (twice, [])
 
 
-def test_a_check_stops_in_time_and_goes_on(checkout, monkeypatch, check_rows):
+def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_rows):
     """`--minutes`: after the time not a row is begun; the next call begins with the row that is missing."""
     rows = [{"operator": "bi_wkv", "check": f"number {i}", **PASSED} for i in range(3)]
     check_rows(rows)
     left = iter([60, 60, 0, 60, 60, 60])
     monkeypatch.setattr(kernels, "_left", lambda deadline: next(left))
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is False
-    (record,) = checkout.glob("results/measured/*/kernels_check.json")
+    (record,) = bare_checkout.glob("results/measured/*/kernels_check.json")
     assert read_json(record)["metrics"]["rows"] == rows[:2]
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True
     assert read_json(record)["metrics"]["rows"] == rows
