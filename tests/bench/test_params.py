@@ -73,18 +73,6 @@ def test_the_grid_measures_what_is_compared_next_to_each_other():
     assert {(spec.device, spec.threads, spec.steps, spec.budget_s) for spec in specs} == {("cuda", 3, 12, 120.0)}
 
 
-def test_the_specs_of_a_sweep_cover_families_sizes_and_image_sizes_once():
-    params = SweepParams(
-        families=("vittt", "deit", "deit_fused"), sizes=("T", "S"), image_sizes=(224, 512), batch_size=2
-    )
-    specs = params.with_defaults("cpu").specs("cpu")
-    assert len({(spec.row_id, spec.attention) for spec in specs}) == len(specs) == 12
-    assert {spec.model for spec in specs} == {
-        f"{f}_{s}_patch16_224" for f in ("vittt", "deit") for s in ("tiny", "small")
-    }
-    assert {spec.batch_size for spec in specs} == {2}
-
-
 def test_a_sweep_takes_the_defaults_of_its_device():
     cpu, gpu = (SweepParams(minutes=3.0).with_defaults(device) for device in ("cpu", "cuda"))
     assert (cpu.sizes, cpu.batch_size, cpu.dtype, cpu.minutes) == (("T",), 1, "fp32", 3.0)

@@ -23,16 +23,7 @@ def test_the_order_is_a_permutation_that_begins_with_the_ends_and_the_half():
 
 def test_a_row_and_its_spec_have_one_key():
     spec = RowSpec(model="m", options={"b": 1, "a": 2}, image_size=(64, 32), batch_size=3)
-    row = {
-        "model": "m",
-        "attention": None,
-        "batch_size": 3,
-        "dtype": "fp32",
-        "mode": "infer",
-        "compile": False,
-        "backend": "triton",
-    }
-    row |= {"options": {"a": 2, "b": 1}, "image_size": [64, 32]}
+    row = {**vars(spec), "backend": "triton", "options": {"a": 2, "b": 1}, "image_size": [64, 32]}
     assert row_key(vars(spec)) == row_key(row)
     assert all(
         row_key({**row, **change}) != row_key(row)
@@ -83,12 +74,6 @@ def test_a_schedule_without_a_limit_measures_everything():
     specs, clock = [make_spec(side) for side in (16, 64, 32)], Clock()
     schedule = RowSchedule(specs, lambda spec: 1.0, clock=clock)
     assert drive(schedule, clock, lambda spec: 1000.0) == specs and not schedule.left_out
-
-
-def test_a_schedule_takes_the_first_image_size_whatever_it_takes():
-    specs, clock = [make_spec(16), make_spec(32)], Clock()
-    schedule = RowSchedule(specs, lambda spec: 1.0, 5, clock)
-    assert drive(schedule, clock, lambda spec: 60.0) == specs[:1]
 
 
 def test_rows_of_an_earlier_call_tell_what_is_left():
