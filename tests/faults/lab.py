@@ -58,10 +58,12 @@ pretrain:
 """)
 TRAIN = ("pretrain", "--cell", CELL)
 # a write beyond the limit fails like a write to a full disk, only with another errno
-SMALL_FILES = (
-    "import resource, runpy, sys; n = int(sys.argv.pop(1)); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
-)
-SMALL_FILES += "runpy.run_module('repro', run_name='__main__', alter_sys=True)"
+SMALL_FILES = """
+import resource, runpy, sys
+n = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (n, n))
+runpy.run_module("repro", run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +140,8 @@ class Checkout:
     def start_training(self, processes: int = 1, largest_file: int | None = None) -> subprocess.Popen:
         """Start the training; with `largest_file`, no file may grow beyond so many bytes."""
         args = [*TRAIN, *(["--gpus", str(processes)] if processes > 1 else [])]
-        return (
-            self.start(*args)
-            if largest_file is None
-            else self.start(str(largest_file), *args, program=("-c", SMALL_FILES))
-        )
+        program = ("-m", "repro") if largest_file is None else ("-c", SMALL_FILES, str(largest_file))
+        return self.start(*args, program=program)
 
     def wait_for_training(self, process: subprocess.Popen) -> float:
         """Wait until the process begins to train, or ends; return the time of day then, in seconds."""
@@ -264,9 +263,8 @@ class Lab:
         if processes == 1:
             stopped.require(code, "is saved")
         else:  # torchrun says at length that it was stopped
-            assert stopped.code == code and stopped.err.endswith(
-                "the last saved state is kept; the same command continues\n"
-            )
+            assert stopped.code == code
+            assert stopped.err.endswith("the last saved state is kept; the same command continues\n")
         assert not checkout.results.exists() and len(checkout.states) == 2
         return checkout
 

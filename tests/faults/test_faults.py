@@ -18,7 +18,6 @@ import pytest
 
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
-from tests.slow import slow
 
 KILLS, FLIPS, SEED = (
     int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0))
@@ -76,7 +75,8 @@ def test_a_changed_number_of_processes_is_refused_from_two_to_one_and_back(lab):
     require_kept(states)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow(signal.SIGINT, 130)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_a_signal_stopped_ends_with_the_same_bytes(lab, number, code):
     stopped = lab.stopped if number == signal.SIGTERM else lab.stop_run(number, code)
     assert lab.finish_run(lab.make_checkout(stopped)) > 0
