@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .cases import BOTH_PASSES, FORWARD, Cases, Maker, Sizes
+from .cases import BOTH_PASSES, FORWARD, Cases, Sizes
 from .check import failure
 from .resources import describe
 
@@ -59,10 +59,26 @@ def measure(
     `unavailable`, with null numbers and the reason.
     """
     sizes, passes, name = step
-    if name == "copy":
-        return _measured(cases, name, sizes, passes, device, None, lambda: copy_step(sizes, passes, device))
-    make, copied = cases.implementations(sizes)[name], find(step_key(cases, sizes, passes, "copy")) or {}
-    return _measured(cases, name, sizes, passes, device, copied.get("median_ms"), lambda: op_step(make, passes, device))
+    row = _blank(cases, name, sizes, passes)
+    if name not in OURS and (reason := cases.missing(name)):
+        return row | {"status": "unavailable", "reason": reason}
+    try:
+        is_copy = name == "copy"
+        call = copy_step(sizes, passes, device) if is_copy else op_step(cases, sizes, name, passes, device)
+        call()  # compiles and tunes
+        torch.cuda.synchronize(device)
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        peak = torch.cuda.max_memory_allocated(device) - held
+        copied = find(step_key(cases, sizes, passes, "copy")) or {}
+        return _filled(row, times(call), copied.get("median_ms"), peak / 2**20)
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        return row | {"status": "oom"} | failure(error)
+    # whatever an implementation raises, ours or a peer, it costs its own row and not an hour of measuring
+    except Exception as error:
+        return row | {"status": "failed"} | failure(error)
 
 
 def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], Any]:
@@ -72,9 +88,11 @@ def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], A
     return lambda: target.copy_(source)
 
 
-def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]:
-    """A call of one forward pass under inference mode, or of one forward and backward pass, all gradients wanted."""
-    function, inputs = make(device)
+def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.device) -> Callable[[], Any]:
+    """A call of the named implementation: of one forward pass under inference mode, or of one forward and backward
+    pass, all gradients wanted.
+    """
+    function, inputs = cases.implementations(sizes)[name](device)
     inputs = [x if x is None else x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
     with torch.no_grad():
         dout = torch.ones_like(function(*inputs))
@@ -87,35 +105,6 @@ def op_step(make: Maker, passes: str, device: torch.device) -> Callable[[], Any]
         return torch.autograd.grad(function(*inputs), [x for x in inputs if x is not None], dout)
 
     return forward if passes == FORWARD else forward_backward
-
-
-def _measured(
-    cases: Cases,
-    name: str,
-    sizes: Sizes,
-    passes: str,
-    device: torch.device,
-    copy_ms: float | None,
-    make: Callable[[], Callable[[], Any]],
-) -> dict[str, Any]:
-    row = _blank(cases, name, sizes, passes)
-    if name not in OURS and (reason := cases.missing(name)):
-        return row | {"status": "unavailable", "reason": reason}
-    try:
-        step = make()
-        step()  # compiles and tunes
-        torch.cuda.synchronize(device)
-        held = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        peak = torch.cuda.max_memory_allocated(device) - held
-        return _filled(row, times(step), copy_ms, peak / 2**20)
-    except torch.cuda.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        return row | {"status": "oom"} | failure(error)
-    # whatever an implementation raises, ours or a peer, it costs its own row and not an hour of measuring
-    except Exception as error:
-        return row | {"status": "failed"} | failure(error)
 
 
 def times(step: Callable[[], Any]) -> list[float]:
@@ -163,7 +152,8 @@ def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any
     here = {
         (row["implementation"], row["passes"]): row["median_ms"]
         for row in measured
-        if row["operator"] == cases.NAME and all(row[key] == value for key, value in vars(cases.COMPARED).items())
+        if row["operator"] == cases.NAME
+        and row_key(cases, row) == step_key(cases, cases.COMPARED, row["passes"], row["implementation"])
     }
     found: dict[str, Any] = {}
     for passes, key in ((FORWARD, "forward"), (BOTH_PASSES, "forward_backward")):

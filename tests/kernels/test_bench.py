@@ -2,6 +2,7 @@
 tensors.
 """
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -26,11 +27,14 @@ def run_step(cases, sizes, name, passes, **changed):
     `changed`: some inputs.
     """
 
-    def make(device):
-        function, inputs = cases.implementations(sizes)[name](device)
-        return function, [changed.get(name, x) for name, x in zip(cases.INPUTS, inputs, strict=True)]
+    given = cases.layer_inputs
 
-    result = bench.op_step(make, passes, CPU)()
+    def change(sizes, device):
+        return [changed.get(name, x) for name, x in zip(cases.INPUTS, given(sizes, device), strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "layer_inputs", change)
+        result = bench.op_step(cases, sizes, name, passes, CPU)()
     return result if passes == FORWARD else dict(zip(cases.INPUTS, result, strict=True))
 
 
@@ -124,7 +128,7 @@ def test_the_summary_compares_with_the_faster_peer():
     other_shape = {**fla[3], "tokens": 196, "median_ms": 0.1}
     mamba = timed("selective_scan", [*bench.OURS, "mamba-ssm"], (1.0, 4.0, 90.0, 5.0), (2.0, 4.0, 90.0, 2.0))
     alone = timed("bi_wkv", bench.OURS, (1.0, 4.0, 90.0), (2.0, 5.0, 90.0))
-    rows = [*fla, other_shape, *mamba, *alone]
+    rows = json.loads(json.dumps([*fla, other_shape, *mamba, *alone]))  # as a record has them
     assert bench.summarise(ttt_linear_cases.CASES, rows) == {
         "forward_speedup_over_fla": 4.0 / 2.0,
         "forward_share_of_copy_percent": 100 * 1.0 / 2.0,
@@ -143,16 +147,18 @@ def test_the_summary_compares_with_the_faster_peer():
 def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     """Neither a peer's failure nor a missing one ends the measurement, and numbers that are missing have a reason."""
 
-    def broken():
+    def broken(*_):
         raise AssertionError("grid\nis too large")
 
     cases = ttt_linear_cases.CASES
     sizes = ttt_linear_cases.Sizes(tokens=196, heads=3)
+    step = sizes, FORWARD, "fla chunk"
+    monkeypatch.setattr(bench, "op_step", broken)
     monkeypatch.setattr(peers, "installed", lambda: True)
-    row = bench._measured(cases, "fla chunk", sizes, FORWARD, CPU, 1.0, broken)
+    row = bench.measure(cases, CPU, step, find={}.get)
     assert (row["status"], row["reason"], row["median_ms"]) == ("failed", "AssertionError: grid is too large", None)
     monkeypatch.setattr(peers, "installed", lambda: False)
-    unavailable = bench._measured(cases, "fla chunk", sizes, FORWARD, CPU, 1.0, broken)
+    unavailable = bench.measure(cases, CPU, step, find={}.get)
     assert unavailable["status"] == "unavailable"
     copied = bench._filled(bench._blank(cases, "copy", sizes, FORWARD), [1.0, 2.0, 3.0], None, 0.0)
     ours = bench._filled(bench._blank(cases, "triton", sizes, FORWARD), [1.0, 2.0, 3.0], 1.0, 5.0)
