@@ -3,6 +3,7 @@ the diagram of
 imports is the one that the code follows."""
 
 import ast
+import functools
 import itertools
 import re
 import shutil
@@ -90,6 +91,7 @@ def options_of(command: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def known_cells(page: Path) -> dict[str, set[str]]:
     """Section -> the cells of both profiles, and of the examples on the page."""
     examples = [

@@ -24,10 +24,11 @@ from .errors import UserError, blame, did_you_mean
 from .hashing import short_hash
 from .paths import Paths
 
+_MOST_OPENED = 50_000  # brackets of a file: libyaml follows each into C's stack
 _MOST_NODES = 1_000_000  # of a file with its aliases written out; the largest here has 12,000
 
 
-class _TextLoader(yaml.SafeLoader):
+class _TextLoader(yaml.CSafeLoader):
     """Reads every scalar as text, so that printed digits survive. Duplicate keys are errors, and so is what Python
     makes no value of.
 
@@ -91,7 +92,7 @@ class _TextLoader(yaml.SafeLoader):
 class _Loader(_TextLoader):
     """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string)."""
 
-    yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+    yaml_implicit_resolvers = yaml.CSafeLoader.yaml_implicit_resolvers
 
 
 def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
@@ -129,24 +130,25 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
     try:
         content = path.read_bytes()
         text = content.decode("utf-8")
-        loader = (_TextLoader if as_text else _Loader)(text)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: not UTF-8; save the file in that encoding") from None
+    if text.count("[") + text.count("{") > _MOST_OPENED:
+        raise UserError(f"{path}: not valid YAML: nested too deeply")
+    try:
+        found = (_TextLoader if as_text else _Loader)(text).get_single_data()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(
             f"{path}:{line}: not valid YAML: {chr(error.character)!r} is a character that it cannot hold"
         ) from None
-    try:
-        found = loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         raise UserError(f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}") from None
     except (RecursionError, ValueError, OverflowError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"{path}:{loader.line + 1}: not valid YAML: {problem}") from None
+        raise UserError(f"{path}: not valid YAML: {problem}") from None
     if not isinstance(found, top):
         raise UserError(
             f"{path}: expected a {'mapping' if top is dict else 'list'}, got {'nothing' if found is None else _show(found)}"
