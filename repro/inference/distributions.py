@@ -97,8 +97,9 @@ def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list
     depth, found = len(calls) // -(-scores["held_out_images"] // BATCH_SIZE), []
     for layer in range(depth):
         q, k, v, out = (torch.cat([call[name] for call in calls[layer::depth]]) for name in VECTORS)
-        # of the same distribution, by which the others are to be judged
-        halves = q[: len(q) // 2], q[-(len(q) // 2) :]
+        # of the same distribution, by which the others are to be judged: images two by two, as they come sorted by class
+        side = torch.arange(len(q)) // 2 % 2
+        halves = q[side == 0], q[side == 1]
         pairs = {"queries_keys": (q, k), "outputs_values": (out, v), "queries_queries": halves}
         found.append({pair: 100 * tell_apart(*sets) for pair, sets in pairs.items()})
     return found

@@ -12,7 +12,7 @@ from ..core.record import replace_block, sweep, write_json, write_text
 from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
 from .claims import Report
-from .document import Line, PageLink, Section, join
+from .document import Block, Line, PageLink, Section, join
 from .gallery import list_drawings
 from .html import render_html
 from .markdown import render_blocks, render_markdown
@@ -23,6 +23,7 @@ from .results import Results
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
 PAGE = Path(__file__).with_name("page.md")
+RUNS_PAGE = Path(__file__).with_name("runs.md")
 ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
@@ -82,20 +83,24 @@ def _build_pages(
 
     def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
         figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-        pages, documents, passages = [], {}, []
+        pages, whole, documents, passages = [], [], {}, []
         reports = [judge(paper, results) for paper in papers]
         for report in reports:
             paper = report.paper
             for name, (_, draw) in list_drawings(report).items():
                 draw(figures / name)
-            pages.append((report, build_document(report, reports)))
+            page, runs = build_document(report, reports), build_runs(report, reports)
+            pages.append((report, page))
+            whole.append((report, [*page, *runs[1:]]))
+            if runs:
+                documents[paper.runs_page] = render_markdown(runs, _find_results(paper.runs_page))
             for each in paper.documents:
                 further = read_page(each.text, report, paper.parts)
                 documents[each.file] = render_markdown(further, _find_results(each.file))
             passages += build_passages(report)
         documents[ERRATA_PAGE] = render_markdown(comparison.list_errata(reports), _find_results(ERRATA_PAGE))
         passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
-        return pages, documents, passages, render_html(pages) if with_html else None
+        return pages, documents, passages, render_html(whole) if with_html else None
 
     try:
         return build(results, figures)
@@ -137,16 +142,34 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
 
 def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
     """A paper's page, its opening first; `reports` are those on all papers, to which it links."""
+    return read_page(PAGE, report, _find_parts(report, reports))
+
+
+def build_runs(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
+    """The page of what was trained on other data than the paper's, its opening first; empty where there is nothing."""
+    opening, *sections = read_page(RUNS_PAGE, report, _find_parts(report, reports))
+    return [opening, *sections] if sections else []
+
+
+def _point_to_runs(report: Report) -> list[Block]:
+    if not build_runs(report):
+        return []
+    what = PageLink("A page of their own", report.paper.runs_page)
+    return [(what, " has these runs, how their learning rates were chosen, and what the models see in pictures.")]
+
+
+def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable]:
+    """What the expressions of a paper's pages may call."""
     paper = report.paper
-    parts: dict[str, Callable] = {
+    return {
         **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
         "links": lambda report: link_pages([each.paper for each in reports or (report,)]),
         "settings": lambda report: report.named,
         "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
+        "point_to_runs": _point_to_runs,
     }
-    return read_page(PAGE, report, parts)
 
 
 def link_pages(papers: Iterable[Paper]) -> Line:

@@ -149,6 +149,11 @@ class Paper(About):
         """Its page, a file relative to the checkout."""
         return "results/tables.md" if self.primary else f"results/papers/{self.id}.md"
 
+    @property
+    def runs_page(self) -> str:
+        """The page of its runs on other data than the paper's, a file relative to the checkout."""
+        return f"results/papers/{self.id}_runs.md"
+
     @cached_property
     def ledger(self) -> Ledger:
         """Its ledger, read once."""

@@ -20,7 +20,7 @@ from repro.papers.variants import load_variants
 from repro.papers.vit3 import formulas
 from repro.papers.vit3.sections import compare_losses, find_losses
 from repro.report.markdown import render_blocks, render_markdown
-from repro.report.pages import build_document
+from repro.report.pages import build_document, build_runs
 from repro.report.results import Missing, Results
 from repro.report.variants import find_groups, plan_figures
 from repro.tasks.generation.params import SamplingParams
@@ -225,8 +225,8 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
     listed = []
     for paper in (checkout.paper, PAPER):
-        text = render_markdown(build_document(JUDGE(paper, results)))
-        section = text.partition("\n## Runs on other data")[2].partition("\n## ")[0]
+        text = render_markdown(build_runs(JUDGE(paper, results)))
+        section = text.partition("\n## Runs")[2].partition("\n## ")[0]
         listed.append(sorted(re.findall(r"(?m)^\| `pretrain/(.*?)` ", section)))
     assert listed[0] == ["resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144"]
     assert listed[1] == ["hvit3_nano_144", "vit3_nano_patch16_144"]

@@ -63,7 +63,7 @@ def test_losses_are_compared_seed_by_seed(three):
     train(three, "dit3", "dit3_nano_patch1", (0.01,))
     assert blocks(three) == found
     # the page of the primary paper lists runs by the scores of the stages of the graph, of which these have none
-    assert "generate/dit3_3seeds" not in three.page().split("\n## Runs on other data")[1].split("\n## ")[0]
+    assert "generate/dit3_3seeds" not in three.runs().split("\n## Runs")[1].split("\n## ")[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from repro.papers import load_primary
 from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
 from repro.report.markdown import render_markdown
-from repro.report.pages import build_document
+from repro.report.pages import build_document, build_runs
 from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import Verdict
@@ -170,6 +170,10 @@ class Checkout:
     def page(self) -> str:
         """tables.md."""
         return render_markdown(build_document(self.report()))
+
+    def runs(self) -> str:
+        """The page of the runs on other data."""
+        return render_markdown(build_runs(self.report()))
 
     def write(self, path: str, text: str) -> Path:
         file = self.paths.root / path

@@ -53,7 +53,7 @@ def test_examples_stand_in_a_row_for_each_run(checkout):
     for run in ("detect/a", "measured/gpu/segment/b"):
         for name in ("1", "a b"):
             draw(checkout, f"{run}/examples/{name}.png")
-    text = checkout.page().split("\n## Example pictures\n")[1].split("\n## ")[0]
+    text = checkout.runs().split("\n## Example pictures\n")[1].split("\n## ")[0]
     rows = [line for line in text.splitlines() if "![" in line]
     assert [row.count("![") for row in rows] == [2, 2]
     assert "](detect/a/examples/a%20b.png)" in rows[0] and "](measured/gpu/segment/b/examples/1.png)" in rows[1]

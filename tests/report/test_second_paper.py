@@ -10,7 +10,7 @@ import pytest
 
 from repro.core.errors import UserError
 from repro.report.markdown import render_markdown
-from repro.report.pages import build_document, write_report
+from repro.report.pages import build_runs, write_report
 from repro.report.paper import Document, Figure, Paper, Question
 from repro.report.results import Missing, Results
 from repro.report.verdicts import STATUSES
@@ -98,7 +98,7 @@ def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
     # what is measured but compared with no paper is on the first paper's page alone, and so is the first paper's
     # ablation
     titles = re.findall(r"(?m)^## (.*)", page)
-    assert not {"Provenance", "Speed and memory measured here", "Headline claims", "Example pictures"} & set(titles)
+    assert not {"Provenance", "Speed and memory measured here", "Headline claims", "Runs on other data"} & set(titles)
     assert "Old is not built in this project" in page and "Table 1: sizes" in titles
     assert "\n## Its own\n\nits own words\n\n## The text's other claims\n" in page
     assert (reported.paths.root / "docs" / "second.md").read_text(encoding="utf-8") == "# A page of its own\n\n1.0 G\n"
@@ -116,7 +116,7 @@ def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
     own = dataclasses.replace(second, primary=True)
     for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):
         report = JUDGE(papers[0], Results(checkout.paths, papers, SCORES))
-        assert ("87.65 %" in render_markdown(build_document(report))) == is_shown
+        assert ("87.65 %" in render_markdown(build_runs(report))) == is_shown
 
 
 def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, second):

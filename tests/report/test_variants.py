@@ -59,7 +59,7 @@ def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_
     # digits never stand for the paper's accuracy
     judged = checkout.judge()
     assert all(judged[name].ours is None for name in judged if name.startswith("table3.") and "top1" in name)
-    assert "There are none yet" in checkout.page().split("\n## Runs on other data")[1].split("\n## ")[0]
+    assert "There are none yet" in checkout.runs().split("\n## Runs")[1].split("\n## ")[0]
     assert head.count("**ordering seen**") == 4 and head.count("| 1.00 |") == 4
     assert [text.split(":")[0] for text in found] == [f"### {place}" for place in TABLES_AND_FIGURES]
     assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |" in part(
