@@ -1,5 +1,7 @@
 """What the tests of all families share: small models, files of tensors and of weights, and measures of error."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,14 @@ def frozen_statistics(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     return model
+
+
+@contextmanager
+def state_unchanged(model: nn.Module) -> Iterator[None]:
+    """Fail where the block changes a tensor of the model's state."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def relative(ours: Tensor, truth: Tensor) -> float:

@@ -255,25 +255,6 @@ def test_maps_are_tokens_prior_and_patches_added():
         torch.testing.assert_close(maps[2], adapter.norms[2](sixteenth + x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family, options", CASES)
-def test_gradients_reach_every_parameter(family, options):
-    adapter = shaken(nano(family, options=options))
-    for out in adapter(torch.randn(1, 3, 64, 96)):
-        (out * torch.randn_like(out)).sum().backward(retain_graph=True)
-    assert not [name for name, p in adapter.named_parameters() if p.grad is None or not p.grad.any()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family, options, backend", [("vittt", {"pool": "mid"}, "aot_eager"), ("deit", {}, "eager")])
-def test_compiles_into_one_graph(family, options, backend):
-    adapter = shaken(nano(family, options=options))
-    image = torch.randn(1, 3, 40, 64)
-    with torch.no_grad():
-        compiled = torch.compile(adapter, fullgraph=True, backend=backend)(image)
-        for a, b in zip(compiled, adapter(image), strict=True):
-            torch.testing.assert_close(a, b)
-
-
 class _Detector(nn.Module):
     """A model that is built on an adapter."""
 

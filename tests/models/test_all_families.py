@@ -23,11 +23,13 @@ from tests.models.helpers import (
     nano_name,
     relative,
     shaken,
+    state_unchanged,
 )
 from tests.slow import first
 
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
+EVERY_FAMILY = [*FAMILIES, *((family, {}) for family in HIERARCHICAL)]
 PLAIN_VARIANTS = [
     *FAMILIES,
     *(("vittt", {"pool": pool}) for pool in ("max", "head", "mid")),
@@ -56,6 +58,7 @@ def named(cases):
 
 
 each_hierarchy = pytest.mark.parametrize("family", HIERARCHICAL)
+each_family = pytest.mark.parametrize(("family", "options"), named(EVERY_FAMILY))
 each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
 
 
@@ -119,7 +122,7 @@ def test_entry_points_are_functions_of_the_familys_module(family):
     assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 
-@pytest.mark.parametrize(("family", "options"), named([*FAMILIES, *((family, {}) for family in HIERARCHICAL)]))
+@each_family
 def test_features_only_agrees_with_feature_info(family, options):
     whole, deep = nano(family, **options), family in HIERARCHICAL
     widths, strides = (whole.widths, (4, 8, 16, 32)) if deep else ((64,) * 4, (16,) * 4)
@@ -216,12 +219,10 @@ def test_an_image_alone_and_in_a_batch(family, options):
     images = torch.randn(3, 3, 144, 144)
     if family == "lact":  # Newton–Schulz makes singular values that are rounding alone a thousand times larger
         model, images = model.double(), images.double()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
+    with torch.no_grad(), state_unchanged(model):
         together = model(images)
         alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
     assert (together - alone).abs().max() <= 4e-6 * together.abs().max()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @each_variant
@@ -232,7 +233,7 @@ def test_no_gradient_crosses_from_image_to_image(family, options):
     assert not images.grad[[0, 2]].any()
 
 
-@pytest.mark.parametrize(("family", "options"), named([*FAMILIES, *((family, {}) for family in HIERARCHICAL)]))
+@each_family
 def test_gradients_of_one_image_are_half_of_those_of_two(family, options):
     """Kernels take other paths at a batch of 1, whose strides are arbitrary."""
     model = frozen_statistics(shaken(nano(family, **options))).double()
@@ -254,7 +255,7 @@ def assert_compiled_equals_eager(family, options, backend):
         torch.testing.assert_close(parameter.grad, plain[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "options"), first(named([*FAMILIES, *((family, {}) for family in HIERARCHICAL)])))
+@pytest.mark.parametrize(("family", "options"), first(named(EVERY_FAMILY)))
 def test_compiled_equals_eager(family, options):
     assert_compiled_equals_eager(family, options, "aot_eager")
 

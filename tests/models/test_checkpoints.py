@@ -14,7 +14,7 @@ from repro.core.errors import UserError
 from repro.models.backbone import insert_tokens, remove_tokens
 from repro.models.checkpoints import initialise, open_weights
 from repro.models.registry import build_model
-from tests.models.helpers import PREPROCESSING, save_model
+from tests.models.helpers import PREPROCESSING, save_model, state_unchanged
 
 FAMILIES = ("vittt", "vim", "vrwkv", "vit3", "deit")
 NANO, DEIT, SWIN = "vittt_nano_patch16_144", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"
@@ -119,15 +119,18 @@ def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
     assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
-def test_a_model_for_one_size_is_resampled_for_another(tmp_path):
+def test_a_model_of_timm_is_resampled_for_another_size_when_it_is_built_and_when_it_is_initialised(tmp_path):
     path = tmp_path / "deit.safetensors"
     model = save_model(path, "deit_nano_patch16_144")
     built = open_weights(path).build(96)
     assert built(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
+    initialised = build_model("deit_nano_patch16_144", num_classes=10, img_size=96)
+    assert initialise(initialised, open_weights(path))["pos_embed"] == "used"
     table = model.pos_embed[:, 1:].mT.reshape(1, 64, 9, 9)
     expected = F.interpolate(table, size=(6, 6), mode="bicubic", antialias=True, align_corners=False).flatten(2).mT
-    torch.testing.assert_close(built.pos_embed[:, 1:], expected)
-    assert torch.equal(built.pos_embed[:, :1], model.pos_embed[:, :1])
+    for found in (built, initialised):
+        torch.testing.assert_close(found.pos_embed[:, 1:], expected)
+        assert torch.equal(found.pos_embed[:, :1], model.pos_embed[:, :1])
 
 
 def cut(path):
@@ -236,13 +239,6 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
     assert report["pos_embed"] == "used"
 
 
-def test_initialise_resamples_what_timms_models_have(tmp_path):
-    save_model(tmp_path / "deit.safetensors", "deit_nano_patch16_144")
-    model = build_model("deit_nano_patch16_144", num_classes=10, img_size=96)
-    report = initialise(model, open_weights(tmp_path / "deit.safetensors"))
-    assert report["pos_embed"] == "used" and model.pos_embed.shape == (1, 37, 64)
-
-
 def test_initialise_from_published_weights(monkeypatch, tmp_path):
     source = publish(monkeypatch, tmp_path, DEIT, "fb_in1k", num_classes=5)
     model = build_model(DEIT, num_classes=3, img_size=64)
@@ -256,24 +252,17 @@ def test_initialise_from_published_weights(monkeypatch, tmp_path):
     [
         ({"pool": "max"}, "built with no options, but it is wanted with {'pool': 'max'}"),
         ({"chunk_size": 8}, "but it is wanted with {'chunk_size': 8}"),
+        *(
+            ({"num_classes": n}, r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$")
+            for n in (10, 4)
+        ),
     ],
 )
-def test_initialise_refuses_other_models_and_changes_nothing(tmp_path, options, message):
-    save_model(tmp_path / "w.safetensors", NANO)
-    model = build_model(NANO, **options, num_classes=10, img_size=144)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(UserError, match=message):
+def test_initialise_refuses_other_models_and_weights_without_a_key_and_changes_nothing(tmp_path, options, message):
+    source = build_model(NANO, num_classes=10, img_size=144)
+    if "num_classes" in options:
+        del source.blocks[1].mixer.W0
+    save_model(tmp_path / "w.safetensors", NANO, model=source)
+    model = build_model(NANO, **{"num_classes": 10, **options}, img_size=144)
+    with state_unchanged(model), pytest.raises(UserError, match=message):
         initialise(model, open_weights(tmp_path / "w.safetensors"))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("classes", [10, 4])
-def test_initialise_refuses_weights_without_a_key_and_changes_nothing(tmp_path, classes):
-    damaged = build_model(NANO, num_classes=10, img_size=144)
-    del damaged.blocks[1].mixer.W0
-    save_model(tmp_path / "w.safetensors", NANO, model=damaged)
-    model = build_model(NANO, num_classes=classes, img_size=144)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(UserError, match=r"does not fit vittt_nano_patch16_144 .*: blocks\.1\.mixer\.W0 missing$"):
-        initialise(model, open_weights(tmp_path / "w.safetensors"))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

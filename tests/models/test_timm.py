@@ -75,12 +75,6 @@ def test_mean_pooling(name):
     assert model(image).shape == (2, 5)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [(name, "map") for name in OURS] + [("hvit3_nano_144", "token")])
-def test_another_pooling_is_refused(name, wrong):
-    with pytest.raises(ValueError, match="global_pool|pool"):
-        build(name, global_pool=wrong)
-
-
 def test_class_tokens_of_vittt_are_timms_token():
     model = build("vittt_nano_patch16_144", global_pool="token")
     image = draw(model)
@@ -140,13 +134,6 @@ def test_no_images_give_no_logits(name):
     assert model(draw(model)[:0]).shape == (0, 1000)
 
 
-@each_own
-@pytest.mark.parametrize("rate", [-0.1, 1.1])
-def test_a_rate_outside_0_to_1_is_refused(name, rate):
-    with pytest.raises(ValueError, match="drop_path_rate"):
-        build(name, drop_path_rate=rate)
-
-
 @each
 def test_low_precision(name):
     """Weights of bf16, and autocast."""
@@ -162,6 +149,19 @@ def test_low_precision(name):
 
 
 @each_own
-def test_there_are_no_pretrained_weights(name):
-    with pytest.raises(RuntimeError, match="repro pretrain"):
-        build(name, pretrained=True)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pretrained": True}, RuntimeError, "repro pretrain"),
+        ({"global_pool": "map"}, ValueError, "global_pool|pool"),
+        *(({"drop_path_rate": rate}, ValueError, "drop_path_rate") for rate in (-0.1, 1.1)),
+    ],
+)
+def test_pretrained_weights_another_pooling_and_a_rate_outside_0_to_1_are_refused(name, options, error, message):
+    with pytest.raises(error, match=message):
+        build(name, **options)
+
+
+def test_a_hierarchy_has_no_token_to_pool():
+    with pytest.raises(ValueError, match="pool"):
+        build("hvit3_nano_144", global_pool="token")

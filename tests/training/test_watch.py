@@ -143,18 +143,15 @@ def test_what_is_not_finite_is_null_and_named(tmp_path):
     assert means == {"loss": math.inf, "grad_norm": 1.0, "top1": 0.5, "lr": 1e-3, "skip_rate_percent": 50.0}
 
 
-def test_a_window_of_skipped_steps_has_no_means(tmp_path):
-    with make(tmp_path, every=1) as watch:
-        means = watch.step(1, 0, {"loss": math.nan}, 0.5, images=8, skipped=True)
-    assert means == {"lr": 0.5, "skip_rate_percent": 100.0}
-
-
-def test_names_that_come_and_go_have_means_over_the_steps_that_have_them(tmp_path):
+def test_means_are_over_the_steps_that_have_the_number_and_were_not_skipped(tmp_path):
     with make(tmp_path, jsonl=False, every=3) as watch:
         watch.step(1, 0, {"loss": 1.0, "aux": 3.0}, 0.5, images=8)
         watch.step(2, 0, {"aux": 5.0, "loss": 2.0}, 0.5, images=8)
         means = watch.step(3, 0, {"loss": 6.0}, 0.5, images=8)
+        for step in (4, 5, 6):
+            of_skipped = watch.step(step, 0, {"loss": math.nan}, 0.5, images=8, skipped=True)
     assert (means["loss"], means["aux"]) == (3.0, 4.0)
+    assert of_skipped == {"lr": 0.5, "skip_rate_percent": 100.0}
 
 
 @pytest.mark.parametrize("saved", [0, 1, 6, 7, 9])
