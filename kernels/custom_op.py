@@ -117,8 +117,8 @@ class CustomOp:
         if backend == "reference" or _is_transformed(x):
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
-        if _is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
-            result = self._run_forward(*x, backend, *[False] * self._has_states)
+        if is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
+            result = self._compute(x, backend, *[False] * self._has_states)
             return result[0] if self._has_states else result
         if not self._has_states:
             return self.forward(*x, backend)
@@ -153,6 +153,9 @@ class CustomOp:
 
     def _run_forward(self, *values: Any) -> Any:
         x, backend, keep_states = self._split_forward(values)
+        return self._compute(x, backend, *keep_states)
+
+    def _compute(self, x: Any, backend: str, *keep_states: bool) -> Any:
         module, _ = self._modules(backend, x)
         with no_autocast(getattr(x, self.leading).device.type):
             return module.forward(x, *keep_states)
@@ -213,6 +216,8 @@ def _is_transformed(x: Any) -> bool:
     """Whether a tensor has a tangent, or is inside a transform of torch.func."""
     if torch.compiler.is_compiling():  # which traces transforms by itself
         return False
+    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return False
     tensors = [value for value in x if isinstance(value, Tensor)]
     if any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in tensors):
         return True
@@ -221,7 +226,7 @@ def _is_transformed(x: Any) -> bool:
     )
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Sequence[Any]) -> bool:
     """Whether nobody needs to see an operation: neither autograd, nor a compiler, a profiler, a mode such as
     FlopCounterMode, or a kind of tensor of its own.
     """

@@ -14,39 +14,54 @@ BLOCK = 64  # tokens of a task
 
 def conv_norm(x: ConvNorm) -> Tensor:
     """(2,B,T,D) in the tokens' dtype."""
-    tokens, weight, gamma, beta = (each.to(compute_dtype(x.tokens.dtype)) for each in x[:4])
+    tokens, weight, gamma, beta = (each.to(compute_dtype(x.tokens.dtype)).contiguous() for each in x[:4])
+    return run_conv_norm(tokens, lay_grid_taps(weight), gamma, beta, x.height, x.eps).to(x.tokens.dtype)
+
+
+def lay_grid_taps(weight: Tensor) -> Tensor:
+    """(D,3,3) as (3,3,D)."""
+    return weight.permute(1, 2, 0).contiguous()
+
+
+def run_conv_norm(tokens: Tensor, taps: Tensor, gamma: Tensor, beta: Tensor, height: int, eps: float) -> Tensor:
+    """Of contiguous tensors in a compute dtype, the taps by `lay_grid_taps`."""
     out = tokens.new_empty(2, *tokens.shape)
-    given = (each.contiguous() for each in (tokens, weight.permute(1, 2, 0), gamma, beta))
-    eps = out.numpy().dtype.type(x.eps)
-    tasks, width = len(tokens) * x.height, (False,) * tokens.shape[2]
-    threads.run(cpu_around.conv_norm, tasks, *given, out, x.height, eps, constants=(width,))
-    return out.to(x.tokens.dtype)
+    arrays, width = (tokens, taps, gamma, beta, out), (False,) * tokens.shape[2]
+    number = out.numpy().dtype.type(eps)
+    threads.run(cpu_around.conv_norm, len(tokens) * height, *arrays, height, number, constants=(width,))
+    return out
 
 
 def scan_convs(x: ScanConvs) -> Tensor:
     """(2,B,T,2D) in x's dtype."""
     given, *of_k_and_q = (each.to(compute_dtype(x.x.dtype)) for each in x)
-    B, T, _ = given.shape
-    out = given.new_empty(2, *given.shape)
-    weights, biases = torch.stack([each.T for each in of_k_and_q[::2]]), torch.stack(of_k_and_q[1::2])
-    threads.run(
-        cpu_around.scan_convs,
-        B * -(-T // BLOCK),
-        BLOCK,
-        threads.lay_flat(given),
-        weights,
-        biases,
-        out,
-        constants=((False,) * (given.shape[2] // 2),),
-    )
-    return out.to(x.x.dtype)
+    return run_scan_convs(given, *lay_taps(*of_k_and_q)).to(x.x.dtype)
+
+
+def lay_taps(k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(2D,4) and (2D,) of k and of q as (2,4,2D) and (2,2D)."""
+    return torch.stack([k_weight.T, q_weight.T]), torch.stack([k_bias, q_bias])
+
+
+def run_scan_convs(x: Tensor, taps: Tensor, biases: Tensor) -> Tensor:
+    """Of tensors in a compute dtype, taps and biases by `lay_taps`."""
+    B, T, E = x.shape
+    out = x.new_empty(2, B, T, E)
+    given, width = threads.lay_flat(x), (False,) * (E // 2)
+    threads.run(cpu_around.scan_convs, B * -(-T // BLOCK), BLOCK, given, taps, biases, out, constants=(width,))
+    return out
 
 
 def gated_norm(x: GatedNorm) -> Tensor:
     """(B,T,D) in z's dtype."""
     z, gate, weight, bias = (each.to(compute_dtype(x.z.dtype)) for each in x[:4])
+    return run_gated_norm(z, gate, weight.contiguous(), bias.contiguous(), x.eps).to(x.z.dtype)
+
+
+def run_gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Of tensors in a compute dtype; weight and bias are contiguous."""
     B, T, _ = gate.shape
     out = z.new_empty(gate.shape)
-    rows = threads.lay_flat(z), threads.lay_flat(gate), weight.contiguous(), bias.contiguous()
-    threads.run(cpu_around.gated_norm, B * -(-T // BLOCK), BLOCK, *rows, out, out.numpy().dtype.type(x.eps))
-    return out.to(x.z.dtype)
+    rows = threads.lay_flat(z), threads.lay_flat(gate), weight, bias
+    threads.run(cpu_around.gated_norm, B * -(-T // BLOCK), BLOCK, *rows, out, out.numpy().dtype.type(eps))
+    return out

@@ -5,8 +5,8 @@ says `numba`, and plain PyTorch elsewhere; the backend `torch` is the reference,
 kernels cannot take. Shape letters as in `reference`.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,12 +150,14 @@ def selected_backend(
     return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading, has_loops=has_loops)
 
 
+@functools.cache
 def _load(name: str) -> tuple[Any, Any]:
     """The modules that `CustomOp` takes, with the forward and the backward pass of one operator."""
     forward, backward = (getattr(module, name) for module in _load_triton())
     return SimpleNamespace(forward=forward), SimpleNamespace(backward=backward)
 
 
+@functools.cache
 def _load_loops(name: str, formula: Callable[[Any], Tensor]) -> tuple[Any, Any]:
     """As `_load`: the loop of one operator, and its formula for autograd."""
     from . import numba_path
@@ -198,8 +200,8 @@ def _register(
         ),
         reference=formula,
         torch_path=SimpleNamespace(forward=formula),
-        load_triton=partial(_load, name),
-        load_loops=partial(_load_loops, name, formula),
+        load_triton=functools.partial(_load, name),
+        load_loops=functools.partial(_load_loops, name, formula),
         result_shapes=lambda module, x: (shape(x),),
         forward_flops=lambda x: 2 * macs(x),
         backward_flops=lambda x: 4 * macs(x),

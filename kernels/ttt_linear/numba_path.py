@@ -1,5 +1,6 @@
 """TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,17 @@ __all__ = ["backward", "forward", "states_shape"]
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
     given, options = _prepare(x)
-    out = x.lr.new_empty(x.q.shape, dtype=compute_dtype(x.q.dtype))
-    states = out.new_empty(states_shape(out.shape, x.chunk_size, keep_states))
-    _run(learn, x, *given, out, states, *options)
+    out, states = run_learn(given, options, x.q.shape, states_shape(x.q.shape, x.chunk_size, keep_states))
     return out.to(x.q.dtype), states
+
+
+def run_learn(
+    given: Sequence[Any], options: Sequence[Any], shape: Sequence[int], kept: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """out of this shape, (B,T,R,H,D), and states of the shape `kept`, of what `_prepare` gives."""
+    out, states = given[3].new_empty(shape), given[3].new_empty(kept)
+    _run(learn, shape, *given, out, states, *options)
+    return out, states
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
@@ -34,7 +42,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
     drate = dq.new_empty(B, T, R, H)
     dscale, dstate, dgamma, dmu = (dq.new_zeros(B, R, H, *shape) for shape in ((x.chunk_size,), (D + 1, D), (D,), (D,)))
     results = dq, dk, dv, drate, dscale, dstate, dgamma, dmu
-    _run(learn_backward, x, *given, threads.lay_flat(dout.to(dq.dtype)), states, *results, *options)
+    _run(learn_backward, x.q.shape, *given, threads.lay_flat(dout.to(dq.dtype)), states, *results, *options)
     dstate = dstate.sum(0)
     dW, db = dstate[:, :, :D].clone(), dstate[:, :, D].clone()  # the results of an operator must not share memory
     gradients = dq, dk, dv, drate.sum(2), dscale.sum((0, 2)), dW, db, dgamma.sum(0), dmu.sum(0)
@@ -46,13 +54,21 @@ def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
     dtype = compute_dtype(x.q.dtype)
     q, k, v = (threads.lay_flat(each.to(dtype)) for each in x[:3])
     lr, scale, W, b, gamma, mu = (each.to(dtype).contiguous() for each in x[3:9])
+    state = join_state(W, b)
+    return [q, k, v, lr, scale, state, gamma, mu], find_options(x.q.shape[1], x.chunk_size, x.reverse, state, x.eps)
+
+
+def join_state(W: Tensor, b: Tensor) -> Tensor:
+    """The start state (R,H,D+1,D): W with b below it, each row less its mean, which the LayerNorm does not see."""
     state = torch.cat([W, b.unsqueeze(-2)], -2)
-    state = (state - state.mean(-1, keepdim=True)).contiguous()
-    span = segment_length(x.q.shape[1], x.chunk_size)
-    options = np.array(x.reverse, np.int64), span, state.numpy().dtype.type(x.eps)
-    return [q, k, v, lr, scale, state, gamma, mu], options
+    return (state - state.mean(-1, keepdim=True)).contiguous()
 
 
-def _run(loop: Loop, x: Arguments, *arguments: Any) -> None:
-    B, _, R, H, D = x.q.shape
+def find_options(T: int, chunk_size: int, reverse: Sequence[bool], state: Tensor, eps: float) -> tuple[Any, ...]:
+    """What the loops take behind their results."""
+    return np.array(reverse, np.int64), segment_length(T, chunk_size), state.numpy().dtype.type(eps)
+
+
+def _run(loop: Loop, shape: Sequence[int], *arguments: Any) -> None:
+    B, _, R, H, D = shape
     threads.run(loop, B * R * H, *arguments, constants=((False,) * D,))

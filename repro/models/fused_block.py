@@ -5,8 +5,8 @@ At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operati
 reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
 values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
 with their activation; residuals are added by the products before them. On CPUs, for inference, numba's loops take the
-places of the kernels up to the scan's norm. It is for the default reading of the paper, without class tokens;
-`VitttBlock.forward` is the reference, and what runs everywhere else.
+places of the kernels, and are called without PyTorch's dispatcher. It is for the default reading of the paper, without
+class tokens; `VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -17,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import around, ttt_linear_bidir
 from kernels import selected_backend as selected_scan
-from kernels.around.op import selected_backend
-from kernels.around.reference import ONES
+from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, selected_backend
+from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
+from kernels.custom_op import is_plain
+from kernels.dispatch import compute_dtype, numba_obstacle
+from kernels.threads import lay_flat
+from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
+from kernels.ttt_linear.reference import Arguments, states_shape
 
 Grid = tuple[int, int]
 ROWS = 256  # tokens that a CPU takes together after the scan
@@ -47,28 +51,60 @@ class Constants(NamedTuple):
     mu: Tensor
 
 
-KEPT = tuple(f"kept_{name}" for name in Constants._fields)  # the buffers that `freeze` makes
+class LoopConstants(NamedTuple):
+    """What numba's loops take of a block's weights.
 
-
-def can_fuse(block: Any, tokens: Tensor) -> bool:
-    """Whether a `VitttBlock` is of a kind that the launches compute, and the kernels run here; numba's loops only in
-    eager inference.
+    in_weight (5D+H,D) and in_bias (5D+H,): rows of gate, keys, values and learning rates; token_scale (2,chunk_size),
+    with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU; inner_weight, inner_bias (2,H,d):
+    γ and μ; state (2,H,d+1,d), taps (2,4,2D), tap_biases (2,2D), grid_taps (3,3,D): as the loops' modules lay them.
     """
-    mixer, dtype = block.mixer, product_dtype(tokens)
-    is_vittts = block.pool in ("mean", "max") and block.dwconv is not None and block.is_fusible and mixer.step == "own"
-    if not is_vittts or mixer.backend not in ("auto", "triton", "numba"):
-        return False
-    chosen = _choose_backend(mixer.backend, tokens.device, dtype, mixer.head_dim, mixer.built_chunk)
-    if chosen == "torch":
-        return False
-    is_inference = not (torch.is_grad_enabled() or block.training or torch.compiler.is_compiling())
-    # a hook is called with the mixer
-    return chosen == "triton" or (is_inference and not mixer._forward_hooks and not mixer._forward_pre_hooks)
+
+    in_weight: Tensor
+    in_bias: Tensor
+    token_scale: Tensor
+    up_weight: Tensor
+    up_bias: Tensor
+    inner_weight: Tensor
+    inner_bias: Tensor
+    state: Tensor
+    taps: Tensor
+    tap_biases: Tensor
+    grid_taps: Tensor
+
+
+KEPT = "kept_"  # how the names of the buffers begin that `freeze` makes
+
+
+def find_backend(block: Any, tokens: Tensor) -> str | None:
+    """The backend that runs all of a `VitttBlock`, or None where it is not of a kind that the launches compute, or no
+    kernels run here; numba's loops only in eager inference.
+    """
+    mixer = block.mixer
+    if not _is_vittts(block) or mixer.backend not in ("auto", "triton", "numba"):
+        return None
+    chosen = _choose_backend(mixer.backend, tokens.device, product_dtype(tokens), mixer.head_dim, mixer.built_chunk)
+    if chosen == "numba" and (
+        block.training
+        or not is_plain([tokens])
+        or not tokens.dtype == product_dtype(tokens) == mixer.out_proj.weight.dtype == compute_dtype(tokens.dtype)
+        or mixer._forward_hooks  # which are called with the mixer
+        or mixer._forward_pre_hooks
+    ):
+        return None
+    return chosen
+
+
+def _is_vittts(block: Any) -> bool:
+    """Whether a block is of the kind that the launches and the loops compute."""
+    has_no_token = block.pool in ("mean", "max")
+    return has_no_token and block.dwconv is not None and block.is_fusible and block.mixer.step == "own"
 
 
 @torch.compiler.assume_constant_result
-def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_size: int) -> str:
-    """The backend that runs both the operators around the scan and the scan, or `torch` where there is none.
+def _choose_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_size: int
+) -> str | None:
+    """The backend that runs both the operators around the scan and the scan, or None where there is none.
 
     A compiler takes the answer, and does not follow the search for a GPU and a C compiler, which breaks a graph.
     """
@@ -76,8 +112,8 @@ def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head
         around_scan = selected_backend(backend, device, dtype=dtype)
         scan = selected_scan(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=dtype)
     except ValueError:  # the mixer says why when it runs
-        return "torch"
-    return scan if scan == around_scan else "torch"
+        return None
+    return scan if scan == around_scan != "torch" else None
 
 
 def product_dtype(tokens: Tensor) -> torch.dtype:
@@ -87,40 +123,32 @@ def product_dtype(tokens: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else tokens.dtype
 
 
-def forward(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
-    """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`."""
-    mixer, dtype = block.mixer, product_dtype(tokens_BTD)
-    D, H, d = mixer.dim, mixer.num_heads, mixer.head_dim
-    backend = _choose_backend(mixer.backend, tokens_BTD.device, dtype, d, mixer.built_chunk)
-    stream, x = around.conv_norm(
-        tokens_BTD,
-        block.dwconv.weight[:, 0],
-        block.norm1.weight,
-        block.norm1.bias,
-        height=grid[0],
-        eps=block.norm1.eps,
-        backend=backend,
-    ).unbind(0)
+def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
+    """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`, by the backend of `find_backend`.
+
+    The operators get what the block has made, so that nothing checks their arguments, which takes a host as long as the
+    launches.
+    """
     if backend == "numba":
-        gate, shared, v = mixer.in_proj(x).split(mixer.split_sizes, -1)
-        lr, scale, state = mixer.learning_rate(x), mixer.scale_per_token(mixer.chunk_size or x.shape[1]), _state(mixer)
-    else:
-        known = find_constants(block, x.shape[1])
-        projected = F.linear(x, known.in_weight, known.in_bias)
-        gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-        lr, scale, state = torch.sigmoid(rates[..., :H].float()), known.token_scale, known[6:]
+        return _forward_by_loops(block, tokens_BTD, grid)
+    mixer, norm = block.mixer, block.norm1
+    D, H, d = mixer.dim, mixer.num_heads, mixer.head_dim
+    given = ConvNorm(tokens_BTD, block.dwconv.weight[:, 0], norm.weight, norm.bias, grid[0], norm.eps)
+    stream, x = CONV_NORM(given, backend).unbind(0)
+    known = find_constants(block, x.shape[1], Constants)
+    projected = F.linear(x, known.in_weight, known.in_bias)
+    gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
+    lr, scale, state = torch.sigmoid(rates[..., :H].float()), known.token_scale, known[6:]
     convolutions = (getattr(mixer, name) for name in ("conv_k", "conv_q"))
     taps = [each for conv in convolutions for each in (conv.weight[:, 0], conv.bias)]
-    k, q = around.scan_convs(shared, *taps, backend=backend).unbind(0)
+    k, q = SCAN_CONVS(ScanConvs(shared, *taps), backend).unbind(0)
     q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    z = ttt_linear_bidir(q, k, v, lr, scale, *state, chunk_size=scale.shape[1], eps=mixer.eps, backend=backend)
+    z = TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], mixer.eps), backend)
     norm = mixer.post_norm
-    y = around.gated_norm(z.flatten(3), gate, norm.weight, norm.bias, eps=norm.eps, backend=backend)
-    if backend == "numba":
-        return _finish_by_rows(block, stream, y)
+    y = GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
     tokens_BTD = _add_product(block, stream, y, mixer.out_proj.weight)
-    x = block.norm2(tokens_BTD).to(dtype)
-    hidden = around.gated_linear(x, known.up_weight, known.up_bias, backend=backend)
+    x = block.norm2(tokens_BTD).to(product_dtype(tokens_BTD))
+    hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
     return _add_product(block, tokens_BTD, hidden, known.down_weight)
 
 
@@ -141,14 +169,31 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
     return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
 
 
-def _finish_by_rows(block: Any, stream_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-    """The last projection and SwiGLU, added in place to some tokens after others, whose hidden units stay in a CPU's
+def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
+    """As `forward`, on a CPU. What follows the scan is added to some tokens after others, whose hidden units stay in the
     cache.
     """
-    for tokens, y in zip(stream_BTD.flatten(0, 1).split(ROWS), y_BTD.flatten(0, 1).split(ROWS), strict=True):
-        tokens += block.mixer.out_proj(y)
-        tokens += block.mlp(block.norm2(tokens))
-    return stream_BTD
+    from kernels.around import numba_path as around
+    from kernels.ttt_linear import numba_path as learner
+
+    mixer, norm = block.mixer, block.norm1
+    (B, T, D), H, d = tokens_BTD.shape, mixer.num_heads, mixer.head_dim
+    known = find_constants(block, T, LoopConstants)
+    both = around.run_conv_norm(tokens_BTD.contiguous(), known.grid_taps, norm.weight, norm.bias, grid[0], norm.eps)
+    stream, x = both.unbind(0)
+    gate, shared, v, rates = F.linear(x, known.in_weight, known.in_bias).split([D, 2 * D, 2 * D, H], -1)
+    k, q = around.run_scan_convs(shared, known.taps, known.tap_biases).unbind(0)
+    rows = [lay_flat(each.unflatten(-1, (2, H, d))) for each in (q, k, v)]
+    given = *rows, torch.sigmoid(rates).contiguous(), known.token_scale, known.state, *known[5:7]
+    options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, mixer.eps)
+    z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
+    norm = mixer.post_norm
+    y = around.run_gated_norm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps)
+    for tokens, part in zip(stream.flatten(0, 1).split(ROWS), y.flatten(0, 1).split(ROWS), strict=True):
+        tokens.addmm_(part, mixer.out_proj.weight.T)
+        hidden, linear = F.linear(block.norm2(tokens), known.up_weight, known.up_bias).chunk(2, -1)
+        tokens += block.mlp.fc2(F.silu(hidden, inplace=True).mul_(linear))
+    return stream
 
 
 def _state(mixer: Any) -> tuple[Tensor, ...]:
@@ -158,13 +203,15 @@ def _state(mixer: Any) -> tuple[Tensor, ...]:
     return tuple(each.expand(shape) for each, shape in parts)
 
 
-def find_constants(block: Any, tokens: int) -> Constants:
-    """The `Constants` of a block: those that `freeze` has kept, where no gradient is wanted, else new ones."""
-    if not torch.is_grad_enabled() and KEPT[0] in block._buffers:
-        kept = Constants(*(block._buffers[name] for name in KEPT))
+def find_constants(block: Any, tokens: int, kind: type) -> Any:
+    """The constants of a block, of this class: those that `freeze` has kept, where no gradient is wanted, else new
+    ones.
+    """
+    if not torch.is_grad_enabled() and KEPT + kind._fields[-1] in block._buffers:
+        kept = kind(*(block._buffers[KEPT + name] for name in kind._fields))
         if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):
             return kept
-    return make_constants(block, tokens)
+    return MAKERS[kind](block, tokens)
 
 
 def freeze(block: Any, tokens: int) -> None:
@@ -173,15 +220,19 @@ def freeze(block: Any, tokens: int) -> None:
 
     They are buffers that are not saved, which a compiled graph reads where they lie.
     """
+    by_loops = block.norm1.weight.device.type == "cpu" and block.mixer.backend != "triton"
+    if not _is_vittts(block) or (by_loops and numba_obstacle()):
+        return
+    kind = LoopConstants if by_loops else Constants
     with torch.inference_mode(False), torch.no_grad():
-        for name, value in zip(KEPT, make_constants(block, tokens), strict=True):
-            block.register_buffer(name, value, persistent=False)
+        for name, value in MAKERS[kind](block, tokens)._asdict().items():
+            block.register_buffer(KEPT + name, value, persistent=False)
 
 
 def thaw(block: Any) -> None:
     """Forget what `freeze` has kept."""
-    for name in KEPT:
-        block._buffers.pop(name, None)
+    for name in [name for name in block._buffers if name.startswith(KEPT)]:
+        del block._buffers[name]
         block._non_persistent_buffers_set.discard(name)
 
 
@@ -198,3 +249,25 @@ def make_constants(block: Any, tokens: int) -> Constants:
     down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
     state = tuple(each.float().contiguous() for each in _state(mixer))
     return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state)
+
+
+def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
+    """Arrange a block's weights for numba's loops."""
+    from kernels.around import numba_path as around
+    from kernels.ttt_linear import numba_path as learner
+
+    mixer, mlp = block.mixer, block.mlp
+    in_weight = torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight])
+    in_bias = F.pad(mixer.lr_proj.bias, (5 * mixer.dim, 0))
+    scale = mixer.scale_per_token(mixer.chunk_size or tokens) * (mixer.eta_base / mixer.head_dim)
+    up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
+    up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
+    W0, b0, *inner = (each.contiguous() for each in _state(mixer))
+    convolutions = ((conv.weight[:, 0], conv.bias) for conv in (mixer.conv_k, mixer.conv_q))
+    taps = around.lay_taps(*(each for pair in convolutions for each in pair))
+    grid_taps = around.lay_grid_taps(block.dwconv.weight[:, 0])
+    state = learner.join_state(W0, b0)
+    return LoopConstants(in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps)
+
+
+MAKERS = {Constants: make_constants, LoopConstants: make_loop_constants}

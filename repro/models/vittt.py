@@ -108,8 +108,8 @@ class Vittt(Backbone):
         return class_positions(self.pool, num_patches)
 
     def freeze(self) -> "Vittt":
-        """Keep what the GPU's kernels make of the weights, some 25 small operations a block, from now on; for
-        inference.
+        """Keep what the GPU's kernels, or the CPU's loops, make of the weights, some 25 small operations a block, from
+        now on; for inference.
 
         Training, moving, casting or loading the model ends it. Another write to the weights does not, and must not
         happen.

@@ -65,8 +65,8 @@ class VitttBlock(nn.Module):
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
-        if fused_block.can_fuse(self, tokens):
-            return fused_block.forward(self, tokens, grid)
+        if backend := fused_block.find_backend(self, tokens):
+            return fused_block.forward(self, tokens, grid, backend)
         return self.forward_plainly(tokens, grid)
 
     def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:

@@ -99,7 +99,7 @@ def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unch
     with torch.no_grad():
         alone = model(images)
         with OverrideTTTLinear(lambda arguments, run: run(arguments)):
-            assert torch.equal(model(images), alone)
+            torch.testing.assert_close(model(images), alone)  # a block runs without its loops around the scan
         with OverrideTTTLinear(lambda arguments, run: torch.zeros_like(arguments.q)):
             assert not torch.allclose(model(images), alone)
         assert torch.equal(model(images), alone)

@@ -160,17 +160,31 @@ def test_a_block_of_vittt():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     images, block, tokens = torch.randn(2, 3, 48, 112), model.blocks[0], torch.zeros(1)
     with torch.no_grad():
-        assert fused_block.can_fuse(block, tokens)
+        assert fused_block.find_backend(block, tokens)
         found = model.forward_features(images)
         model.set_backend("torch")
         expected = model.forward_features(images)
         model.set_backend("auto")
         hook = block.mixer.register_forward_pre_hook(lambda *_: None)
-        assert not fused_block.can_fuse(block, tokens)
+        assert not fused_block.find_backend(block, tokens)
         hook.remove()
-        assert fused_block.can_fuse(block, tokens) and not fused_block.can_fuse(block.train(), tokens)
-    assert not fused_block.can_fuse(block.eval(), tokens)
+        assert fused_block.find_backend(block, tokens) and not fused_block.find_backend(block.train(), tokens)
+    assert not fused_block.find_backend(block.eval(), tokens)
     assert check.relative_error(found, expected) < 2e-6
+    with torch.no_grad():
+        assert torch.equal(model.freeze().forward_features(images), found)
+    assert block.kept_taps.shape == (2, 4, 64) and not any("kept" in name for name in model.state_dict())
+    assert not list(model.eval().blocks[0].buffers())
+
+
+@pytest.mark.parametrize("other", [{"pool": "head"}, {"design": "dual"}, {"reading": "swiglu_bias=false"}], ids=str)
+def test_another_kind_of_block_is_frozen_as_it_is(other):
+    torch.manual_seed(0)
+    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=32, num_heads=2, img_size=48, **other).eval()
+    images = torch.randn(1, 3, 48, 48)
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.equal(model.freeze()(images), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -55,7 +55,7 @@ def count_block(fused, side=80, batch=64):
         if fused:
             fused_block.freeze(block, side * side)
         with Traffic() as traffic:
-            fused_block.forward(block, tokens, (side, side)) if fused else block.forward_plainly(tokens, (side, side))
+            (block if fused else block.forward_plainly)(tokens, (side, side))
     return len(traffic.moved), sum(traffic.moved) / count_bytes(tokens)
 
 

@@ -40,9 +40,9 @@ def test_it_is_the_plain_path(options, sides):
     """In fp32, on square and other grids whose last chunk is shorter: the two differ by rounding."""
     model, images = make(**options), torch.randn(2, 3, *sides)
     # auto takes torch on a CPU
-    assert not any(fused_block.can_fuse(block, torch.zeros(1)) for block in model.blocks)
+    assert not any(fused_block.find_backend(block, torch.zeros(1)) for block in model.blocks)
     expected, found = (differentiate(model, images, backend) for backend in ("torch", "triton"))
-    assert all(fused_block.can_fuse(block, torch.zeros(1)) for block in model.blocks)
+    assert all(fused_block.find_backend(block, torch.zeros(1)) for block in model.blocks)
     names = ["out", *(name for name, _ in model.named_parameters())]
     errors = {name: check.relative_error(a, b, 1e-3) for name, a, b in zip(names, found, expected, strict=True)}
     assert max(errors.values()) < 2e-5, errors
@@ -56,7 +56,7 @@ UNFIT += [{"reading": reading} for reading in ("swiglu_bias=false", "gate_activa
 def test_what_it_is_not_for(options):
     model = make(**options)
     model.set_backend("triton")
-    assert not any(fused_block.can_fuse(block, torch.zeros(1)) for block in model.blocks)
+    assert not any(fused_block.find_backend(block, torch.zeros(1)) for block in model.blocks)
 
 
 def write_data(model):
@@ -107,9 +107,9 @@ def test_a_frozen_model_keeps_its_constants():
         expected = model(images)
         assert torch.equal(model.freeze()(images), expected)
         block = model.blocks[0]
-        kept = fused_block.find_constants(block, 25)
-        assert kept[0] is fused_block.find_constants(block, 25)[0]
-    assert fused_block.find_constants(block, 25)[0] is not kept[0]
+        kept = fused_block.find_constants(block, 25, fused_block.Constants)
+        assert kept[0] is fused_block.find_constants(block, 25, fused_block.Constants)[0]
+    assert fused_block.find_constants(block, 25, fused_block.Constants)[0] is not kept[0]
     assert not any("kept" in name for name in model.state_dict())
     for change in (model.train, model.eval, model.half, lambda: model.load_state_dict(model.state_dict())):
         model.freeze()
@@ -133,4 +133,4 @@ def test_samples_drop_branches_as_on_the_plain_path():
 def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
     """They, and where gate, keys and values start in them, are multiples of 16 numbers."""
     block = make(num_heads=heads).blocks[0]
-    assert block.mixer.dim % 16 == len(fused_block.find_constants(block, 25).in_weight) % 16 == 0
+    assert block.mixer.dim % 16 == len(fused_block.find_constants(block, 25, fused_block.Constants).in_weight) % 16 == 0
