@@ -3,6 +3,7 @@ known.
 """
 
 import random
+import statistics
 from itertools import combinations
 
 import pytest
@@ -96,6 +97,15 @@ def test_seeds_needed_is_the_first_number_that_does(mean, spread, alpha):
     n = ordering.seeds_needed(mean, spread, alpha)
     assert reached(n) and not any(reached(fewer) for fewer in range(2, n))
     assert ordering.seeds_needed(0.0, 1.0, 0.05) is None
+
+
+def test_seeds_needed_by_a_pair_are_enough_beside_the_other_pairs():
+    """Holm's correction asks the smallest of two p for α / 2."""
+    values = {"a": dict(enumerate((1.0, -0.5, 2.0))), **{name: dict.fromkeys(range(3), 0.0) for name in "bc"}}
+    t = 2.5 / 3 / statistics.stdev([1.0, -0.5, 2.0])
+    for pair in ordering.compare_pairs(values, [("a", "b"), ("a", "c")], 0.01):
+        p_at = {n: 2 * stats.t.sf(t * n**0.5, n - 1) for n in (pair.needed - 1, pair.needed)}
+        assert p_at[pair.needed] <= 0.05 / 2 < p_at[pair.needed - 1]
 
 
 def test_too_easy_and_too_few_images():
