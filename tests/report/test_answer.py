@@ -3,6 +3,7 @@ for.
 """
 
 import datetime
+import re
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
