@@ -245,7 +245,8 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         model = build.create(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(device, dtype)
         if hasattr(model, "set_backend"):
             model.set_backend(spec.backend)
-        if hasattr(model, "freeze") and spec.mode == "infer":
+        # a compiled model takes what is frozen on a GPU only
+        if hasattr(model, "freeze") and spec.mode == "infer" and (device.type == "cuda" or not spec.compile):
             model.freeze()
         return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
 

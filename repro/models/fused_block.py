@@ -21,7 +21,7 @@ from kernels import selected_backend as selected_scan
 from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, selected_backend
 from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from kernels.custom_op import is_plain
-from kernels.dispatch import compute_dtype, numba_obstacle
+from kernels.dispatch import compute_dtype
 from kernels.threads import lay_flat
 from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
 from kernels.ttt_linear.reference import Arguments, states_shape
@@ -79,25 +79,30 @@ def find_backend(block: Any, tokens: Tensor) -> str | None:
     """The backend that runs all of a `VitttBlock`, or None where it is not of a kind that the launches compute, or no
     kernels run here; numba's loops only in eager inference.
     """
-    mixer = block.mixer
-    if not _is_vittts(block) or mixer.backend not in ("auto", "triton", "numba"):
-        return None
-    chosen = _choose_backend(mixer.backend, tokens.device, product_dtype(tokens), mixer.head_dim, mixer.built_chunk)
+    dtype = product_dtype(tokens)
+    chosen = _find_kernels(block, tokens.device, dtype)
     if chosen == "numba" and (
         block.training
         or not is_plain([tokens])
-        or not tokens.dtype == product_dtype(tokens) == mixer.out_proj.weight.dtype == compute_dtype(tokens.dtype)
-        or mixer._forward_hooks  # which are called with the mixer
-        or mixer._forward_pre_hooks
+        or not tokens.dtype == dtype == block.norm1.weight.dtype
+        or any(each._forward_hooks or each._forward_pre_hooks for each in block.modules())  # no module is called
     ):
         return None
     return chosen
 
 
-def _is_vittts(block: Any) -> bool:
-    """Whether a block is of the kind that the launches and the loops compute."""
+def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The backend whose kernels or loops compute a block of this kind in a dtype, whatever else is asked of it."""
+    mixer = block.mixer
     has_no_token = block.pool in ("mean", "max")
-    return has_no_token and block.dwconv is not None and block.is_fusible and block.mixer.step == "own"
+    if not (has_no_token and block.dwconv is not None and block.is_fusible and mixer.step == "own"):
+        return None
+    # another layer in the place of one, such as a quantised or an adapted one, does not compute what its weight says
+    layers = mixer.in_proj, mixer.lr_proj, mixer.out_proj, block.mlp.fc1_g, block.mlp.fc1_x, block.mlp.fc2
+    if mixer.backend not in ("auto", "triton", "numba") or any(type(each) is not nn.Linear for each in layers):
+        return None
+    chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
+    return None if chosen == "numba" and dtype != compute_dtype(dtype) else chosen
 
 
 @torch.compiler.assume_constant_result
@@ -220,10 +225,10 @@ def freeze(block: Any, tokens: int) -> None:
 
     They are buffers that are not saved, which a compiled graph reads where they lie.
     """
-    by_loops = block.norm1.weight.device.type == "cpu" and block.mixer.backend != "triton"
-    if not _is_vittts(block) or (by_loops and numba_obstacle()):
+    chosen = _find_kernels(block, block.norm1.weight.device, block.norm1.weight.dtype)
+    if chosen is None:
         return
-    kind = LoopConstants if by_loops else Constants
+    kind = LoopConstants if chosen == "numba" else Constants
     with torch.inference_mode(False), torch.no_grad():
         for name, value in MAKERS[kind](block, tokens)._asdict().items():
             block.register_buffer(KEPT + name, value, persistent=False)

@@ -177,6 +177,27 @@ def test_a_block_of_vittt():
     assert not list(model.eval().blocks[0].buffers())
 
 
+def test_a_layer_that_is_watched_or_replaced_is_called():
+    """A hook within the block, and another layer in the place of one, such as a quantised or an adapted one."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=32, num_heads=2, img_size=48).eval()
+    (block,), tokens, seen = model.blocks, torch.randn(1, 9, 32), []
+    with torch.no_grad():
+        hook = block.mlp.register_forward_hook(lambda *_: seen.append(1))
+        before = block(tokens, (3, 3))
+        hook.remove()
+        replaced = Doubled(block.mlp.fc2.in_features, 32)
+        replaced.load_state_dict(block.mlp.fc2.state_dict())
+        block.mlp.fc2 = replaced
+        assert seen and check.relative_error(block(tokens, (3, 3)), block.forward_plainly(tokens, (3, 3))) < 2e-6
+        assert not torch.allclose(block(tokens, (3, 3)), before)
+
+
 @pytest.mark.parametrize("other", [{"pool": "head"}, {"design": "dual"}, {"reading": "swiglu_bias=false"}], ids=str)
 def test_another_kind_of_block_is_frozen_as_it_is(other):
     torch.manual_seed(0)
