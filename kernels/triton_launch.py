@@ -18,6 +18,8 @@ Candidates = Callable[..., list[triton.Config]]
 
 # what was the fastest in this process, or read from disk
 CHOSEN: dict[tuple, triton.Config] = {}
+# whether a choice is kept on disk and read from there; not where several processes share a GPU, whose times mean nothing
+KEEP_CHOICES = True
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
@@ -87,9 +89,9 @@ def device_bucket(bucket: int, device: torch.device) -> int:
 @functools.cache
 def tuned(kernel, candidates: Candidates, *sizes: object):
     """The kernel with its candidates for `sizes`, tuned per value of `TUNING_KEYS` and dtypes; the choice is kept on
-    disk.
+    disk where `KEEP_CHOICES` says so.
 
     A candidate that does not fit the device's shared memory or registers counts as infinitely slow.
     """
     key = [name for name in TUNING_KEYS if name in kernel.arg_names]
-    return triton.autotune(candidates(*sizes), key=key, cache_results=True)(kernel)
+    return triton.autotune(candidates(*sizes), key=key, cache_results=KEEP_CHOICES)(kernel)

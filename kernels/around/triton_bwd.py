@@ -293,7 +293,7 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
     g, dtokens = torch.empty_like(tokens), torch.empty_like(tokens)
-    programs = B * _most_programs(T, row_configs(tokens.dtype, D), "ROWS")
+    programs = B * _most_programs(T, [config] if config else row_configs(tokens.dtype, D), "ROWS")
     norm, conv = (tokens.new_zeros(programs, rows, D, dtype=torch.float32) for rows in (2, 9))
     shared = {"tokens_ptr": tokens, "taps_ptr": lay_grid_taps(x), "g_ptr": g, "T": T, "width": T // x.height}
     shared |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
@@ -318,7 +318,8 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
     B, T, E = x.x.shape
     (given, rows), dout = as_rows(x.x), dout.contiguous()
     dx = x.x.new_empty(B, T, E)
-    sums = dx.new_zeros(B * _most_programs(T, block_configs(dx.dtype, E), "TOKENS"), 10, E, dtype=torch.float32)
+    programs = B * _most_programs(T, [config] if config else block_configs(dx.dtype, E), "TOKENS")
+    sums = dx.new_zeros(programs, 10, E, dtype=torch.float32)
     arguments = {"dout_ptr": dout, "x_ptr": given, "taps_ptr": lay_taps(x)}
     arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     arguments["bucket"] = rows_bucket(dx)
@@ -334,7 +335,8 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
     B, T, D = x.gate.shape
     gate, rows = as_rows(x.gate)
     dz, dgate = x.z.new_empty(x.z.shape), gate.new_empty(B, T, D)
-    sums = dz.new_zeros(_most_programs(B * T, row_configs(dz.dtype, D), "ROWS"), 2, D, dtype=torch.float32)
+    programs = _most_programs(B * T, [config] if config else row_configs(dz.dtype, D), "ROWS")
+    sums = dz.new_zeros(programs, 2, D, dtype=torch.float32)
     arguments = {
         "dout_ptr": dout.contiguous(),
         "z_ptr": x.z.contiguous(),

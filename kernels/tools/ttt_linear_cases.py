@@ -104,6 +104,7 @@ class TTTLinearCases(cases.Cases):
         yield from (("head width", small(81, 1, head_dim=width)) for width in triton_fwd.WIDTHS)
         if torch.cuda.is_available():  # more than fill any device: one phase forward, one launch backward
             yield from (("many programs", dataclasses.replace(small(tokens, 3), batch=128)) for tokens in (1, 17, 197))
+            yield "many programs", dataclasses.replace(small(81, 3, chunk_size=32), batch=128)
 
     def shapes(self) -> list[Sizes]:
         return [Sizes(tokens=tokens, heads=heads) for heads in WIDTHS for tokens in TOKENS]
@@ -165,6 +166,7 @@ class TTTLinearCases(cases.Cases):
         if reason := self.missing(kind):
             return result | {"passed": None, "reason": reason}
         q, k, v, lr, *shared, dout = self.draw(0, sizes, device)
+        dout = dout / 2**8  # the peer's gradient of its rates is fp16, and would overflow
         q, k, v, dout = (x[:, :, 0].to(DTYPES["fp16"]) for x in (q, k, v, dout))
         leaves = [x.requires_grad_() for x in (q, k, v, lr[:, ::16].float(), *(x[0].float() for x in shared))]
         results = []

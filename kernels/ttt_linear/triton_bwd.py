@@ -291,7 +291,7 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
     costs less than a second wave.
     """
     if _is_large(dtype, chunk_size, width):
-        return _large_configs()
+        return _large_configs(dtype, chunk_size)
     return [
         triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers)
         for warps, registers in ((4, 168), (4, None), (8, None))
@@ -301,14 +301,14 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 def replay_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the pass REPLAY. Here and in BACK there are registers and shared memory to load ahead."""
     if _is_large(dtype, chunk_size, width):
-        return _large_configs()
+        return _large_configs(dtype, chunk_size)
     return [triton.Config({}, num_warps=4, num_stages=stages) for stages in (2, 1)]
 
 
 def back_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """The candidates of the pass BACK."""
     if _is_large(dtype, chunk_size, width):
-        return _large_configs()
+        return _large_configs(dtype, chunk_size)
     return [triton.Config({}, num_warps=4, num_stages=stages) for stages in (3, 1)]
 
 
@@ -316,9 +316,11 @@ def _is_large(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
     return dtype == torch.float32 or chunk_size > 16 or width > 64
 
 
-def _large_configs() -> list[triton.Config]:
+def _large_configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
+    # of chunks of 32 tokens in two bytes an element, Triton 3.6 makes code for 8 warps that leaves its shared memory
+    several = (4,) if chunk_size == 32 and dtype != torch.float32 else (8, 4)
     # without a bound ptxas compiles chunk size 64 for sm_80 with 32 registers
-    return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=255) for warps in (8, 4)]
+    return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=255) for warps in several]
 
 
 class TwoPasses(NamedTuple):

@@ -5,9 +5,10 @@ the rows of the same kernels and versions. Where all rows that are asked for are
 """
 
 import dataclasses
+import functools
 import importlib.util
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,8 @@ from typing import Any, Literal
 from ..core.errors import RunError, UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.record import has_versions, installed_version, make_identity, read_json, versions, write_record
-from ..core.runtime import device_label, device_slug, gpu_names
+from ..core.runtime import device_label, device_slug, gpu_names, usable_cores
+from .lanes import run_in_lanes
 from .rows import RowStore
 
 Row = dict[str, Any]
@@ -26,6 +28,7 @@ RESOURCES_BLOCK = "kernels resources"
 SPILLS_BLOCK = "kernels spills"
 NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 WRITE_EVERY_S = 5.0
+LANES = 8  # processes that check at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,14 +66,53 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
         return {number: partial(check.run, cases, *each) for number, each in enumerate(check.planned(cases, device))}
 
     with _Table(paths, path, "check", device_label(device), chosen, plan, one=op is not None, again=again) as table:
+        make = partial(_check_in_lanes, deadline) if device.type == "cuda" else None
         for cases in chosen:
-            table.fill(cases, text.format_check, deadline)
+            table.fill(cases, text.format_check, deadline, make)
             check.draw_case.cache_clear()
     failed = sum(row["passed"] is False for row in table.chosen_rows())
     print(table.describe(f"checks, {failed} failed"))
     if failed:
         raise RunError(f"kernels check: {failed} of {len(table.chosen_rows())} checks failed, see {path}")
     return not table.pending
+
+
+def _check_in_lanes(deadline: float | None, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
+    """Make rows of `check.planned` on a GPU, several at a time."""
+
+    def died(task: tuple[str, int]) -> Row:
+        return {"operator": op, "check": f"number {task[1]}", "reason": "its process was killed", "passed": False}
+
+    tasks, lanes = [(op, number) for number in numbers], min(LANES, usable_cores())
+    for (_, number), row in run_in_lanes(tasks, _check_one, lanes, died, lambda: _left(deadline) <= 0):
+        yield number, row
+
+
+def _check_one(task: tuple[str, int]) -> tuple[Row, bool]:
+    """In the process of a lane: a row, and whether the GPU is lost to the process."""
+    import torch
+
+    from kernels import triton_launch
+    from kernels.tools import check, operators
+
+    triton_launch.KEEP_CHOICES = False
+    op, number = task
+    cases, device = operators.OPERATORS[op], torch.device("cuda")
+    row = check.run(cases, *_list_checks(op)[number])
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return {**row, "passed": False, **check.failure(error)}, True
+    return row, False
+
+
+@functools.cache
+def _list_checks(op: str) -> list[Any]:
+    import torch
+
+    from kernels.tools import check, operators
+
+    return list(check.planned(operators.OPERATORS[op], torch.device("cuda")))
 
 
 def run_bench(
@@ -292,20 +334,21 @@ class _Table(RowStore):
         self.save()
         print(f"written: {self.path.relative_to(self.paths.root)}")
 
-    def fill(self, cases: Any, format_row: Callable[[Row], str], deadline: float | None = None) -> None:
+    def fill(
+        self, cases: Any, format_row: Callable[[Row], str], deadline: float | None = None, make: Any = None
+    ) -> None:
         """Add what is missing of an operator until the deadline, each row printed as it comes.
 
-        Rows of older code are kept until the first new one is there.
+        Rows of older code are kept until the first new one is there. `make`: (operator, keys) -> (key, row) in any
+        order; None makes them here, one after the other.
         """
         name, todo = cases.NAME, self.todo[cases.NAME]
         gone = [what for what, _ in self.items() if what[0] == name and (what[1] in todo or not self.find(what))]
-        for number, key in enumerate(todo, 1):
-            if _left(deadline) <= 0:
-                return
-            row = self.plan[name][key]()
-            if number == 1:
-                self.forget(gone)
-            self.todo[name] = todo[number:]
+        one_by_one = ((key, self.plan[name][key]()) for key in todo if _left(deadline) > 0)
+        for key, row in make(name, todo) if make else one_by_one:
+            self.forget(gone)
+            gone = []
+            self.todo[name] = [each for each in self.todo[name] if each != key]
             self.add((name, key), row)
             print(format_row(row), flush=True)
 

@@ -238,6 +238,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True  # for every model: the heuristics take a slow kernel for patch embeddings
     device, dtype = torch.device(spec.device), torch_dtype(spec.dtype)
 
     def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:

@@ -152,7 +152,7 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     norm = mixer.post_norm
     y = GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
     tokens_BTD = _add_product(block, stream, y, mixer.out_proj.weight)
-    x = block.norm2(tokens_BTD).to(product_dtype(tokens_BTD))
+    x = _normalise(block.norm2, tokens_BTD)
     hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
     return _add_product(block, tokens_BTD, hidden, known.down_weight)
 
@@ -172,6 +172,16 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
     rows = stream_BTD.flatten(0, 1)
     add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
     return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
+
+
+def _normalise(norm: nn.LayerNorm, tokens_BTD: Tensor) -> Tensor:
+    """LayerNorm in the dtype of the products."""
+    dtype = product_dtype(tokens_BTD)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not is_plain([tokens_BTD]):
+        return norm(tokens_BTD).to(dtype)
+    from kernels.around.triton_fwd import norm as run_norm
+
+    return run_norm(tokens_BTD, norm.weight, norm.bias, norm.eps, dtype)
 
 
 def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:

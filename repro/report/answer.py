@@ -262,7 +262,7 @@ def _contest_picture(report: Report) -> tuple[Line, Line] | None:
     contest = report.paper.contest
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
         return None
-    text = f"{contest.title} over the image size: time and peak memory of a step (logarithmic). {speeds.scope} ("
+    text = f"{contest.title}: time and peak memory over the image size. {speeds.scope} ("
     caption = text, code(speeds.source.path), ")." if speeds.source.stage else f", {OUTSIDE})."
     return (Picture(f"figures/{contest.picture}", contest.title),), caption
 

@@ -1,0 +1,32 @@
+"""Calls in processes of their own: in order, side by side, each process replaced where it is lost."""
+
+import os
+
+from repro.bench.lanes import run_in_lanes
+
+
+def call(task):
+    """A task of 3 loses its process, one of 4 kills it."""
+    if task == 4:
+        os._exit(1)
+    return (task, os.getpid()), task == 3
+
+
+def run(tasks, lanes, **options):
+    return list(run_in_lanes(tasks, call, lanes, lambda task: (task, None), **options))
+
+
+def test_every_task_is_answered_in_order():
+    found = run([0, 1, 2, 5, 6, 7], 2)
+    assert [task for task, _ in found] == [task for _, (task, _) in found] == [0, 1, 2, 5, 6, 7]
+    assert len({pid for _, (_, pid) in found}) <= 2
+
+
+def test_a_lost_and_a_killed_process_are_replaced():
+    answers = dict(run([1, 3, 5, 4, 6], 1))
+    pids = {task: pid for task, (_, pid) in answers.items()}
+    assert pids[1] == pids[3] and pids[4] is None and len({pids[3], pids[5], pids[6]}) == 3
+
+
+def test_nothing_is_begun_once_it_is_late():
+    assert run([1, 2], 1, is_late=lambda: True) == []
