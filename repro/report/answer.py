@@ -14,7 +14,7 @@ from ..core.noise import describe_noise
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
-from .contest import find_speeds
+from .contest import ATTENTIONS, Speeds, find_all_speeds, find_speeds
 from .document import Block, Bullets, Line, PageLink, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import OUTSIDE, describe_origin, picture_blocks
 from .markdown import render_blocks
@@ -47,13 +47,13 @@ def lead_blocks(report: Report) -> list[Block]:
     drawn = [picture_blocks(f"figures/{each}", each, report) for each in paper.drawings(report)]
     shown = _contest_picture(report) or [block for blocks in drawn for block in blocks]
     claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
-    return [claim, verdict_block(report), *shown, *answer_blocks(report)]
+    return [claim, *verdict_blocks(report), *shown, *answer_blocks(report)]
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
-    blocks = {"verdict": render_blocks([verdict_block(first)])}
+    blocks = {"verdict": render_blocks(verdict_blocks(first))}
     blocks["papers"] = render_blocks([_papers_table(reports)], "results/")
     blocks["run"] = _describe_run(first.results.paths.results / PIPELINE_FILE)
     if shown := _contest_picture(first):
@@ -61,17 +61,17 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     return blocks
 
 
-def verdict_block(report: Report) -> Bullets:
-    """A sentence each: what reproduces, what does not, what was not tested, and how fast the model is here."""
+def verdict_blocks(report: Report) -> list[Block]:
+    """A sentence each: what reproduces, what does not, what was not tested; and a table of how fast the model is."""
     lines: list[Line] = []
     for question, own in _said_questions(report):
         verb, detail = judge_question(own)
         said = f"{question.says} {verb}"
         why = f": {question.why}." if question.why else "."
         lines.append((strong(said[0].upper() + said[1:]), f" ({detail})", why))
-    if report.paper.contest and (line := _compare_speeds(report.paper.contest, report.results)):
-        lines.append(line)
-    return Bullets(lines)
+    contest = report.paper.contest
+    measured = find_all_speeds(contest, report.results) if contest else []
+    return [Bullets(lines), *([_compare_speeds(contest, measured)] if measured else [])]
 
 
 def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
@@ -102,23 +102,17 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     return "mostly reproduce" if good >= bad else "do not reproduce", detail
 
 
-def _compare_speeds(contest: Contest, results: Results) -> Line | None:
-    """How fast the model is at the largest size, and up to which size it is slower; None without such rows."""
-    if (speeds := find_speeds(contest, results)) is None:
-        return None
-    ratios = speeds.find_ratios(contest)
-    if not all(ratios.values()) or (largest := max(ratios["fused"])) not in ratios["unfused"]:
-        return None
-    slower = speeds.find_slower(contest)
-    kind, _, name = speeds.group.device.partition(": ")
-    ours, theirs = contest.ours[1], contest.theirs[1]
-    times = {attention: f"{significant(of[largest])} times as fast as" for attention, of in ratios.items()}
-    text = f", at {largest}² pixels {ours} is {times['unfused']} unfused {theirs}, and "
-    text += f"{times['fused']} the fused one that people use"
-    limits = [f"up to {size}² than {attention} {theirs}" for attention, size in slower.items() if size]
-    below = f". It is slower {', and '.join(limits)}." if limits else "."
-    below += " The code that was timed has changed since." if describe_age([speeds.source]) else ""
-    return strong(f"On a {kind.upper()} ({name})"), text, below
+def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> Table:
+    """How many times as fast as the baseline the model is, a device and batch size in a row."""
+    places = [(size, attention) for size in sorted(contest.sizes, reverse=True) for attention in ATTENTIONS]
+    head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s"
+    rows = []
+    for speeds in measured:
+        name = str(speeds.group).partition(": ")[2] + describe_age([speeds.source])
+        ratios = speeds.find_ratios(contest)
+        found = [ratios[attention].get(size) for size, attention in places]
+        rows.append([name, *(f"{significant(each)}×" if each else "–" for each in found)])
+    return table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows)
 
 
 def _papers_table(reports: Sequence[Report]) -> Table:
@@ -182,8 +176,8 @@ def answer_blocks(report: Report) -> tuple[Table, Line]:
     facts += _orderings(report)
     if paper.contest:
         facts += _contest_facts(paper.contest, results)
-    gpus = dict.fromkeys(source.device for source in results.sources if source.device.startswith("cuda"))
-    facts.append(("anything on a GPU", ", ".join(gpus) or strong("not measured"), "–"))
+    if not any(source.device.startswith("cuda") for source in results.sources):
+        facts.append(("anything on a GPU", strong("not measured"), "–"))
     counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
     return table(["", "ours", "measured on"], facts), (counts,)
 
@@ -240,21 +234,18 @@ def _count_pairs(found: Ordering) -> str:
 
 
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
-    speeds = find_speeds(contest, results)
-    if speeds is None:
-        return [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
-    how = "a stage of the pipeline" if speeds.source.stage else OUTSIDE
     facts = []
-    for size in contest.sizes:
-        ours = speeds.rows.get((contest.ours[0], None, size))
-        shown = [f"{contest.ours[1]}: {_format_row(ours)}"]
-        for attention in ("fused", "unfused"):
-            row = speeds.rows.get((contest.theirs[0], attention, size))
-            times = speeds.find_ratios(contest)[attention].get(size)
-            ratio = f" ({contest.ours[1]} {significant(times)}× as fast)" if times else ""
-            shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
-        facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
-    return facts
+    for speeds in find_all_speeds(contest, results):
+        how = "a stage of the pipeline" if speeds.source.stage else OUTSIDE
+        for size in contest.sizes:
+            shown = [f"{contest.ours[1]}: {_format_row(speeds.rows.get((contest.ours[0], None, size)))}"]
+            for attention in reversed(ATTENTIONS):
+                row = speeds.rows.get((contest.theirs[0], attention, size))
+                times = speeds.find_ratios(contest)[attention].get(size)
+                ratio = f" ({contest.ours[1]} {significant(times)}× as fast)" if times else ""
+                shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
+            facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
+    return facts or [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
 
 
 def _contest_picture(report: Report) -> tuple[Line, Line] | None:

@@ -2,17 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..core.figures import against_resolution
-from ..core.noise import find_interval
 from .claims import Report
 from .paper import Contest, Drawings
 from .records import Source, describe_age, group_by
 from .results import Results, SpeedGroup
 
 Row = Mapping[str, Any]
+ATTENTIONS = "unfused", "fused"  # of the baseline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,32 +28,24 @@ class Speeds:
         """Attention of the baseline -> image size -> how many times as fast the model is; a noisy row has no ratio, and
         neither has one that did not run.
         """
-        found: dict[str, dict[int, float]] = {"unfused": {}, "fused": {}}
+        found: dict[str, dict[int, float]] = {attention: {} for attention in ATTENTIONS}
         for attention, size, ours, theirs in self._meet(contest):
             if not (ours["noisy"] or theirs["noisy"]):
                 found[attention][size] = theirs["latency_ms"] / ours["latency_ms"]
-        return found
-
-    def find_slower(self, contest: Contest) -> dict[str, int]:
-        """Attention of the baseline -> the largest image at which the model is slower; 0 where it is at none.
-
-        A noisy row counts where the intervals of the two leave no doubt.
-        """
-        found = dict.fromkeys(("unfused", "fused"), 0)
-        for attention, size, ours, theirs in self._meet(contest):
-            (least, _), (_, most) = (find_interval(row) or (row["latency_ms"],) * 2 for row in (ours, theirs))
-            is_known = least > most or not (ours["noisy"] or theirs["noisy"])
-            if ours["latency_ms"] > theirs["latency_ms"] and is_known:
-                found[attention] = max(found[attention], size)
         return found
 
     def _meet(self, contest: Contest) -> Iterator[tuple[str, int, Row, Row]]:
         """(attention of the baseline, image size, the model's row, the baseline's) where both ran."""
         for (name, attention, size), theirs in self.rows.items():
             ours = self.rows.get((contest.ours[0], None, size))
-            if name == contest.theirs[0] and attention in ("unfused", "fused") and ours is not None:
+            if name == contest.theirs[0] and attention in ATTENTIONS and ours is not None:
                 if ours["latency_ms"] and theirs["latency_ms"]:
                     yield attention, size, ours, theirs
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is one."""
+        return self.group.device.startswith("cuda")
 
     @property
     def scope(self) -> str:
@@ -80,8 +73,16 @@ def plan_contest(report: Report) -> Drawings:
 
 
 def find_speeds(contest: Contest, results: Results) -> Speeds | None:
-    """The record with most of the contest's rows; among equals a fresh one, a GPU's, the one with most image sizes."""
-    models = {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ("fused", "unfused"))}
+    """The record that a picture shows: the best of `find_all_speeds`, among equals a GPU's."""
+    return max(find_all_speeds(contest, results), key=partial(_rank, contest), default=None)
+
+
+def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
+    """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
+
+    The best has most of the contest's image sizes; among equals it has most rows, is fresh.
+    """
+    models = _models(contest)
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
     for group, rows in results.speed_rows.items():
         for row, source in rows:
@@ -92,12 +93,16 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
                 found.rows[(*key, height)] = row
                 if not source.is_fresh:
                     candidates[group, source.path] = dataclasses.replace(found, source=source)
-
-    def rank(speeds: Speeds) -> tuple:
-        wanted = sum((*model, size) in speeds.rows for model in models for size in contest.sizes)
-        is_gpu = speeds.group.device.startswith("cuda")
-        return wanted, speeds.source.is_fresh, is_gpu, len(speeds.rows), speeds.source.path
-
     names = {contest.ours[0], contest.theirs[0]}
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
-    return max(both, key=rank, default=None)
+    kinds = group_by(both, lambda speeds: (speeds.is_gpu, speeds.group.batch_size))
+    return [max(kinds[kind], key=partial(_rank, contest)) for kind in sorted(kinds, reverse=True)]
+
+
+def _rank(contest: Contest, speeds: Speeds) -> tuple:
+    wanted = sum((*model, size) in speeds.rows for model in _models(contest) for size in contest.sizes)
+    return wanted, len(speeds.rows), speeds.source.is_fresh, speeds.is_gpu, speeds.source.path
+
+
+def _models(contest: Contest) -> set[tuple[str, str | None]]:
+    return {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ATTENTIONS)}
