@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_launch import launch
+from ..triton_launch import ceil_div, launch, next_power_of_2
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from .triton_fwd import as_rows, gelu, lay_grid_taps, lay_taps, load_wide, normalise, rows_bucket
 
@@ -263,7 +263,7 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs
     untuned.
     """
-    rows = max(1, 1024 // triton.next_power_of_2(width))
+    rows = max(1, 1024 // next_power_of_2(width))
     return [triton.Config({"ROWS": each, "LOOP": LOOP}, num_warps=4, num_stages=1) for each in (rows, 2 * rows)]
 
 
@@ -285,7 +285,7 @@ def _most_programs(count: int, candidates: list[triton.Config], name: str) -> in
     """The programs along the tokens with the config that needs the most: as many rows of partial sums are held, zeros
     at the end.
     """
-    return max(triton.cdiv(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
+    return max(ceil_div(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 
 
 def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
@@ -296,8 +296,8 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     programs = B * _most_programs(T, [config] if config else row_configs(tokens.dtype, D), "ROWS")
     norm, conv = (tokens.new_zeros(programs, rows, D, dtype=torch.float32) for rows in (2, 9))
     shared = {"tokens_ptr": tokens, "taps_ptr": lay_grid_taps(x), "g_ptr": g, "T": T, "width": T // x.height}
-    shared |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
-    grid = lambda c: (triton.cdiv(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
+    shared |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": next_power_of_2(D)}
+    grid = lambda c: (ceil_div(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
     arguments = {
         "dout_ptr": dout.contiguous(),
         "gamma_ptr": x.gamma.contiguous(),
@@ -323,7 +323,7 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
     arguments = {"dout_ptr": dout, "x_ptr": given, "taps_ptr": lay_taps(x)}
     arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     arguments["bucket"] = rows_bucket(dx)
-    grid = lambda c: (triton.cdiv(T, c["TOKENS"] * c["LOOP"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
+    grid = lambda c: (ceil_div(T, c["TOKENS"] * c["LOOP"]), ceil_div(E, c["BLOCK"]), B)  # noqa: E731
     launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
     taps = sums.sum(0)
     gradients = dx, taps[:4].T.contiguous(), taps[8].clone(), taps[4:8].T.contiguous(), taps[9].clone()
@@ -351,8 +351,8 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
         "count": B * T,
         "rows": rows,
     }
-    arguments |= {"eps": x.eps, "bucket": rows_bucket(gate), "D": D, "WIDTH": triton.next_power_of_2(D)}
-    grid = lambda c: (triton.cdiv(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
+    arguments |= {"eps": x.eps, "bucket": rows_bucket(gate), "D": D, "WIDTH": next_power_of_2(D)}
+    grid = lambda c: (ceil_div(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
     launch(gated_norm_backward_kernel, row_configs, (dz.dtype, D), grid, arguments, dz.device, config)
     gradients = dz, dgate, *(each.clone() for each in sums.sum(0))
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
@@ -368,7 +368,7 @@ def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = No
     dh = torch.empty_like(h)
     arguments = {"dout_ptr": dout.contiguous(), "h_ptr": h, "dh_ptr": dh, "count": B * T, "HIDDEN": hidden, "PAD": ONES}
     arguments["bucket"] = rows_bucket(x.x)
-    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]), triton.cdiv(hidden, c["BLOCK"]))  # noqa: E731
+    grid = lambda c: (ceil_div(B * T, c["ROWS"]), ceil_div(hidden, c["BLOCK"]))  # noqa: E731
     launch(activation_backward_kernel, activation_configs, (dtype, hidden), grid, arguments, dh.device, config)
     gradients = (dh @ weight).view(B, T, D), dh.T @ tokens, dh.sum(0, dtype=torch.float32)
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x, strict=True))

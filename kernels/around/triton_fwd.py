@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_launch import dtype_obstacle, launch
+from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -269,7 +269,7 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs
     untuned.
     """
-    rows = max(1, 2048 // triton.next_power_of_2(width))
+    rows = max(1, 2048 // next_power_of_2(width))
     return [
         triton.Config({"ROWS": each}, num_warps=4, num_stages=1)
         for each in dict.fromkeys((rows, max(1, rows // 2), 2 * rows))
@@ -320,7 +320,7 @@ def rows_bucket(x: Tensor) -> int:
 
 def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the convolution on the grid: a thread has eight channels, for which it holds the taps."""
-    channels = triton.next_power_of_2(width)
+    channels = next_power_of_2(width)
     return [
         triton.Config({"ROWS": max(1, 1024 // channels), "LOOP": loop}, num_warps=max(4, channels // 256), num_stages=1)
         for loop in (16, 8, 4)
@@ -345,8 +345,8 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     width = T // x.height
     arguments = {"taps_ptr": lay_grid_taps(x), "gamma_ptr": x.gamma.contiguous(), "beta_ptr": x.beta.contiguous()}
     arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": width, "size": B * T * D, "eps": x.eps}
-    arguments |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": triton.next_power_of_2(D)}
-    grid = lambda c: (triton.cdiv(x.height, c["ROWS"]) * triton.cdiv(width, c["LOOP"]), B)  # noqa: E731
+    arguments |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": next_power_of_2(D)}
+    grid = lambda c: (ceil_div(x.height, c["ROWS"]) * ceil_div(width, c["LOOP"]), B)  # noqa: E731
     launch(conv_norm_kernel, grid_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
     return out
 
@@ -359,7 +359,7 @@ def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
     arguments = {"taps_ptr": lay_taps(x), "k_bias_ptr": x.k_bias.contiguous(), "q_bias_ptr": x.q_bias.contiguous()}
     arguments |= {"x_ptr": given, "out_ptr": out, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     arguments["bucket"] = rows_bucket(out[0])
-    grid = lambda c: (triton.cdiv(T, c["TOKENS"]), triton.cdiv(E, c["BLOCK"]), B)  # noqa: E731
+    grid = lambda c: (ceil_div(T, c["TOKENS"]), ceil_div(E, c["BLOCK"]), B)  # noqa: E731
     launch(scan_convs_kernel, block_configs, (out.dtype, E), grid, arguments, out.device, config)
     return out
 
@@ -382,13 +382,13 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
         "eps": x.eps,
         "bucket": rows_bucket(gate),
         "D": D,
-        "WIDTH": triton.next_power_of_2(D),
+        "WIDTH": next_power_of_2(D),
     }
     launch(
         gated_norm_kernel,
         row_configs,
         (out.dtype, D),
-        lambda c: (triton.cdiv(B * T, c["ROWS"]),),
+        lambda c: (ceil_div(B * T, c["ROWS"]),),
         arguments,
         out.device,
         config,
@@ -404,8 +404,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
     out = x.new_empty(x.shape, dtype=dtype)
     arguments = {"x_ptr": x.contiguous(), "weight_ptr": weight.contiguous(), "bias_ptr": bias.contiguous()}
     arguments |= {"out_ptr": out, "count": B * T, "eps": eps, "bucket": rows_bucket(x)}
-    arguments |= {"D": D, "WIDTH": triton.next_power_of_2(D)}
-    grid = lambda c: (triton.cdiv(B * T, c["ROWS"]),)  # noqa: E731
+    arguments |= {"D": D, "WIDTH": next_power_of_2(D)}
+    grid = lambda c: (ceil_div(B * T, c["ROWS"]),)  # noqa: E731
     launch(norm_kernel, row_configs, (x.dtype, D), grid, arguments, x.device, None)
     return out
 
@@ -421,6 +421,6 @@ def gated_linear(x: GatedLinear, config: triton.Config | None = None) -> Tensor:
     }
     arguments |= {"out_ptr": out, "count": B * T, "D": D, "HIDDEN": hidden, "PAD": ONES}
     arguments["bucket"] = rows_bucket(out)
-    grid = lambda c: (triton.cdiv(B * T, c["TOKENS"]) * triton.cdiv(hidden, c["BLOCK"]),)  # noqa: E731
+    grid = lambda c: (ceil_div(B * T, c["TOKENS"]) * ceil_div(hidden, c["BLOCK"]),)  # noqa: E731
     launch(gated_linear_kernel, product_configs, (out.dtype, D), grid, arguments, out.device, config)
     return out

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_launch import dtype_obstacle, launch
+from ..triton_launch import ceil_div, dtype_obstacle, launch
 from .reference import Arguments
 from .triton_blocks import (
     LOG2E,
@@ -216,7 +216,7 @@ def ends_configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
 
 def count_segments(tokens: int) -> int:
     """How many segments a sequence is cut into: one where two would not be full."""
-    return 1 if tokens < 2 * SEGMENT else triton.cdiv(tokens, SEGMENT)
+    return 1 if tokens < 2 * SEGMENT else ceil_div(tokens, SEGMENT)
 
 
 def config_of(tokens: int, warps: int) -> triton.Config:
@@ -251,11 +251,11 @@ def run(
     """
     B, T, C = x.k.shape
     tokens = T if segments == 1 else segments * SEGMENT
-    blocks = max(triton.cdiv(tokens, one.kwargs["BLOCK_T"]) for one in ([config] if config else configs()))
+    blocks = max(ceil_div(tokens, one.kwargs["BLOCK_T"]) for one in ([config] if config else configs()))
     behind = x.k.new_empty((B, blocks, states, C), dtype=torch.float32)
 
     def grid(meta: dict[str, int]) -> tuple[int, int, int]:
-        return B, triton.cdiv(C, meta["BLOCK_C"]), segments
+        return B, ceil_div(C, meta["BLOCK_C"]), segments
 
     launch(kernel, configs, (x.k.dtype,), grid, arguments | {"behind_ptr": behind}, x.k.device, config)
 
@@ -272,14 +272,14 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
         sums, ends = (out.new_empty((B, segments, 2, 3, C), dtype=torch.float32) for _ in range(2))
         shared = {"w_ptr": arguments["w_ptr"], "sums_ptr": sums, "C": C, "SEGMENT": SEGMENT}
         given = shared | {name: arguments[name] for name in ("k_ptr", "v_ptr", "T", "bucket")}
-        grid = lambda c: (B, triton.cdiv(C, c["BLOCK_C"]), segments)  # noqa: E731
+        grid = lambda c: (B, ceil_div(C, c["BLOCK_C"]), segments)  # noqa: E731
         launch(sums_kernel, configs, (out.dtype,), grid, given, out.device, config)
         given = shared | {"ends_ptr": ends, "segments": segments}
         launch(
             ends_kernel,
             ends_configs,
             (),
-            lambda c: (B, triton.cdiv(C, c["BLOCK_C"])),
+            lambda c: (B, ceil_div(C, c["BLOCK_C"])),
             given,
             out.device,
             ends_configs()[0],

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_launch import launch
+from ..triton_launch import launch, next_power_of_2
 from .reference import Arguments
 from .triton_fwd import SIZES, cell_of, load_pixel, pixel_coordinates, run_by_rows, shared_arguments
 
@@ -150,7 +150,7 @@ def value_kernel(
 
 def configs(head_dim: int) -> list[triton.Config]:
     """The candidates of the kernel by pixels; the first is the default, which runs untuned."""
-    found = (max(1, channels * 32 // triton.next_power_of_2(head_dim)) for channels in (8, 16, 4))
+    found = (max(1, channels * 32 // next_power_of_2(head_dim)) for channels in (8, 16, 4))
     return [triton.Config({"SAMPLES": samples}, num_warps=1, num_stages=1) for samples in dict.fromkeys(found)]
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_launch import dtype_obstacle, launch
+from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
 from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -121,7 +121,7 @@ def configs(head_dim: int) -> list[triton.Config]:
 
     A program has as many rows as give each thread 8 channels, 8 in four warps, 4, or 16.
     """
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     found = ((max(1, channels * 32 * warps // width), warps) for channels, warps in ((8, 1), (8, 4), (4, 1), (16, 1)))
     return [triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1) for rows, warps in dict.fromkeys(found)]
 
@@ -133,7 +133,7 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     """
     B, Q, M, L, P = x.weights.shape
     _, S, _, C = x.value.shape
-    sizes = {"rows": B * Q * M, "S": S, "Q": Q, "M": M, "C": C, "L": L, "P": P, "WIDTH": triton.next_power_of_2(C)}
+    sizes = {"rows": B * Q * M, "S": S, "Q": Q, "M": M, "C": C, "L": L, "P": P, "WIDTH": next_power_of_2(C)}
     levels = dict(zip(SIZES, [*x.shapes, *[1] * (len(SIZES) - len(x.shapes))], strict=True))
     return {
         "value_ptr": x.value.contiguous(),
@@ -149,7 +149,7 @@ def run_by_rows(kernel, arguments: dict[str, object], config: triton.Config | No
     """Launch one of the kernels by rows."""
 
     def grid(meta: dict[str, int]) -> tuple[int]:
-        return (triton.cdiv(arguments["rows"], meta["ROWS"]),)
+        return (ceil_div(arguments["rows"], meta["ROWS"]),)
 
     launch(kernel, configs, (arguments["C"],), grid, arguments, arguments["value_ptr"].device, config)
 

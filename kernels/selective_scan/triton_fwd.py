@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_launch import direction_bits, dtype_obstacle, launch
+from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
 from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -291,7 +291,7 @@ def count_segments(shape: Sequence[int]) -> int:
     less than three, which save less time than two more launches take.
     """
     tokens = shape[1]
-    return 1 if programs(shape) > FEW or tokens < 3 * SEGMENT else triton.cdiv(tokens, SEGMENT)
+    return 1 if programs(shape) > FEW or tokens < 3 * SEGMENT else ceil_div(tokens, SEGMENT)
 
 
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
@@ -321,7 +321,7 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
         run(forward_kernel, (count, segments - 1), **given | split, KEEP=False, ENDS=True, AHEAD=ahead(N, True))
         shared = {name: given[name] for name in ("A_ptr", "R", "E", "N", "BLOCK")}
         of_edges = {"steps_ptr": split["steps_ptr"], "ends_ptr": ends, "starts_ptr": starts, "segments": segments - 1}
-        run(starts_kernel, (images * R, triton.cdiv(E * N, BLOCK)), **shared | of_edges, AT_ONCE=AT_ONCE)
+        run(starts_kernel, (images * R, ceil_div(E * N, BLOCK)), **shared | of_edges, AT_ONCE=AT_ONCE)
         split["edges_ptr"] = starts
     run(forward_kernel, (count, segments), **given | split, KEEP=keep_states, ENDS=False, AHEAD=ahead(N))
     return out, states

@@ -11,7 +11,7 @@ from kernels import triton_launch
 from kernels.around import triton_fwd
 from kernels.around.reference import GatedLinear
 
-CONFIGS = [triton.Config({}, num_warps=warps) for warps in (4, 2, 1)]
+CONFIGS = [triton.Config({"BLOCK": 8}, num_warps=warps) for warps in (4, 2, 1)]
 GPU = torch.device("cuda", 0)
 
 
@@ -23,9 +23,24 @@ class Kernel:
 
     def __init__(self):
         self.calls = []
+        self.arg_names = ["BLOCK", "bucket"]
 
     def __getitem__(self, grid):
-        return lambda **arguments: self.calls.append((arguments.get("num_warps"), arguments["bucket"]))
+        def run(**arguments):
+            self.calls.append((arguments.get("num_warps"), arguments["bucket"]))
+            return Compiled(self.calls)
+
+        return run
+
+
+class Compiled:
+    """Takes the place of what Triton compiled; notes its calls, which have no names, with their grids."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *values: self.calls.append((grid, *values))
 
 
 @pytest.fixture
@@ -36,6 +51,7 @@ def kernel(monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H100", multi_processor_count=132)
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(triton_launch, "CHOSEN", {})
+    monkeypatch.setattr(triton_launch, "READY", {})
     monkeypatch.setattr(triton_launch, "tuned", lambda kernel, candidates, *sizes: tuned)
     monkeypatch.setattr(triton_launch, "find_gpu", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -46,8 +62,9 @@ def kernel(monkeypatch):
     return found
 
 
-def launch(kernel, config=None, **arguments):
-    triton_launch.launch(kernel, lambda: CONFIGS, (), (1,), {"bucket": 5, **arguments}, GPU, config)
+def launch(kernel, config=None, grid=(1,), **arguments):
+    kernel.arg_names += [name for name in arguments if name not in kernel.arg_names]
+    triton_launch.launch(kernel, lambda: CONFIGS, (), grid, {"bucket": 5, **arguments}, GPU, config)
     return kernel.calls
 
 
@@ -66,6 +83,16 @@ def test_the_tuner_s_key_has_the_kind_of_gpu(kernel, other):
 def test_another_size_pass_or_dtype_is_tuned_anew(kernel, changed):
     launch(kernel)
     assert launch(kernel)[1][0] == 1 and launch(kernel, **changed)[2][0] is None
+
+
+def test_what_is_compiled_runs_again_by_itself(kernel):
+    """With the values in the kernel's order, and a grid of its own; and not for what Triton might compile for anew."""
+    x, y = torch.zeros(8), torch.ones(8)
+    for given in (x, x, y):
+        launch(kernel, grid=lambda config: (config["BLOCK"], 2), x_ptr=given, T=16)
+    assert kernel.calls[2] == ((8, 2, 1), 8, 5, y, 16)
+    for changed in ({"x_ptr": x[1:]}, {"x_ptr": x.bool()}, {"T": 17}):
+        assert launch(kernel, **{"x_ptr": x, "T": 16, **changed})[-1][0] in (None, 1)  # by Triton
 
 
 def test_a_capture_runs_what_was_chosen_before_it(kernel, monkeypatch):
