@@ -132,7 +132,6 @@ def _describe_run(pipeline: Path) -> str:
     lines = (
         f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}",
         "make test        # the tests",
-        "make test-all    # the tests at every size and dtype too",
     )
     return "\n".join(["```", *lines, "```"])
 
