@@ -71,21 +71,20 @@ def launch(
             capture; and another config would be loaded inside it, and give other bits than outside.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        if config is None and (INTERPRETED or torch.are_deterministic_algorithms_enabled()):
-            config = candidates(*sizes)[0]
-        if config is not None:
-            kernel[grid](**arguments, **config.all_kwargs())
+        if config is not None or INTERPRETED:
+            kernel[grid](**arguments, **(config or candidates(*sizes)[0]).all_kwargs())
             return
-        values = tuple(arguments.values())
+        values, is_fixed = tuple(arguments.values()), torch.are_deterministic_algorithms_enabled()
         # what Triton compiles an argument for, and more: where all are equal, what is compiled is the same
         told = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in values]
-        same = kernel, device, sizes, *told
+        same = kernel, device, is_fixed, sizes, *told
         if (ready := READY.get(same)) is not None:
             ready(grid, values)
             return
         dtypes = (x.dtype for x in values if isinstance(x, torch.Tensor))
         key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
-        if (config := CHOSEN.get(key)) is None:
+        config = candidates(*sizes)[0] if is_fixed else CHOSEN.get(key)
+        if config is None:
             if is_capturing(device):
                 raise RuntimeError(f"{kernel.__name__}: run it once at these sizes before a CUDA graph is captured")
             tuner = tuned(kernel, candidates, *sizes)
