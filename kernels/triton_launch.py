@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from . import replay
 from .dispatch import find_gpu
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -17,12 +17,11 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PASS"
 
 Candidates = Callable[..., list[triton.Config]]
-Ready = Callable[[Any, tuple], None]  # the grid, and the values of the arguments in the order of their call
 
 # what was the fastest in this process, or read from disk
 CHOSEN: dict[tuple, triton.Config] = {}
-# what is compiled for a choice, by all that it is compiled for
-READY: dict[tuple, Ready] = {}
+# what is compiled, and its config, by all that it is compiled for
+READY: dict[tuple, tuple[Any, triton.Config]] = {}
 # whether a choice is kept on disk and read from there; not where several processes share a GPU, whose times mean nothing
 KEEP_CHOICES = True
 
@@ -71,19 +70,28 @@ def launch(
             capture; and another config would be loaded inside it, and give other bits than outside.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        if config is not None or INTERPRETED:
-            kernel[grid](**arguments, **(config or candidates(*sizes)[0]).all_kwargs())
+        if INTERPRETED:
+            config = config or candidates(*sizes)[0]
+            options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
+            _run(
+                lambda *given: kernel[grid](**dict(zip(kernel.arg_names, given)), **options), kernel, arguments, config
+            )
             return
-        values, is_fixed = tuple(arguments.values()), torch.are_deterministic_algorithms_enabled()
+        is_fixed = torch.are_deterministic_algorithms_enabled()
+        chosen = config and tuple(config.all_kwargs().items())
         # what Triton compiles an argument for, and more: where all are equal, what is compiled is the same
-        told = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in values]
-        same = kernel, device, is_fixed, sizes, *told
+        told = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in arguments.values()]
+        same = kernel, device, is_fixed, chosen, sizes, *told
         if (ready := READY.get(same)) is not None:
-            ready(grid, values)
+            compiled, config = ready
+            size = grid(config.kwargs) if callable(grid) else grid
+            _run(compiled[(*size, 1, 1)[:3]], kernel, arguments, config)
             return
-        dtypes = (x.dtype for x in values if isinstance(x, torch.Tensor))
+        if (noted := replay.NOTED.launches) is not None:
+            noted.append(None)
+        dtypes = (x.dtype for x in arguments.values() if isinstance(x, torch.Tensor))
         key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
-        config = candidates(*sizes)[0] if is_fixed else CHOSEN.get(key)
+        config = config or (candidates(*sizes)[0] if is_fixed else CHOSEN.get(key))
         if config is None:
             if is_capturing(device):
                 raise RuntimeError(f"{kernel.__name__}: run it once at these sizes before a CUDA graph is captured")
@@ -92,20 +100,18 @@ def launch(
             CHOSEN[key] = tuner.best_config
             return
         # all of its options, as the tuner passes them: others would be another kernel to Triton, to load once more
-        compiled = kernel[grid](**arguments, **config.all_kwargs())
-        READY[same] = _make_ready(compiled, kernel.arg_names, tuple(arguments), config.kwargs)
+        READY[same] = kernel[grid](**arguments, **config.all_kwargs()), config
 
 
-def _make_ready(compiled: Any, names: Sequence[str], given: tuple[str, ...], constants: Mapping[str, Any]) -> Ready:
-    """The launch of what is compiled, past Triton's own way to it, which takes a host three times as long."""
-    pick = operator.itemgetter(*map((*given, *constants).index, names))
-    fixed = tuple(constants.values())
-
-    def run(grid: tuple[int, ...] | Callable, values: tuple) -> None:
-        size = grid(constants) if callable(grid) else grid
-        compiled[(*size, 1, 1)[:3]](*pick(values + fixed))
-
-    return run
+def _run(run: Callable[..., None], kernel: Any, arguments: Mapping[str, object], config: triton.Config) -> None:
+    """Launch with the values of all arguments in the kernel's order, past Triton's own way to it, which takes a host
+    three times as long.
+    """
+    given = {**arguments, **config.kwargs}
+    values = [given[name] for name in kernel.arg_names]
+    run(*values)
+    if (noted := replay.NOTED.launches) is not None:
+        noted.append(replay.Launch(run, kernel.arg_names, values))
 
 
 def is_capturing(device: torch.device) -> bool:

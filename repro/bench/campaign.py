@@ -242,7 +242,9 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels_check": lambda metrics: f"{len(metrics['rows'])} checks, {metrics['failed']} failed",
     "kernels": _describe_bench,
     TRAINED: _describe_training,
-    "efficiency": lambda metrics: f"{len(metrics['rows'])} rows, see [tables.md](tables.md#speed-and-memory-measured-here)",
+    "efficiency": lambda metrics: (
+        f"{len(metrics['rows'])} rows, see [tables.md](tables.md#speed-and-memory-measured-here)"
+    ),
 }
 
 
