@@ -21,11 +21,10 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from . import replay
 from .dispatch import Load, check_backend, compute_dtype, no_autocast
+from .replay import repeat
 
 NAMESPACE = "vision_ttt"
-REPLAYED = {"cuda"}  # the kinds of devices on which launches are repeated
 
 
 # what torch.library's schemas call the types of arguments
@@ -89,7 +88,6 @@ class CustomOp:
         self._has_states = "states" in kept
         self._select, self._reference, self._torch_path, self._load_triton = select, reference, torch_path, load_triton
         self._load_loops, self._result_shapes = load_loops, result_shapes
-        self._replays: dict[tuple, replay.Replay | None] = {}
 
         inputs = ", ".join(f"{type_} {argument}" for argument, type_ in declared.items()) + ", str backend"
         more, results = (", bool keep_states", "(Tensor, Tensor)") if self._has_states else ("", "Tensor")
@@ -121,28 +119,11 @@ class CustomOp:
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
         if is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
-            return self._run_plainly(x, backend)
+            return repeat(self.name, [backend, *x], lambda: self._compute_output(x, backend))
         if not self._has_states:
             return self.forward(*x, backend)
         keep_states = torch.is_grad_enabled() and any(value.requires_grad for value in x if isinstance(value, Tensor))
         return self.forward(*x, backend, keep_states)[0]
-
-    def _run_plainly(self, x: Any, backend: str) -> Tensor:
-        """The output; from the second call on for arguments of one layout by repeating the launches of that one."""
-        leading = getattr(x, self.leading)
-        if leading.device.type not in REPLAYED or replay.NOTED.launches is not None:
-            return self._compute_output(x, backend)
-        layout = leading.device, backend, torch.are_deterministic_algorithms_enabled(), *map(_lay_out, x)
-        if layout not in self._replays:
-            with replay.noting() as launches:
-                out = self._compute_output(x, backend)
-            if None not in launches:
-                tensors = [value for value in x if isinstance(value, Tensor)]
-                self._replays[layout] = replay.Replay.of(launches, tensors, out)
-            return out
-        if (again := self._replays[layout]) is None:
-            return self._compute_output(x, backend)
-        return again(*[value for value in x if isinstance(value, Tensor)])
 
     def _compute_output(self, x: Any, backend: str) -> Tensor:
         result = self._compute(x, backend, *[False] * self._has_states)
@@ -233,13 +214,6 @@ class CustomOp:
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
-
-
-def _lay_out(value: Any) -> Any:
-    """What an argument's launches depend on, besides the values of a tensor."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _is_transformed(x: Any) -> bool:
