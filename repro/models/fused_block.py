@@ -136,25 +136,33 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     """
     if backend == "numba":
         return _forward_by_loops(block, tokens_BTD, grid)
-    mixer, norm = block.mixer, block.norm1
-    D, H, d = mixer.dim, mixer.num_heads, mixer.head_dim
+    norm, known = block.norm1, find_constants(block, tokens_BTD.shape[1], Constants)
     given = ConvNorm(tokens_BTD, block.dwconv.weight[:, 0], norm.weight, norm.bias, grid[0], norm.eps)
     stream, x = CONV_NORM(given, backend).unbind(0)
-    known = find_constants(block, x.shape[1], Constants)
-    projected = F.linear(x, known.in_weight, known.in_bias)
+    tokens_BTD = _add_product(block, stream, _mix(block.mixer, known, x, backend), block.mixer.out_proj.weight)
+    x = _normalise(block.norm2, tokens_BTD)
+    hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
+    return _add_product(block, tokens_BTD, hidden, known.down_weight)
+
+
+def _mix(mixer: Any, known: Constants, x_BTD: Tensor, backend: str) -> Tensor:
+    """What the mixer's output projection gets. Its intermediate results, most of a block's memory, end with it."""
+    D = mixer.dim
+    projected = F.linear(x_BTD, known.in_weight, known.in_bias)
     gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-    lr, scale, state = torch.sigmoid(rates[..., :H].float()), known.token_scale, known[6:]
+    z, norm = _scan(mixer, known, shared, v, rates, backend), mixer.post_norm
+    return GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
+
+
+def _scan(mixer: Any, known: Constants, shared: Tensor, v: Tensor, rates: Tensor, backend: str) -> Tensor:
+    """(B,T,2,H,d), of what keys and queries are made of and v, both (B,T,2D), and the rates' logits (B,T,H or more)."""
+    H, d, scale, state = mixer.num_heads, mixer.head_dim, known.token_scale, known[6:]
     convolutions = (getattr(mixer, name) for name in ("conv_k", "conv_q"))
     taps = [each for conv in convolutions for each in (conv.weight[:, 0], conv.bias)]
     k, q = SCAN_CONVS(ScanConvs(shared, *taps), backend).unbind(0)
     q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    z = TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], mixer.eps), backend)
-    norm = mixer.post_norm
-    y = GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
-    tokens_BTD = _add_product(block, stream, y, mixer.out_proj.weight)
-    x = _normalise(block.norm2, tokens_BTD)
-    hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
-    return _add_product(block, tokens_BTD, hidden, known.down_weight)
+    lr = torch.sigmoid(rates[..., :H].float())
+    return TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], mixer.eps), backend)
 
 
 def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
