@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from .dispatch import Load, check_backend, compute_dtype, no_autocast
-from .replay import repeat
+from .replay import REPLAYS, repeat
 
 NAMESPACE = "vision_ttt"
 
@@ -119,7 +119,7 @@ class CustomOp:
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
         if is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
-            return repeat(self.name, [backend, *x], lambda: self._compute_output(x, backend))
+            return repeat(REPLAYS, [self.name, backend, *x], lambda: self._compute_output(x, backend))
         if not self._has_states:
             return self.forward(*x, backend)
         keep_states = torch.is_grad_enabled() and any(value.requires_grad for value in x if isinstance(value, Tensor))

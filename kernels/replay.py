@@ -1,134 +1,186 @@
-"""An operator's launches for arguments of one layout, repeated for others of the same layout.
+"""What was launched for tensors of one layout, repeated for others of the same layout.
 
 From an operator's arguments to its launches is a long way for a host: sizes, strides, backends, configs. Where nobody
-watches (`custom_op.is_plain`) it is gone once for each layout.
+watches (`custom_op.is_plain`) it is gone once for each layout, and a recorder notes the launches as steps. What they
+need in between is made for each repetition, and let go after the step that is the last to use it.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # what kernels write, of their arguments: made anew for each repetition; a new kernel's own are added here
 WRITTEN = frozenset(
     f"{name}_ptr"
     for name in ("out", "states", "G", "S", "beta", "lse", "sums", "ends", "behind", "edges", "steps", "starts")
 )
-
-
 REPLAYED = {"cuda"}  # the kinds of devices on which launches are repeated
 
 
-class Launch(NamedTuple):
-    """One launch: what runs it again with other values, and the names and values of the kernel's arguments."""
+class Place(NamedTuple):
+    """Where a step takes a tensor: its number, and shape, strides and offset where it is a part of it."""
+
+    argument: int
+    number: int
+    view: tuple[Any, Any, int] | None
+
+
+class Step(NamedTuple):
+    """One launch: what runs it, its arguments with None for the tensors that differ, and these; the numbers of the
+    tensors that are made before it, with shape and dtype, and of those that are let go after it.
+    """
 
     run: Callable[..., None]
-    names: Sequence[str]
-    values: Sequence[Any]
+    values: list[Any]
+    places: list[Place]
+    made: list[tuple[int, Any, torch.dtype]]
+    gone: list[int]
 
 
-class _Noted(threading.local):
-    """The launches of a thread since `noting` began there; None for one that cannot be repeated yet."""
+class Recorder:
+    """Notes launches as steps.
 
-    launches: list[Launch | None] | None = None
+    Args:
+        inputs: the tensors that will be others.
+        constants: tensors that will be the same; where a launch takes yet another, nothing can be repeated.
+    """
 
+    def __init__(self, inputs: Sequence[Tensor], constants: Iterable[Tensor] = ()):
+        self.inputs, self.steps = inputs, []
+        self.is_ready = self.is_repeatable = True
+        # a weak reference keeps the number of a storage from being used again
+        self._known = [StorageWeakRef(x.untyped_storage()) for x in inputs]
+        self._constants = {StorageWeakRef(x.untyped_storage()).cdata for x in constants}
 
-NOTED = _Noted()
+    def add(self, run: Callable[..., None], names: Sequence[str], values: Sequence[Any]) -> None:
+        """Note a launch. Of an argument whose name ends in `_ptr` only its first element counts, not its shape."""
+        step = Step(run, list(values), [], [], [])
+        for argument, (name, x) in enumerate(zip(names, values, strict=True)):
+            if isinstance(x, Tensor) and (place := self._find(argument, name, x, step)):
+                step.places.append(place)
+                step.values[argument] = None
+        self.steps.append(step)
 
+    def _find(self, argument: int, name: str, x: Tensor, step: Step) -> Place | None:
+        reference = StorageWeakRef(x.untyped_storage())
+        same = [i for i, known in enumerate(self._known) if known.cdata == reference.cdata]
+        # of inputs that are parts of one tensor, the one that begins there
+        number = next((i for i in same if i >= len(self.inputs) or self._begins(i, x)), same[0] if same else None)
+        if number is None and reference.cdata in self._constants:
+            return None
+        if number is None and name in WRITTEN and x.is_contiguous() and not x.storage_offset():
+            step.made.append((len(self._known), tuple(x.shape), x.dtype))
+            self._known.append(reference)
+            return Place(argument, len(self._known) - 1, None)
+        if number is None:
+            self.is_repeatable = False
+            return None
+        if number < len(self.inputs):
+            same_size = x.numel() == self.inputs[number].numel()
+            self.is_repeatable &= self._begins(number, x) and same_size and name.endswith("_ptr")
+            return Place(argument, number, None)
+        if name.endswith("_ptr") and not x.storage_offset():
+            return Place(argument, number, None)
+        return Place(argument, number, (tuple(x.shape), x.stride(), x.storage_offset()))
 
-@contextlib.contextmanager
-def noting() -> Iterator[list[Launch | None]]:
-    """A context in which all launches of the thread are noted."""
-    NOTED.launches = launches = []
-    try:
-        yield launches
-    finally:
-        NOTED.launches = None
+    def _begins(self, number: int, x: Tensor) -> bool:
+        return x.data_ptr() == self.inputs[number].data_ptr()
+
+    def finish(self, out: Tensor) -> "Replay | None":
+        """The steps as what makes `out`; None where they cannot be repeated."""
+        step = Step(_do_nothing, [], [], [], [])
+        place = self._find(0, "", out, step)
+        if not self.is_repeatable or place is None or place.number < len(self.inputs):
+            return None
+        last = {each.number: i for i, step in enumerate(self.steps) for each in step.places}
+        for number, i in last.items():
+            if number != place.number:
+                self.steps[i].gone.append(number)
+        return Replay(self.steps, len(self._known), place, out.device)
 
 
 class Replay:
-    """Launches that get other tensors of the same layout; holds none of an operator's inputs or results.
+    """Steps for other inputs of the same layout; holds none of the tensors that differ."""
 
-    Args:
-        launches: those of one call.
-        inputs: the tensors of that call.
-        out: its result.
-    """
-
-    def __init__(self, launches: Sequence[Launch], inputs: Sequence[Tensor], out: Tensor):
-        known = [*inputs, out]
-        for launch in launches:
-            for name, value in zip(launch.names, launch.values, strict=True):
-                if name in WRITTEN and not any(value is each for each in known):
-                    known.append(value)
-        made = known[len(inputs) :]
-        self.device = out.device
-        self._made = [(tuple(x.shape), x.dtype) for x in made]
-        self._launches = []
-        for run, _, values in launches:
-            places = [
-                (place, number) for place, value in enumerate(values) for number, x in enumerate(known) if value is x
-            ]
-            taken = {place for place, _ in places}
-            self._launches.append((run, [None if i in taken else value for i, value in enumerate(values)], places))
-
-    @classmethod
-    def of(cls, launches: Sequence[Launch | None], inputs: Sequence[Tensor], out: Tensor) -> "Replay | None":
-        """The replay of a call; None where it cannot be repeated: it ran other things than launches, such as a copy of
-        an input, or its result has a layout of its own.
-        """
-        values = [
-            (name, value)
-            for launch in launches
-            for name, value in zip(launch.names, launch.values, strict=True)
-            if isinstance(value, Tensor)
-        ]
-        written = [value for name, value in values if name in WRITTEN]
-        is_known = all(name in WRITTEN or any(value is x for x in inputs) for name, value in values)
-        if not launches or not is_known or not all(x.is_contiguous() for x in written):
-            return None
-        return cls(launches, inputs, out) if any(out is x for x in written) else None
+    def __init__(self, steps: Sequence[Step], count: int, out: Place, device: torch.device):
+        self.steps, self.count, self.out, self.device = steps, count, out, device
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The result for these inputs."""
+        tensors: list[Any] = [*inputs, *[None] * (self.count - len(inputs))]
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._made]
-            tensors = *inputs, *made
-            for run, values, places in self._launches:
+            for run, values, places, made, gone in self.steps:
+                for number, shape, dtype in made:
+                    tensors[number] = torch.empty(shape, dtype=dtype, device=self.device)
                 given = values.copy()
-                for place, number in places:
-                    given[place] = tensors[number]
+                for argument, number, view in places:
+                    given[argument] = tensors[number] if view is None else tensors[number].as_strided(*view)
                 run(*given)
-        return made[0]
+                del given  # which would hold what is gone
+                for number in gone:
+                    tensors[number] = None
+        out = tensors[self.out.number]
+        return out if self.out.view is None else out.as_strided(*self.out.view)
 
 
-# what was launched, by operator and layout
+class _Noting(threading.local):
+    recorder: Recorder | None = None
+
+
+NOTING = _Noting()  # who notes the launches of this thread
+
+# what operators launched, by their names and layouts
 REPLAYS: dict[tuple, Replay | None] = {}
 
 
-def repeat(name: str, values: Sequence[Any], compute: Callable[[], Tensor]) -> Tensor:
-    """What `compute` makes of these values on a GPU; from the second call on for values of one layout by repeating the
-    launches of that one.
+@contextlib.contextmanager
+def recording_into(recorder: Recorder) -> Iterator[None]:
+    """A context in which a recorder gets all launches of the thread."""
+    NOTING.recorder = recorder
+    try:
+        yield
+    finally:
+        NOTING.recorder = None
+
+
+def run(call: Callable[..., None], names: Sequence[str], *values: Any) -> None:
+    """Run what is no kernel of ours, such as a product that writes its result, so that it is noted as a launch."""
+    call(*values)
+    if NOTING.recorder is not None:
+        NOTING.recorder.add(call, names, values)
+
+
+def repeat(
+    replays: dict[tuple, Replay | None],
+    values: Sequence[Any],
+    compute: Callable[[], Tensor],
+    constants: Callable[[], Iterable[Tensor]] = tuple,
+) -> Tensor:
+    """What `compute` makes of these values on a GPU; once everything is compiled, by repeating the launches of an
+    earlier call of the same layout.
 
     Args:
-        name: of the operator.
-        values: all that `compute` depends on, of which launches read tensors.
-        compute: runs nothing but launches that write its result, or what `Replay.of` finds out.
+        replays: those of earlier calls, by layout.
+        values: what `compute` depends on, besides constants; the first tensor has the device of all.
+        constants: () -> tensors that are the same in all calls with these `replays`.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if tensors[0].device.type not in REPLAYED or NOTED.launches is not None:
+    if tensors[0].device.type not in REPLAYED or NOTING.recorder is not None:
         return compute()
-    layout = name, tensors[0].device, torch.are_deterministic_algorithms_enabled(), *map(_lay_out, values)
-    if layout not in REPLAYS:
-        with noting() as launches:
+    layout = tensors[0].device, torch.are_deterministic_algorithms_enabled(), *map(_lay_out, values)
+    if layout not in replays:
+        recorder = Recorder(tensors, constants())
+        with recording_into(recorder):
             out = compute()
-        if None not in launches:
-            REPLAYS[layout] = Replay.of(launches, tensors, out)
+        if recorder.is_ready:
+            replays[layout] = recorder.finish(out) if recorder.steps else None
         return out
-    replay = REPLAYS[layout]
+    replay = replays[layout]
     return replay(*tensors) if replay else compute()
 
 
@@ -137,3 +189,7 @@ def _lay_out(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     return tuple(value) if isinstance(value, list) else value
+
+
+def _do_nothing() -> None:
+    pass

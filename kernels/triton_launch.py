@@ -87,8 +87,8 @@ def launch(
             size = grid(config.kwargs) if callable(grid) else grid
             _run(compiled[(*size, 1, 1)[:3]], kernel, arguments, config)
             return
-        if (noted := replay.NOTED.launches) is not None:
-            noted.append(None)
+        if (recorder := replay.NOTING.recorder) is not None:
+            recorder.is_ready = False
         dtypes = (x.dtype for x in arguments.values() if isinstance(x, torch.Tensor))
         key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
         config = config or (candidates(*sizes)[0] if is_fixed else CHOSEN.get(key))
@@ -109,9 +109,7 @@ def _run(run: Callable[..., None], kernel: Any, arguments: Mapping[str, object],
     """
     given = {**arguments, **config.kwargs}
     values = [given[name] for name in kernel.arg_names]
-    run(*values)
-    if (noted := replay.NOTED.launches) is not None:
-        noted.append(replay.Launch(run, kernel.arg_names, values))
+    replay.run(run, kernel.arg_names, *values)
 
 
 def is_capturing(device: torch.device) -> bool:

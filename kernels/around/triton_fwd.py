@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import repeat
+from ..replay import REPLAYS, repeat
 from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
@@ -329,8 +329,17 @@ def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def lay_taps(x: ScanConvs) -> Tensor:
-    """The weights as (2,4,2D), k's and q's: channels that lie side by side are loaded at once."""
-    return torch.stack([x.k_weight.T, x.q_weight.T])
+    """The weights as (2,4,2D), k's and q's: channels that lie side by side are loaded at once. No copy of weights that
+    lie so.
+    """
+    k, q = x.k_weight.T, x.q_weight.T
+    if k.is_contiguous() and q.is_contiguous() and q.data_ptr() == k.data_ptr() + k.nbytes and _share_memory(k, q):
+        return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
+    return torch.stack([k, q])
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def lay_grid_taps(x: ConvNorm) -> Tensor:
@@ -401,7 +410,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
     """LayerNorm over the last axis of x (B,T,D), in `dtype`, without gradients. PyTorch's kernel takes several times as
     long for rows this short.
     """
-    return repeat("norm", [x, weight, bias, eps, dtype], lambda: _run_norm(x, weight, bias, eps, dtype))
+    return repeat(REPLAYS, ["norm", x, weight, bias, eps, dtype], lambda: _run_norm(x, weight, bias, eps, dtype))
 
 
 def _run_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

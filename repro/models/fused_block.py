@@ -11,7 +11,9 @@ class tokens; `VitttBlock.forward_plainly` is the reference, and what runs every
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, s
 from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from kernels.custom_op import is_plain
 from kernels.dispatch import compute_dtype
+from kernels.replay import repeat, run
 from kernels.threads import lay_flat
 from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
 from kernels.ttt_linear.reference import Arguments, states_shape
@@ -36,7 +39,8 @@ class Constants(NamedTuple):
     in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
     d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
     down_weight (D,F+8): with its bias in the first of the further columns; W0, b0, gamma, mu: of
-    both directions, in fp32.
+    both directions, in fp32; grid_weight (D,3,3), k_weight and q_weight (2D,4): of the convolutions, which `freeze` lays
+    out as their kernels read them.
     """
 
     in_weight: Tensor
@@ -49,6 +53,9 @@ class Constants(NamedTuple):
     b0: Tensor
     gamma: Tensor
     mu: Tensor
+    grid_weight: Tensor
+    k_weight: Tensor
+    q_weight: Tensor
 
 
 class LoopConstants(NamedTuple):
@@ -72,6 +79,7 @@ class LoopConstants(NamedTuple):
     grid_taps: Tensor
 
 
+REPLAYS: WeakKeyDictionary = WeakKeyDictionary()  # frozen block -> what it launched, by layout
 KEPT = "kept_"  # how the names of the buffers begin that `freeze` makes
 
 
@@ -136,36 +144,72 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     """
     if backend == "numba":
         return _forward_by_loops(block, tokens_BTD, grid)
+    replays = REPLAYS.get(block)
+    if torch.compiler.is_compiling() or replays is None or not is_plain([tokens_BTD]):
+        return _run(block, tokens_BTD, grid, backend, is_noted=False)
+    dtype, tokens_BTD = product_dtype(tokens_BTD), tokens_BTD.contiguous()
+    compute = partial(_run, block, tokens_BTD, grid, backend, is_noted=dtype == tokens_BTD.dtype)
+    constants = lambda: [*block.parameters(), *block.buffers()]  # noqa: E731
+    return repeat(replays, [tokens_BTD, grid, backend, dtype], compute, constants)
+
+
+def _run(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str, is_noted: bool) -> Tensor:
+    """`forward` by the kernels; `is_noted`: products are written where `replay` makes room for them."""
     norm, known = block.norm1, find_constants(block, tokens_BTD.shape[1], Constants)
-    given = ConvNorm(tokens_BTD, block.dwconv.weight[:, 0], norm.weight, norm.bias, grid[0], norm.eps)
+    given = ConvNorm(tokens_BTD, known.grid_weight, norm.weight, norm.bias, grid[0], norm.eps)
     stream, x = CONV_NORM(given, backend).unbind(0)
-    tokens_BTD = _add_product(block, stream, _mix(block.mixer, known, x, backend), block.mixer.out_proj.weight)
+    y = _mix(block.mixer, known, x, backend, is_noted)
+    tokens_BTD = _add_product(block, stream, y, block.mixer.out_proj.weight, is_noted)
+    del y
     x = _normalise(block.norm2, tokens_BTD)
     hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
-    return _add_product(block, tokens_BTD, hidden, known.down_weight)
+    return _add_product(block, tokens_BTD, hidden, known.down_weight, is_noted)
 
 
-def _mix(mixer: Any, known: Constants, x_BTD: Tensor, backend: str) -> Tensor:
+def _mix(mixer: Any, known: Constants, x_BTD: Tensor, backend: str, is_noted: bool) -> Tensor:
     """What the mixer's output projection gets. Its intermediate results, most of a block's memory, end with it."""
     D = mixer.dim
-    projected = F.linear(x_BTD, known.in_weight, known.in_bias)
+    if is_noted:
+        projected = x_BTD.new_empty(*x_BTD.shape[:2], len(known.in_weight))
+        run(_write_product, ("out_ptr", "x", "weight", "bias"), projected, x_BTD, known.in_weight, known.in_bias)
+    else:
+        projected = F.linear(x_BTD, known.in_weight, known.in_bias)
     gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-    z, norm = _scan(mixer, known, shared, v, rates, backend), mixer.post_norm
+    z, norm = _scan(mixer, known, shared, v, rates, backend, is_noted), mixer.post_norm
     return GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
 
 
-def _scan(mixer: Any, known: Constants, shared: Tensor, v: Tensor, rates: Tensor, backend: str) -> Tensor:
+def _scan(
+    mixer: Any, known: Constants, shared: Tensor, v: Tensor, rates: Tensor, backend: str, is_noted: bool
+) -> Tensor:
     """(B,T,2,H,d), of what keys and queries are made of and v, both (B,T,2D), and the rates' logits (B,T,H or more)."""
-    H, d, scale, state = mixer.num_heads, mixer.head_dim, known.token_scale, known[6:]
-    convolutions = (getattr(mixer, name) for name in ("conv_k", "conv_q"))
-    taps = [each for conv in convolutions for each in (conv.weight[:, 0], conv.bias)]
+    H, d, scale = mixer.num_heads, mixer.head_dim, known.token_scale
+    state = known.W0, known.b0, known.gamma, known.mu
+    taps = known.k_weight, mixer.conv_k.bias, known.q_weight, mixer.conv_q.bias
     k, q = SCAN_CONVS(ScanConvs(shared, *taps), backend).unbind(0)
     q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    lr = torch.sigmoid(rates[..., :H].float())
+    logits = rates[..., :H]
+    if is_noted:
+        lr = logits.new_empty(logits.shape, dtype=torch.float32)
+        run(_write_sigmoid, ("out_ptr", "logits"), lr, logits)
+    else:
+        lr = torch.sigmoid(logits.float())
     return TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], mixer.eps), backend)
 
 
-def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _write_product(out_BTF: Tensor, x_BTD: Tensor, weight: Tensor, bias: Tensor) -> None:
+    torch.addmm(bias, x_BTD.flatten(0, 1), weight.T, out=out_BTF.flatten(0, 1))
+
+
+def _write_sigmoid(out: Tensor, logits: Tensor) -> None:
+    torch.sigmoid(logits.float(), out=out)
+
+
+def _add_rows(stream_BTD: Tensor, x: Tensor, weight: Tensor) -> None:
+    stream_BTD.flatten(0, 1).addmm_(x.flatten(0, 1), weight.T)
+
+
+def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor, is_noted: bool) -> Tensor:
     """stream + x Wᵀ: in one launch, in place, where no gradient is wanted.
 
     Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of
@@ -177,6 +221,9 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> T
         or x.dtype != weight.dtype
     ):
         return stream_BTD + block.drop_path(F.linear(x, weight))
+    if is_noted:
+        run(_add_rows, ("stream", "x", "weight"), stream_BTD, x, weight)
+        return stream_BTD
     rows = stream_BTD.flatten(0, 1)
     add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
     return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
@@ -246,14 +293,18 @@ def freeze(block: Any, tokens: int) -> None:
     chosen = _find_kernels(block, block.norm1.weight.device, block.norm1.weight.dtype)
     if chosen is None:
         return
-    kind = LoopConstants if chosen == "numba" else Constants
     with torch.inference_mode(False), torch.no_grad():
-        for name, value in MAKERS[kind](block, tokens)._asdict().items():
+        if chosen == "numba":
+            kept: Any = make_loop_constants(block, tokens)
+        else:
+            kept, REPLAYS[block] = lay_taps(make_constants(block, tokens)), {}
+        for name, value in kept._asdict().items():
             block.register_buffer(KEPT + name, value, persistent=False)
 
 
 def thaw(block: Any) -> None:
     """Forget what `freeze` has kept."""
+    REPLAYS.pop(block, None)
     for name in [name for name in block._buffers if name.startswith(KEPT)]:
         del block._buffers[name]
         block._non_persistent_buffers_set.discard(name)
@@ -271,7 +322,15 @@ def make_constants(block: Any, tokens: int) -> Constants:
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
     down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
     state = tuple(each.float().contiguous() for each in _state(mixer))
-    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state)
+    taps = (each.weight[:, 0] for each in (block.dwconv, mixer.conv_k, mixer.conv_q))
+    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state, *taps)
+
+
+def lay_taps(known: Constants) -> Constants:
+    """The same with the weights of the convolutions as their kernels read them."""
+    grid = known.grid_weight.flatten(1).T.contiguous().T.unflatten(1, (3, 3))
+    k, q = torch.stack([known.k_weight.T, known.q_weight.T]).mT
+    return known._replace(grid_weight=grid, k_weight=k, q_weight=q)
 
 
 def make_loop_constants(block: Any, tokens: int) -> LoopConstants:

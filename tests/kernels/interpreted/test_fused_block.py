@@ -7,6 +7,7 @@ import timm
 import torch
 
 import repro.models  # noqa: F401
+from kernels import replay
 from kernels.tools import check
 from repro.models import fused_block
 from tests.slow import slow
@@ -134,3 +135,31 @@ def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
     """They, and where gate, keys and values start in them, are multiples of 16 numbers."""
     block = make(num_heads=heads).blocks[0]
     assert block.mixer.dim % 16 == len(fused_block.find_constants(block, 25, fused_block.Constants).in_weight) % 16 == 0
+
+
+def test_a_frozen_block_repeats_its_launches(monkeypatch):
+    """For other images, sides, batches and dtypes of products; each as it computes them anew. What is not frozen
+    repeats nothing of the block, and another weight is seen there.
+    """
+    model = make().eval()
+    model.set_backend("triton")
+    calls = [torch.randn(batch, 3, *sides) for batch, sides in ((2, (80, 80)), (1, (48, 96)))]
+    calls += [torch.randn_like(images) for images in calls * 2]
+    with torch.inference_mode():
+        expected = [model(images) for images in calls]
+        monkeypatch.setattr(replay, "REPLAYED", {"cpu"})
+        model.freeze()
+        for images, want in zip(calls, expected, strict=True):
+            assert check.relative_error(model(images), want) < 1e-5
+        for block in model.blocks:
+            assert len(fused_block.REPLAYS[block]) == 2 and all(fused_block.REPLAYS[block].values())
+        first, again = model(calls[0]), model(calls[0])
+        assert torch.equal(first, again)
+        with torch.autocast("cpu", torch.float16):
+            assert model.blocks[0](torch.randn(1, 25, 32), (5, 5)).isfinite().all()
+        assert list(fused_block.REPLAYS[model.blocks[0]].values()).count(None) == 1
+    model.train().eval()
+    assert not any(block in fused_block.REPLAYS for block in model.blocks)
+    with torch.inference_mode():
+        model.blocks[0].mixer.out_proj.weight.mul_(2)
+        assert check.relative_error(model(calls[0]), expected[0]) > 1e-3
