@@ -30,7 +30,8 @@ from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
 from kernels.ttt_linear.reference import Arguments, states_shape
 
 Grid = tuple[int, int]
-ROWS = 256  # tokens that a CPU takes together after the scan
+ROWS = 512  # tokens that a CPU takes together after the scan
+ALIGNED = 16  # numbers; a product on a CPU whose rows are no multiple takes half as long again
 
 
 class Constants(NamedTuple):
@@ -61,9 +62,10 @@ class Constants(NamedTuple):
 class LoopConstants(NamedTuple):
     """What numba's loops take of a block's weights.
 
-    in_weight (5D+H,D) and in_bias (5D+H,): rows of gate, keys, values and learning rates; token_scale (2,chunk_size),
-    with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU; inner_weight, inner_bias (2,H,d):
-    γ and μ; state (2,H,d+1,d), taps (2,4,2D), tap_biases (2,2D), grid_taps (3,3,D): as the loops' modules lay them.
+    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
+    `ALIGNED`; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of
+    SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,4,2D), tap_biases (2,2D), grid_taps
+    (3,3,D): as the loops' modules lay them.
     """
 
     in_weight: Tensor
@@ -251,7 +253,8 @@ def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
     known = find_constants(block, T, LoopConstants)
     both = around.run_conv_norm(tokens_BTD.contiguous(), known.grid_taps, norm.weight, norm.bias, grid[0], norm.eps)
     stream, x = both.unbind(0)
-    gate, shared, v, rates = F.linear(x, known.in_weight, known.in_bias).split([D, 2 * D, 2 * D, H], -1)
+    projected = F.linear(x, known.in_weight, known.in_bias)
+    gate, shared, v, rates, _ = projected.split([D, 2 * D, 2 * D, H, projected.shape[-1] - 5 * D - H], -1)
     k, q = around.run_scan_convs(shared, known.taps, known.tap_biases).unbind(0)
     rows = [lay_flat(each.unflatten(-1, (2, H, d))) for each in (q, k, v)]
     given = *rows, torch.sigmoid(rates).contiguous(), known.token_scale, known.state, *known[5:7]
@@ -313,10 +316,8 @@ def thaw(block: Any) -> None:
 def make_constants(block: Any, tokens: int) -> Constants:
     """Arrange a block's weights for the launches."""
     mixer, mlp = block.mixer, block.mlp
-    D, H, d = mixer.dim, mixer.num_heads, mixer.head_dim
-    missing = -H % d
-    in_weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
-    in_bias = F.pad(mixer.lr_proj.bias, (5 * D, missing))
+    d = mixer.head_dim
+    in_weight, in_bias = _join_projections(mixer, d)
     scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / d)
     up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
@@ -324,6 +325,13 @@ def make_constants(block: Any, tokens: int) -> Constants:
     state = tuple(each.float().contiguous() for each in _state(mixer))
     taps = (each.weight[:, 0] for each in (block.dwconv, mixer.conv_k, mixer.conv_q))
     return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state, *taps)
+
+
+def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
+    """The weight and the bias of gate, keys, values and learning rates, with rows of zeros up to a multiple."""
+    missing = -(5 * mixer.dim + mixer.num_heads) % multiple
+    weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
+    return weight, F.pad(mixer.lr_proj.bias, (5 * mixer.dim, missing))
 
 
 def lay_taps(known: Constants) -> Constants:
@@ -339,8 +347,7 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     from kernels.ttt_linear import numba_path as learner
 
     mixer, mlp = block.mixer, block.mlp
-    in_weight = torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight])
-    in_bias = F.pad(mixer.lr_proj.bias, (5 * mixer.dim, 0))
+    in_weight, in_bias = _join_projections(mixer, ALIGNED)
     scale = mixer.scale_per_token(mixer.chunk_size or tokens) * (mixer.eta_base / mixer.head_dim)
     up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
