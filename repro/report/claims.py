@@ -90,7 +90,7 @@ class _Judge:
             reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
             missing = reason, f"repro efficiency  # on one {device}"
         self.plain: dict[str, bool] = {}
-        self.formulas = {**paper.formulas, "agrees": self._agrees}
+        self.formulas = {**paper.formulas(), "agrees": self._agrees}
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(*missing))
 
     def judge(self, entry: Entry) -> Verdict:

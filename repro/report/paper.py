@@ -127,8 +127,8 @@ class Paper(About):
     """One paper: what its room declares, and what code does for it."""
 
     ledger_file: Path  # its ledger.yaml
-    # functions that its ledger's expressions may call
-    formulas: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    # gives the functions that its ledger's expressions may call, by name; it may load what is heavy
+    formulas: Callable[[], Mapping[str, Callable]] = dict
     # of a `repro.report.claims.Report`: further pictures
     drawings: Callable[[Any], Drawings] = lambda _: {}
     variants: Any = None  # what it ablates, a `repro.papers.variants.VariantSet`
@@ -171,10 +171,12 @@ class Paper(About):
         return f"repro ablate {self.ablations.flags}".strip()
 
 
-def load_paper(room: Path, formulas: ModuleType | None = None, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
+def load_paper(
+    room: Path, formulas: Callable[[], ModuleType] | None = None, parts: Sequence[ModuleType] = (), **more: Any
+) -> Paper:
     """The paper of a room, a folder with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
-    `formulas`: the module whose functions the ledger's expressions may call; `parts`: those of its texts as well;
+    `formulas` loads the module whose functions the ledger's expressions may call; `parts`: those of its texts as well;
     `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
     """
     text = room / "page.md"
@@ -183,7 +185,7 @@ def load_paper(room: Path, formulas: ModuleType | None = None, parts: Sequence[M
         **vars(about),
         ledger_file=room / "ledger.yaml",
         text=text if text.is_file() else None,
-        formulas=list_functions(formulas) if formulas else {},
+        formulas=(lambda: list_functions(formulas())) if formulas else dict,
         parts=list_functions(*parts),
         **more,
     )

@@ -51,7 +51,7 @@ def read_page(file: Path, report: Report, parts: Mapping[str, Part]) -> list[Sec
 class _Filler:
     def __init__(self, report: Report, parts: Mapping[str, Part]):
         self.report = report
-        self.functions = {**report.results.functions(), **report.paper.formulas}
+        self.functions = {**report.results.functions(), **report.paper.formulas()}
         self.functions["printed"] = lambda name: Fraction(report.paper.ledger.entries[name].printed)
         self.functions |= {name: partial(part, report) for name, part in parts.items()}
 

@@ -45,7 +45,7 @@ def second(tmp_path) -> Paper:
         ledger_file=file,
         claim="It claims little.",
         families={"other": {"deep": "no"}},
-        formulas={"double": lambda number: 2 * number},
+        formulas=lambda: {"double": lambda number: 2 * number},
         questions=(Question(label="sizes", entries=("table1.*.params_m",)),),
         figures=(Figure(place="Fig. 1", shows="a curve", files="none/*.png"),),
         text=write(file.with_name("page.md"), "## Its own\n\nits own words\n"),

@@ -75,7 +75,7 @@ def test_what_was_fitted_or_declared_and_what_is_arithmetic_is_no_match(checkout
         "by_formula": ("12", {"ours": "constant()"}, "matched"),
     }
     claims = [claim(printed, name=f"text.{name}", **fields) for name, (printed, fields, _) in cases.items()]
-    verdicts = judge(checkout, *claims, formulas={"constant": lambda: 12})
+    verdicts = judge(checkout, *claims, formulas=lambda: {"constant": lambda: 12})
     assert {name: verdicts[f"text.{name}_v"].status for name in cases} == {
         name: case[2] for name, case in cases.items()
     }

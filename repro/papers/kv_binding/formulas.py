@@ -6,6 +6,12 @@ Every error is a share of the largest value of what is stated.
 import functools
 from typing import Any
 
+import torch
+
+from ...models import fast_weights
+from ...models.inner import MODELS, learn
+from ...models.ladder_vit3 import ViT3Ladder
+from ..identities import choose, find_error
 from .sides import CHUNK, GRID, IDENTITIES, OF_LACT, SEED, TOKENS, WIDTH, draw_lact, unroll_mlp
 
 
@@ -28,7 +34,7 @@ def identity_error(name: str) -> float:
     Raises:
         ValueError: another name.
     """
-    return _compare(*_choose(IDENTITIES, name, "equation of the paper")())
+    return find_error(*choose(IDENTITIES, name, "equation of the paper")())
 
 
 @functools.cache
@@ -37,8 +43,8 @@ def theorem_error(name: str) -> float:
 
     5.1 is of one step, 5.2 of a sequence, 5.3 of a sequence with momentum. Raises a ValueError for another name.
     """
-    tokens, momentum = _choose({"5.1": (1, False), "5.2": (TOKENS, False), "5.3": (TOKENS, True)}, name, "theorem")
-    return _compare(*unroll_mlp(tokens, momentum))
+    tokens, momentum = choose({"5.1": (1, False), "5.2": (TOKENS, False), "5.3": (TOKENS, True)}, name, "theorem")
+    return find_error(*unroll_mlp(tokens, momentum))
 
 
 @functools.cache
@@ -54,7 +60,7 @@ def lact_error(name: str) -> float:
     Raises:
         ValueError: another name.
     """
-    return _compare(*_choose(OF_LACT, name, "equation of LaCT")())
+    return find_error(*choose(OF_LACT, name, "equation of LaCT")())
 
 
 @functools.cache
@@ -65,9 +71,6 @@ def mirrored_training_error() -> float:
     first one's weights but for the value rows of the heads, whose signs are turned; of the losses and of the last
     weights, turned back, the largest difference counts. Its convolution descends in both, as in the authors' code.
     """
-    import torch
-
-    from ...models.ladder_vit3 import ViT3Ladder
 
     def train(step: str) -> tuple[list[float], dict[str, Any]]:
         torch.manual_seed(SEED)
@@ -99,7 +102,7 @@ def mirrored_training_error() -> float:
     return max(of_weights, *(abs(a - b) for a, b in zip(down[0], up[0], strict=True)))
 
 
-def find_values(model: Any, name: str) -> slice:
+def find_values(model: ViT3Ladder, name: str) -> slice:
     """The rows of a parameter of a ViT³ that make the values of its heads; an empty slice of another parameter."""
     if ".attn.qkv." not in name:
         return slice(0)
@@ -113,16 +116,12 @@ def reads_static_kernel(step: str) -> bool:
 
     For twice as many queries as φ has features, the outputs are explained by one matrix S, or they are not.
     """
-    import torch
-
-    from ...models.inner import MODELS, learn
-
     loop, weights, (_, k, v), rates, momentum = draw_lact(step)
     q = torch.randn(1, 1, 2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out = learn(loop, weights, q, k, v, GRID, rates, momentum)
     features = MODELS[loop.model].prepare(weights, q, GRID)[-1]
     state = torch.linalg.lstsq(features[0, 0], out[0, 0]).solution
-    return _compare(features @ state, out) < 1e-10
+    return find_error(features @ state, out) < 1e-10
 
 
 @functools.cache
@@ -130,19 +129,15 @@ def parallel_error(step: str) -> float:
     """The largest error of the parallel form of a step of the ladder against the recurrent one: outputs, and gradients
     of all inputs.
     """
-    import torch
-
-    from ...models.fast_weights import learn
-
     found = {}
     for form in ("parallel", "recurrent"):
         loop, weights, tokens, rates, momentum = draw_lact(step, order="before")
         given = [tensor.requires_grad_() for tensor in (*weights, *tokens, rates, momentum) if tensor is not None]
-        out = learn(loop, weights, *tokens, GRID, rates, momentum, form)
+        out = fast_weights.learn(loop, weights, *tokens, GRID, rates, momentum, form)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         gradients = torch.autograd.grad((out * cotangent).sum(), given, allow_unused=True)
         found[form] = [out.detach(), *(each for each in gradients if each is not None)]
-    return max(_compare(ours, stated) for ours, stated in zip(found["parallel"], found["recurrent"], strict=True))
+    return max(find_error(ours, stated) for ours, stated in zip(found["parallel"], found["recurrent"], strict=True))
 
 
 @functools.cache
@@ -153,14 +148,12 @@ def order_error(step: str, norm: str | None = None) -> float:
     A state that is a sum over chunks does not change. Without momentum, whose weights depend on the place of a chunk;
     `norm` is that of `InnerLoop`, None for what the step has.
     """
-    from ...models.inner import learn
-
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
     loop, weights, (q, k, v), rates, _ = draw_lact(step, **changes)
     swapped = [*range(CHUNK, 2 * CHUNK), *range(CHUNK), *range(2 * CHUNK, TOKENS)]
     first = learn(loop, weights, q, k, v, GRID, rates)
     moved = None if rates is None else rates[:, :, swapped]
-    return _compare(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], GRID, moved), first)
+    return find_error(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], GRID, moved), first)
 
 
 @functools.cache
@@ -171,10 +164,6 @@ def momentum_error(chunks: int, form: str) -> float:
     `ours` takes weights from differences of cumulated logarithms. `divided` is what the authors' code does:
     cumprod(α) · cumsum(G / (cumprod(α) + 1e-8)).
     """
-    import torch
-
-    from ...models.fast_weights import decay_matrix
-
     generator = torch.Generator().manual_seed(SEED)
     alpha = torch.randn(chunks, 256, generator=generator, dtype=torch.float64).sigmoid().mean(1)
     steps = torch.randn(chunks, WIDTH * WIDTH, generator=generator, dtype=torch.float64)
@@ -183,19 +172,9 @@ def momentum_error(chunks: int, form: str) -> float:
         moving = step + factor * moving
         stated.append(moving)
     alpha, steps = alpha.float(), steps.float()
-    if _choose({"ours": False, "divided": True}, form, "form of the momenta"):
+    if choose({"ours": False, "divided": True}, form, "form of the momenta"):
         products = alpha.cumprod(0)[:, None]
         found = products * (steps / (products + 1e-8)).cumsum(0)
     else:
-        found = decay_matrix(alpha) @ steps
-    return _compare(found.double(), torch.stack(stated))
-
-
-def _choose(known: dict[str, Any], name: str, kind: str) -> Any:
-    if name not in known:
-        raise ValueError(f"{name!r}: no {kind}; they are {', '.join(known)}")
-    return known[name]
-
-
-def _compare(found: Any, stated: Any) -> float:
-    return ((found - stated).abs().max() / stated.abs().max()).item()
+        found = fast_weights.decay_matrix(alpha) @ steps
+    return find_error(found.double(), torch.stack(stated))

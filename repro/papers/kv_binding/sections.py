@@ -14,7 +14,6 @@ from ...report.records import Source, keep_best
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants
-from . import formulas
 from .forms import find_backbones
 
 ROUNDING = 1e-12
@@ -64,15 +63,16 @@ def list_residuals(report: Report) -> list[Block]:
     return [tabulate(columns, rows)]
 
 
-def compare_momenta(_: Report) -> list[Block]:
+def compare_momenta(report: Report) -> list[Block]:
     """By number of chunks, the error of the momenta of the authors' parallel code and of ours."""
+    find_error = report.paper.formulas()["momentum_error"]
 
     def show_divided(chunks: int) -> Piece:
-        error = formulas.momentum_error(chunks, "divided")
+        error = find_error(chunks, "divided")
         return number(f"{100 * error:.0f} %" if error > 0.01 else "< 0.1 %" if error < 0.001 else "< 1 %")
 
     def show_ours(chunks: int) -> Piece:
-        error = formulas.momentum_error(chunks, "ours")
+        error = find_error(chunks, "ours")
         return number("< 1e-6" if error < 1e-6 else f"{error:.0e}")
 
     return [tabulate({"chunks": number, "by division": show_divided, "ours": show_ours}, CHUNKS)]
@@ -85,7 +85,7 @@ def _find_errors(calls: Sequence[Call]) -> list[Call]:
 
 def _show_error(report: Report, call: Call, *, named: bool) -> str:
     """Two digits, or `< 1e-12`, as processors round differently; an equality bit for bit is 0."""
-    value = report.paper.formulas[call.name](*call.args)
+    value = report.paper.formulas()[call.name](*call.args)
     shown = f"{value:.1e}" if value >= ROUNDING else "0" if value == 0 and call in EXACT else f"< {ROUNDING:.0e}"
     return f"{call.args[0]} {shown}" if named else shown
 

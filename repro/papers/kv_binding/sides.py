@@ -6,6 +6,17 @@ Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ttt_linear.plain import ttt_linear_plain
+
+from ...models.fast_weights import LADDER
+from ...models.inner import NORM_EPS, InnerLoop, learn
+from ...models.muon import newton_schulz
+from ...models.vit3 import InnerTraining
+
 SEED, TOKENS, WIDTH = 0, 12, 8
 CHUNK = 3  # tokens of a chunk, where there are chunks
 GRID = (1, TOKENS)
@@ -13,8 +24,6 @@ GRID = (1, TOKENS)
 
 def draw() -> tuple:
     """q, k, v (T, d), then three square weights with a variance of 1 over their inputs."""
-    import torch
-
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randn(3, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     weights = torch.randn(3, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
@@ -23,11 +32,6 @@ def draw() -> tuple:
 
 def draw_lact(step: str, **changes: Any) -> tuple:
     """A loop of the ladder, its start, (q, k, v), rates and momentum: one image, one head, chunks of `CHUNK` tokens."""
-    import torch
-
-    from ...models.fast_weights import LADDER
-    from ...models.inner import InnerLoop
-
     loop = InnerLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
     q, k, v, first, last, second = draw()
     generator = torch.Generator().manual_seed(1)
@@ -43,8 +47,6 @@ def draw_lact(step: str, **changes: Any) -> tuple:
 
 
 def _negated_loss() -> tuple:
-    from ...models.inner import learn
-
     outs = []
     for step, sign in (("ascent", 1), ("own", -1)):
         loop, weights, (q, k, v), rates, momentum = draw_lact(step)
@@ -53,18 +55,12 @@ def _negated_loss() -> tuple:
 
 
 def _zero_start() -> tuple:
-    from ...models.inner import learn
-
     loop, weights, tokens, _, _ = draw_lact("v6", chunk_size=1, order="after")
     q, k, v, *_ = draw()
     return learn(loop, [0 * weights[0]], *tokens, GRID)[0, 0], (q @ k.mT).tril() @ v
 
 
 def _delta_rule() -> tuple:
-    import torch
-
-    from kernels.ttt_linear.plain import ttt_linear_plain
-
     q, k, v, W, *_ = draw()
     k = k / k.norm(dim=-1, keepdim=True)
     ones = torch.ones(1, TOKENS, 1, dtype=q.dtype), torch.ones(1, dtype=q.dtype)
@@ -78,11 +74,6 @@ def _delta_rule() -> tuple:
 
 def _learn_vit3(damping: bool) -> tuple:
     """Our gated unit after its step; and by the text, with φ_{t+1} from a gradient by autograd."""
-    import torch
-    import torch.nn.functional as F
-
-    from ...models.inner import InnerLoop, learn
-
     q, k, v, gate, linear, _ = draw()
     scale, rate = 1 / 3, 1 / (3 * TOKENS)
     loop = InnerLoop(model="glu", scale=scale, damping=damping)
@@ -97,8 +88,6 @@ def _learn_vit3(damping: bool) -> tuple:
 
 def _gated_unit(rate: float) -> Callable[[], tuple]:
     def sides() -> tuple:
-        import torch.nn.functional as F
-
         found, kernel, start, _, q = _learn_vit3(damping=False)
         _, k, v, gate, *_ = draw()
         return found, kernel * (start + rate * (q @ k.mT) @ (v * F.silu(k @ gate)))
@@ -107,8 +96,6 @@ def _gated_unit(rate: float) -> Callable[[], tuple]:
 
 
 def _damped_unit() -> tuple:
-    import torch.nn.functional as F
-
     found, kernel, start, _, q = _learn_vit3(damping=True)
     _, k, v, gate, *_ = draw()
     values = v * F.silu(k @ gate) / (3 * TOKENS)
@@ -117,18 +104,13 @@ def _damped_unit() -> tuple:
 
 
 def _convolution() -> tuple:
-    import torch
-    import torch.nn.functional as F
-
-    from ...models.inner import InnerLoop, learn
-
     q, k, v, *_ = draw()
     grid = (3, 4)
     kernel = torch.randn(WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     loop = InnerLoop(model="dwconv", scale=1 / 3)
     found = learn(loop, [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[0, 0]
 
-    def windows(x: Any) -> Any:
+    def windows(x: Tensor) -> Tensor:
         """(T, d) -> (d, T, 9)."""
         return F.unfold(x.mT.reshape(1, WIDTH, *grid), 3, padding=1).view(WIDTH, 9, TOKENS).mT
 
@@ -138,16 +120,12 @@ def _convolution() -> tuple:
 
 
 def _norm_of_static() -> tuple:
-    from ...models.inner import NORM_EPS
-
     *_, W = draw()
     norms = W.norm(dim=-1, keepdim=True)
     return W / (norms + NORM_EPS) * norms, W
 
 
 def _rate_in_value() -> tuple:
-    from ...models.inner import learn
-
     loop, weights, (q, k, v), rates, momentum = draw_lact("v3")
     without, *_ = draw_lact("v4")
     outs = learn(loop, weights, q, k, v, GRID, rates, momentum)
@@ -155,8 +133,6 @@ def _rate_in_value() -> tuple:
 
 
 def _v6_of_lact() -> tuple:
-    from ...models.inner import learn
-
     loop, weights, tokens, _, _ = draw_lact("v6")
     q, k, v, W, *_ = draw()
     return learn(loop, weights, *tokens, GRID)[0, 0], q @ (W.mT + k.mT @ v)
@@ -166,10 +142,6 @@ def _v6_of_vit3(step: str, factor: float, values: Callable[[Any, Any, Any], Any]
     """The heads of a step against q(W + factor · Σ kᵀ values(k, v, W))."""
 
     def compare() -> tuple:
-        import torch
-
-        from ...models.vit3 import InnerTraining
-
         q, k, v, W, *_ = draw()
         training = InnerTraining(WIDTH, 1, step).double()
         with torch.no_grad():
@@ -182,9 +154,6 @@ def _v6_of_vit3(step: str, factor: float, values: Callable[[Any, Any, Any], Any]
 
 def unroll_mlp(tokens: int, momentum: bool) -> tuple:
     """The outputs of x -> SiLU(x Θ) W whose weights learn by autograd on each token; and by the theorem, (T, d)."""
-    import torch
-    import torch.nn.functional as F
-
     q, k, v, first, last, _ = draw()
     rate = 0.1
     decay = torch.zeros(tokens)
@@ -213,10 +182,6 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
 def _recur_lact(muon: bool, rates: bool = True) -> tuple:
     """LaCT's recurrence by the paper's definitions, one matrix learned: the outputs, and what the derivations need."""
-    import torch
-
-    from ...models.muon import newton_schulz
-
     q, k, v, start, _, _ = draw()
     generator = torch.Generator().manual_seed(1)
     eta, alpha = torch.rand(2, TOKENS, generator=generator, dtype=q.dtype)
@@ -236,8 +201,6 @@ def _recur_lact(muon: bool, rates: bool = True) -> tuple:
 
 def _eq1(repaired: bool) -> Callable[[], tuple]:
     def compare() -> tuple:
-        import torch
-
         found, (q, k, v, start, eta, beta, shape) = _recur_lact(muon=True)
         stated = []
         for t in range(TOKENS):

@@ -4,6 +4,15 @@ import functools
 from fractions import Fraction
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...models import linearize
+from ...models.inner import learn
+from ...models.inner_mixer import LOOPS, InnerMixer, KeyNorm, attend_linearly
+from ...models.registry import build_model
+from ..identities import choose, find_error
 from .recipe import RELEASED
 
 WIDTH, DEPTH, TOKENS = 192, 12, 196  # of T5-T at 224²
@@ -29,11 +38,6 @@ def foreign_weights(inner: str) -> int:
     """How many of a T5-T's values in projections of q, k and v, and in MLPs, are not bit for bit its teacher's after it
     inherited.
     """
-    import torch
-
-    from ...models.linearize import inherit, read_shell
-    from ...models.registry import build_model
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         teacher = build_model("t5_softmax_tiny_patch16_224")
@@ -42,7 +46,7 @@ def foreign_weights(inner: str) -> int:
     with torch.no_grad():
         for index, weight in enumerate(teacher.parameters()):
             weight.add_(torch.linspace(0.5, 1, weight.numel()).view_as(weight) + index)
-    inherit(student, read_shell(teacher, "the teacher"), "the student")
+    linearize.inherit(student, linearize.read_shell(teacher, "the teacher"), "the student")
     stated, found = teacher.state_dict(), student.state_dict()
     names = [name for name in stated if ".qkv." in name or ".mlp." in name]
     return sum(int((found[name] != stated[name]).sum()) for name in names)
@@ -62,12 +66,7 @@ def identity_error(name: str) -> float:
     Raises:
         ValueError: another name.
     """
-    if name not in _IDENTITIES:
-        raise ValueError(f"{name!r}: no equation of the text; they are {', '.join(_IDENTITIES)}")
-    import torch
-
-    found, stated = _IDENTITIES[name](*_draw(torch))
-    return ((found - stated).abs().max() / stated.abs().max()).item()
+    return find_error(*choose(_IDENTITIES, name, "equation of the text")(*_draw()))
 
 
 def shift_error(what: str) -> float:
@@ -76,29 +75,25 @@ def shift_error(what: str) -> float:
 
     `softmax` is softmax attention; the other names are norms of the keys before a SwiGLU inner learner (`KeyNorm`).
     """
-    import torch
-
-    from ...models.inner_mixer import InnerMixer
-
-    q, k, v, delta = _draw(torch)
+    q, k, v, delta = _draw()
     if what == "softmax":
         before, after = (_attend(q, keys, v) for keys in (k, k + delta))
     else:
         mixer = InnerMixer(q.shape[-1], 2, "swiglu", what).double()
-        _fill(torch, mixer)
+        _fill(mixer)
         with torch.no_grad():
             before, after = (mixer.mix(q, keys, v, (3, 4)) for keys in (k, k + delta))
-    return ((after - before).abs().max() / before.abs().max()).item()
+    return find_error(after, before)
 
 
-def _draw(torch: Any) -> tuple:
+def _draw() -> tuple:
     """q, k, v (2, 12, 8) and a shift (8,) of the keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 12, 8, generator=generator, dtype=torch.float64)
     return q, k, v, torch.randn(8, generator=generator, dtype=torch.float64)
 
 
-def _fill(torch: Any, mixer: Any) -> None:
+def _fill(mixer: InnerMixer) -> None:
     """Weights of the size of 1 in place of the small start, whose outputs vanish."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -106,36 +101,23 @@ def _fill(torch: Any, mixer: Any) -> None:
             weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) / 2)
 
 
-def _attend(q: Any, k: Any, v: Any) -> Any:
-    import torch.nn.functional as F
-
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, scale=1.0)
 
 
-def _two_layers(q: Any, k: Any, v: Any, _: Any) -> tuple:
+def _two_layers(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
     W1, W2 = k.mT, v
     return (q @ W1).softmax(-1) @ W2, _attend(q, k, v)
 
 
-def _single_layer(q: Any, k: Any, v: Any, _: Any) -> tuple:
-    import torch.nn.functional as F
-
-    from ...models.inner_mixer import attend_linearly
-
+def _single_layer(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
     wide_q, wide_k = F.elu(q) + 1, F.elu(k) + 1
     scores = wide_q @ wide_k.mT
-    return attend_linearly(q[:, None], k[:, None], v[:, None], [])[:, 0], scores / (
-        scores.sum(-1, keepdim=True) + 1e-6
-    ) @ v
+    stated = scores / (scores.sum(-1, keepdim=True) + 1e-6) @ v
+    return attend_linearly(q[:, None], k[:, None], v[:, None], [])[:, 0], stated
 
 
-def _inner_step(q: Any, k: Any, v: Any, _: Any) -> tuple:
-    import torch
-    import torch.nn.functional as F
-
-    from ...models.inner import learn
-    from ...models.inner_mixer import LOOPS
-
+def _inner_step(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
     N, d = k.shape[1:]
     generator = torch.Generator().manual_seed(1)
     W1, W2 = torch.randn(2, d, d, generator=generator, dtype=torch.float64)
@@ -149,18 +131,15 @@ def _inner_step(q: Any, k: Any, v: Any, _: Any) -> tuple:
     return found, torch.stack(stated)
 
 
-def _shifted_gradient(_: Any, k: Any, v: Any, delta: Any) -> tuple:
-    import torch
-    import torch.nn.functional as F
-
+def _shifted_gradient(_: Tensor, k: Tensor, v: Tensor, delta: Tensor) -> tuple:
     k, v = k[0, 0], v[0, 0]
     generator = torch.Generator().manual_seed(1)
     W1, W2 = torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)
 
-    def slope(z: Any) -> Any:
+    def slope(z: Tensor) -> Tensor:
         return torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
 
-    def gradient(keys: Any) -> Any:
+    def gradient(keys: Tensor) -> Tensor:
         """∂/∂W1 of −vᵀ W2 σ(W1 k) by autograd; columns, as in the text."""
         W = W1.clone().requires_grad_()
         return torch.autograd.grad(-(v @ (W2 @ F.silu(W @ keys))), W, create_graph=True)[0]
@@ -171,22 +150,14 @@ def _shifted_gradient(_: Any, k: Any, v: Any, delta: Any) -> tuple:
     return along, text - torch.outer((W2.mT @ v) * curvature, k)
 
 
-def _instance_norm(_: Any, k: Any, __: Any, ___: Any) -> tuple:
-    import torch.nn.functional as F
-
-    from ...models.inner_mixer import KeyNorm
-
+def _instance_norm(_: Tensor, k: Tensor, __: Tensor, ___: Tensor) -> tuple:
     return KeyNorm("instance")(k), F.instance_norm(k.mT, eps=1.0).mT
 
 
-def _half_neighbours(q: Any, k: Any, v: Any, _: Any) -> tuple:
-    import torch
-
-    from ...models.inner_mixer import InnerMixer
-
-    def mix(neighbours: int) -> Any:
+def _half_neighbours(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
+    def mix(neighbours: int) -> Tensor:
         mixer = InnerMixer(q.shape[-1], 1, "swiglu", "instance", neighbours=neighbours).double()
-        _fill(torch, mixer)
+        _fill(mixer)
         with torch.no_grad():
             return mixer.mix(q, k, v, (3, 4))
 

@@ -12,7 +12,7 @@ _ROOM = Path(__file__).parent
 
 PAPER = load_paper(
     _ROOM,
-    formulas,
+    lambda: formulas,
     [measured, night, passages, readings_page, sections],
     passages={
         "docs/architecture.md": {"statuses": passages.describe_statuses},

@@ -4,6 +4,11 @@ the text proves.
 
 from fractions import Fraction
 
+import torch
+
+from ...bench.flops import cost
+from ...models.inner import MODELS, InnerLoop, learn, read_out
+from ..identities import find_error
 from ..recipe import PAPER
 from .recipe import PRINTED
 
@@ -99,8 +104,6 @@ def vmamba_s2l5(what: str) -> Fraction:
     """`params_m`, or `macs_g` at 224 by its authors' convention, of VMamba-T as first released: stages of 2, 2, 5 and 2
     blocks, ratio 2.
     """
-    from ...bench.flops import cost
-
     counted = cost("vmamba_tiny_224", {"depths": (2, 2, 5, 2), "expand": 2}, (224, 224))
     return {
         "params_m": Fraction(counted.num_params, 10**6),
@@ -110,8 +113,6 @@ def vmamba_s2l5(what: str) -> Fraction:
 
 def inner_over_outer(model: str, loss: str) -> Fraction:
     """Multiply-adds of an inner module of a head, over those of one forward pass of it; see `repro.models.inner`."""
-    from ...models.inner import InnerLoop
-
     tokens, d = 196, 64
     loop = InnerLoop(model=model, loss=loss)
     twice = InnerLoop(model=model, loss=loss, epochs=2)
@@ -138,10 +139,6 @@ def identity_error(name: str) -> float:
     `linear_attention`: Eq. 4, q(KᵀV) by a linear layer that starts at 0, the dot product and rate N√d, which cancels
     1/N and d^-½. `rate_in_keys`: Eq. 7, √η k and √η v in place of the rate η, for a linear layer and MSE.
     """
-    import torch
-
-    from ...models.inner import InnerLoop, learn
-
     generator = torch.Generator().manual_seed(0)
     tokens, d = 12, 4
     q, k, v = (torch.randn(2, 2, tokens, d, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -155,15 +152,11 @@ def identity_error(name: str) -> float:
         stated = learn(InnerLoop(model="fc", loss="mse"), [W], q, eta**0.5 * k, eta**0.5 * v, (3, 4))
     else:
         raise ValueError(f"{name!r}: no identity of the text; they are linear_attention and rate_in_keys")
-    return ((found - stated).abs().max() / stated.abs().max()).item()
+    return find_error(found, stated)
 
 
 def _value_gradients(loss: str) -> list[float]:
     """For each inner model, with one full batch of random keys and values, the largest |∂ outer loss / ∂v|."""
-    import torch
-
-    from ...models.inner import MODELS, InnerLoop, learn, read_out
-
     name, _, asked = loss.partition(", ")
     generator, found = torch.Generator().manual_seed(0), []
     for model in MODELS:
