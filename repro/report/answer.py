@@ -205,9 +205,7 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the paper's ordered pairs are seen, by data set; of each table the group whose variants have rates of
-    their own, else the one with the most seeds.
-    """
+    """How many of the paper's ordered pairs are seen, by data set; of each table in the best group by `_rank`."""
     judged = group_by(judge_variants(report), lambda each: (each[0].common["data"], each[1].place))
     facts: list[Fact] = []
     for data, keys in group_by(judged, lambda key: key[0]).items():

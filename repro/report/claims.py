@@ -78,7 +78,8 @@ def _calls(entry: Entry, functions: Set[str]) -> bool:
 
 class _Judge:
     def __init__(self, paper: Paper, results: Results, speed_dtype: str, verbs: Sequence[str]):
-        self.paper, self.entries, self.results, self.verbs = paper, paper.ledger.entries, results, verbs
+        self.paper, self.ledger, self.results, self.verbs = paper, paper.ledger, results, verbs
+        self.entries = paper.ledger.entries
         inference = [group for group in results.speed_rows if group.mode == "infer"]
         device, batch = paper.ledger.paper.speed_device, paper.ledger.paper.speed_batch
         on_device = (each for each in inference if device in each.device)
@@ -104,7 +105,8 @@ class _Judge:
         if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
             found |= {"evidence": why, "elsewhere": tuple(self._elsewhere(entry))}
             return Verdict(**found, status=NOT_MEASURABLE.word, reason=why, command="none")
-        if evidence is None and (why := self._find_scope(entry)):
+        beyond = (each.out_of_scope for each in self.ledger.trace(entry) if each.out_of_scope)
+        if evidence is None and (why := next(beyond, None)):
             return Verdict(**found, status=OUT_OF_SCOPE.word, reason=why, command="none")
         self.results.used.clear()
         entry = self._count_plainly(entry)
@@ -126,12 +128,6 @@ class _Judge:
         found |= {"compared": compared.word, "explanation": explanation}
         status = INCONSISTENT if evidence else compared
         return Verdict(**found, status=status.word, ours=ours, how=how, delta=delta)
-
-    def _find_scope(self, entry: Entry) -> str | None:
-        """Why an entry, or a number that ours needs, is out of this project's scope; None where all are in it."""
-        if entry.out_of_scope is not None or entry.ours is None:
-            return entry.out_of_scope
-        return next((why for name in entry.ours.references if (why := self._find_scope(self.entries[name]))), None)
 
     def _count_plainly(self, entry: Entry) -> Entry:
         """The entry, by the column's own convention where that rounds to the printed number too."""
@@ -160,25 +156,14 @@ class _Judge:
         """What ours comes to beside the paper's; only independent numbers can match."""
         if how is None:
             return EXPLAINED if explanation else UNEXPLAINED
-        if is_declared or entry.kind == "setting" or self._is_arithmetic(entry):
+        parts = list(self.ledger.trace(entry))
+        # from no record and no model, but from constants alone
+        is_arithmetic = all(each.ours and all(call.name in FUNCTIONS for call in each.ours.calls) for each in parts)
+        if is_declared or entry.kind == "setting" or is_arithmetic:
             return DECLARED
-        if self._is_fitted(entry):
+        if any(each.ours and (each.fitted or _calls(each, _FITTED)) for each in parts):
             return FITTED
         return TRUNCATED if how == "truncation" else MATCHED
-
-    def _is_arithmetic(self, entry: Entry) -> bool:
-        """Whether ours comes from no record and no model, but from constants alone."""
-        if entry.ours is None:
-            return False
-        own = all(call.name in FUNCTIONS for call in entry.ours.calls)
-        return own and all(self._is_arithmetic(self.entries[name]) for name in entry.ours.references)
-
-    def _is_fitted(self, entry: Entry) -> bool:
-        """Whether ours is by a convention that was fitted to such rows, or from a number that is."""
-        if entry.ours is None:
-            return False
-        own = entry.fitted is not None or _calls(entry, _FITTED)
-        return own or any(self._is_fitted(self.entries[name]) for name in entry.ours.references)
 
     def _explain(self, entry: Entry) -> str | None:
         """Why ours differs, with its evidence; None where no explanation stands up to its computation."""

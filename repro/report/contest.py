@@ -1,7 +1,7 @@
 """A paper's model against its baseline over the image size: the record, and its picture."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,14 @@ class Speeds:
     rows: Mapping[tuple[str, str | None, int], Row]  # by registered name, attention and image size
 
     def find_ratios(self, contest: Contest) -> dict[str, dict[int, float]]:
-        """Attention of the baseline -> image size -> how many times as fast the model is; a noisy row has no ratio, and
-        neither has one that did not run.
-        """
+        """Attention of the baseline -> image size -> how many times as fast the model is, of quiet rows."""
         found: dict[str, dict[int, float]] = {attention: {} for attention in ATTENTIONS}
-        for attention, size, ours, theirs in self._meet(contest):
-            if not (ours["noisy"] or theirs["noisy"]):
-                found[attention][size] = theirs["latency_ms"] / ours["latency_ms"]
-        return found
-
-    def _meet(self, contest: Contest) -> Iterator[tuple[str, int, Row, Row]]:
-        """(attention of the baseline, image size, the model's row, the baseline's) where both ran."""
         for (name, attention, size), theirs in self.rows.items():
             ours = self.rows.get((contest.ours[0], None, size))
-            if name == contest.theirs[0] and attention in ATTENTIONS and ours is not None:
-                if ours["latency_ms"] and theirs["latency_ms"]:
-                    yield attention, size, ours, theirs
+            if name == contest.theirs[0] and attention in found and ours is not None:
+                if all(row["latency_ms"] and not row["noisy"] for row in (ours, theirs)):
+                    found[attention][size] = theirs["latency_ms"] / ours["latency_ms"]
+        return found
 
     @property
     def is_gpu(self) -> bool:

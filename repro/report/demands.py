@@ -1,5 +1,6 @@
 """The measurements that a paper's tables and figures ask for, read from its ledger."""
 
+from .expressions import Call
 from .ledger import Ledger
 
 # ("accuracy", data set, model), (one of the counts, "model@size", "") or ("fps" | "memory_mib", model, "")
@@ -15,21 +16,14 @@ def demands(ledger: Ledger) -> dict[str, list[set[Measurement]]]:
     """
     found: dict[str, list[set[Measurement]]] = {}
     for entry in ledger.entries.values():
+        calls = (call for each in ledger.trace(entry) if each.ours for call in each.ours.calls)
+        needs = {_name(call) for call in calls if call.name in _MEASURED}
         for place in entry.places:
             if place.startswith(("Table", "Fig.")):
-                found.setdefault(place, []).append(_needs(ledger, entry.id, set()))
+                found.setdefault(place, []).append(needs)
     return found
 
 
-def _needs(ledger: Ledger, entry_id: str, seen: set[str]) -> set[Measurement]:
-    """The measurements of an entry and of all entries that its expression names."""
-    seen.add(entry_id)
-    expression = ledger.entries[entry_id].ours
-    if expression is None:
-        return set()
-    needed = set()
-    for call in expression.calls:
-        if call.name in _MEASURED:
-            first, second = (*call.args, None)[:2]
-            needed.add((call.name, str(first), second if isinstance(second, str) else ""))
-    return needed.union(*(_needs(ledger, other, seen) for other in expression.references if other not in seen))
+def _name(call: Call) -> Measurement:
+    first, second = (*call.args, None)[:2]
+    return call.name, str(first), second if isinstance(second, str) else ""

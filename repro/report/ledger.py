@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -281,6 +281,12 @@ class Ledger:
             for name in explanation.ids:
                 reasons[name] = (*reasons.get(name, ()), explanation)
         return {name: dataclasses.replace(entry, explanations=reasons.get(name, ())) for name, entry in found.items()}
+
+    def trace(self, entry: Entry) -> Iterator[Entry]:
+        """An entry, and those that our counterpart of it is computed from."""
+        yield entry
+        for name in entry.ours.references if entry.ours else ():
+            yield from self.trace(self.entries[name])
 
     def table(self, table_id: str) -> Table:
         """The table of this id; a `UserError` names those that there are."""

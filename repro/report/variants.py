@@ -217,9 +217,7 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
 
 
 def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
-    """File name of a figure -> the group with most of its variants; of those one with rates of their own, then the one
-    with most epochs.
-    """
+    """File name of a figure -> the group with most of its variants, then with own rates, then with most epochs."""
     pictures = report.paper.pictures
     shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
     rivals = group_by(shown, lambda pair: f"{pictures[pair[1].place][0]}_{pair[0].common['data']}.png")

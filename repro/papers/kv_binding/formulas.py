@@ -49,8 +49,7 @@ def theorem_error(name: str) -> float:
 
 @functools.cache
 def lact_error(name: str) -> float:
-    """The error of what the paper derives of LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}, from its
-    own definitions.
+    """The error of what the paper derives of LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}.
 
     `eq1`: Eq. 1. `eq1_repaired`: Σ_j η_j M(Σ_{i≤j} β_i^j φ_iᵀ v_i) in place of its sum.
     `eq1_without_muon` and `coefficient`: both without M, where η_i Σ_j β_i^j is the weight of a step.
@@ -111,8 +110,7 @@ def find_values(model: ViT3Ladder, name: str) -> slice:
 
 @functools.cache
 def reads_static_kernel(step: str) -> bool:
-    """Whether LaCT after a step of the ladder reads its state by features that do not depend on keys and values: o =
-    φ(q) S.
+    """Whether LaCT after a step of the ladder is o = φ(q) S, with features φ that depend on no keys and values.
 
     For twice as many queries as φ has features, the outputs are explained by one matrix S, or they are not.
     """
@@ -126,9 +124,7 @@ def reads_static_kernel(step: str) -> bool:
 
 @functools.cache
 def parallel_error(step: str) -> float:
-    """The largest error of the parallel form of a step of the ladder against the recurrent one: outputs, and gradients
-    of all inputs.
-    """
+    """The largest error, of outputs and gradients, of the parallel form of a step against the recurrent one."""
     found = {}
     for form in ("parallel", "recurrent"):
         loop, weights, tokens, rates, momentum = draw_lact(step, order="before")
@@ -142,8 +138,7 @@ def parallel_error(step: str) -> float:
 
 @functools.cache
 def order_error(step: str, norm: str | None = None) -> float:
-    """By how much the outputs change when two chunks of keys and values change places, as a share of the largest
-    output.
+    """By how much two chunks of keys and values that change places change the outputs, as a share of the largest one.
 
     A state that is a sum over chunks does not change. Without momentum, whose weights depend on the place of a chunk;
     `norm` is that of `InnerLoop`, None for what the step has.

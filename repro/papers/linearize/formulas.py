@@ -35,9 +35,7 @@ def in_tenths(value: float) -> Fraction:
 
 @functools.cache
 def foreign_weights(inner: str) -> int:
-    """How many of a T5-T's values in projections of q, k and v, and in MLPs, are not bit for bit its teacher's after it
-    inherited.
-    """
+    """How many values of q, k, v and MLPs in a T5-T are not bit for bit the teacher's after it inherited them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         teacher = build_model("t5_softmax_tiny_patch16_224")
@@ -70,8 +68,7 @@ def identity_error(name: str) -> float:
 
 
 def shift_error(what: str) -> float:
-    """By how much a mixer's output changes in fp64 when one vector is added to all keys, as a share of its largest
-    value.
+    """By how much a mixer's output changes in fp64 when one vector is added to all keys, as a share of the largest.
 
     `softmax` is softmax attention; the other names are norms of the keys before a SwiGLU inner learner (`KeyNorm`).
     """

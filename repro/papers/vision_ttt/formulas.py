@@ -49,15 +49,12 @@ def vim_trivial_g(width: int, tokens: int) -> Fraction:
 
 
 def vittt_g(width: int, tokens: int) -> Fraction:
-    """A 12-layer Vittt: Eq. 13, 6TD² + 6TDd + 4bTD with d = 64 and b = 16, SwiGLU (3TD·⌊8D/3⌋), patch convolution and
-    head.
-    """
+    """A 12-layer Vittt: Eq. 13, 6TD² + 6TDd + 4bTD with d = 64, b = 16; SwiGLU (3TD·⌊8D/3⌋), convolution, head."""
     return Fraction(_vittt_layers("conv2d", width, tokens, CHUNK * tokens) + _ends(width, tokens), 10**9)
 
 
 def vittt_design_g(design: str, class_tokens: int = 0) -> Fraction:
-    """A design of Table 3, or a class strategy of Table 4, by the terms of Eq. 13 alone: our count without what Eq. 13
-    leaves out.
+    """A design of Table 3, or a class strategy of Table 4, by the terms of Eq. 13 alone.
 
     With n projections and R directions, a layer has nTD² + R·(3TDd + 2D·Σn²), where n are the lengths of the chunks;
     the last is shorter, so Σn² is a little less than the bT of Eq. 13. SwiGLU, patch convolution and head are added as
@@ -75,16 +72,13 @@ def vittt_trivial_g(width: int, tokens: int) -> Fraction:
 
 
 def table3_weights(design: str) -> int:
-    """The weights of a design of Table 3 that meet every token, in all layers: its projections, Conv1d and DWConv,
-    without biases.
-    """
+    """The weights, without biases, of a design of Table 3 that meet every token: projections, Conv1d and DWConv."""
     projections, directions, conv1d, dwconv = _find(design)
     return LAYERS * (projections * TABLE3_WIDTH**2 + directions * conv1d * 4 * TABLE3_WIDTH + dwconv * 9 * TABLE3_WIDTH)
 
 
 def table3_step_g(design: str) -> Fraction:
-    """The multiply-adds that a step of Table 3 adds by its weights alone: each meets 196 tokens, which is 196
-    multiply-adds.
+    """The multiply-adds that a step of Table 3 adds by its weights alone, of which each meets 196 tokens.
 
     `design` is where the step leads; a ValueError names one that is unknown or has no predecessor.
     """
@@ -96,16 +90,12 @@ def table3_step_g(design: str) -> Fraction:
 
 
 def score_tensors_gb(heads: int, tokens: int, tensors: int = 1, batch: int = 64) -> Fraction:
-    """GB (1e9 bytes) of the fp16 attention scores (batch, heads, tokens, tokens) of one layer; a softmax out of place
-    holds two.
-    """
+    """GB (1e9 bytes) of the fp16 attention scores of one layer; a softmax out of place holds two such `tensors`."""
     return Fraction(2 * tensors * batch * heads * tokens**2, 10**9)
 
 
 def padded_tokens(width: int, height: int) -> int:
-    """Tokens of an image of so many pixels, padded to multiples of 32 as detectors do, in patches of 16x16: 4200 of
-    1333x800.
-    """
+    """Patches of 16×16 of an image that is padded to multiples of 32, as detectors do: 4200 of 1333×800."""
     return ceil(width / 32) * ceil(height / 32) * (32 // PATCH) ** 2
 
 

@@ -1,6 +1,4 @@
-"""The readings of the paper: what each alternative does to the printed counts, and docs/readings.md, which explains
-every choice.
-"""
+"""The readings of the paper: what each alternative does to the printed counts; docs/readings.md explains them."""
 
 import copy
 import dataclasses
@@ -72,9 +70,7 @@ def list_pairs(texts: Iterable[str]) -> list[str]:
 
 
 def list_trained() -> dict[str, str]:
-    """Name -> text of the readings that make Vittt itself another model, ours first as `ours`; the others concern its
-    variants alone.
-    """
+    """Name -> text of the readings, `ours` first, that make Vittt itself, and not its variants alone, another model."""
     texts = [
         text for text in list_alternatives() if text not in _SAME_VITTT and text.partition("=")[0] not in _SAME_VITTT
     ]
@@ -82,8 +78,7 @@ def list_trained() -> dict[str, str]:
 
 
 def count_reading(reading: Any) -> dict[str, dict[str, float]]:
-    """What the models of a `repro.models.reading.Reading` have: {params_m, macs_g}, each by the id of the ledger's
-    entry that prints it.
+    """The {params_m, macs_g} of the models of a `repro.models.reading.Reading`, each by the id of the ledger's entry.
 
     The parameters are those of Table 3's six designs, of Vittt-S and Vittt-B, of the 3×3 convolution of each size, and
     those that sharing Q and K saves; the multiply-adds are those of the designs and of Vittt-S and Vittt-B at 224×224.

@@ -1,5 +1,4 @@
-"""The equivalences of the paper's Appendix A and C, measured in fp64: `kernels.ttt_linear.reference` against what each
-one states.
+"""The equivalences of the paper's Appendix A and C in fp64: `kernels.ttt_linear.reference` against what each states.
 
 The right-hand sides share no code with the reference. Row vectors: q, k, v (T, d) are the rows of X^Q, X^K, X^V, and a
 token x reads the state W by x·W, so that the paper's W_t x_t is x_t·W here, with W transposed. Its η = 1/2 together
@@ -35,8 +34,7 @@ class Sizes:
 
 
 def measure_theorems(sizes: Sizes) -> dict[str, float]:
-    """The largest error of each equivalence over the shapes and seeds of `sizes`, as a share of the largest value of
-    the right-hand side.
+    """The largest error of each equivalence over all sequences, as a share of the largest value of its right-hand side.
 
     c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2. c2_adapted_value_view_any_w0: the
     last for any W0. primal_plain, primal_ln: the dual form against one state per token, without and with the inner
@@ -89,8 +87,7 @@ def learn_by_primal_form(
     chunk_size: int,
     inner: Inner,
 ) -> Tensor:
-    """Eq. 7 with a state for every token: W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, with the gradients by autograd at the
-    chunk's start state.
+    """Eq. 7 with a state for every token, W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, by autograd at the chunk's start state.
 
     Shapes as of one head of `ttt_linear_dual`: q, k, v (T, d), lr (T), scale (chunk_size), W0 (d, d), the others (d).
     """

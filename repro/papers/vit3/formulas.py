@@ -1,6 +1,4 @@
-"""Functions that the ledger of ViT³ calls: what stands around a backbone in dense tasks, counts by the text, and what
-the text proves.
-"""
+"""Functions that the ledger of ViT³ calls: counts around a backbone and by the text, and what the text proves."""
 
 from fractions import Fraction
 
@@ -35,8 +33,7 @@ def recipe_setting(key: str) -> float:
 
 
 def upernet_params_m(row: str) -> Fraction:
-    """What UPerHead (512 channels, 150 classes, no auxiliary head) and four LayerNorms add to a classifier, in
-    millions.
+    """Millions that UPerHead (512 channels, 150 classes, no auxiliary head) and four LayerNorms add to a classifier.
 
     The classifier's head and its norm before it, of two values per channel, are taken off.
     """
@@ -52,16 +49,12 @@ def upernet_params_m(row: str) -> Fraction:
 
 
 def upernet_aux_params_m(row: str) -> Fraction:
-    """The same with the auxiliary head: a convolution of the third map to 256 channels with its BatchNorm, and 150
-    classes.
-    """
+    """The same with the auxiliary head: the third map to 256 channels, BatchNorm, and 150 classes."""
     return upernet_params_m(row) + Fraction(9 * STAGES[row][2] * 256 + 2 * 256 + 257 * 150, 10**6)
 
 
 def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Multiply-adds of UPerHead as fvcore counts them, in units of 1e9: 2 per value of a BatchNorm, 4 of an
-    interpolation's output.
-    """
+    """Multiply-adds (1e9) of UPerHead as fvcore counts them: 2 per value of BatchNorm, 4 of an interpolation."""
     widths, C = STAGES[row], 512
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]
     pooled = 1 + 4 + 9 + 36
@@ -74,8 +67,7 @@ def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
 
 
 def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Multiply-adds of FPN, RPN and the heads of Mask R-CNN for 1,000 proposals and 100 masks, as fvcore counts them,
-    in units of 1e9.
+    """Multiply-adds (1e9) of FPN, RPN and Mask R-CNN's heads for 1,000 proposals and 100 masks, as fvcore counts them.
 
     256 channels, 3 anchors, 80 classes; four convolutions before the masks; interpolations of the FPN are nearest, 1
     per output.
@@ -91,9 +83,7 @@ def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
 
 
 def vit3_params_m(width: int, heads: int) -> Fraction:
-    """Parameters of a ViT³ of 12 layers by the words of Section 5, that one of its heads is the convolution, in
-    millions.
-    """
+    """Millions of parameters of a ViT³ of 12 layers, of whose heads one is the convolution, as Section 5 says."""
     d = width // heads
     block = 4 * width * (width + 1) + (heads - 1) * 2 * d * d + 9 * d  # q, k, v and the projection; inner weights
     block += 10 * width + 4 * width + 8 * width**2 + 5 * width  # CPE, LayerNorms, MLP
@@ -101,9 +91,7 @@ def vit3_params_m(width: int, heads: int) -> Fraction:
 
 
 def vmamba_s2l5(what: str) -> Fraction:
-    """`params_m`, or `macs_g` at 224 by its authors' convention, of VMamba-T as first released: stages of 2, 2, 5 and 2
-    blocks, ratio 2.
-    """
+    """`params_m`, or its authors' `macs_g` at 224, of VMamba-T as first released: stages of 2, 2, 5 and 2 blocks."""
     counted = cost("vmamba_tiny_224", {"depths": (2, 2, 5, 2), "expand": 2}, (224, 224))
     return {
         "params_m": Fraction(counted.num_params, 10**6),
