@@ -7,7 +7,7 @@ from .claims import Report
 from .contest import plan_contest
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
-from .paper import Drawings, Figure
+from .paper import Drawings
 from .records import Source, describe_age, describe_twins, group_by
 from .results import Results
 from .variants import plan_figures
@@ -18,7 +18,22 @@ OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 
 def list_figures(report: Report) -> list[Block]:
     """The paper's figures and ours, and what the ledger says of each."""
-    return [block for figure in report.paper.figures for block in _figure(figure, report)]
+    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
+    blocks: list[Block] = []
+    for figure in report.paper.figures:
+        files = drawn[figure.place]
+        if files:
+            state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
+        elif drawn.get(figure.shared_with):
+            state = f"The pictures of {figure.shared_with} show it too."
+        else:
+            state = f"Not drawn yet: `{figure.command}`."
+        entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
+        about = prose(f"{state} Entries: {entries or 'none'}.")
+        blocks += [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
+        for name in files:
+            blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)
+    return blocks
 
 
 def list_examples(report: Report) -> list[Block]:
@@ -76,20 +91,3 @@ def describe_origin(sources: Sequence[Source], named: str) -> str:
 
 def _origin_line(name: str, sources: Sequence[Source], report: Report) -> Line:
     return code(name), f": {describe_origin(sources, report.named)}"
-
-
-def _figure(figure: Figure, report: Report) -> list[Block]:
-    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
-    files = drawn.get(figure.place, [])
-    if files:
-        state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
-    elif drawn.get(figure.shared_with):
-        state = f"The pictures of {figure.shared_with} show it too."
-    else:
-        state = f"Not drawn yet: `{figure.command}`."
-    entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
-    about = prose(f"{state} Entries: {entries or 'none'}.")
-    blocks: list[Block] = [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
-    for name in files:
-        blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)
-    return blocks

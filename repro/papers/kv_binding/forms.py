@@ -15,11 +15,9 @@ from ...report.records import Source, group_by
 from ...report.results import Missing
 
 PICTURE = "kv_binding_forms.png"
+STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of the ladder
 NAMES = {
-    **{
-        f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}"
-        for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6")
-    },
+    **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in STEPS},
     "vittt_own": "Vittt, unchanged (LayerNorm)",
     "vittt_plain": "Vittt, plain",
     "vittt_dot": "Vittt, dot",
@@ -202,7 +200,7 @@ def compare_setting(report: Report) -> list[Block]:
         rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
         ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
         body: list[list[Piece]] = []
-        for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
+        for step in STEPS:
             row, learner = "baseline" if step == "own" else step, f"lact_{step}"
             theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in FORMS]
             printed = [entry and float(entry.printed) for entry in theirs]

@@ -1,6 +1,6 @@
 """Functions that the ledger calls: errors of the paper's equations in fp64, and what it says of its inner learners.
 
-Every error is a share of the largest value of what is stated.
+Every error is a share of the largest value of what is stated. A name that none of them knows is a `ValueError`.
 """
 
 import functools
@@ -30,9 +30,6 @@ def identity_error(name: str) -> float:
     `v6_of_lact`: its last step is o = q(W + Σ kᵀv).
     `v6_as_run`, `v6_derived`: the same of ViT³, as the authors ran it, and with the gradient of its loss and the factor
     s/N. `v6_as_run_repaired`: as they ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
-
-    Raises:
-        ValueError: another name.
     """
     return find_error(*choose(IDENTITIES, name, "equation of the paper")())
 
@@ -41,7 +38,7 @@ def identity_error(name: str) -> float:
 def theorem_error(name: str) -> float:
     """The error of Theorem `5.1`, `5.2` or `5.3`: an MLP whose layers all learn by autograd, one token after another.
 
-    5.1 is of one step, 5.2 of a sequence, 5.3 of a sequence with momentum. Raises a ValueError for another name.
+    5.1 is of one step, 5.2 of a sequence, 5.3 of a sequence with momentum.
     """
     tokens, momentum = choose({"5.1": (1, False), "5.2": (TOKENS, False), "5.3": (TOKENS, True)}, name, "theorem")
     return find_error(*unroll_mlp(tokens, momentum))
@@ -55,9 +52,6 @@ def lact_error(name: str) -> float:
     `eq1_without_muon` and `coefficient`: both without M, where η_i Σ_j β_i^j is the weight of a step.
     `coefficient_repaired`: Σ_j η_j β_i^j in place of that. `mask`: without M and rates, the momentum matrix as mask, as
     Appendix H.1 says.
-
-    Raises:
-        ValueError: another name.
     """
     return find_error(*choose(OF_LACT, name, "equation of LaCT")())
 

@@ -213,20 +213,15 @@ def list_distributions(report: Report) -> list[Block]:
     """How well queries are told from keys and outputs from values, a row for each model, trained and untrained."""
     missing = "nothing is measured yet", "repro explain --probe distributions --weights WEIGHTS"
     found = report.results.require(lambda source: "told_apart_percent" in source.metrics, *missing)
-    pairs = ("queries_keys", "outputs_values", "queries_queries")
+    pairs = {
+        "queries and keys": "queries_keys",
+        "outputs and values": "outputs_values",
+        "queries of two halves": "queries_queries",
+    }
     rows: list[list[Piece]] = []
     for source in sorted(found, key=lambda source: [source.metrics[key] for key in ("model", "data")]):
         m = source.metrics
         for state, means in m["told_apart_percent"].items():
-            shares = [number(means[pair], ".1f", " %") for pair in pairs]
+            shares = [number(means[pair], ".1f", " %") for pair in pairs.values()]
             rows.append([code(m["model"]), m["data"], state, *shares, describe_origin([source], report.named)])
-    header = [
-        "model",
-        "data",
-        "weights",
-        "queries and keys",
-        "outputs and values",
-        "queries of two halves",
-        "measured on",
-    ]
-    return [table(header, rows)]
+    return [table(["model", "data", "weights", *pairs, "measured on"], rows)]

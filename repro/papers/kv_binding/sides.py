@@ -4,6 +4,7 @@ Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ...models.vit3 import InnerTraining
 SEED, TOKENS, WIDTH = 0, 12, 8
 CHUNK = 3  # tokens of a chunk, where there are chunks
 GRID = (1, TOKENS)
+_RATE = 1 / (3 * TOKENS)  # s/N of ViT³'s heads
 
 
 def draw() -> tuple:
@@ -72,35 +74,19 @@ def _delta_rule() -> tuple:
     return found, torch.stack(stated)
 
 
-def _learn_vit3(damping: bool) -> tuple:
+def _gated_unit(rate: float, damping: bool = False) -> tuple:
     """Our gated unit after its step; and by the text, with φ_{t+1} from a gradient by autograd."""
     q, k, v, gate, linear, _ = draw()
-    scale, rate = 1 / 3, 1 / (3 * TOKENS)
-    loop = InnerLoop(model="glu", scale=scale, damping=damping)
+    loop = InnerLoop(model="glu", scale=1 / 3, damping=damping)
     found = learn(loop, [linear[None], gate[None]], *(x[None, None] for x in (q, k, v)), (3, 4))[0, 0]
     moving = gate.clone().requires_grad_()
-    loss = -rate * (F.silu(k @ moving) * (k @ linear) * v).sum()
-    (of_gate,) = torch.autograd.grad(loss, moving)
-    of_linear = -rate * k.mT @ (v * F.silu(k @ gate))
-    steps = [G / (G.norm(dim=0) + 1) if damping else G for G in (of_gate, of_linear)]
-    return found, F.silu(q @ (gate - steps[0])), q @ linear, steps[1], q
-
-
-def _gated_unit(rate: float) -> Callable[[], tuple]:
-    def sides() -> tuple:
-        found, kernel, start, _, q = _learn_vit3(damping=False)
-        _, k, v, gate, *_ = draw()
-        return found, kernel * (start + rate * (q @ k.mT) @ (v * F.silu(k @ gate)))
-
-    return sides
-
-
-def _damped_unit() -> tuple:
-    found, kernel, start, _, q = _learn_vit3(damping=True)
-    _, k, v, gate, *_ = draw()
-    values = v * F.silu(k @ gate) / (3 * TOKENS)
-    factors = 1 / ((k.mT @ values).norm(dim=0) + 1)  # one for each output channel
-    return found, kernel * (start + (q @ k.mT) @ (values * factors))
+    loss = -_RATE * (F.silu(k @ moving) * (k @ linear) * v).sum()
+    (step,) = torch.autograd.grad(loss, moving)
+    values = rate * v * F.silu(k @ gate)
+    if damping:
+        step = step / (step.norm(dim=0) + 1)
+        values = values / ((k.mT @ values).norm(dim=0) + 1)  # a factor for each output channel
+    return found, F.silu(q @ (gate - step)) * (q @ linear + (q @ k.mT) @ values)
 
 
 def _convolution() -> tuple:
@@ -138,18 +124,14 @@ def _v6_of_lact() -> tuple:
     return learn(loop, weights, *tokens, GRID)[0, 0], q @ (W.mT + k.mT @ v)
 
 
-def _v6_of_vit3(step: str, factor: float, values: Callable[[Any, Any, Any], Any]) -> Callable[[], tuple]:
+def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple:
     """The heads of a step against q(W + factor · Σ kᵀ values(k, v, W))."""
-
-    def compare() -> tuple:
-        q, k, v, W, *_ = draw()
-        training = InnerTraining(WIDTH, 1, step).double()
-        with torch.no_grad():
-            training.w1.copy_(W.view_as(training.w1))
-            found = training._learn_heads(torch.cat((q, k, v), -1)[None])[0]
-        return found, q @ (W + factor * k.mT @ values(k, v, W))
-
-    return compare
+    q, k, v, W, *_ = draw()
+    training = InnerTraining(WIDTH, 1, step).double()
+    with torch.no_grad():
+        training.w1.copy_(W.view_as(training.w1))
+        found = training._learn_heads(torch.cat((q, k, v), -1)[None])[0]
+    return found, q @ (W + factor * k.mT @ values(k, v, W))
 
 
 def unroll_mlp(tokens: int, momentum: bool) -> tuple:
@@ -199,57 +181,45 @@ def _recur_lact(muon: bool, rates: bool = True) -> tuple:
     return torch.stack(outs), (q, k, v, start, eta, beta, shape)
 
 
-def _eq1(repaired: bool) -> Callable[[], tuple]:
-    def compare() -> tuple:
-        found, (q, k, v, start, eta, beta, shape) = _recur_lact(muon=True)
-        stated = []
-        for t in range(TOKENS):
-            if repaired:
-                steps = [eta[j] * shape((k[: j + 1] * beta[: j + 1, j, None]).mT @ v[: j + 1]) for j in range(t + 1)]
-            else:
-                steps = [shape(torch.outer(k[i], v[i] * eta[i] * beta[i, i : t + 1].sum())) for i in range(t + 1)]
-            stated.append(q[t] @ (start + sum(steps)))
-        return torch.stack(stated), found
-
-    return compare
+def _eq1(repaired: bool) -> tuple:
+    found, (q, k, v, start, eta, beta, shape) = _recur_lact(muon=True)
+    stated = []
+    for t in range(TOKENS):
+        if repaired:
+            steps = [eta[j] * shape((k[: j + 1] * beta[: j + 1, j, None]).mT @ v[: j + 1]) for j in range(t + 1)]
+        else:
+            steps = [shape(torch.outer(k[i], v[i] * eta[i] * beta[i, i : t + 1].sum())) for i in range(t + 1)]
+        stated.append(q[t] @ (start + sum(steps)))
+    return torch.stack(stated), found
 
 
-def _coefficient(kind: str) -> Callable[[], tuple]:
+def _coefficient(kind: str) -> tuple:
     """Masked attention: the weight of i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or `mask` β_i^t."""
-
-    def compare() -> tuple:
-        found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")
-        weights = {
-            "printed": (beta.cumsum(1) * eta[:, None]).mT,
-            "repaired": (beta * eta).cumsum(1).mT,
-            "mask": beta.mT,
-        }[kind]
-        return q @ start + ((q @ k.mT) * weights.tril()) @ v, found
-
-    return compare
+    found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")
+    weights = {"printed": beta.cumsum(1) * eta[:, None], "repaired": (beta * eta).cumsum(1), "mask": beta}[kind]
+    return q @ start + ((q @ k.mT) * weights.mT.tril()) @ v, found
 
 
-_RATE = 1 / (3 * TOKENS)  # s/N of ViT³'s heads
 IDENTITIES: dict[str, Callable[[], tuple]] = {
     "negated_loss": _negated_loss,
     "zero_start": _zero_start,
     "delta_rule": _delta_rule,
-    "gated_unit": _gated_unit(_RATE),
-    "gated_unit_without_rate": _gated_unit(1),
+    "gated_unit": partial(_gated_unit, _RATE),
+    "gated_unit_without_rate": partial(_gated_unit, 1),
     "convolution": _convolution,
-    "damped_unit": _damped_unit,
+    "damped_unit": partial(_gated_unit, _RATE, damping=True),
     "norm_of_static": _norm_of_static,
     "rate_in_value": _rate_in_value,
     "v6_of_lact": _v6_of_lact,
-    "v6_as_run": _v6_of_vit3("v6_as_run", 1, lambda k, v, W: v),
-    "v6_derived": _v6_of_vit3("v6", _RATE, lambda k, v, W: v),
-    "v6_as_run_repaired": _v6_of_vit3("v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
+    "v6_as_run": partial(_v6_of_vit3, "v6_as_run", 1, lambda k, v, W: v),
+    "v6_derived": partial(_v6_of_vit3, "v6", _RATE, lambda k, v, W: v),
+    "v6_as_run_repaired": partial(_v6_of_vit3, "v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
 }
 OF_LACT: dict[str, Callable[[], tuple]] = {
-    "eq1": _eq1(repaired=False),
-    "eq1_repaired": _eq1(repaired=True),
-    "eq1_without_muon": _coefficient("printed"),
-    "coefficient": _coefficient("printed"),
-    "coefficient_repaired": _coefficient("repaired"),
-    "mask": _coefficient("mask"),
+    "eq1": partial(_eq1, repaired=False),
+    "eq1_repaired": partial(_eq1, repaired=True),
+    "eq1_without_muon": partial(_coefficient, "printed"),
+    "coefficient": partial(_coefficient, "printed"),
+    "coefficient_repaired": partial(_coefficient, "repaired"),
+    "mask": partial(_coefficient, "mask"),
 }

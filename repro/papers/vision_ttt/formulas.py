@@ -3,6 +3,8 @@
 from fractions import Fraction
 from math import ceil
 
+from ..identities import choose
+
 LAYERS, HEAD_DIM, CHUNK, PATCH = 12, 64, 16, 16
 VIM_LAYERS, VIM_STATE = 24, 16
 TABLE3_WIDTH, TABLE3_TOKENS = 192, 196  # Vittt-T at 224x224
@@ -73,7 +75,7 @@ def vittt_trivial_g(width: int, tokens: int) -> Fraction:
 
 def table3_weights(design: str) -> int:
     """The weights, without biases, of a design of Table 3 that meet every token: projections, Conv1d and DWConv."""
-    projections, directions, conv1d, dwconv = _find(design)
+    projections, directions, conv1d, dwconv = choose(DESIGNS, design, "design of Table 3")
     return LAYERS * (projections * TABLE3_WIDTH**2 + directions * conv1d * 4 * TABLE3_WIDTH + dwconv * 9 * TABLE3_WIDTH)
 
 
@@ -82,11 +84,11 @@ def table3_step_g(design: str) -> Fraction:
 
     `design` is where the step leads; a ValueError names one that is unknown or has no predecessor.
     """
-    _find(design)
-    before = list(DESIGNS).index(design) - 1
-    if before < 0:
+    if design == next(iter(DESIGNS)):
         raise ValueError(f"{design} is the first design of Table 3; no step leads to it")
-    return Fraction((table3_weights(design) - table3_weights(list(DESIGNS)[before])) * TABLE3_TOKENS, 10**9)
+    weights = table3_weights(design)
+    before = list(DESIGNS)[list(DESIGNS).index(design) - 1]
+    return Fraction((weights - table3_weights(before)) * TABLE3_TOKENS, 10**9)
 
 
 def score_tensors_gb(heads: int, tokens: int, tensors: int = 1, batch: int = 64) -> Fraction:
@@ -101,15 +103,9 @@ def padded_tokens(width: int, height: int) -> int:
 
 def _vittt_layers(design: str, width: int, tokens: int, squares: int) -> int:
     """`squares` is Σn² over the chunks of the scan."""
-    projections, directions, _, _ = _find(design)
+    projections, directions, _, _ = choose(DESIGNS, design, "design of Table 3")
     learner = directions * (3 * tokens * width * HEAD_DIM + 2 * squares * width)
     return LAYERS * (tokens * projections * width**2 + learner + 3 * tokens * width * (8 * width // 3))
-
-
-def _find(design: str) -> tuple[int, int, int, bool]:
-    if design not in DESIGNS:
-        raise ValueError(f"{design!r} is no design of Table 3; they are {', '.join(DESIGNS)}")
-    return DESIGNS[design]
 
 
 def _ends(width: int, patches: int) -> int:

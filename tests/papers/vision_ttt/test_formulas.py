@@ -103,7 +103,7 @@ def test_the_ledger_may_call_them_and_a_wrong_design_is_named():
     assert tuple(DESIGNS) == BUILT
     own = {name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens"))}
     assert own <= set(load_primary().formulas())
-    with pytest.raises(ValueError, match="'conv3d' is no design of Table 3"):
+    with pytest.raises(ValueError, match="'conv3d': no design of Table 3"):
         vittt_design_g("conv3d")
     with pytest.raises(ValueError, match="ttt_layer is the first design"):
         table3_step_g("ttt_layer")
