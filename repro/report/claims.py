@@ -9,7 +9,7 @@ from typing import Any
 
 from .arithmetic import FUNCTIONS, Number, agreement, decimals, near
 from .expressions import Expression
-from .ledger import CHOSEN_BY_ROW, Claim, Entry, Relation
+from .ledger import CHOSEN_BY_ROW, Entry, Relation
 from .paper import Paper
 from .results import Choose, Missing, Results, SpeedGroup
 from .verdicts import (
@@ -50,10 +50,6 @@ class Report:
     def all(self) -> list[Verdict]:
         """The verdicts on all entries."""
         return list(self.verdicts.values())
-
-    def of_claim(self, claim: Claim) -> list[Verdict]:
-        """The verdicts on the entries of a claim."""
-        return [self.verdicts[entry.id] for entry in claim.entries]
 
 
 def judge_paper(

@@ -1,11 +1,12 @@
 """What sets a paper next to ours: counts, tables, claims, contradictions, and what is missing."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from .claims import Report
 from .demands import COUNTS
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
-from .ledger import Claim, Entry, Table
+from .ledger import Claim, Entry
 from .records import group_by
 from .verdicts import (
     EXPLAINED,
@@ -115,23 +116,21 @@ def list_headlines(report: Report) -> list[Block]:
 
 def list_tables(report: Report) -> list[Section]:
     """Every table of the paper, each number beside ours."""
-    return [table_section(each, report) for each in report.paper.ledger.tables]
-
-
-def table_section(about: Table, report: Report) -> Section:
-    """A table of the paper, each number beside ours."""
-    header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
-    own = {row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in about.records}
-    rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
-    counts = format_counts(verdict for of_row in own.values() for verdict in of_row)
-    notes = [about.note] if about.note else []
-    for key, column in about.columns.items():
-        names = (f"{about.id}.{row}.{key}" for row in about.records)
-        if agreeing := [report.plain[name] for name in names if name in report.plain]:
-            agree = f"{sum(agreeing)} of these {len(agreeing)} {column.label} agree."
-            notes.append(f"By the column's own convention, without one that was chosen for a row, {agree}")
-    text = " ".join([f"Each entry: paper → ours. {counts}.", *notes])
-    return Section(f"{about.place}: {about.title}", [(text,), table(header, rows)])
+    sections = []
+    for about in report.paper.ledger.tables:
+        header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
+        records = about.records
+        own = {row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in records}
+        rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
+        notes = [f"Each entry: paper → ours. {format_counts(itertools.chain(*own.values()))}.", about.note]
+        for key, column in about.columns.items():
+            names = (f"{about.id}.{row}.{key}" for row in records)
+            if agreeing := [report.plain[name] for name in names if name in report.plain]:
+                agree = f"{sum(agreeing)} of these {len(agreeing)} {column.label} agree."
+                notes.append(f"By the column's own convention, without one that was chosen for a row, {agree}")
+        text = " ".join(filter(None, notes))
+        sections.append(Section(f"{about.place}: {about.title}", [(text,), table(header, rows)]))
+    return sections
 
 
 def shared_counts(reports: Sequence[Report]) -> list[Section]:
@@ -260,7 +259,7 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
     """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
 
     def show(claim: Claim) -> tuple[str, Line, Line, Line]:
-        own = report.of_claim(claim)
+        own = [report.verdicts[entry.id] for entry in claim.entries]
         elsewhere = [f"{_key(claim, each)}{', '.join(map(str, each.elsewhere))}" for each in own if each.elsewhere]
         notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
         if with_reasons:
