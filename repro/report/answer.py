@@ -15,7 +15,7 @@ from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
 from .contest import ATTENTIONS, Speeds, find_all_speeds, find_speeds
-from .document import Block, Bullets, Line, PageLink, Picture, Piece, Table, Text, code, plain, prose, strong, table
+from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import OUTSIDE, describe_origin, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
@@ -122,7 +122,7 @@ def _papers_table(reports: Sequence[Report]) -> Table:
         said = group_by(_said_questions(report), lambda asked: judge_question(asked[1])[0])
         words = "; ".join(f"{' and '.join(each.says for each, _ in own)} {verb}" for verb, own in said.items())
         file = report.paper.page
-        rows.append([report.paper.name, words, (PageLink(file.rpartition("/")[2], file),)])
+        rows.append([report.paper.name, words, (Link(file.rpartition("/")[2], file),)])
     return table(["paper", "verdict", "page"], rows)
 
 

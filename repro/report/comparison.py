@@ -265,9 +265,9 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
         if with_reasons:
             notes += [(each.reason,) for each in own if each.status == NOT_MEASURED.word and each.reason]
             if any(each.status == INCONSISTENT.word for each in own):
-                notes.append((Link("⚠ why", CONTRADICTIONS),))
+                notes.append((Link("⚠ why", section=CONTRADICTIONS),))
             if any(each.compared in (EXPLAINED.word, UNEXPLAINED.word) for each in own):
-                notes.append((Link("≠ why", DIFFERENCES),))
+                notes.append((Link("≠ why", section=DIFFERENCES),))
             notes += [(each.evidence,) for each in own if each.status == NOT_MEASURABLE.word and each.evidence]
         ours, statuses = _merge([(format_ours(each),) for each in own]), _merge([status_line(each) for each in own])
         return claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")

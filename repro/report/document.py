@@ -19,18 +19,18 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A link to the section of this title on the same page."""
+    """A link to a file, relative to the checkout's root, or else to the section of this title on the same page."""
 
     text: str
-    section: str
+    file: str = ""
+    section: str = ""
 
-
-@dataclasses.dataclass(frozen=True)
-class PageLink:
-    """A link to another page of the checkout: its file, relative to the checkout's root."""
-
-    text: str
-    file: str
+    def find_target(self, to_results: str = "", prefix: str = "") -> str:
+        """What it leads to from a page whose anchors begin with `prefix`; `to_results` leads from there to results/."""
+        if not self.file:
+            return f"#{prefix}{make_anchor(self.section)}"
+        inside = self.file.removeprefix("results/")
+        return to_results + (inside if inside != self.file else f"../{self.file}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Comparison:
         return " ".join(filter(None, (self.paper, "→", plain(self.ours), plain(*self.result))))
 
 
-Piece = str | Text | Link | PageLink | Picture | Mark | Comparison
+Piece = str | Text | Link | Picture | Mark | Comparison
 Line = tuple[Piece, ...]
 
 
@@ -122,7 +122,7 @@ def prose(text: str) -> Line:
     for match in _MARKUP.finditer(text):
         typed, stressed, emphatic, linked, file = match.groups()
         found = code(typed) if typed else strong(stressed) if stressed else Text(emphatic, "emphasis")
-        line += [text[place : match.start()], PageLink(linked, file) if linked else found]
+        line += [text[place : match.start()], Link(linked, file) if linked else found]
         place = match.end()
     return tuple(piece for piece in (*line, text[place:]) if piece != "")
 
@@ -173,11 +173,6 @@ def join(lines: Iterable[Line], between: str) -> Line:
 def plain(*line: Piece) -> str:
     """The plain text of a line."""
     return "".join(piece if isinstance(piece, str) else piece.text for piece in line)
-
-
-def find_way(file: str, to_results: str) -> str:
-    """The way to a file of the checkout from a page from which `to_results` leads to results/."""
-    return to_results + file.removeprefix("results/") if file.startswith("results/") else f"{to_results}../{file}"
 
 
 def make_anchor(title: str) -> str:

@@ -17,13 +17,11 @@ from .document import (
     Line,
     Link,
     Mark,
-    PageLink,
     Picture,
     Piece,
     Section,
     Table,
     Text,
-    find_way,
     make_anchor,
     plain,
 )
@@ -140,10 +138,8 @@ class _Renderer:
         match piece:
             case Text(text=text, style=style) if style in TAGS:
                 return f"<{TAGS[style]}>{escape(text)}</{TAGS[style]}>"
-            case Link(text=text, section=section):
-                return f'<a href="#{self.prefix}{escape(make_anchor(section))}">{escape(text)}</a>'
-            case PageLink(text=text, file=file):
-                return f'<a href="{escape(find_way(file, ""))}">{escape(text)}</a>'
+            case Link(text=text):
+                return f'<a href="{escape(piece.find_target(prefix=self.prefix))}">{escape(text)}</a>'
             case Mark(text=text, word=word, title=title):
                 unseen = f'<span class="unseen"> {title or word}</span>'
                 return f'<span class="mark {make_anchor(word)}" title="{title or word}">{text}{unseen}</span>'

@@ -3,22 +3,7 @@
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
-from .document import (
-    Block,
-    Bullets,
-    Comparison,
-    Heading,
-    Line,
-    Link,
-    PageLink,
-    Picture,
-    Piece,
-    Section,
-    Table,
-    Text,
-    find_way,
-    make_anchor,
-)
+from .document import Block, Bullets, Comparison, Heading, Line, Link, Picture, Piece, Section, Table, Text
 
 _AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
 
@@ -61,10 +46,8 @@ def _render_piece(piece: Piece, to_results: str) -> str:
             return piece.replace("<", "&lt;")
         case Text(text=text, style=style):
             return f"{_AROUND[style]}{text}{_AROUND[style]}"
-        case Link(text=text, section=section):
-            return f"[{text}](#{make_anchor(section)})"
-        case PageLink(text=text, file=file):
-            return f"[{text}]({find_way(file, to_results)})"
+        case Link(text=text):
+            return f"[{text}]({piece.find_target(to_results)})"
         case Picture(file=file, text=text):
             return f"![{text}]({to_results}{quote(file)})"
         case Comparison(paper=paper, ours=ours, result=result):

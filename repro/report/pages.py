@@ -12,7 +12,7 @@ from ..core.record import replace_block, sweep, write_json, write_text
 from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
 from .claims import Report
-from .document import Block, Line, PageLink, Section, join
+from .document import Block, Line, Link, Section, join
 from .gallery import list_drawings
 from .html import render_html
 from .markdown import render_blocks, render_markdown
@@ -154,7 +154,7 @@ def build_runs(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
 def _point_to_runs(report: Report) -> list[Block]:
     if not build_runs(report):
         return []
-    what = PageLink("A page of their own", report.paper.runs_page)
+    what = Link("A page of their own", report.paper.runs_page)
     return [(what, " has these runs, how their learning rates were chosen, and what the models see in pictures.")]
 
 
@@ -176,7 +176,7 @@ def link_pages(papers: Iterable[Paper]) -> Line:
     """The links on top of each page: the front page, the page of each paper, the documentation."""
     pages = {"README": "README.md"} | {paper.name: paper.page for paper in papers}
     pages |= {"errata": ERRATA_PAGE, "one page for a browser": "results/report.html", "documentation": "docs/README.md"}
-    return join([(PageLink(text, file),) for text, file in pages.items()], " · ")
+    return join([(Link(text, file),) for text, file in pages.items()], " · ")
 
 
 def build_passages(report: Report) -> list[Passage]:
