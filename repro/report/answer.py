@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,7 @@ from .paper import Contest, Question
 from .records import describe_age, describe_seeds, group_by
 from .results import Results
 from .variants import Group, judge_variants
-from .verdicts import (
-    EXPLAINED,
-    FITTED,
-    INCONSISTENT,
-    MATCHED,
-    NOT_MEASURABLE,
-    TRUNCATED,
-    UNEXPLAINED,
-    Verdict,
-    format_counts,
-    format_ours,
-    significant,
-)
+from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was measured on
@@ -86,16 +73,17 @@ def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     """What entries come to: a verb for a sentence, and their numbers."""
-    counts = Counter(verdict.status for verdict in own)
+    counts = count_statuses(own)
     if all(verdict.ours is None for verdict in own):
         return "were not tested", f"{len(own)} numbers"
-    good = counts[MATCHED.word] + counts[TRUNCATED.word]
-    fitted = counts[FITTED.word]
-    bad = sum(counts[each.word] for each in (EXPLAINED, UNEXPLAINED, INCONSISTENT, NOT_MEASURABLE))
+    good = counts[Status.MATCHED] + counts[Status.TRUNCATED]
+    fitted = counts[Status.FITTED]
+    failing = Status.EXPLAINED, Status.UNEXPLAINED, Status.INCONSISTENT, Status.NOT_MEASURABLE
+    bad = sum(counts[status] for status in failing)
     detail = f"{good} of {len(own)} match" + (f", {fitted} agree by a fitted convention" if fitted else "")
     if good == len(own):
         return "reproduce", detail
-    if contradicted := counts[INCONSISTENT.word]:
+    if contradicted := counts[Status.INCONSISTENT]:
         detail += f"; in {contradicted} the paper contradicts itself"
     if fitted > good + bad:
         return "agree only by a fitted convention", detail
@@ -190,8 +178,9 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
     origin = "computed from the equations" if is_measured else reason
     if sources:
         origin = describe_origin(sources, report.named)
-    truncated, fitted = (sum(verdict.status == each.word for verdict in own) for each in (TRUNCATED, FITTED))
-    matched = sum(verdict.status == MATCHED.word for verdict in own) + truncated
+    counts = count_statuses(own)
+    truncated, fitted = counts[Status.TRUNCATED], counts[Status.FITTED]
+    matched = counts[Status.MATCHED] + truncated
     text = f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
     text += f", {fitted} agree by a fitted convention" if fitted else ""
     if not is_measured:

@@ -12,23 +12,7 @@ from .expressions import Expression
 from .ledger import CHOSEN_BY_ROW, Entry, Relation
 from .paper import Paper
 from .results import Choose, Missing, Results, SpeedGroup
-from .verdicts import (
-    DECLARED,
-    EXPLAINED,
-    FITTED,
-    INCONSISTENT,
-    MATCHED,
-    NOT_MEASURABLE,
-    NOT_MEASURED,
-    OPEN,
-    OUT_OF_SCOPE,
-    TRUNCATED,
-    UNEXPLAINED,
-    Elsewhere,
-    Status,
-    Verdict,
-    significant,
-)
+from .verdicts import OPEN, Elsewhere, Status, Verdict, significant
 
 _SPEEDS = {"fps", "memory_mib"}
 _FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's own rows
@@ -100,10 +84,10 @@ class _Judge:
         found = {"entry": entry, "evidence": evidence, "checks": len(decided), "violations": len(violations)}
         if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
             found |= {"evidence": why, "elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(**found, status=NOT_MEASURABLE.word, reason=why, command="none")
+            return Verdict(**found, status=Status.NOT_MEASURABLE, reason=why, command="none")
         beyond = (each.out_of_scope for each in self.ledger.trace(entry) if each.out_of_scope)
         if evidence is None and (why := next(beyond, None)):
-            return Verdict(**found, status=OUT_OF_SCOPE.word, reason=why, command="none")
+            return Verdict(**found, status=Status.OUT_OF_SCOPE, reason=why, command="none")
         self.results.used.clear()
         entry = self._count_plainly(entry)
         found["entry"] = entry
@@ -111,9 +95,9 @@ class _Judge:
             ours, is_declared = self._ours_or_declared(entry)
         except Missing as missing:
             reason, command = missing.args
-            status = INCONSISTENT if evidence else NOT_MEASURED
+            status = Status.INCONSISTENT if evidence else Status.NOT_MEASURED
             found |= {"elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(**found, status=status.word, reason=reason, command=self._known(command))
+            return Verdict(**found, status=status, reason=reason, command=self._known(command))
         found["sources"] = tuple(sorted(self.results.used))
         how, delta = ("holds" if ours else None), None
         if entry.printed is not None:
@@ -121,9 +105,9 @@ class _Judge:
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
         explanation = None if how else self._explain(entry)
         compared = self._compare(entry, how, explanation, is_declared)
-        found |= {"compared": compared.word, "explanation": explanation}
-        status = INCONSISTENT if evidence else compared
-        return Verdict(**found, status=status.word, ours=ours, how=how, delta=delta)
+        found |= {"compared": compared, "explanation": explanation}
+        status = Status.INCONSISTENT if evidence else compared
+        return Verdict(**found, status=status, ours=ours, how=how, delta=delta)
 
     def _count_plainly(self, entry: Entry) -> Entry:
         """The entry, by the column's own convention where that rounds to the printed number too."""
@@ -151,15 +135,15 @@ class _Judge:
     def _compare(self, entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
         """What ours comes to beside the paper's; only independent numbers can match."""
         if how is None:
-            return EXPLAINED if explanation else UNEXPLAINED
+            return Status.EXPLAINED if explanation else Status.UNEXPLAINED
         parts = list(self.ledger.trace(entry))
         # from no record and no model, but from constants alone
         is_arithmetic = all(each.ours and all(call.name in FUNCTIONS for call in each.ours.calls) for each in parts)
         if is_declared or entry.kind == "setting" or is_arithmetic:
-            return DECLARED
+            return Status.DECLARED
         if any(each.ours and (each.fitted or _calls(each, _FITTED)) for each in parts):
-            return FITTED
-        return TRUNCATED if how == "truncation" else MATCHED
+            return Status.FITTED
+        return Status.TRUNCATED if how == "truncation" else Status.MATCHED
 
     def _explain(self, entry: Entry) -> str | None:
         """Why ours differs, with its evidence; None where no explanation stands up to its computation."""

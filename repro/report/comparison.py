@@ -8,21 +8,7 @@ from .demands import COUNTS
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry
 from .records import group_by
-from .verdicts import (
-    EXPLAINED,
-    INCONSISTENT,
-    KINDS,
-    LEGEND,
-    NOT_MEASURABLE,
-    NOT_MEASURED,
-    STATUSES,
-    UNEXPLAINED,
-    Verdict,
-    count_statuses,
-    format_counts,
-    format_ours,
-    status_line,
-)
+from .verdicts import KINDS, LEGEND, STATUSES, Status, Verdict, count_statuses, format_counts, format_ours, status_line
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
@@ -102,7 +88,7 @@ def count_relations(report: Report, what: str) -> int:
     """How many relations are `checked`, `hold` or are `broken`; how many entries are `unmeasured` or `consistent`."""
     checks = sum(verdict.checks for verdict in report.all)
     violations = sum(verdict.violations for verdict in report.all)
-    own = _find_status(report, NOT_MEASURED.word)
+    own = _find_status(report, Status.NOT_MEASURED)
     consistent = sum(bool(verdict.checks) and not verdict.violations for verdict in own)
     found = {"checked": checks, "hold": checks - violations, "broken": violations}
     return (found | {"unmeasured": len(own), "consistent": consistent})[what]
@@ -192,18 +178,18 @@ def list_errata(reports: Sequence[Report]) -> list[Section]:
 
 
 def _group_contradictions(report: Report) -> Iterable[Sequence[Verdict]]:
-    own = _find_status(report, INCONSISTENT.word)
+    own = _find_status(report, Status.INCONSISTENT)
     return group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence)).values()
 
 
 def _group_unmeasurable(report: Report) -> Iterable[Sequence[Verdict]]:
-    return group_by(_find_status(report, NOT_MEASURABLE.word), lambda each: each.evidence).values()
+    return group_by(_find_status(report, Status.NOT_MEASURABLE), lambda each: each.evidence).values()
 
 
 def list_differences(report: Report) -> list[Block]:
     """Every number of ours that differs, with the reason; entries of one reason share a row."""
-    differing = (each for each in report.all if each.compared in (EXPLAINED.word, UNEXPLAINED.word))
-    groups = group_by((each for each in differing if each.status != INCONSISTENT.word), lambda each: each.explanation)
+    differing = (each for each in report.all if each.compared in (Status.EXPLAINED, Status.UNEXPLAINED))
+    groups = group_by((each for each in differing if each.status != Status.INCONSISTENT), lambda each: each.explanation)
     rows: list[list[Piece | Line]] = []
     for why, own in sorted(groups.items(), key=lambda item: not item[0]):
         shown = [(f"{each.entry.printed or each.entry.says} → ", format_ours(each)) for each in own]
@@ -232,7 +218,7 @@ def _evidence_row(prints: Line, alike: Sequence[Verdict]) -> list[Piece | Line]:
 
 def list_unmeasured(report: Report) -> list[Block]:
     """The reasons for which there is no number of ours, the most frequent first."""
-    own = _find_status(report, NOT_MEASURED.word)
+    own = _find_status(report, Status.NOT_MEASURED)
     # what nothing would measure is apart
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
@@ -246,7 +232,7 @@ def _compare(verdict: Verdict) -> Piece | Line:
     printed = verdict.entry.printed or ""
     if verdict.ours is not None:
         return Comparison(printed, format_ours(verdict), status_line(verdict))
-    return (f"{printed} ", verdict.mark) if verdict.evidence else Comparison(printed, verdict.mark)
+    return (f"{printed} ", verdict.status.mark) if verdict.evidence else Comparison(printed, verdict.status.mark)
 
 
 def _is_headline(claim: Claim, report: Report) -> bool:
@@ -263,12 +249,12 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
         elsewhere = [f"{_key(claim, each)}{', '.join(map(str, each.elsewhere))}" for each in own if each.elsewhere]
         notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
         if with_reasons:
-            notes += [(each.reason,) for each in own if each.status == NOT_MEASURED.word and each.reason]
-            if any(each.status == INCONSISTENT.word for each in own):
+            notes += [(each.reason,) for each in own if each.status == Status.NOT_MEASURED and each.reason]
+            if any(each.status == Status.INCONSISTENT for each in own):
                 notes.append((Link("⚠ why", section=CONTRADICTIONS),))
-            if any(each.compared in (EXPLAINED.word, UNEXPLAINED.word) for each in own):
+            if any(each.compared in (Status.EXPLAINED, Status.UNEXPLAINED) for each in own):
                 notes.append((Link("≠ why", section=DIFFERENCES),))
-            notes += [(each.evidence,) for each in own if each.status == NOT_MEASURABLE.word and each.evidence]
+            notes += [(each.evidence,) for each in own if each.status == Status.NOT_MEASURABLE and each.evidence]
         ours, statuses = _merge([(format_ours(each),) for each in own]), _merge([status_line(each) for each in own])
         return claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")
 

@@ -26,7 +26,7 @@ from .document import (
     plain,
 )
 from .gallery import OUTSIDE
-from .verdicts import FITTED, KINDS, NOT_MEASURABLE, STATUSES, Verdict, count_statuses, format_delta, format_ours
+from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 TAGS = {"code": "code", "strong": "strong", "emphasis": "em"}  # of styles; numbers have none
@@ -72,13 +72,13 @@ def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     """(label, text) of what is shown of a verdict on demand."""
     entry, status = verdict.entry, verdict.status
     about = [("entry", entry.id)]
-    if status == NOT_MEASURABLE.word:
+    if status == Status.NOT_MEASURABLE:
         about.append(("why nobody can have measured it", verdict.evidence))
     else:
         about += [("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
         about.append(("what would measure it", verdict.command))
     about += [("why ours differs", verdict.explanation), ("agrees by", verdict.how)]
-    about.append(("why it is no evidence", entry.fitted if status == FITTED.word else None))
+    about.append(("why it is no evidence", entry.fitted if status == Status.FITTED else None))
     about += [("elsewhere", str(each)) for each in verdict.elsewhere]
     for path in verdict.sources:
         about.append(("record", path))

@@ -18,7 +18,7 @@ AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
 
 def describe_statuses(report: Report) -> list[Block]:
     """What an entry of a ledger can be, a sentence for each status."""
-    return [Bullets([(code(word), f": {status.means}.") for word, status in STATUSES.items()])]
+    return [Bullets([(code(status), f": {status.means}.") for status in STATUSES])]
 
 
 def compare_without_learning(report: Report) -> list[Block]:

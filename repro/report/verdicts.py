@@ -1,10 +1,11 @@
 """The verdict on an entry: its status, how it is written on every page, and what claims.{csv,json} hold of it."""
 
 import dataclasses
+import enum
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from .arithmetic import decimals
 from .document import Line, Mark, Piece, number
@@ -12,48 +13,53 @@ from .ledger import Entry
 from .results import SpeedGroup
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Status(Mark):
-    """A status of an entry: its word is as claims.csv has it, its text stands for it in a table."""
+class Status(enum.StrEnum):
+    """A status of an entry: its word as claims.csv has it; with its mark in a table, and a sentence for the legend."""
 
-    means: str  # a sentence for the legend
+    MATCHED = ("✓", "matched", "ours, rounded to the paper's printed digits, is the paper's number")
+    TRUNCATED = ("✓", "matched, truncated", "ours is the paper's number when its further digits are cut off")
+    FITTED = ("≈", "fitted", "ours agrees by a convention that was fitted to such rows, so that it is no evidence")
+    DECLARED = (
+        "≈",
+        "declared",
+        "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
+    )
+    EXPLAINED = (
+        "≠ᵉ",
+        "differs, explained",
+        "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
+    )
+    UNEXPLAINED = ("≠", "differs, unexplained", "ours is another number, and nobody has shown why")
+    INCONSISTENT = (
+        "⚠",
+        "paper inconsistent",
+        "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
+    )
+    NOT_MEASURABLE = (
+        "–",
+        "not measurable as described",
+        "nobody can have measured this under the conditions that the paper names; the page lists the computation",
+    )
+    NOT_MEASURED = (
+        "–",
+        "not measured",
+        "we have no number under the paper's conditions, and the page lists reasons and commands",
+    )
+    OUT_OF_SCOPE = (
+        "○",
+        "out of scope",
+        "it needs a model of another field than vision, which this project does not build",
+    )
+
+    def __new__(cls, text: str, word: str, means: str) -> Self:
+        status = str.__new__(cls, word)
+        status._value_ = word
+        status.mark = Mark(text, word)
+        status.means = means
+        return status
 
 
-STATUSES: dict[str, Status] = {}  # by their words
-
-
-def _status(text: str, word: str, means: str) -> Status:
-    return STATUSES.setdefault(word, Status(text, word, means=means))
-
-
-MATCHED = _status("✓", "matched", "ours, rounded to the paper's printed digits, is the paper's number")
-TRUNCATED = _status("✓", "matched, truncated", "ours is the paper's number when its further digits are cut off")
-FITTED = _status("≈", "fitted", "ours agrees by a convention that was fitted to such rows, so that it is no evidence")
-DECLARED = _status(
-    "≈", "declared", "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence"
-)
-EXPLAINED = _status(
-    "≠ᵉ",
-    "differs, explained",
-    "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
-)
-UNEXPLAINED = _status("≠", "differs, unexplained", "ours is another number, and nobody has shown why")
-INCONSISTENT = _status(
-    "⚠",
-    "paper inconsistent",
-    "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
-)
-NOT_MEASURABLE = _status(
-    "–",
-    "not measurable as described",
-    "nobody can have measured this under the conditions that the paper names; the page lists the computation",
-)
-NOT_MEASURED = _status(
-    "–", "not measured", "we have no number under the paper's conditions, and the page lists reasons and commands"
-)
-OUT_OF_SCOPE = _status(
-    "○", "out of scope", "it needs a model of another field than vision, which this project does not build"
-)
+STATUSES = tuple(Status)
 # what the marks say to a reader of a page; statuses that ask nothing different of the reader share a mark
 LEGEND = {
     "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
@@ -122,8 +128,10 @@ class Verdict:
     """What code found out about one entry."""
 
     entry: Entry
-    status: str  # a key of `STATUSES`; a contradiction of the paper goes before what `compared` says
-    compared: str | None = None  # the status that ours compared with the paper's has; None where nothing was measured
+    status: Status  # a contradiction of the paper goes before what `compared` says
+    compared: Status | None = (
+        None  # the status that ours compared with the paper's has; None where nothing was measured
+    )
     # our number, or whether the statement holds for ours; None where nothing was measured
     ours: float | bool | None = None
     # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
@@ -137,11 +145,6 @@ class Verdict:
     sources: tuple[str, ...] = ()  # the records that ours was read from
     checks: int = 0  # how many relations to the paper's own numbers could be decided
     violations: int = 0  # how many of them do not hold
-
-    @property
-    def mark(self) -> Mark:
-        """The mark of the status."""
-        return STATUSES[self.status]
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
@@ -173,11 +176,11 @@ def format_delta(verdict: Verdict) -> str:
 def status_line(verdict: Verdict) -> Line:
     """The mark of the status, and by how much ours differs; after a contradiction, also how ours compares."""
     if verdict.compared is None:
-        return (verdict.mark,)
-    compared: Line = (STATUSES[verdict.compared],)
+        return (verdict.status.mark,)
+    compared: Line = (verdict.compared.mark,)
     if verdict.how is None and verdict.delta is not None:
         compared = (*compared, f" ({format_delta(verdict)})")
-    return compared if verdict.status == verdict.compared else (verdict.mark, " ", *compared)
+    return compared if verdict.status == verdict.compared else (verdict.status.mark, " ", *compared)
 
 
 def significant(value: float | None) -> str:

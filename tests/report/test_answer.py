@@ -21,7 +21,7 @@ from repro.report.contest import find_all_speeds, find_speeds
 from repro.report.markdown import render_blocks
 from repro.report.pages import build_passages
 from repro.report.results import Results
-from repro.report.verdicts import EXPLAINED, FITTED, INCONSISTENT, MATCHED, NOT_MEASURED, TRUNCATED, UNEXPLAINED
+from repro.report.verdicts import Status
 from stages import stage_names, verb_of
 from stages.report import ReportParams, load_scores, run
 
@@ -192,16 +192,16 @@ def test_what_the_verdict_says_of_speed_is_what_the_committed_rows_give(committe
 @pytest.mark.parametrize(
     ("statuses", "verb"),
     [
-        ({MATCHED: 3, TRUNCATED: 1}, "reproduce"),
-        ({MATCHED: 2, UNEXPLAINED: 2}, "mostly reproduce"),
-        ({MATCHED: 1, EXPLAINED: 1, INCONSISTENT: 1}, "do not reproduce"),
-        ({FITTED: 3, MATCHED: 1}, "agree only by a fitted convention"),
-        ({NOT_MEASURED: 5}, "were not tested"),
+        ({Status.MATCHED: 3, Status.TRUNCATED: 1}, "reproduce"),
+        ({Status.MATCHED: 2, Status.UNEXPLAINED: 2}, "mostly reproduce"),
+        ({Status.MATCHED: 1, Status.EXPLAINED: 1, Status.INCONSISTENT: 1}, "do not reproduce"),
+        ({Status.FITTED: 3, Status.MATCHED: 1}, "agree only by a fitted convention"),
+        ({Status.NOT_MEASURED: 5}, "were not tested"),
     ],
 )
 def test_the_verb_of_the_verdict_follows_the_statuses(statuses, verb):
     own = [
-        SimpleNamespace(status=status.word, ours=None if status == NOT_MEASURED else 1.0)
+        SimpleNamespace(status=status, ours=None if status == Status.NOT_MEASURED else 1.0)
         for status, count in statuses.items()
         for _ in range(count)
     ]

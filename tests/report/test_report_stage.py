@@ -102,7 +102,7 @@ def test_a_page_is_short_explains_its_marks_and_leads_to_the_others(name):
         *(paper.page for paper in load_papers().values()),
     }
     explained = re.findall(r"(?m)^\| (\S) \| ", text.split("\n## How to read this page\n")[1].split("\n## ")[0])
-    assert len(explained) <= 6 and {status.text.rstrip("ᵉ") for status in STATUSES.values()} == set(explained)
+    assert len(explained) <= 6 and {status.mark.text.rstrip("ᵉ") for status in STATUSES} == set(explained)
 
 
 def test_the_profile_is_named_as_it_is(reported):

@@ -171,7 +171,7 @@ def test_a_relation_is_violated_only_where_no_rounding_explains_it(checkout, pri
     verdict = judge(checkout, base, asked)["text.x_v"]
     assert (verdict.checks, verdict.violations) == (1, int(violated))
     expected = ("paper inconsistent", "⚠") if violated else ("not measured", "–")
-    assert (verdict.status, verdict.mark.text) == expected
+    assert (verdict.status, verdict.status.mark.text) == expected
     assert (verdict.evidence or "").startswith("it is ") == violated
     # a contradiction goes before a match, which stays visible
     verdict = judge(checkout, base, claim(printed, ours=f'{printed} + 0 * params_m("{MODEL}@224")', **related))
