@@ -23,8 +23,9 @@ def print_plan(plans: Sequence[CostPlan], devices: Sequence[Rates], count: int, 
     names = [each.gpu for each in devices if each.gpu]
     _print_rows(plans, names, count)
     _print_legend(plans, devices)
-    if not names:
-        _print_last_run(paths)
+    if not names and (pipeline := paths.results / PIPELINE_FILE).is_file():
+        noted = read_json(pipeline)
+        print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once")
     free_gb = shutil.disk_usage(paths.root).free / 1e9
     print(f"disk: {_format(plans[0].total('disk_gb'))} GB; free here: {free_gb:.0f} GB")
     if unknown := [_shorten(command) for command in plans[0].unknown]:
@@ -74,12 +75,6 @@ def _print_legend(plans: Sequence[CostPlan], devices: Sequence[Rates]) -> None:
             print(f"  {unmeasured[0].measure}")
     for note in dict.fromkeys(line for row in rows for line in row.note.splitlines()):
         print(note)
-
-
-def _print_last_run(paths: Paths) -> None:
-    if (pipeline := paths.results / PIPELINE_FILE).is_file():
-        noted = read_json(pipeline)
-        print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once")
 
 
 def _print_places(plans: Sequence[CostPlan], gpus: Sequence[str]) -> None:

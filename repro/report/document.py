@@ -43,11 +43,10 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The mark of a status, which is named by a word; the title is what it says where that is more than the word."""
+    """The mark of a status, which is named by a word."""
 
     text: str
     word: str
-    title: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,9 +140,9 @@ class _Renderer:
                 return f"<{TAGS[style]}>{escape(text)}</{TAGS[style]}>"
             case Link(text=text):
                 return f'<a href="{escape(piece.find_target(prefix=self.prefix))}">{escape(text)}</a>'
-            case Mark(text=text, word=word, title=title):
-                unseen = f'<span class="unseen"> {title or word}</span>'
-                return f'<span class="mark {make_anchor(word)}" title="{title or word}">{text}{unseen}</span>'
+            case Mark(text=text, word=word):
+                unseen = f'<span class="unseen"> {word}</span>'
+                return f'<span class="mark {make_anchor(word)}" title="{word}">{text}{unseen}</span>'
             case Comparison(paper=paper, ours=ours, result=result):
                 numbers = f'<span class="paper">{escape(paper)}</span><span class="to">→</span><span class="ours">{self._piece(ours)}</span>'
                 return f'<span class="compared">{numbers}<span>{self._line(result)}</span></span>'

@@ -12,17 +12,10 @@ from .recipe import PRINTED
 
 # widths of the four stages of H-ViT³, ConvNeXt, VMamba and Swin
 STAGES = {
-    "h_vit3_t": (64, 128, 320, 512),
-    "h_vit3_s": (64, 128, 320, 512),
+    **dict.fromkeys(("h_vit3_t", "h_vit3_s"), (64, 128, 320, 512)),
     "h_vit3_b": (96, 192, 448, 640),
-    "convnext_t": (96, 192, 384, 768),
-    "convnext_s": (96, 192, 384, 768),
-    "convnext_b": (128, 256, 512, 1024),
-    "vmamba_t": (96, 192, 384, 768),
-    "vmamba_s": (96, 192, 384, 768),
-    "vmamba_b": (128, 256, 512, 1024),
-    "swin_b": (128, 256, 512, 1024),
-    "focalnet_t": (96, 192, 384, 768),
+    **dict.fromkeys(("convnext_t", "convnext_s", "focalnet_t", "vmamba_t", "vmamba_s"), (96, 192, 384, 768)),
+    **dict.fromkeys(("convnext_b", "swin_b", "vmamba_b"), (128, 256, 512, 1024)),
 }
 CLASSES = 1000
 
