@@ -129,9 +129,8 @@ class Verdict:
 
     entry: Entry
     status: Status  # a contradiction of the paper goes before what `compared` says
-    compared: Status | None = (
-        None  # the status that ours compared with the paper's has; None where nothing was measured
-    )
+    # the status that ours compared with the paper's has; None where nothing was measured
+    compared: Status | None = None
     # our number, or whether the statement holds for ours; None where nothing was measured
     ours: float | bool | None = None
     # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
