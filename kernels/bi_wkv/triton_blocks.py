@@ -21,6 +21,31 @@ def load_decay(w_ptr, c, there, T):
 
 
 @triton.jit
+def load_tokens(
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    left,
+    there,
+    one,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADJOINT: tl.constexpr,
+    WHOLE: tl.constexpr = 0,
+):
+    """A block's tokens as exponents and two values: k, v and 1; or of the adjoint tokens −L, g and g·out."""
+    rows = load_rows(k_ptr, left, there, C, BLOCK, WHOLE)
+    x = load_rows(v_ptr, left, there, C, BLOCK, WHOLE)
+    if ADJOINT:
+        y = products(x, load_rows(out_ptr, left, there, C, BLOCK, WHOLE))
+        exponents = exponents_of(rows, -1.0, left, WHOLE)
+    else:
+        y = one
+        exponents = exponents_of(rows, LOG2E, left, WHOLE)
+    return exponents, x, y
+
+
+@triton.jit
 def step(w, m, a, b, exponent, x, y):
     """The state (m, a, b) after one more token, 2^exponent (x, y)."""
     before = m - w
@@ -183,7 +208,7 @@ def add_states(m, a, b, m_more, a_more, b_more):
 
 
 @triton.jit
-def sum_rows(w, offset, exponents, xs):
+def sum_rows(w, offset, exponents, xs, ys):
     """The state that the rows make, each its place, `offset` for the first, times w below its exponent."""
     BLOCK: tl.constexpr = len(exponents)
     top = exponents[0] - offset * w
@@ -193,7 +218,7 @@ def sum_rows(w, offset, exponents, xs):
     for j in tl.static_range(BLOCK):
         of_token = tl.exp2(exponents[j] - (offset + j) * w - top)
         a += xs[j] * of_token
-        b += of_token
+        b += ys[j] * of_token
     return top, a, b
 
 
@@ -202,10 +227,10 @@ def go_back(
     w, m, a, b, k_ptr, v_ptr, behind_ptr, i, T, there, one, C: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Write the state behind block i, and give the one in front of it."""
-    at, left = tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
+    at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)
-    store_state(behind_ptr + tl.cast(i, tl.int64) * (3 * C), there, C, m, a, b)
+    store_state(behind_ptr + i * (3 * C), there, C, m, a, b)
     return add_block(w, m, a, b, exponents_of(k, LOG2E, left, WHOLE), v, one)
 
 
@@ -232,10 +257,10 @@ def go_gently(
     """Write the outputs of block i, with one exponent for each direction, from the state in front of it; give the one
     behind it.
     """
-    at, left = tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
+    at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)
-    m_right, a_right, b_right = load_state(behind_ptr + tl.cast(i, tl.int64) * (3 * C), there, C)
+    m_right, a_right, b_right = load_state(behind_ptr + i * (3 * C), there, C)
     k = exponents_of(k, LOG2E, left, WHOLE)
     decay = tl.exp2(-w)
 
@@ -289,10 +314,10 @@ def go_on(
     KEEP: tl.constexpr,
 ):
     """As `go_gently`, with an exponent for each token."""
-    at, left = tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
+    at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
-    m_right, a_right, b_right = load_state(behind_ptr + tl.cast(i, tl.int64) * (3 * C), there, C)
+    m_right, a_right, b_right = load_state(behind_ptr + i * (3 * C), there, C)
     right = states_behind(w, m_right, a_right, b_right, k, v, one)
     for j in tl.static_range(BLOCK_T):
         own = k[j] + u

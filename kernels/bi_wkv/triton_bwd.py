@@ -13,7 +13,8 @@ out_t. They need no maximum beyond the running ones, since p ≤ 1. A token c be
 with the states (a, b) of the tokens before c, (a', b') of those behind it, and (G, H), (G', H') of the adjoint tokens.
 
 The kernel goes through the tokens as the forward kernel does, with two states in each direction, 24 bytes of scratch
-memory for a block and channel. Every program writes its own sums of dw and du, and torch adds them up. There are no
+memory for a block and channel, and like it cuts a long sequence into segments. Every program writes its own sums of dw
+and du, and torch adds them up. There are no
 atomics: two runs give the same bits. Shape letters as in `triton_fwd`.
 """
 
@@ -22,22 +23,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import triton_fwd
 from .reference import Arguments
 from .triton_blocks import (
     LOG2E,
     add_block,
-    exponents_of,
     load_decay,
-    load_rows,
     load_state,
+    load_tokens,
     nothing,
     ones,
-    products,
     states_behind,
     step,
     store_state,
 )
-from .triton_fwd import run, shared_arguments
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
@@ -54,51 +53,65 @@ def backward_kernel(
     dk_ptr,
     dv_ptr,
     behind_ptr,
+    ends_ptr,
+    adjoint_ends_ptr,
     T,
     bucket,
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
-    """Write dk and dv, and per image dw and du."""
+    """Write dk and dv, and per image and segment dw and du.
+
+    With SEGMENT a program has that many tokens and goes from the states at their ends; without it has all.
+    """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
     w = load_decay(w_ptr, c, there, T)
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
+    part = tl.program_id(0).to(tl.int64)
+    start = part * T * C + c
+    if SEGMENT:
+        start += tl.program_id(2).to(tl.int64) * (SEGMENT * C)
+        part = part * tl.num_programs(2) + tl.program_id(2)
+        T = tl.minimum(T - tl.program_id(2) * SEGMENT, SEGMENT)
+        behind_ptr += part * (SEGMENT // BLOCK_T * 6 * C) + c
+        ends_ptr += part * (6 * C) + c
+        adjoint_ends_ptr += part * (6 * C) + c
+    else:
+        behind_ptr += part * tl.cdiv(T, BLOCK_T) * (6 * C) + c
     blocks = tl.cdiv(T, BLOCK_T)
-    image = tl.program_id(0).to(tl.int64)
-    start = image * T * C + c
-    behind_ptr += image * blocks * (6 * C) + c
     one = ones(w, BLOCK_T)
 
     m, a, b = nothing(BLOCK_C)
     e, G, H = nothing(BLOCK_C)
+    if SEGMENT:
+        m, a, b = load_state(ends_ptr + 3 * C, there, C)
+        e, G, H = load_state(adjoint_ends_ptr + 3 * C, there, C)
     for done in tl.range(0, blocks):
         i = blocks - 1 - done
-        to = behind_ptr + tl.cast(i, tl.int64) * (6 * C)
+        to = behind_ptr + i * (6 * C)
         store_state(to, there, C, m, a, b)
         store_state(to + 3 * C, there, C, e, G, H)
-        at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
-        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
-        v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
+        at, left = start + i * (BLOCK_T * C), T - i * BLOCK_T
+        k, v, _ = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, False)
         m, a, b = add_block(w, m, a, b, k, v, one)
-        minus_L = exponents_of(load_rows(lse_ptr + at, left, there, C, BLOCK_T), -1.0, left)
-        g = load_rows(dout_ptr + at, left, there, C, BLOCK_T)
-        g_out = products(g, load_rows(out_ptr + at, left, there, C, BLOCK_T))
+        minus_L, g, g_out = load_tokens(lse_ptr + at, dout_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, True)
         e, G, H = add_block(w, e, G, H, minus_L, g, g_out)
 
     m, a, b = nothing(BLOCK_C)
     e, G, H = nothing(BLOCK_C)
+    if SEGMENT:
+        m, a, b = load_state(ends_ptr, there, C)
+        e, G, H = load_state(adjoint_ends_ptr, there, C)
     dw = tl.zeros((BLOCK_C,), tl.float32)
     du = tl.zeros((BLOCK_C,), tl.float32)
     for i in tl.range(0, blocks):
-        at, left = start + tl.cast(i, tl.int64) * (BLOCK_T * C), T - i * BLOCK_T
-        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
-        v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
-        minus_L = exponents_of(load_rows(lse_ptr + at, left, there, C, BLOCK_T), -1.0, left)
-        g = load_rows(dout_ptr + at, left, there, C, BLOCK_T)
-        g_out = products(g, load_rows(out_ptr + at, left, there, C, BLOCK_T))
-        source = behind_ptr + tl.cast(i, tl.int64) * (6 * C)
+        at, left = start + i * (BLOCK_T * C), T - i * BLOCK_T
+        k, v, _ = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, False)
+        minus_L, g, g_out = load_tokens(lse_ptr + at, dout_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, True)
+        source = behind_ptr + i * (6 * C)
         m_behind, a_behind, b_behind = load_state(source, there, C)
         right = states_behind(w, m_behind, a_behind, b_behind, k, v, one)
         m_behind, a_behind, b_behind = load_state(source + 3 * C, there, C)
@@ -120,8 +133,8 @@ def backward_kernel(
             m, a, b = step(w, m, a, b, k[j], v[j], one[j])
             e, G, H = step(w, e, G, H, minus_L[j], g[j], g_out[j])
 
-    tl.store(dw_ptr + image * C + c, dw, mask=there)
-    tl.store(du_ptr + image * C + c, du, mask=there)
+    tl.store(dw_ptr + part * C + c, dw, mask=there)
+    tl.store(du_ptr + part * C + c, du, mask=there)
 
 
 def backward(
@@ -131,15 +144,19 @@ def backward(
 
     `config` is one of `configs`; None tunes.
     """
-    B, _, C = x.k.shape
-    arguments = shared_arguments(x)
-    dk, dv = torch.empty_like(arguments["k_ptr"]), torch.empty_like(arguments["v_ptr"])
-    dw, du = (x.k.new_empty((B, C), dtype=torch.float32) for _ in range(2))
-    arguments |= {
-        "dout_ptr": dout.to(x.k.dtype).contiguous(),
-        "out_ptr": out.contiguous(),
-        "lse_ptr": states.contiguous(),
-    }
-    arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv}
-    run(backward_kernel, arguments, 6, x, config)
+    B, T, C = x.k.shape
+    segments = triton_fwd.count_segments(T)
+    arguments = triton_fwd.shared_arguments(x)
+    k, v = arguments["k_ptr"], arguments["v_ptr"]
+    dout, out, lse = dout.to(x.k.dtype).contiguous(), out.contiguous(), states.contiguous()
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dw, du = (x.k.new_empty((B * segments, C), dtype=torch.float32) for _ in range(2))
+    split = {"ends_ptr": lse, "adjoint_ends_ptr": lse, "SEGMENT": 0}
+    if segments > 1:
+        ends = triton_fwd.find_ends(arguments, k, v, out, config)
+        adjoint = triton_fwd.find_ends(arguments, lse, dout, out, config, adjoint=True)
+        split = {"ends_ptr": ends, "adjoint_ends_ptr": adjoint, "SEGMENT": triton_fwd.SEGMENT}
+    arguments |= {"dout_ptr": dout, "out_ptr": out, "lse_ptr": lse}
+    arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv} | split
+    triton_fwd.run(backward_kernel, arguments, 6, x, config, segments)
     return dw.sum(0).to(x.w.dtype), du.sum(0).to(x.u.dtype), dk, dv

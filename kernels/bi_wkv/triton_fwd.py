@@ -32,14 +32,13 @@ from .reference import Arguments
 from .triton_blocks import (
     LOG2E,
     add_states,
-    exponents_of,
     go_back,
     go_gently,
     go_on,
     is_gentle,
     load_decay,
-    load_rows,
     load_state,
+    load_tokens,
     nothing,
     ones,
     store_state,
@@ -48,7 +47,8 @@ from .triton_blocks import (
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-SEGMENT = 256  # tokens, a multiple of every BLOCK_T
+# tokens, a multiple of every BLOCK_T; a program has fewer than two segments, so its offsets fit in 32 bits
+SEGMENT = 256
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
@@ -56,6 +56,7 @@ def sums_kernel(
     w_ptr,
     k_ptr,
     v_ptr,
+    out_ptr,
     sums_ptr,
     T,
     bucket,
@@ -63,36 +64,38 @@ def sums_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SEGMENT: tl.constexpr,
+    ADJOINT: tl.constexpr,
 ):
     """What each segment adds to the state behind it, and to the one in front of it: both, one after the other, to sums
     (B,S,2,3,C).
 
-    The first is not that of the last segment where that is shorter, which nothing needs.
+    The first is not that of the last segment where that is shorter, which nothing needs. Of adjoint tokens k and v are
+    L and the gradient of out; else out is not read.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
     w = load_decay(w_ptr, c, there, T)
-    b, s = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    start = (b * T + s * SEGMENT) * C + c
-    tokens = tl.minimum(T - s * SEGMENT, SEGMENT)
+    one = ones(w, BLOCK_T)
+    image, segment = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    start = (image * T + segment * SEGMENT) * C + c
+    tokens = tl.minimum(T - segment * SEGMENT, SEGMENT)
     m_left, a_left, b_left = nothing(BLOCK_C)
     m_right, a_right, b_right = nothing(BLOCK_C)
     WHOLE: tl.constexpr = 2 if C % BLOCK_C == 0 else 1
     full = tokens // BLOCK_T
     for i in tl.range(0, full):
         at = start + i * (BLOCK_T * C)
-        k = exponents_of(load_rows(k_ptr + at, tokens, there, C, BLOCK_T, WHOLE), LOG2E, tokens, WHOLE)
-        v = load_rows(v_ptr + at, tokens, there, C, BLOCK_T, WHOLE)
-        m, x, y = sum_rows(w, 0, k, v)
-        m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - i * BLOCK_T * w, x, y)
-        m, x, y = sum_rows(-w, 0, k, v)
-        m_left, a_left, b_left = add_states(m_left - BLOCK_T * w, a_left, b_left, m - (BLOCK_T - 1) * w, x, y)
+        k, x, y = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, tokens, there, one, C, BLOCK_T, ADJOINT, WHOLE)
+        m, a, b = sum_rows(w, 0, k, x, y)
+        m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - i * BLOCK_T * w, a, b)
+        m, a, b = sum_rows(-w, 0, k, x, y)
+        m_left, a_left, b_left = add_states(m_left - BLOCK_T * w, a_left, b_left, m - (BLOCK_T - 1) * w, a, b)
     if full * BLOCK_T < tokens:  # of the last segment: nothing needs its state behind
         at, left = start + full * (BLOCK_T * C), tokens - full * BLOCK_T
-        k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
-        m, x, y = sum_rows(w, 0, k, load_rows(v_ptr + at, left, there, C, BLOCK_T))
-        m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - full * BLOCK_T * w, x, y)
-    pointer = sums_ptr + (b * tl.num_programs(2) + s) * (6 * C) + c
+        k, x, y = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, ADJOINT, 0)
+        m, a, b = sum_rows(w, 0, k, x, y)
+        m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - full * BLOCK_T * w, a, b)
+    pointer = sums_ptr + (image * tl.num_programs(2) + segment) * (6 * C) + c
     store_state(pointer, there, C, m_left, a_left, b_left)
     store_state(pointer + 3 * C, there, C, m_right, a_right, b_right)
 
@@ -260,30 +263,39 @@ def run(
     launch(kernel, configs, (x.k.dtype,), grid, arguments | {"behind_ptr": behind}, x.k.device, config)
 
 
+def find_ends(
+    arguments: dict[str, object],
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    config: triton.Config | None,
+    *,
+    adjoint: bool = False,
+) -> Tensor:
+    """The states in front of each segment and behind it, (B,S,2,3,C), fp32; see `sums_kernel`."""
+    B, T, C = k.shape
+    segments = count_segments(T)
+    sums, ends = (k.new_empty((B, segments, 2, 3, C), dtype=torch.float32) for _ in range(2))
+    shared = {"w_ptr": arguments["w_ptr"], "sums_ptr": sums, "C": C, "SEGMENT": SEGMENT}
+    given = shared | {name: arguments[name] for name in ("T", "bucket")}
+    given |= {"k_ptr": k, "v_ptr": v, "out_ptr": out, "ADJOINT": adjoint}
+    grid = lambda c: (B, ceil_div(C, c["BLOCK_C"]), segments)  # noqa: E731
+    launch(sums_kernel, configs, (v.dtype,), grid, given, k.device, config)
+    given = shared | {"ends_ptr": ends, "segments": segments}
+    grid = lambda c: (B, ceil_div(C, c["BLOCK_C"]))  # noqa: E731
+    launch(ends_kernel, ends_configs, (), grid, given, k.device, ends_configs()[0])
+    return ends
+
+
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
     """out (B,T,C) in k's dtype and states of shape `states_shape`, fp32. `config` is one of `configs`; None tunes."""
     arguments = shared_arguments(x)
     out = torch.empty_like(arguments["k_ptr"])
     states = out.new_empty(states_shape(out.shape, keep_states), dtype=torch.float32)
-    B, T, C = out.shape
-    segments = count_segments(T)
+    segments = count_segments(out.shape[1])
     split = {"ends_ptr": out, "SEGMENT": 0}
     if segments > 1:
-        sums, ends = (out.new_empty((B, segments, 2, 3, C), dtype=torch.float32) for _ in range(2))
-        shared = {"w_ptr": arguments["w_ptr"], "sums_ptr": sums, "C": C, "SEGMENT": SEGMENT}
-        given = shared | {name: arguments[name] for name in ("k_ptr", "v_ptr", "T", "bucket")}
-        grid = lambda c: (B, ceil_div(C, c["BLOCK_C"]), segments)  # noqa: E731
-        launch(sums_kernel, configs, (out.dtype,), grid, given, out.device, config)
-        given = shared | {"ends_ptr": ends, "segments": segments}
-        launch(
-            ends_kernel,
-            ends_configs,
-            (),
-            lambda c: (B, ceil_div(C, c["BLOCK_C"])),
-            given,
-            out.device,
-            ends_configs()[0],
-        )
+        ends = find_ends(arguments, arguments["k_ptr"], arguments["v_ptr"], out, config)
         split = {"ends_ptr": ends, "SEGMENT": SEGMENT}
     given = arguments | {"out_ptr": out, "lse_ptr": states, "KEEP": keep_states} | split
     run(forward_kernel, given, 3, x, config, segments)

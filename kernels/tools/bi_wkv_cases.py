@@ -111,9 +111,11 @@ CASES = BiWKVCases(
         "bi_wkv_forward": (configs, forward_kernel, {"KEEP": False, "SEGMENT": 0}),
         "bi_wkv_forward_segments": (configs, forward_kernel, {"KEEP": False, "SEGMENT": SEGMENT}),
         "bi_wkv_forward_keeping_states": (configs, forward_kernel, {"KEEP": True, "SEGMENT": SEGMENT}),
-        "bi_wkv_forward_sums": (configs, triton_fwd.sums_kernel, {"SEGMENT": SEGMENT}),
+        "bi_wkv_forward_sums": (configs, triton_fwd.sums_kernel, {"SEGMENT": SEGMENT, "ADJOINT": False}),
+        "bi_wkv_backward_sums": (configs, triton_fwd.sums_kernel, {"SEGMENT": SEGMENT, "ADJOINT": True}),
         "bi_wkv_forward_ends": (triton_fwd.ends_configs, triton_fwd.ends_kernel, {"SEGMENT": SEGMENT}),
-        "bi_wkv_backward": (configs, triton_bwd.backward_kernel, {}),
+        "bi_wkv_backward": (configs, triton_bwd.backward_kernel, {"SEGMENT": 0}),
+        "bi_wkv_backward_segments": (configs, triton_bwd.backward_kernel, {"SEGMENT": SEGMENT}),
     },
     OPERANDS=("k", "v", "out", "dout", "dk", "dv"),
 )

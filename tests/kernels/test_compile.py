@@ -303,7 +303,7 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
     ("kernel", "dtype", "target", "options"),
     [
         ("bi_wkv_forward", "bf16", 90, {}),
-        ("bi_wkv_backward", "bf16", 90, {}),
+        ("bi_wkv_backward_segments", "bf16", 90, {}),
         slow("bi_wkv_forward_keeping_states", "fp16", 80, {}),
         slow("bi_wkv_backward", "fp32", 89, {}),
         ("ms_deform_attn_forward", "bf16", 90, {"head_dim": 32}),
