@@ -238,8 +238,8 @@ def test_the_report_runs_after_a_new_stage(house):
 
 
 def test_the_tests_of_layout_and_graph_pass_with_the_new_rooms(house):
-    chosen = "layout or one_way or backend or graph or settings or belong or report_follows or scores or depends_on"
-    files = "tests/test_layout.py", "tests/stages/test_dvc.py", "tests/stages/test_profile.py"
+    chosen = "layout or cycles or diagram or backend or graph or settings or belong or report_follows or scores or depends_on"
+    files = (f"tests/{name}.py" for name in ("test_layout", "test_docs", "stages/test_dvc", "stages/test_profile"))
     run(house, "-q", "-p", "no:cacheprovider", *files, "-k", f"({chosen}) and not every_section", module="pytest")
 
 

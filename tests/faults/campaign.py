@@ -44,7 +44,7 @@ from repro.models.checkpoints import open_weights
 from repro.models.weights import read_official
 from repro.training.checkpoint import Checkpointer
 from repro.training.guard import load_dump
-from tests.faults.lab import PARAMS, flip, make_base
+from tests.faults.lab import PARAMS, describe_damage, flip, make_base
 
 MODULES = ["repro.cli", "repro.runs.cells"]
 # what a run does to the file system, and what a kill may come before
@@ -347,31 +347,6 @@ def wait(pid: int) -> int:
 def read_output(root: Path) -> str:
     """What the last command in a checkout wrote."""
     return (root / "output").read_text(errors="replace")
-
-
-def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
-    """What is wrong with the results of a killed run beside those of an uninterrupted one; nothing if all is right.
-
-    Every file under its final name must have the uninterrupted run's bytes. Once `finished`, all of them must be there
-    and nothing else, in the folder of states too.
-    """
-    ours, theirs = (_list_results(each) for each in (root, whole))
-    for name in sorted(ours & theirs):
-        if (root / name).read_bytes() != (whole / name).read_bytes():
-            return f"{name}: differs"
-    if finished and ours != theirs:
-        return f"{min(ours ^ theirs)}: {'is missing' if ours < theirs else 'is there'}"
-    if finished and (left := [path for path in root.glob(".runs/**/*") if path.is_file() and "logs" not in path.parts]):
-        return f"{left[0].relative_to(root)}: is left"
-    return ""
-
-
-def _list_results(root: Path) -> set[str]:
-    """The files of the results; without those that have the date, and while nothing is finished the temporary ones do
-    not count.
-    """
-    found = (path for path in (root / "results").rglob("*") if path.is_file() and not path.name.endswith("run.json"))
-    return {str(path.relative_to(root)) for path in found}
 
 
 # split at |

@@ -163,15 +163,9 @@ class Checkout:
         return CommandResult(process.returncode, out, err)
 
     def compare(self, whole: "Checkout") -> None:
-        """Assert that the results have the same bytes as those of another checkout."""
-        snapshots = sorted(f"snapshots/{path.name}" for path in (whole.results / "snapshots").iterdir())
-        for name in ["weights.safetensors", "curve.csv", *snapshots]:
-            ours, theirs = self.results / name, whole.results / name
-            assert ours.is_file(), f"{ours}: is missing"
-            if ours.read_bytes() != theirs.read_bytes():
-                raise AssertionError(
-                    f"{ours}: differs from the uninterrupted run's{_describe_difference(ours, theirs)}"
-                )
+        """Assert that the results have the same bytes as those of another checkout, and that no state is left."""
+        damage = describe_damage(self.root, whole.root, finished=True)
+        assert not damage, f"{self.root}: {damage}"
 
 
 def make_base(folder: Path, code: Path, params: dict[str, Any]) -> Path:
@@ -329,6 +323,30 @@ def kill_all_in(folder: Path) -> None:
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
         time.sleep(0.02 * found)
+
+
+def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
+    """What is wrong with the results of a run beside those of an uninterrupted one; nothing if all is right.
+
+    Every file under its final name must have the uninterrupted run's bytes. Once `finished`, all of them must be there
+    and nothing else, in the folder of states too.
+    """
+    ours, theirs = (_list_results(each) for each in (root, whole))
+    differing = [name for name in sorted(ours & theirs) if (root / name).read_bytes() != (whole / name).read_bytes()]
+    found = [f"{name}: differs{_describe_difference(root / name, whole / name)}" for name in differing]
+    if finished:
+        found += [f"{name}: {'is there' if name in ours else 'is missing'}" for name in sorted(ours ^ theirs)]
+        left = (path for path in root.glob(".runs/**/*") if path.is_file() and "logs" not in path.parts)
+        found += [f"{path.relative_to(root)}: is left" for path in left]
+    return "; ".join(found)
+
+
+def _list_results(root: Path) -> set[str]:
+    """The files of the results; without those that have the date, and while nothing is finished the temporary ones do
+    not count.
+    """
+    found = (path for path in (root / "results").rglob("*") if path.is_file() and not path.name.endswith("run.json"))
+    return {str(path.relative_to(root)) for path in found}
 
 
 def _describe_difference(ours: Path, theirs: Path) -> str:
