@@ -1,8 +1,10 @@
 """What tests of every folder share."""
 
 import hashlib
+import os
 import pickle
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -10,31 +12,60 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+ROOT = Path(__file__).parents[1]
 
-@pytest.fixture
-def repro_cli(monkeypatch, capsys):
-    """Run the command line in this process: `repro_cli("pretrain", "--cell", "nano")` -> (exit code, stdout, stderr)."""
-    from repro.cli import main
 
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["repro", *args])
-        capsys.readouterr()
+class CommandLine:
+    """The command line, run in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *args: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of `repro ARGS`."""
+        from repro.cli import main
+
+        self._monkeypatch.setattr(sys, "argv", ["repro", *args])
+        self._capsys.readouterr()
         code = 0
         try:
             main()
         except SystemExit as exit:
             code = int(exit.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
+        return code, *self._capsys.readouterr()
 
-    return call
+    def run(self, *args: str) -> str:
+        """What `repro ARGS` prints; it must succeed."""
+        code, out, err = self(*args)
+        assert code == 0, err
+        return out
+
+    def refuse(self, *args: str, code: int = 2) -> str:
+        """The line of error with which `repro ARGS` ends, with this exit code; wrong input (2) leaves nothing printed."""
+        ended, out, err = self(*args)
+        assert ended == code and err.startswith("repro: ") and err.count("\n") == 1, err or out
+        assert code != 2 or not out
+        return err
+
+
+@pytest.fixture
+def repro_cli(monkeypatch, capsys) -> CommandLine:
+    """`repro_cli("pretrain", "--cell", "nano")` -> (exit code, stdout, stderr); or `.run` or `.refuse` for one of them."""
+    return CommandLine(monkeypatch, capsys)
+
+
+def run_python(*args: str, cwd: Path | str = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Python in a process of its own, with changes to the environment; its output is kept as text."""
+    command = [sys.executable, *args]
+    changed = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, cwd=cwd, env=changed, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.fixture
 def bare_checkout(tmp_path, monkeypatch):
     """A folder with this code and neither stages nor data, as the working directory."""
     for package in ("kernels", "repro", "stages"):
-        (tmp_path / package).symlink_to(Path(__file__).parents[1] / package)
+        (tmp_path / package).symlink_to(ROOT / package)
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     (tmp_path / "params.yaml").write_text("runtime: {data_roots: {}}\n")
     monkeypatch.chdir(tmp_path)

@@ -8,8 +8,6 @@ import graphlib
 import itertools
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ from repro.core.config import build, load_section, load_yaml
 from repro.core.paths import Paths
 from repro.pipeline import read_steps
 from repro.tasks.classification.params import ClassifierParams
+from tests.conftest import ROOT, run_python
 from tests.test_layout import import_graph
 
-ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "results/measured/README.md",
@@ -234,9 +232,7 @@ def test_the_example_of_a_paper_loads(tmp_path):
         (room / f"{name}.yaml").write_text(text)
     (room / "paper.py").write_text(fenced("extending.md", "python")[-1])
     code = "from repro.papers import load_papers; print(*load_papers()['deit'].ledger.entries)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
-    )
+    done = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [*(f"table1.deit_{size}.params_m" for size in "tsb"), "text.abstract.top1_b"]
 

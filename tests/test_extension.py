@@ -3,10 +3,8 @@ nothing else, and then passes its own tests of the layout, the graph and the fam
 """
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,9 +13,8 @@ import yaml
 
 from repro.core.record import read_record
 from repro.pipeline import read_units
+from tests.conftest import ROOT, run_python
 from tests.test_layout import tracked
-
-ROOT = Path(__file__).parents[1]
 
 STAGE = '''
 """`repro toy`: count to a number."""
@@ -209,13 +206,7 @@ def house(tmp_path_factory) -> Path:
 
 
 def run(root: Path, *arguments: str, module: str = "repro") -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
+    done = run_python("-m", module, *arguments, cwd=root, PYTHONPATH=str(root))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,13 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.conftest import ROOT, run_python
+
 PACKAGES = ("repro", "kernels", "stages")
 pytestmark = pytest.mark.slow
 
@@ -24,31 +23,19 @@ def run(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     empty.mkdir()
-    offline = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [
-        *offline,
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-        str(base),
-        str(source),
-    ]
-    subprocess.run(build, check=True, capture_output=True, timeout=300)
-    (wheel,) = base.glob("*.whl")
-    subprocess.run(
-        [*offline, "install", "--no-deps", "--no-index", "--target", str(installed), str(wheel)],
-        check=True,
-        timeout=300,
-    )
+    offline = "-m pip --disable-pip-version-check"
+    for command, where, what in (
+        ("wheel --no-build-isolation --wheel-dir", base, "source"),
+        ("install --target", installed, "*.whl"),
+    ):
+        (given,) = base.glob(what)
+        done = run_python(*f"{offline} {command}".split(), str(where), "--no-deps", "--no-index", str(given))
+        assert done.returncode == 0, done.stderr
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         # the wheel first: an environment where the project is installed from its checkout has it as well
         path = os.pathsep.join([str(installed), sysconfig.get_paths()["purelib"]])
-        command = [sys.executable, "-S", *arguments]
-        environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=300)
+        return run_python("-S", *arguments, cwd=empty, PYTHONPATH=path)
 
     run.installed = installed
     return run

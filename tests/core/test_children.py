@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from repro.core.children import PARENT, describe_death
+from tests.conftest import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 CHILD = """
 import signal, sys, time
 from repro.core.children import follow_parent
@@ -47,8 +47,7 @@ def test_a_process_ends_in_order_when_the_one_that_started_it_is_killed(tmp_path
 def test_a_process_whose_parent_is_gone_before_it_begins_ends_at_once():
     (gone := subprocess.Popen(["true"])).wait()
     program = "from repro.core.children import follow_parent; follow_parent(); import time; time.sleep(60)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), PARENT: str(gone.pid)}
-    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=20).returncode == -signal.SIGTERM
+    assert run_python("-c", program, **{PARENT: str(gone.pid)}).returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

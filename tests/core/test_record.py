@@ -26,6 +26,7 @@ from repro.core.record import (
     write_text,
 )
 from repro.data.settings import DigitsSettings
+from tests.conftest import ROOT, run_python
 
 
 def test_failure_keeps_the_old_file_and_leaves_no_other(tmp_path):
@@ -77,9 +78,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path):
 
 def test_git_ignores_what_a_killed_process_left(tmp_path):
     name = f"results/pretrain/nano/{leave_temporary(tmp_path).name}"
-    assert not subprocess.run(
-        ["git", "check-ignore", "--no-index", "-q", name], cwd=Path(__file__).parents[2]
-    ).returncode
+    subprocess.run(["git", "check-ignore", "--no-index", "-q", name], cwd=ROOT, check=True)
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_and_another_left_as_it_is(tmp_path):
@@ -207,35 +206,17 @@ def checkout(tmp_path: Path) -> Path:
 def test_import_closure_by_hand(checkout):
     core = ["repro/__init__.py", "repro/core/__init__.py", "repro/core/paths.py"]
     assert import_closure(checkout, ["stages.report"]) == sorted([*core, "stages/__init__.py", "stages/report.py"])
-    assert import_closure(checkout, ["stages.train"]) == sorted(
-        [
-            *core,
-            "kernels/__init__.py",
-            "kernels/scan/__init__.py",
-            "kernels/scan/op.py",
-            "kernels/scan/reference.py",
-            "repro/data/__init__.py",
-            "repro/data/late.py",
-            "repro/data/loader.py",
-            "repro/data/sibling.py",
-            "repro/models/__init__.py",
-            "repro/models/registry.py",
-            "repro/models/vim.py",
-            "stages/__init__.py",
-            "stages/train.py",
-        ]
-    )
+    not_reached = {"repro/core/unused.py", "repro/data/other.py", "repro/models/vittt.py", "stages/report.py"}
+    assert import_closure(checkout, ["stages.train"]) == sorted(FILES.keys() - not_reached)
 
 
 def test_import_closure_is_what_python_loads():
-    root = Path(__file__).parents[2]
     code = (
         "import sys, repro.data.settings;"
         "print(*[x.__file__ for n, x in sys.modules.items() if n.split('.')[0] in ('repro', 'kernels', 'stages')], sep='\\n')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    loaded = sorted(str(Path(line).relative_to(root)) for line in done.stdout.split())
-    assert import_closure(root, ["repro.data.settings"]) == loaded
+    loaded = sorted(str(Path(line).relative_to(ROOT)) for line in run_python("-c", code).stdout.split())
+    assert loaded and import_closure(ROOT, ["repro.data.settings"]) == loaded
 
 
 def test_code_hash_follows_names_and_contents(checkout):
@@ -306,10 +287,7 @@ def test_a_process_notes_its_own_command_and_needs_no_torch(checkout):
         f"made = make_identity(Path({str(checkout)!r}), ['stages.train'], DigitsSettings(), device='cpu', dtype='uint8', backend='none');"
         "print(json.dumps([made, 'torch' in sys.modules]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    )
-    identity, has_torch = json.loads(done.stdout)
+    identity, has_torch = json.loads(run_python("-c", code).stdout)
     assert identity["command"] == "repro toy --cell a" and "command_reason" not in identity
     assert not has_torch
     machine = identity["machine"]

@@ -1,11 +1,15 @@
 """A small checkout to run stages in: this project's code, small images, short runs."""
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
+from tests.stages.helpers import prepare_cell, train_nano
+
 PARAMS = """
 runtime: {workers: 0, save_every_steps: 3, log_every_steps: 5, data_roots: {digits: data/digits, imagenet: data/imagenet}}
 prepare_data:
@@ -34,9 +38,10 @@ pretrain:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
-    """A checkout whose data set is written and whose cell `nano` is not trained; do not change it, copy it."""
-    from tests.stages.helpers import prepare_cell
+    """A checkout whose data set is written and whose cell `nano` is not trained; do not change it, copy it.
 
+    A module may put its own in its place.
+    """
     root = tmp_path_factory.mktemp("prepared")
     (root / "params.yaml").write_text(PARAMS)
     (root / "dvc.yaml").write_text("stages: {}\n")
@@ -44,6 +49,20 @@ def prepared(tmp_path_factory) -> Path:
         (root / package).symlink_to(ROOT / package)
     prepare_cell(root, "digits")
     return root
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> Callable[[str], Path]:
+    """`trained("pretrain")` -> a checkout whose cell `nano` of this stage was trained without interruption."""
+    root = tmp_path_factory.mktemp("trained") / "checkout"
+    shutil.copytree(prepared, root, symlinks=True)
+
+    @functools.cache
+    def train(stage: str) -> Path:
+        train_nano(root, stage)
+        return root
+
+    return train
 
 
 @pytest.fixture

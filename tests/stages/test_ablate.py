@@ -89,8 +89,8 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     for seed in (0, 1):
         stop_at_state("ablate", "conv1d", signal.SIGKILL, seed)
         assert not CELL.exists()
-    code, out, err = repro_cli("ablate", "--cell", "conv1d")
-    assert code == 0 and "continuing after step 8" in out, err  # the first seed's last step: it is not trained again
+    # the first seed's last step: it is not trained again
+    assert "continuing after step 8" in repro_cli.run("ablate", "--cell", "conv1d")
     ours, theirs = record(CELL)["metrics"], record(Path("whole"))["metrics"]
     assert ours["by_seed"] == theirs["by_seed"] and len({entry["weights_hash"] for entry in ours["by_seed"]}) == 2
     for name in ("weights.safetensors", "curve.csv"):
@@ -111,7 +111,7 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
 def test_the_variants_are_those_of_the_paper_that_is_named(ready, monkeypatch, repro_cli, paper):
     asked = []
     monkeypatch.setattr("repro.papers.grid.run_variants", lambda *chosen, **lengths: asked.append(chosen))
-    assert repro_cli("ablate", "--paper", paper, "--all")[0] == 0
+    repro_cli.run("ablate", "--paper", paper, "--all")
     ((found, variant),) = asked
     own = yaml.safe_load((Path(papers.__file__).parent / paper / "variants.yaml").read_text())
     assert list(found.variants) == list(own["variants"]) and variant is None
@@ -142,7 +142,7 @@ def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     folder = blocked.parent / "conv1d"
     weights = (folder / "weights.safetensors").read_bytes()
     monkeypatch.setattr("repro.papers.grid.measure", measure_32)
-    assert repro_cli("ablate", "--variant", "conv1d", "--seeds", "2")[0] == 0
+    repro_cli.run("ablate", "--variant", "conv1d", "--seeds", "2")
     metrics = record(folder)["metrics"]
     assert [entry["seed"] for entry in metrics["by_seed"]] == metrics["seeds"] == [0, 1]
     speed = json.loads((folder / "speed.json").read_text())["metrics"]
@@ -150,8 +150,8 @@ def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     assert found == (16e3, 32, metrics["weights_hash"])
     assert [row["seed"] for row in csv.DictReader(open(folder / "curve.csv"))] == ["0", "1"]
     assert (folder / "weights.safetensors").read_bytes() == weights
-    code, _, err = repro_cli("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")
-    assert code == 2 and err.count("\n") == 1 and "holds a run with other params (1 epochs, seeds 0, 1)" in err
+    err = repro_cli.refuse("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")
+    assert "holds a run with other params (1 epochs, seeds 0, 1)" in err
 
 
 def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
@@ -169,8 +169,7 @@ def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
     .runs.
     """
     arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
-    code, out, err = repro_cli(*arguments)
-    assert code == 0, err
+    out = repro_cli.run(*arguments)
     assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out
     metrics = record(measured_folder(ready) / "vit3" / "digits" / "fc")["metrics"]
     found = metrics["model"], metrics["options"], metrics["image_size"]

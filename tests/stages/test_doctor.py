@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,18 +10,12 @@ import pytest
 
 from repro import doctor
 from repro.core.paths import Paths
+from tests.conftest import ROOT, run_python
 from tests.slow import first
 from tests.stages.helpers import edit
 
-ROOT = Path(__file__).parents[2]
 SECTIONS = (
-    "machine",
-    "packages",
-    "name clashes",
-    "PyTorch and TTT-Linear",
-    "segmentation",
-    "parameters and data",
-    "disk and shared memory",
+    "machine|packages|name clashes|PyTorch and TTT-Linear|segmentation|parameters and data|disk and shared memory"
 )
 Usage = namedtuple("Usage", "total used free")
 
@@ -43,11 +36,9 @@ def line(lines, subject: str) -> tuple[str, str]:
 
 def run_doctor(*path: Path) -> subprocess.CompletedProcess:
     """The command in a process of its own, with these folders first on the module path; every section is there."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "repro", "doctor"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = run_python("-m", "repro", "doctor", PYTHONPATH=os.pathsep.join(map(str, path)))
     headings = [text for text in done.stdout.splitlines()[:-1] if not text.startswith(" ")]
-    assert headings == list(SECTIONS), done.stderr
+    assert headings == SECTIONS.split("|"), done.stderr
     return done
 
 
@@ -135,8 +126,7 @@ def test_a_hidden_kernels_package_is_an_error(tmp_path):
     (tmp_path / "kernels" / "__init__.py").write_text("")
     pretend(tmp_path, kernels="0.17.2")
     code = "from pathlib import Path; from repro import doctor; from repro.core.paths import Paths; print(*doctor.check_names(Paths(Path())))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True)
+    said = run_python("-c", code, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)])).stdout
     assert said.startswith("('error', 'kernels'") and "pip uninstall kernels" in said
 
 

@@ -22,8 +22,8 @@ def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypat
         ({"metrics": {"rows": [], "gates": [gate]}}, "gates[0].batch_size: missing"),
     ):
         file.write_text(json.dumps(content))
-        code, _, err = repro_cli(*COMMAND, "--device", "cpu")
-        assert code == 2 and err.count("\n") == 1 and says in err and "move it away" in err
+        err = repro_cli.refuse(*COMMAND, "--device", "cpu")
+        assert says in err and "move it away" in err
 
 
 @pytest.mark.slow
@@ -69,8 +69,8 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
 
     # nothing is left to measure, and the same rows give the same figures
     drawn = [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())]
-    code, out, _ = repro_cli(*COMMAND, "--device", "cpu")
-    assert code == 0 and "4 of 4 rows are there from an earlier call" in out and "@" not in out
+    out = repro_cli.run(*COMMAND, "--device", "cpu")
+    assert "4 of 4 rows are there from an earlier call" in out and "@" not in out
     assert (
         drawn == [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())] and len(measured) == 5
     )

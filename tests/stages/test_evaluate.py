@@ -3,9 +3,6 @@
 import argparse
 import csv
 import dataclasses
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from repro.inference.params import EvaluateRequest
 from repro.models.published import find_published, is_only_imagenet_1k
 from repro.models.weights import save_weights
 from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
+from tests.conftest import run_python
 from tests.stages.helpers import DIGITS, NANO, edit, prepare_cell, save_model
 
 DEIT = "deit_tiny_patch16_224"
@@ -44,8 +42,7 @@ def records():
 
 
 def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
-    code, out, err = repro_cli("evaluate", "--weights", weights, "--data", "digits", *sizes(48, 16, 32))
-    assert code == 0, err
+    out = repro_cli.run("evaluate", "--weights", weights, "--data", "digits", *sizes(48, 16, 32))
     assert len(out.splitlines()) == 4 and "at 48, fp32: top-1 " in out and "img/s" in out
     found, digest = records(), hash_file(Path(weights))
     assert {r["metrics"]["weights_hash"] for r in found.values()} == {digest}
@@ -63,7 +60,7 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     with Image.open(folder / "curve.png") as image:
         assert image.width >= 400
     stated = ("--sha256", digest)
-    assert repro_cli("evaluate", "--weights", weights, "--data", "digits", *stated, *sizes(16, 32, 48))[0] == 0
+    repro_cli.run("evaluate", "--weights", weights, "--data", "digits", *stated, *sizes(16, 32, 48))
     assert (folder / "curve.png").read_bytes() == before
 
 
@@ -73,8 +70,8 @@ def sizes(*values):
 
 def test_a_limited_look_is_seeded_and_says_so(weights, repro_cli):
     for _ in range(2):
-        code, out, _ = repro_cli("evaluate", "--weights", weights, "--data", "digits", "--limit", "30")
-        assert code == 0 and "on 30 test images (--limit: not a full score)" in out
+        out = repro_cli.run("evaluate", "--weights", weights, "--data", "digits", "--limit", "30")
+        assert "on 30 test images (--limit: not a full score)" in out
     ((name, limited),) = records().items()
     found = [limited["metrics"][key] for key in ("held_out_images", "limit", "limit_seed")]
     assert name.endswith("_limit30") and found == [30, 30, 0]
@@ -89,8 +86,7 @@ def test_a_limited_look_is_seeded_and_says_so(weights, repro_cli):
 def test_low_precision_is_recorded_and_close(weights, repro_cli):
     command = ("evaluate", "--weights", weights, "--data", "digits", "--limit", "40", "--dtype")
     for dtype in ("fp32", "bf16", "fp16"):
-        code, _, err = repro_cli(*command, dtype)
-        assert code == 0, err
+        repro_cli.run(*command, dtype)
     losses = {record["identity"]["dtype"]: record["metrics"]["held_out_loss"] for record in records().values()}
     assert len(set(losses.values())) == 3
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2) == pytest.approx(losses["fp16"], rel=2e-2)
@@ -124,8 +120,7 @@ def published(monkeypatch, tmp_path):
 def test_published_weights_at_two_sizes(checkout, published, repro_cli):
     published(f"{DEIT}.fb_in1k")
     command = ("evaluate", "--model", DEIT, "--pretrained", "--data", "digits", "--limit", "30")
-    code, out, err = repro_cli(*command, *sizes(32, 48))
-    assert code == 0, err
+    out = repro_cli.run(*command, *sizes(32, 48))
     assert f"{DEIT} (fb_in1k) on digits at 48" in out
     about = {"model": DEIT, "weights_hash": "timm", "weights_tag": "fb_in1k", "weights_license": "apache-2.0"}
     assert all({**about, "train_image_size": 32}.items() <= r["metrics"].items() for r in records().values())
@@ -162,12 +157,11 @@ def official(checkout, tmp_path):
 def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
     name, theirs, own = official
     command = ("evaluate", "--data", "digits", "--limit", "40", *sizes(144, 96))
-    code, out, err = repro_cli(*command, "--weights", theirs, "--model", name)
-    assert code == 0 and f"{name} on digits at 96" in out, err
+    assert f"{name} on digits at 96" in repro_cli.run(*command, "--weights", theirs, "--model", name)
     found = [record["metrics"] for record in records().values()]
     assert all(m["options"] == {} and m["weights_file"] == "vit3.pth" and m["train_image_size"] == 144 for m in found)
     assert {m["weights_hash"] for m in found} == {hash_file(Path(theirs))}
-    assert repro_cli(*command, "--weights", own)[0] == 0
+    repro_cli.run(*command, "--weights", own)
     for size in (144, 96):
         both = [r["metrics"] for r in records().values() if r["metrics"]["image_size"] == size]
         assert len({m["weights_hash"] for m in both}) == 2 and len({m["held_out_loss"] for m in both}) == 1
@@ -179,15 +173,13 @@ def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, 
     path = tmp_path / "deit.pth"
     torch.save({"model": timm.create_model(DEIT, num_classes=10, img_size=32).state_dict()}, path)
     command = ("evaluate", "--data", "digits", "--limit", "20", "--model", DEIT)
-    assert repro_cli(*command, "--pretrained")[0] == 0
-    code, _, err = repro_cli(*command, "--weights", str(path))
-    assert code == 0, err
+    repro_cli.run(*command, "--pretrained")
+    repro_cli.run(*command, "--weights", str(path))
     fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights_hash"] != "timm")
     assert read["held_out_loss"] == fetched["held_out_loss"] and read["weights_file"] == "deit.pth"
     assert "options" not in read  # the training data are unknown, so it does not count for Table 1
     path.write_bytes(path.read_bytes()[:1000])
-    code, _, err = repro_cli(*command, "--weights", str(path))
-    assert code == 2 and err.count("\n") == 1 and f"{path}: not a readable checkpoint of PyTorch" in err
+    assert f"{path}: not a readable checkpoint of PyTorch" in repro_cli.refuse(*command, "--weights", str(path))
 
 
 @pytest.mark.parametrize(
@@ -221,8 +213,7 @@ def test_weights_that_saw_more_keep_their_tag_in_the_name(checkout, published, r
     assert find_published(name).record_name == f"{name}.augreg_in21k_ft_in1k"
     small = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     published(small)
-    code, _, err = repro_cli("evaluate", "--model", small, "--pretrained", "--data", "digits", "--limit", "10")
-    assert code == 0, err
+    repro_cli.run("evaluate", "--model", small, "--pretrained", "--data", "digits", "--limit", "10")
     assert [record["metrics"]["model"] for record in records().values()] == [small]
 
 
@@ -253,9 +244,9 @@ def test_table1_without_a_network(checkout, tmp_path):
             Image.new("RGB", (8, 8)).save(folder / "a.png")
     edit("train: 1281167, val: 50000", "train: 1000, val: 1000")
     prepare_cell(checkout, "imagenet")
-    network = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "repro", "evaluate", "--table1", "--data", "imagenet", "--limit", "2"]
-    done = subprocess.run(command, env=os.environ | network, capture_output=True, text=True, timeout=1800)
+    network = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
+    options = ("--table1", "--data", "imagenet", "--limit", "2")
+    done = run_python("-m", "repro", "evaluate", *options, cwd=checkout, **network)
     assert done.returncode == 1 and "left out: EffNet-B6" in done.stdout and "top-1" not in done.stdout, done.stderr
     *lines, last = done.stderr.splitlines()
     assert len(lines) == 14 and last.startswith("repro: evaluate: 14 of 14 models were not evaluated: regnety_040, ")
@@ -286,7 +277,5 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     )
     picture = str(next((checkout / "data/digits/test").rglob("*.png")))
     for more in ([], ["--json", "seen.json"]):
-        code, out, err = repro_cli("predict", picture, "--weights", str(path), *more)
-        assert (
-            (code, out, err.count("\n")) == (2, "", 1) and "large.safetensors" in err and not Path("seen.json").exists()
-        )
+        err = repro_cli.refuse("predict", picture, "--weights", str(path), *more)
+        assert "large.safetensors" in err and not Path("seen.json").exists()

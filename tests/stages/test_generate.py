@@ -24,27 +24,18 @@ from repro.models.dit import _OFFICIAL, embed_positions
 from repro.models.registry import build_denoiser
 from repro.models.weights import save_weights
 from repro.tasks.generation.params import GenerateParams
-from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_model, stop_at_state, train_nano
+from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_model, stop_at_state
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def ready(checkout) -> Path:
-    """The checkout with the cell, and a judge, untrained but sure of itself."""
-    add_params(checkout, GENERATE)
-    save_model("judge.safetensors", "vit3_nano_patch16_144", depth=1, img_size=32)
-    return checkout
-
-
 @pytest.fixture(scope="module")
-def trained(prepared, tmp_path_factory) -> Path:
-    """A checkout whose cell was trained without interruption."""
-    root = tmp_path_factory.mktemp("trained") / "checkout"
+def prepared(prepared, tmp_path_factory) -> Path:
+    """A checkout with the cell, and a judge, untrained but sure of itself."""
+    root = tmp_path_factory.mktemp("generate") / "checkout"
     shutil.copytree(prepared, root, symlinks=True)
     add_params(root, GENERATE)
     save_model(root / "judge.safetensors", "vit3_nano_patch16_144", depth=1, img_size=32)
-    train_nano(root, "generate")
     return root
 
 
@@ -57,13 +48,14 @@ def results(root: Path) -> Path:
 def drawing(trained, tmp_path, monkeypatch) -> Path:
     """A copy of the trained checkout as the working directory, with the weights in it as `own.safetensors`."""
     root = tmp_path / "drawing"
-    shutil.copytree(trained, root, symlinks=True)
+    shutil.copytree(trained("generate"), root, symlinks=True)
     monkeypatch.chdir(root)
     shutil.copy(results(root) / "weights.safetensors", "own.safetensors")
     return root
 
 
 def test_what_a_run_leaves(trained):
+    trained = trained("generate")
     folder = results(trained)
     record = read_record(folder / "metrics.json")
     metrics, identity = record["metrics"], record["identity"]
@@ -87,24 +79,22 @@ def test_what_a_run_leaves(trained):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_continues_to_the_same_weights(trained, ready, repro_cli):
+def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, repro_cli):
     assert "is saved" in stop_at_state("generate", "nano", signal.SIGTERM) and not Path("results/measured").exists()
-    code, out, err = repro_cli("generate", "--cell", "nano")
-    assert code == 0 and "continuing after step" in out, err
+    assert "continuing after step" in repro_cli.run("generate", "--cell", "nano")
     for name in ("weights.safetensors", "curve.csv", "snapshots/epoch_002.safetensors", "examples/samples.png"):
-        assert (results(ready) / name).read_bytes() == (results(trained) / name).read_bytes(), name
+        assert (results(checkout) / name).read_bytes() == (results(trained("generate")) / name).read_bytes(), name
 
 
 def test_a_seed_that_is_there_is_not_trained_again(drawing, repro_cli):
-    code, out, err = repro_cli("generate", "--cell", "nano")
-    assert code == 0 and "every seed is trained" in out, err
+    assert "every seed is trained" in repro_cli.run("generate", "--cell", "nano")
 
 
 def draw(repro_cli, *options: str) -> tuple[int, str, str]:
     return repro_cli("generate", "--weights", "own.safetensors", "--steps", "3", *options)
 
 
-def test_a_dit5_begins_as_a_dit(ready, repro_cli):
+def test_a_dit5_begins_as_a_dit(checkout, repro_cli):
     """Into a folder of its own; inner weights learn at twice the rate of the rest."""
     shape = {"depth": 1, "embed_dim": 24, "in_channels": 1, "num_classes": 10}
     torch.manual_seed(0)
@@ -112,8 +102,7 @@ def test_a_dit5_begins_as_a_dit(ready, repro_cli):
     described = {"options": shape, "preprocessing": {"input_size": [1, 16, 16]}, "classes": DIGITS}
     save_weights(Path("dit.safetensors"), teacher, name="dit_nano_patch4", **described)
     edit("dit3_nano_patch4", "dit5_nano_patch4")
-    code, out, err = repro_cli("generate", "--cell", "nano", "--from", "dit.safetensors")
-    assert code == 0 and "blocks (7)" in out, err
+    assert "blocks (7)" in repro_cli.run("generate", "--cell", "nano", "--from", "dit.safetensors")
     (folder,) = Path("results/measured").glob("*/generate/nano_inherited")
     fates = [line.split() for line in (folder / "load_report.txt").read_text().splitlines()]
     assert {fate[-1] for fate in fates if fate[0] == "used"} == set(teacher.state_dict())
@@ -214,14 +203,14 @@ class Decoder(torch.nn.Module):
 
 
 @pytest.fixture
-def release(ready) -> Path:
+def release(checkout) -> Path:
     """A release's file: names and table of positions as there, beside the raw weights a moving average."""
     torch.manual_seed(0)
     ours = build_denoiser("dit_small_patch8", num_classes=3).state_dict()
     state = {"pos_embed": embed_positions((4, 4), 384)[None], **{name_theirs(key): ours[key] for key in ours}}
     raw = {key: torch.zeros_like(value) for key, value in state.items()}
     torch.save({"model": raw, "ema": state, "args": {"steps": 1}}, "release.pt")
-    return ready
+    return checkout
 
 
 def name_theirs(key: str) -> str:
@@ -243,8 +232,7 @@ def test_a_releases_file_draws_latents_that_a_decoder_turns_into_pictures(releas
     torch.export.save(torch.export.export(decoder, (torch.zeros(1, 4, 32, 32),)), "decoder.pt2")
     for name in ("decoder.pt", "decoder.pt2"):
         options = ("--steps", "2", "--samples", "2", "--class-label", "1", "--vae", name, "-o", f"{name}.drawn")
-        code, _, err = repro_cli(*RELEASE, *options)
-        assert code == 0, err
+        repro_cli.run(*RELEASE, *options)
         found.append(read(f"{name}.drawn/00001_1.png"))
         assert found[-1].shape == (256, 256, 3)
     assert abs(found[0] - found[1]).max() <= 1 and found[0].std() > 5
@@ -267,8 +255,8 @@ def test_a_vae_file_that_is_none_is_one_line(release, repro_cli):
         "--model dit3_small_patch8": "release.pt dit3_small_patch8",
     }
     for options, names in cases.items():
-        code, _, err = repro_cli(*RELEASE, *options.split(), "-o", "out")
-        assert code == 2 and err.count("\n") == 1 and all(name in err for name in names.split()), err
+        err = repro_cli.refuse(*RELEASE, *options.split(), "-o", "out")
+        assert all(name in err for name in names.split()), err
     assert not Path("out").exists()
 
 

@@ -1,10 +1,6 @@
 """`repro kernels`: what it says where it cannot run, its records, and the tables in the documentation."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,23 +9,20 @@ from repro.bench import kernels
 from repro.core.errors import RunError, UserError
 from repro.core.paths import find_root
 from repro.core.record import read_json, replace_block, write_record
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT, run_python
 
 
 def test_where_it_cannot_run(repro_cli, monkeypatch):
     """Where there is no GPU, `test_wrong_input.py` has it."""
     monkeypatch.setattr("kernels.tools.operators.INTERPRETED", True)
-    code, out, err = repro_cli("kernels", "resources")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "TRITON_INTERPRET is set" in err
+    assert "TRITON_INTERPRET is set" in repro_cli.refuse("kernels", "resources")
 
 
 def test_it_runs_with_torch_triton_timm_typer_and_rich_alone():
     """On a bare GPU machine: nothing else of the lock file is imported on the way to the first check."""
     blocked = "dvc sklearn matplotlib pandas scipy pytest mmseg mmcv mmengine dvclive".split()
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from repro.cli import main; sys.argv = ['repro', 'kernels', 'bench']; main()"
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python("-c", code, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "PyTorch sees no CUDA device" in done.stderr, done.stderr
 
 

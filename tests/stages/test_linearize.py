@@ -56,8 +56,8 @@ def read_metrics(folder: Path) -> dict:
 
 
 def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_cli):
-    code, out, err = repro_cli("linearize", "--cell", "student")
-    assert code == 0 and "expected: new: blocks (14)" in out, err
+    out = repro_cli.run("linearize", "--cell", "student")
+    assert "expected: new: blocks (14)" in out
     assert "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out
     folder, teacher = Path("results/linearize/student"), load_file(TEACHER)
     fates = dict(reversed(line.rsplit(None, 1)) for line in (folder / "load_report.txt").read_text().splitlines())
@@ -66,8 +66,8 @@ def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_c
     metrics = read_metrics(folder)
     assert "freeze" not in metrics and metrics["init"]["weights_hash"] == hash_file(TEACHER)
     assert 0 <= metrics["untrained_top1_percent"] <= 100
-    code, out, _ = repro_cli("evaluate", "--weights", str(folder / "weights.safetensors"), "--data", "digits")
-    assert code == 0 and f"top-1 {metrics['top1_percent']:.2f} %" in out
+    out = repro_cli.run("evaluate", "--weights", str(folder / "weights.safetensors"), "--data", "digits")
+    assert f"top-1 {metrics['top1_percent']:.2f} %" in out
 
 
 def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
 
 def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cli):
     write_cell(freeze=True, epochs=1)
-    assert repro_cli("linearize", "--cell", "student")[0] == 0
+    repro_cli.run("linearize", "--cell", "student")
     student, teacher = load_file("results/linearize/student/weights.safetensors"), load_file(TEACHER)
     assert all(torch.equal(student[key], teacher[key]) for key in teacher)
     assert student["blocks.0.attn.w1"].std() > 0.021  # it began with 0.02
@@ -109,18 +109,15 @@ def test_a_published_size_is_found_by_its_file(ready):
 def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repro_cli):
     draw(Path("pets"), {"cat": 6, "dog": 6})
     options = ("--data", "folder:pets", "--epochs", "1", "--batch-size", "4")
-    code, _, err = repro_cli("linearize", "--from", str(TEACHER), *options)
-    assert code == 0, err
+    repro_cli.run("linearize", "--from", str(TEACHER), *options)
     (weights,) = Path("results/own/pets").glob("*/weights.safetensors")
-    code, out, err = repro_cli("predict", "pets/cat", "--weights", str(weights))
-    assert code == 0 and "cat" in out, err
+    assert "cat" in repro_cli.run("predict", "pets/cat", "--weights", str(weights))
 
 
 @pytest.mark.slow
 def test_from_a_file_with_options(ready, repro_cli):
     asked = ("--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
-    code, out, err = repro_cli("linearize", "--from", str(TEACHER), *asked)
-    assert code == 0, err
+    repro_cli.run("linearize", "--from", str(TEACHER), *asked)
     (record,) = Path("results/measured").rglob("linearize/*/metrics.json")
     expected = {"inner": "gate", "key_norm": "instance", "dwc": "v", "neighbours": 3}
     assert expected.items() <= read_metrics(record.parent)["options"].items()

@@ -18,10 +18,9 @@ def test_from_the_files_to_the_page(checkout, cifar100_files, repro_cli):
     params |= {"report": {"speed_dtype": "fp16"}}
     params["pretrain"][CELL.name] = cell
     Path("params.yaml").write_text(yaml.safe_dump(params))
-    assert repro_cli("prepare-data")[0] == 0
-    assert repro_cli("pretrain", "--cell", CELL.name)[0] == 0
-    code, _, err = repro_cli("report")
-    assert code == 0, err
+    repro_cli.run("prepare-data")
+    repro_cli.run("pretrain", "--cell", CELL.name)
+    repro_cli.run("report")
     page = Path("results/tables.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| Vittt-T |") and line.endswith("| – |"))
     assert row.count("%") == 1, "the slot of CIFAR-100 is filled, that of ImageNet-100 is not"

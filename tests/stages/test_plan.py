@@ -66,8 +66,8 @@ def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli):
     (checkout / "profiles").unlink()
     (checkout / "profiles").mkdir()
     (checkout / "profiles" / "short.yaml").write_text(text)
-    code, out, _ = repro_cli("plan", "--profile", "short", "--gpu", "H100")
-    assert code == 0 and out.startswith("first: repro profile use short\n") and "1 × 6 × 1,079 images" in out
+    out = repro_cli.run("plan", "--profile", "short", "--gpu", "H100")
+    assert out.startswith("first: repro profile use short\n") and "1 × 6 × 1,079 images" in out
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ def test_a_fresh_clone_plans_by_the_committed_seconds_and_another_machines_are_a
 def test_a_profile_for_gpus_is_planned_for_three_of_them_side_by_side(checkout, repro_cli):
     """At one share of their peaks, which are 165.2, 312 and 989.4 TFLOP/s."""
     edit("epochs: 2", "precision: bf16\n    epochs: 3")
-    code, out, _ = repro_cli("plan", "--utilisation", "1e-8")
-    assert code == 0 and max(map(len, out.splitlines())) <= 120
+    out = repro_cli.run("plan", "--utilisation", "1e-8")
+    assert max(map(len, out.splitlines())) <= 120
     header, *lines = [re.split(r"  +", line) for line in out.splitlines()[1:]]
     assert header[:5] == ["dvc repro", "RTX 4090 h", "A100 h", "H100 h", "GPU GiB"]
     (nano,) = (line for line in lines if line[0] == "pretrain@nano")
     hours = [float(cell.removeprefix("~").replace(",", "")) for cell in nano[1:4]]
     assert [hours[0] * 165.2 / peak for peak in (312, 989.4)] == pytest.approx(hours[1:], rel=0.05)
-    code, out, _ = repro_cli("plan", "--gpu", "H100", "--gpu", "L40S")
-    assert code == 0 and "dvc repro  " in out and "H100 h  L40S h" in out
+    out = repro_cli.run("plan", "--gpu", "H100", "--gpu", "L40S")
+    assert "dvc repro  " in out and "H100 h  L40S h" in out

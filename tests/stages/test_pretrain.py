@@ -4,7 +4,6 @@ interrupts them.
 
 import csv
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,15 @@ from repro.core.record import read_record
 from repro.runs.job import Cell
 from repro.tasks.classification.spec import SPEC
 from repro.training.checkpoint import Checkpointer
-from tests.stages.helpers import accept_data, edit, train_nano
+from tests.stages.helpers import accept_data, edit
 from tests.stages.test_dvc import outs_of
 
 CELL = Path("results/pretrain/nano")
 WEIGHTS = CELL / "weights.safetensors"
 
 
-@pytest.fixture(scope="module")
-def trained(prepared, tmp_path_factory) -> Path:
-    """A checkout whose cell `nano` was trained without interruption."""
-    root = tmp_path_factory.mktemp("trained") / "checkout"
-    shutil.copytree(prepared, root, symlinks=True)
-    train_nano(root, "pretrain")
-    return root
-
-
 def test_what_a_run_leaves(trained):
+    trained = trained("pretrain")
     folder = trained / CELL
     record = read_record(folder / "metrics.json")
     metrics, identity = record["metrics"], record["identity"]
@@ -65,8 +56,8 @@ def test_a_state_that_does_not_fit_is_one_line(checkout, repro_cli):
     about = {"params": params, "spec": SPEC, "paths": paths, "runtime": None, "folder": CELL}
     folder = Cell(stage="pretrain", name="nano", **about).state_folder(0)
     Checkpointer(folder).save(3, {"run": {}, "model": {"head.weight": torch.zeros(1)}, "optimizer": {}, "rng": {}})
-    code, _, err = repro_cli("pretrain", "--cell", "nano")
-    assert code == 2 and err.startswith(f"repro: {folder}: holds the state of another model") and err.count("\n") == 1
+    err = repro_cli.refuse("pretrain", "--cell", "nano")
+    assert err.startswith(f"repro: {folder}: holds the state of another model")
 
 
 @pytest.mark.parametrize("folder", ["results/pretrain", ".runs"])
@@ -80,41 +71,39 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_first_step(checko
 def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, repro_cli, steps):
     """In the run, or at its end with no result."""
     edit("epochs: 2", f"epochs: 2\n    max_bad_steps: {steps}", "lr: 0.003,", "lr: 1.0e+30, clip_grad_norm: null,")
-    code, _, err = repro_cli("pretrain", "--cell", "nano")
-    assert code == 1 and "not finite" in err and err.count("\n") == 1
+    err = repro_cli.refuse("pretrain", "--cell", "nano", code=1)
+    assert "not finite" in err
     assert not CELL.exists() or not list(CELL.rglob("*.*"))
     (dump,) = Path(".runs").rglob("bad_step_*.pt")
     assert str(dump) in err and "--replay-bad-step" in err
-    code, out, err = repro_cli("pretrain", "--replay-bad-step", str(dump))
-    assert code == 0 and re.search(r"first output that is not finite: (?!none)", out), err
+    out = repro_cli.run("pretrain", "--replay-bad-step", str(dump))
+    assert re.search(r"first output that is not finite: (?!none)", out)
     assert "images: digit_" in out and "inner loss of blocks.0.mixer" in out
     moved = dump.rename("elsewhere.pt")
-    code, _, err = repro_cli("pretrain", "--replay-bad-step", str(moved))
-    assert code == 2 and "does not lie in the folder of a run; name its cell with --cell" in err
-    code, again, _ = repro_cli("pretrain", "--cell", "nano", "--replay-bad-step", str(moved))
-    assert code == 0 and again == out
+    err = repro_cli.refuse("pretrain", "--replay-bad-step", str(moved))
+    assert "does not lie in the folder of a run; name its cell with --cell" in err
+    assert repro_cli.run("pretrain", "--cell", "nano", "--replay-bad-step", str(moved)) == out
 
 
 def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):
-    monkeypatch.chdir(trained)
+    monkeypatch.chdir(trained("pretrain"))
     code, out, _ = repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits")
     top1 = read_record(CELL / "metrics.json")["metrics"]["top1_percent"]
     assert code == 0 and f"top-1 {top1:.2f} %" in out
     (written,) = Path("results/measured").rglob("metrics.json")
     assert read_record(written)["metrics"]["top1_percent"] == top1
-    assert repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits", "--image-size", "48")[0] == 0
+    repro_cli.run("evaluate", "--weights", str(WEIGHTS), "--data", "digits", "--image-size", "48")
 
 
 def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
     image = next(Path("data/digits/train").rglob("*.png"))
     image.write_bytes(b"\0" * image.stat().st_size)
-    code, _, err = repro_cli("pretrain", "--cell", "nano")
-    assert code == 2 and f"train/{image.parent.name}: a file was changed or renamed" in err
+    assert f"train/{image.parent.name}: a file was changed or renamed" in repro_cli.refuse("pretrain", "--cell", "nano")
     accept_data()
     code, _, err = repro_cli("pretrain", "--cell", "nano")
     assert code == 2 and str(image) in err and "unreadable" in err.splitlines()[-1]
     edit("epochs: 2", "max_unreadable: 1\n    epochs: 2")
-    assert repro_cli("pretrain", "--cell", "nano")[0] == 0
+    repro_cli.run("pretrain", "--cell", "nano")
     assert read_record(CELL / "metrics.json")["metrics"]["unreadable_images"] == 1
 
 
@@ -124,13 +113,12 @@ def test_cells_and_seeds_by_hand_stand_elsewhere_and_are_not_trained_twice(check
     params["by_hand"] = {"pretrain": {"mine": params["pretrain"]["nano"]}}
     Path("params.yaml").write_text(yaml.safe_dump(params))
     for cell in ("nano", "mine"):
-        code, _, err = repro_cli("pretrain", "--cell", cell, "--seeds", "2")
-        assert code == 0, err
+        repro_cli.run("pretrain", "--cell", cell, "--seeds", "2")
         (file,) = Path("results/measured").glob(f"*/pretrain/{cell}_2seeds/metrics.json")
         metrics = read_record(file)["metrics"]
         assert metrics["seeds"] == [0, 1] and [run["seed"] for run in metrics["by_seed"]] == [0, 1]
         assert metrics["top1_percent"] == pytest.approx(sum(run["top1_percent"] for run in metrics["by_seed"]) / 2)
     assert not Path("results/pretrain").exists()
     before = file.stat().st_mtime_ns
-    code, out, _ = repro_cli("pretrain", "--cell", "mine", "--seeds", "2")
-    assert code == 0 and "mine_2seeds: every seed is trained" in out and file.stat().st_mtime_ns == before
+    out = repro_cli.run("pretrain", "--cell", "mine", "--seeds", "2")
+    assert "mine_2seeds: every seed is trained" in out and file.stat().st_mtime_ns == before

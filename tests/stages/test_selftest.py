@@ -1,22 +1,16 @@
 """`repro selftest faults` hands its options to the tests of tests/faults."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from stages.selftest import GROUPS
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import run_python
 
 
 def test_the_chosen_faults_are_done_as_often_as_asked():
-    command = [sys.executable, "-m", "repro", "selftest", "faults", "--only", "kill,batch", "--kills", "3"]
-    environment = os.environ | {"PYTEST_ADDOPTS": "--collect-only -qq"}  # they run in tests/faults
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    command = "-m repro selftest faults --only kill,batch --kills 3"
+    done = run_python(*command.split(), PYTEST_ADDOPTS="--collect-only -qq")  # they run in tests/faults
     assert done.returncode == 0 and re.search(r"\b9/\d+ tests collected", done.stdout), done.stdout + done.stderr
 
 
