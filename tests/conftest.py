@@ -61,11 +61,16 @@ def run_python(*args: str, cwd: Path | str = ROOT, **environment: str) -> subpro
     return subprocess.run(command, cwd=cwd, env=changed, capture_output=True, text=True, timeout=1800)
 
 
+def link_code(root: Path) -> None:
+    """Give a checkout this project's code and profiles."""
+    for name in ("kernels", "repro", "stages", "profiles"):
+        (root / name).symlink_to(ROOT / name)
+
+
 @pytest.fixture
 def bare_checkout(tmp_path, monkeypatch):
     """A folder with this code and neither stages nor data, as the working directory."""
-    for package in ("kernels", "repro", "stages"):
-        (tmp_path / package).symlink_to(ROOT / package)
+    link_code(tmp_path)
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     (tmp_path / "params.yaml").write_text("runtime: {data_roots: {}}\n")
     monkeypatch.chdir(tmp_path)

@@ -57,17 +57,13 @@ def classify(params, classes):
 
 def detect(params, classes):
     """An object of the first class and one of the last, on images of different sizes."""
-    images = [
-        torch.randint(0, 256, (3, SIDE, SIDE), dtype=torch.uint8),
-        torch.randint(0, 256, (3, SIDE, 96), dtype=torch.uint8),
-    ]
-    targets = []
-    for image, label in zip(images, (1, classes), strict=True):
-        masks = torch.zeros(1, *image.shape[1:], dtype=torch.uint8)
+    images, targets = [], []
+    for width, label in ((SIDE, 1), (96, classes)):
+        images.append(torch.randint(0, 256, (3, SIDE, width), dtype=torch.uint8))
+        masks = torch.zeros(1, SIDE, width, dtype=torch.uint8)
         masks[0, 8:40, 8:48] = 1
-        targets.append(
-            {"boxes": torch.tensor([[8.0, 8.0, 48.0, 40.0]]), "labels": torch.tensor([label]), "masks": masks}
-        )
+        boxes = torch.tensor([[8.0, 8.0, 48.0, 40.0]])
+        targets.append({"boxes": boxes, "labels": torch.tensor([label]), "masks": masks})
     return params, (images, targets)
 
 
@@ -81,10 +77,8 @@ def segment(params, classes):
 def generate(params, classes):
     """Latents of small pictures, of the first class and the last."""
     transform = dataclasses.replace(params.transform, image_size=SIDE)
-    return dataclasses.replace(params, transform=transform), (
-        torch.randn(2, *transform.shape),
-        torch.tensor([0, classes - 1]),
-    )
+    batch = torch.randn(2, *transform.shape), torch.tensor([0, classes - 1])
+    return dataclasses.replace(params, transform=transform), batch
 
 
 MADE_UP = {"classify": classify, "linearize": classify, "detect": detect, "segment": segment, "generate": generate}
@@ -95,17 +89,8 @@ def save_softmax(file, profile, params, classes):
     _, stage, name, _ = Path(params.init.weights).parts
     cell, side = load_section(TRAINING[stage].task.params, FILES[profile], stage, name), params.transform.image_size
     options = {**cell.options, "img_size": side, "num_classes": classes}
-    shown = {
-        "input_size": (3, side, side),
-        "interpolation": "bicubic",
-        "crop_pct": 0.875,
-        "mean": (0.5,) * 3,
-        "std": (0.5,) * 3,
-    }
-    names = [str(index) for index in range(classes)]
-    save_weights(
-        file, build_model(cell.model, **options), name=cell.model, options=options, preprocessing=shown, classes=names
-    )
+    described = {"name": cell.model, "options": options, "preprocessing": params.transform.preprocessing()}
+    save_weights(file, build_model(cell.model, **options), **described, classes=list(map(str, range(classes))))
     return file
 
 
@@ -124,14 +109,8 @@ def test_a_batch_goes_through_every_cell(profile, stage, cell, tmp_path):
     model, _ = spec.build_model(params, names, init, f"{stage}.{cell}")
     loader = Loader([batch])
     datasets = Datasets(train=loader.dataset, held_out={"val": loader.dataset}, classes=names)
-    parts = {
-        "model": model.train(),
-        "train": loader,
-        "held_out": {"val": loader},
-        "batch_size": 2,
-        "device": torch.device("cpu"),
-    }
-    task = spec.build_task(datasets, params, **parts)
+    parts = {"model": model.train(), "train": loader, "held_out": {"val": loader}, "batch_size": 2}
+    task = spec.build_task(datasets, params, **parts, device=torch.device("cpu"))
     if params.teacher_from is not None:
         task.teacher = copy.deepcopy(model).eval()
     loss = task.loss(model, batch)["loss"]

@@ -13,33 +13,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_row(side=224, latency=100.0, interval=(95.0, 105.0), **more):
-    row = {
-        "model": "m",
-        "options": {},
-        "attention": None,
-        "image_size": [side, side],
-        "batch_size": 1,
-        "dtype": "fp32",
-        "mode": "infer",
-    }
-    return {
-        **row,
-        "device": "cpu: some processor, 2 threads",
-        "status": "ok",
-        "latency_ms": latency,
-        "latency_ms_ci95": interval,
-        **more,
-    }
+    row = {"model": "m", "options": {}, "attention": None, "batch_size": 1, "dtype": "fp32", "mode": "infer"}
+    row |= {"device": "cpu: some processor, 2 threads", "status": "ok", "image_size": [side, side]}
+    return {**row, "latency_ms": latency, "latency_ms_ci95": interval, **more}
 
 
 def test_the_interval_is_the_range_of_the_samples_where_there_are_few():
     assert find_interval(make_row(samples_ms=[1.0, 999.0])) == (95.0, 105.0)
     few = make_row(interval=None, samples_ms=[100.0, 90.0, 120.0])
     assert find_interval(few) == (90.0, 120.0) and find_spread(few) == 0.3
-    assert (
-        find_interval(make_row(interval=None, samples_ms=[100.0])) is None
-        and find_spread(make_row(interval=None)) is None
-    )
+    assert find_interval(make_row(interval=None, samples_ms=[100.0])) is None
+    assert find_spread(make_row(interval=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -71,13 +55,8 @@ def test_a_small_image_that_took_longer_than_a_large_one_is_noisy():
     """At 512 the steps took 125 to 135 ms and at 640 they took 115 to 124; 224 and 384 could be equal, by their
     intervals.
     """
-    given = [
-        (224, 100.0, (95.0, 105.0)),
-        (384, 96.0, (92.0, 99.0)),
-        (512, 130.0, (125.0, 135.0)),
-        (640, 120.0, (115.0, 124.0)),
-    ]
-    rows = [make_row(*each) for each in given]
+    found = {224: (95.0, 100.0, 105.0), 384: (92.0, 96.0, 99.0), 512: (125.0, 130.0, 135.0), 640: (115.0, 120.0, 124.0)}
+    rows = [make_row(side, latency, (low, high)) for side, (low, latency, high) in found.items()]
     assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], []]
     assert [{key: row[key] for key in rows[0]} for row in mark_noise(rows)] == rows
 
@@ -88,18 +67,11 @@ def test_a_row_without_an_interval_is_out_of_order_by_any_excess():
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"model": "n"},
-        {"attention": "fused"},
-        {"batch_size": 2},
-        {"mode": "train"},
-        {"run": 2},
-        {"device": "cpu: another"},
-    ],
+    ("key", "value"),
+    {"model": "n", "attention": "fused", "batch_size": 2, "mode": "train", "run": 2, "device": "cpu: another"}.items(),
 )
-def test_only_rows_alike_are_set_in_order(other):
-    rows = [make_row(224, 100.0), make_row(1280, 10.0, (9.9, 10.1), **other)]
+def test_only_rows_alike_are_set_in_order(key, value):
+    rows = [make_row(224, 100.0), make_row(1280, 10.0, (9.9, 10.1), **{key: value})]
     assert [row["noisy"] for row in mark_noise(rows)] == [[], []]
     assert mark_noise([rows[0], make_row(1280, 10.0, (9.9, 10.1))])[0]["noisy"] == ["order"]
 
@@ -112,31 +84,24 @@ def test_rows_that_were_not_measured_are_no_measure_of_order():
 def test_rows_by_an_older_version_are_judged_by_what_they_hold():
     """Of the pipeline's committed rows, by their samples as they were written."""
     rows = json.loads((ROOT / "results/efficiency/metrics.json").read_text())["metrics"]["rows"]
-    old = [
-        {key: value for key, value in row.items() if key not in ("noisy", "attempts", "load_average")} for row in rows
-    ]
-    for row in mark_noise(old):
+    newer = {"noisy", "attempts", "load_average"}
+    for row in mark_noise([{key: row[key] for key in row.keys() - newer} for row in rows]):
         low, high = row["latency_ms_ci95"] or (min(row["samples_ms"]), max(row["samples_ms"]))
         assert ("spread" in row["noisy"]) == ((high - low) / row["latency_ms"] > TOLERANCE)
 
 
 def make_runs(*latencies, **more):
-    rows = [
-        make_row(latency=each, run=run, peak_memory_mib=10.0 * run, **more) for run, each in enumerate(latencies, 1)
-    ]
+    by = {"code_hash": "a", "torch_version": "2", **more}
     return [
-        {**row, "throughput_img_per_s": 1e3 / row["latency_ms"], "code_hash": "a", "torch_version": "2"} for row in rows
+        make_row(latency=each, throughput_img_per_s=1e3 / each, run=run, peak_memory_mib=10.0 * run, **by)
+        for run, each in enumerate(latencies, 1)
     ]
 
 
 def test_few_processes_have_a_range_and_no_interval():
     (row,) = pool_runs(make_runs(100.0, 110.0, 90.0))
-    assert (row["processes"], row["latency_ms"], row["throughput_img_per_s"], row["peak_memory_mib"]) == (
-        3,
-        100.0,
-        10.0,
-        20.0,
-    )
+    pooled = {"processes": 3, "latency_ms": 100.0, "throughput_img_per_s": 10.0, "peak_memory_mib": 20.0}
+    assert pooled.items() <= row.items()
     assert row["latency_ms_ci95"] is None and find_interval(row) == (90.0, 110.0)
 
 
@@ -145,9 +110,8 @@ def test_five_processes_have_an_interval_of_their_mean():
     logs = [4.5, 4.55, 4.6, 4.65, 4.7, 4.62, 4.58, 4.55, 4.66]
     for count in range(5, 10):
         (row,) = pool_runs(make_runs(*map(math.exp, logs[:count])))
-        assert row["latency_ms_ci95"] == pytest.approx(
-            [math.exp(end) for end in describe_sample(logs[:count]).ci95], rel=1e-5
-        )
+        expected = [math.exp(end) for end in describe_sample(logs[:count]).ci95]
+        assert row["latency_ms_ci95"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_noisy_runs_are_left_out_while_there_is_a_quiet_one():

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,68 +46,37 @@ from repro.models.weights import read_official
 from repro.training.checkpoint import Checkpointer
 from repro.training.guard import load_dump
 from tests.faults.lab import PARAMS, describe_damage, flip, make_base
+from tests.stages import helpers
 
 MODULES = ["repro.cli", "repro.runs.cells"]
 # what a run does to the file system, and what a kill may come before
 CHANGES = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "snapshot_epochs": [1]}
-_WEIGHTS = "results/pretrain/nano/weights.safetensors"
-_DENSE = yaml.safe_load(f"""
-model: {NANO["model"]}
-options: {{depth: 4}}  # the adapter wants four
-init: {{weights: {_WEIGHTS}}}
-data: scenes
-epochs: 2
-steps_per_epoch: 2
-batch_size: 2
-drop_path: 0.0
-precision: fp32
-optim: {{lr: 0.001, warmup_lr: 0.0001, lr_batch_size: 2, schedule: poly, warmup_steps: 1, layer_decay: 0.85}}
-""")
+_WEIGHTS = str(helpers.WEIGHTS)
+
+
+def read_cell(text: str) -> dict[str, Any]:
+    """The one cell of a text of params.yaml."""
+    ((cell,),) = (section.values() for section in yaml.safe_load(text).values())
+    return cell
+
+
 _T5 = {"model": "t5_nano_patch4_32", "options": {"depth": 1}, "batch_size": 32, "steps_per_epoch": 3, "drop_path": 0.0}
-_OF_STAGES = yaml.safe_load(f"""
-diverging:
-  max_bad_steps: 2
-  optim: {{lr: 1.0e+30, lr_batch_size: 32, warmup_epochs: 0, clip_grad_norm: null}}
-detect:
-  mask_rcnn:
-    {{fpn_channels: 8, box_channels: 16, mask_channels: 8, mask_layers: 1, train_proposals: 20, test_proposals: 20, roi_samples: 8}}
-  transform: {{min_size: [64], max_size: 64, hflip: 0.0}}
-segment:
-  upernet: {{channels: 8, aux_channels: 8, pool_scales: [1, 2]}}
-  transform: {{scale: [64, 64], ratio: [1.0, 1.0], crop_size: 64, stride: 64, hflip: 0.0}}
-generate:
-  model: dit3_nano_patch4
-  options: {{depth: 1, embed_dim: 24}}
-  data: digits
-  seeds: [0]
-  epochs: 2
-  steps_per_epoch: 3
-  batch_size: 16
-  ema_decay: 0.9
-  optim: {{lr: 0.003, lr_batch_size: 16, weight_decay: 0.0, warmup_epochs: 0}}
-  transform: {{image_size: 16, channels: 1, hflip: 0.0}}
-  sampling: {{sampler: ddim, steps: 2, guidance: 2.0}}
-  judge: {{weights: {_WEIGHTS}, samples: 10}}
-""")
+_DIVERGING = {"lr": 1.0e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}
+_SHORT = {"steps_per_epoch": 2, "batch_size": 2}
 CELLS: dict[str, Any] = {
     "pretrain": {
         "nano": NANO | {"options": {"depth": 4}},
         "killed": NANO,
-        "diverging": NANO | _OF_STAGES["diverging"],
+        "diverging": NANO | {"optim": _DIVERGING},
         "teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"},
     },
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
     "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/pretrain/teacher/weights.safetensors"}}},
-    "detect": {"killed": _DENSE | _OF_STAGES["detect"]},
-    "segment": {"killed": _DENSE | _OF_STAGES["segment"]},
-    "generate": {"killed": _OF_STAGES["generate"]},
+    "detect": {"killed": read_cell(helpers.DETECT) | _SHORT},
+    "segment": {"killed": read_cell(helpers.SEGMENT) | _SHORT},
+    "generate": {"killed": read_cell(helpers.GENERATE) | {"judge": {"weights": _WEIGHTS, "samples": 10}}},
 }
-SCENES = yaml.safe_load("""
-kind: scenes
-expected: {classes: 13, train: 6, tune: 2, test: 2}
-draw: {image_size: 128, train: 6, tune: 2, test: 2, seed: 0, tune_fraction: 0.2, test_fraction: 0.2, split_seed: 0}
-""")
 KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS} | {"report": ("report",)}
 
 # a kind of file -> where one is, and what opens it
@@ -139,7 +109,7 @@ class Campaign:
         self.root, self.folder = root, folder
         self.rows = root / ".runs" / "faults" / "rows.jsonl"
         runtime = PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}
-        data = PARAMS["prepare_data"] | {"scenes": SCENES}
+        data = PARAMS["prepare_data"] | yaml.safe_load(helpers.SCENES)["prepare_data"]
         params = PARAMS | CELLS | {"runtime": runtime, "prepare_data": data, "report": {}}
         self.base = make_base(folder, root, params)
         for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("pretrain", "--cell", "teacher")):
@@ -151,10 +121,8 @@ class Campaign:
         root = self.copy("files")
         state = load_file(root / _WEIGHTS)
         torch.save({"model": state}, root / "published.pth")
-        save_file(state, root / "published.safetensors")
-        (root / "published.safetensors").rename(
-            root / f"published-{hash_file(root / 'published.safetensors')}.safetensors"
-        )
+        save_file(state, release := root / "published.safetensors")
+        release.rename(root / f"published-{hash_file(release)}.safetensors")
         if wait(start(root, ("pretrain", "--cell", "diverging"))) != RunError.exit_code:
             raise RunError(f"the run that must diverge did not: {' '.join(read_output(root).split())[-300:]}")
         pid = start(root, KILLED["pretrain"])
@@ -219,10 +187,8 @@ class Campaign:
         wrong.
         """
         path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
-        chosen, damaged = (
-            random.Random(f"{Settings.seed} {kind} {number}"),
-            self.folder / f"{kind}_{number}" / path.name,
-        )
+        chosen = random.Random(f"{Settings.seed} {kind} {number}")
+        damaged = self.folder / f"{kind}_{number}" / path.name
         damaged.parent.mkdir()
         shutil.copy(path, damaged)
         flip(damaged, chosen.randrange(damaged.stat().st_size), chosen.randrange(1, 256))
@@ -413,13 +379,11 @@ def list_cases(kills: int, flips: int, files: int) -> list[str]:
 
 def summarise(outcomes: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
     """Group -> kind -> {tried, and how many had each good outcome, and wrong}."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for case, outcome in outcomes.items():
         group, kind, _ = case.split()
-        counts = found.setdefault(group, {}).setdefault(kind, {"tried": 0, "wrong": 0})
-        counts["tried"] += 1
-        good = outcome if outcome in GOOD else "wrong"
-        counts[good] = counts.get(good, 0) + 1
+        counts = found.setdefault(group, {}).setdefault(kind, Counter(tried=0, wrong=0))
+        counts.update(["tried", outcome if outcome in GOOD else "wrong"])
     return found
 
 
@@ -452,7 +416,6 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
     outcomes = {case: outcomes.get(case, "stopped") for case in cases}
     device = choose_device("cpu")
     identity = make_identity(root, MODULES, Settings(), device=device_label(device), dtype="fp32", backend="auto")
-    write_record(
-        Paths(root).measured(device_slug(device)) / "faults", summarise(outcomes), identity, time.monotonic() - began
-    )
+    folder = Paths(root).measured(device_slug(device)) / "faults"
+    write_record(folder, summarise(outcomes), identity, time.monotonic() - began)
     return all(outcome in GOOD for outcome in outcomes.values())

@@ -21,41 +21,21 @@ from safetensors.torch import load_file
 
 from repro.core.hashing import FIRST_PARTY
 from repro.core.record import read_record
+from tests.conftest import ROOT
+from tests.stages import helpers
 
-ROOT = Path(__file__).parents[2]
-
-SAVE_EVERY, CELL = 3, "nano"
+CELL = "nano"
 # for one command; far above what any takes on a busy machine, so that one that hangs fails and does not stop the lab
 LIMIT_S = 1800
 
-PARAMS: dict[str, Any] = yaml.safe_load(f"""
-runtime:
-  device: cpu
-  workers: 0
-  threads: 1
-  save_every_steps: {SAVE_EVERY}
-  log_every_steps: 1
-  data_roots: {{digits: data/digits}}
-prepare_data:
-  digits:
-    kind: digits
-    expected: {{classes: 10, train: 1079, tune: 359, test: 359}}
-    generate: {{image_size: 32, tune_fraction: 0.2, test_fraction: 0.2, seed: 0}}
-pretrain:
-  {CELL}:
-    model: vittt_nano_patch16_144
-    options: {{depth: 1}}
-    data: digits
-    seeds: [0]
-    epochs: 2
-    batch_size: 128
-    drop_path: 0.1
-    snapshot_epochs: [0, 1, 2]
-    max_bad_steps: 2
-    optim: {{lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}}
-    mix: {{mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}}
-    transform: {{image_size: 32, hflip: 0.0, crop_pct: 1.0, re_prob: 0.25}}
-""")
+_USUAL = yaml.safe_load(helpers.PARAMS)
+_RUNTIME = {"device": "cpu", "threads": 1, "log_every_steps": 1, "data_roots": {"digits": "data/digits"}}
+PARAMS: dict[str, Any] = {
+    "runtime": _USUAL["runtime"] | _RUNTIME,
+    "prepare_data": {"digits": _USUAL["prepare_data"]["digits"]},
+    "pretrain": {CELL: _USUAL["pretrain"]["nano"] | {"snapshot_epochs": [0, 1, 2], "max_bad_steps": 2}},
+}
+SAVE_EVERY = PARAMS["runtime"]["save_every_steps"]
 TRAIN = ("pretrain", "--cell", CELL)
 # a write beyond the limit fails like a write to a full disk, only with another errno
 SMALL_FILES = """

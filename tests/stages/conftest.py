@@ -7,33 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.stages.helpers import prepare_cell, train_nano
-
-PARAMS = """
-runtime: {workers: 0, save_every_steps: 3, log_every_steps: 5, data_roots: {digits: data/digits, imagenet: data/imagenet}}
-prepare_data:
-  digits:
-    kind: digits
-    expected: {classes: 10, train: 1079, tune: 359, test: 359}
-    generate: {image_size: 32, tune_fraction: 0.2, test_fraction: 0.2, seed: 0}
-  imagenet:
-    kind: imagenet
-    expected: {classes: 1000, train: 1281167, val: 50000}
-pretrain:
-  nano:
-    model: vittt_nano_patch16_144
-    options: {depth: 1}
-    data: digits
-    seeds: [0]
-    epochs: 2
-    batch_size: 128
-    drop_path: 0.1
-    snapshot_epochs: [0, 2]
-    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
-    mix: {mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}
-    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0, re_prob: 0.25}
-"""
+from tests.conftest import link_code
+from tests.stages.helpers import PARAMS, prepare_cell, train_nano
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +20,7 @@ def prepared(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("prepared")
     (root / "params.yaml").write_text(PARAMS)
     (root / "dvc.yaml").write_text("stages: {}\n")
-    for package in ("repro", "kernels", "stages", "profiles"):
-        (root / package).symlink_to(ROOT / package)
+    link_code(root)
     prepare_cell(root, "digits")
     return root
 

@@ -1,6 +1,6 @@
 """Cells and untrained models that several stages' tests use."""
 
-import hashlib
+import argparse
 import json
 import signal
 import subprocess
@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import yaml
+from torch import nn
 
 from repro.core.config import load_section
+from repro.core.hashing import hash_file
 from repro.core.paths import Paths
 from repro.core.runtime import load_runtime
 from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest, write_manifest
 from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import TransformSettings
-from repro.models.registry import build_model
+from repro.models.registry import build_denoiser, build_model
 from repro.models.weights import save_weights
 
 NANO = "vittt_nano_patch16_144"
@@ -42,8 +45,26 @@ def save_model(path: Path | str, name: str, *, seed: int = 0, **options: Any) ->
 def save_trained(path: Path, name: str, **options: Any) -> None:
     """The same, with a record beside it that says its hash, as a training leaves it."""
     save_model(path, name, **options)
-    metrics = {"weights_hash": hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+    metrics = {"weights_hash": hash_file(path)}
     path.with_name("metrics.json").write_text(json.dumps({"metrics": metrics, "identity": {}}))
+
+
+def save_official(path: Path, name: str) -> nn.Module:
+    """Write random weights for ten classes in the form that the authors of ViT3 publish; returns the model."""
+    torch.manual_seed(2)
+    model = timm.create_model(name, num_classes=10)
+    theirs = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in model.state_dict().items()}
+    torch.save({"model": theirs, "epoch": 299, "args": argparse.Namespace(lr=1e-3)}, path)
+    return model
+
+
+def save_denoiser(path: Path, name: str, **more: Any) -> nn.Module:
+    """Write an untrained model that draws digits of 16 pixels; returns it."""
+    torch.manual_seed(0)
+    options = {"depth": 1, "embed_dim": 24, "in_channels": 1, "num_classes": 10}
+    described = {"name": name, "options": options, "preprocessing": {"input_size": [1, 16, 16]}, "classes": DIGITS}
+    save_weights(path, model := build_denoiser(name, **options), **described, **more)
+    return model
 
 
 def prepare_cell(root: Path, name: str) -> None:
@@ -104,6 +125,30 @@ def stop_at_state(stage: str, cell: str, number: int, seed: int = 0) -> str:
     return err
 
 
+PARAMS = """
+runtime: {workers: 0, save_every_steps: 3, log_every_steps: 5, data_roots: {digits: data/digits, imagenet: data/imagenet}}
+prepare_data:
+  digits:
+    kind: digits
+    expected: {classes: 10, train: 1079, tune: 359, test: 359}
+    generate: {image_size: 32, tune_fraction: 0.2, test_fraction: 0.2, seed: 0}
+  imagenet:
+    kind: imagenet
+    expected: {classes: 1000, train: 1281167, val: 50000}
+pretrain:
+  nano:
+    model: vittt_nano_patch16_144
+    options: {depth: 1}
+    data: digits
+    seeds: [0]
+    epochs: 2
+    batch_size: 128
+    drop_path: 0.1
+    snapshot_epochs: [0, 2]
+    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
+    mix: {mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}
+    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0, re_prob: 0.25}
+"""
 # a Vittt of one block and two seeds, on images of four tokens
 ABLATE = """
 ablate:

@@ -40,13 +40,8 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
 
     monkeypatch.setattr(store_module, "measure", measure)
     code, out, err = repro_cli(*COMMAND, "--device", "cpu")
-    assert (
-        code == 130
-        and err.count("\n") == 1
-        and "1 rows are kept in" in err
-        and err.count("the same command continues") == 1
-    )
-    assert out.startswith("[1 of 4] vittt_tiny_patch16_224@32: ")
+    assert code == 130 and err.count("\n") == err.count("the same command continues") == 1
+    assert "1 rows are kept in" in err and out.startswith("[1 of 4] vittt_tiny_patch16_224@32: ")
     (file,) = Path("results/measured").glob("*/efficiency.json")
     before = json.loads(file.read_text())["metrics"]["rows"]
     assert [row["status"] for row in before] == ["ok"]
@@ -68,9 +63,7 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
     assert figures == [f"fig{n}_T_batch1_fp32_infer.{suffix}" for n in (1, 6) for suffix in ("png", "svg")]
 
     # nothing is left to measure, and the same rows give the same figures
-    drawn = [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())]
+    drawn = {path: path.read_bytes() for path in (file.parent / "efficiency").iterdir()}
     out = repro_cli.run(*COMMAND, "--device", "cpu")
     assert "4 of 4 rows are there from an earlier call" in out and "@" not in out
-    assert (
-        drawn == [path.read_bytes() for path in sorted((file.parent / "efficiency").iterdir())] and len(measured) == 5
-    )
+    assert drawn == {path: path.read_bytes() for path in drawn} and len(measured) == 5

@@ -22,9 +22,8 @@ from repro.data.cells import open_cell
 from repro.data.loader import EvalLoader
 from repro.models.dit import _OFFICIAL, embed_positions
 from repro.models.registry import build_denoiser
-from repro.models.weights import save_weights
 from repro.tasks.generation.params import GenerateParams
-from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_model, stop_at_state
+from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_denoiser, save_model, stop_at_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,11 +95,7 @@ def draw(repro_cli, *options: str) -> tuple[int, str, str]:
 
 def test_a_dit5_begins_as_a_dit(checkout, repro_cli):
     """Into a folder of its own; inner weights learn at twice the rate of the rest."""
-    shape = {"depth": 1, "embed_dim": 24, "in_channels": 1, "num_classes": 10}
-    torch.manual_seed(0)
-    teacher = build_denoiser("dit_nano_patch4", **shape)
-    described = {"options": shape, "preprocessing": {"input_size": [1, 16, 16]}, "classes": DIGITS}
-    save_weights(Path("dit.safetensors"), teacher, name="dit_nano_patch4", **described)
+    teacher = save_denoiser(Path("dit.safetensors"), "dit_nano_patch4")
     edit("dit3_nano_patch4", "dit5_nano_patch4")
     assert "blocks (7)" in repro_cli.run("generate", "--cell", "nano", "--from", "dit.safetensors")
     (folder,) = Path("results/measured").glob("*/generate/nano_inherited")

@@ -44,12 +44,8 @@ def write(paths: Paths, **stages: tuple[str, list[str]]) -> None:
     """Stages, each with its command, what it reads, and <name>.out as its output."""
     lines = ["stages:"]
     for name, (command, needs) in stages.items():
-        deps = "".join(f"\n      - {need}.out" for need in needs)
-        lines.append(
-            f"  {name}:\n    cmd: '{command}'"
-            + (f"\n    deps:{deps}" if needs else "")
-            + f"\n    outs:\n      - {name}.out"
-        )
+        files = f"deps: [{', '.join(f'{need}.out' for need in needs)}]", f"outs:\n      - {name}.out"
+        lines += [f"  {name}:", f"    cmd: '{command}'", *(f"    {each}" for each in files)]
     (paths.root / "dvc.yaml").write_text("\n".join(lines) + "\n")
 
 
@@ -259,9 +255,8 @@ def test_a_group_waits_for_the_one_before_and_stale_records_are_put_aside(measur
     ran = {}
     monkeypatch.setattr("repro.pipeline.device_slug", lambda device: "cpu")
     monkeypatch.setattr("repro.pipeline.run_all", lambda works, *args, **more: ran.update(works) or {})
-    run_measured(
-        measured, load_runtime(measured), jobs=2, stale={f"{HERE}/train/b/metrics.json", f"{HERE}/time/x.json"}
-    )
+    stale = {f"{HERE}/train/b/metrics.json", f"{HERE}/time/x.json"}
+    run_measured(measured, load_runtime(measured), jobs=2, stale=stale)
     assert [(work.arguments[0], work.after, work.alone) for work in ran.values()] == [
         ("train", (), False),
         ("train", ("train --cell b",), True),

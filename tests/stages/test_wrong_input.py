@@ -1,6 +1,5 @@
 """Every verb refuses wrong input: exit code 2, one line with the names that explain it, and nothing is written."""
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 from PIL import Image
 
 from repro.core.hashing import hash_file
-from repro.models.registry import build_denoiser, build_model
+from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from tests.stages.helpers import (
     ABLATE,
@@ -25,7 +24,9 @@ from tests.stages.helpers import (
     WEIGHTS,
     add_params,
     prepare_cell,
+    save_denoiser,
     save_model,
+    save_official,
     save_trained,
 )
 from tests.stages.test_own import draw_scenes
@@ -70,7 +71,9 @@ def lab(prepared, tmp_path_factory) -> Path:
         "student": ("t5_tiny_patch16_224", SMALL),
     }.items():
         save_model(root / f"{name}.safetensors", about[0], **{"img_size": 32, **about[1]})
-    save_denoiser(root / "own.safetensors")
+    shown = {"image_size": 16, "channels": 1, "hflip": 0.0}
+    task = {"name": "generate", "transform": shown, "sampling": {"sampler": "ddim", "steps": 4, "guidance": 2.0}}
+    save_denoiser(root / "own.safetensors", "dit3_nano_patch4", task=task)
     save_others(root)
     for text in (ABLATE, GENERATE, SCENES, DETECT, SEGMENT, OTHERS.replace("SHA256", hash_of(root))):
         add_params(root, text)
@@ -85,20 +88,9 @@ def hash_of(root: Path) -> str:
     return hash_file(root / "softmax.safetensors", digits=64)
 
 
-def save_denoiser(path: Path) -> None:
-    options = {"depth": 1, "embed_dim": 24, "in_channels": 1, "num_classes": 10}
-    shown = {"image_size": 16, "channels": 1, "hflip": 0.0}
-    task = {"name": "generate", "transform": shown, "sampling": {"sampler": "ddim", "steps": 4, "guidance": 2.0}}
-    described = {"preprocessing": {"input_size": [1, 16, 16]}, "classes": DIGITS, "task": task}
-    name = "dit3_nano_patch4"
-    save_weights(path, build_denoiser(name, **options), name=name, options=options, **described)
-
-
 def save_others(root: Path) -> None:
     """A classifier by its authors, one without a head, a detector, one of a model that is unknown, and pictures."""
-    official = timm.create_model("vit3_nano_patch16_144", num_classes=10)
-    theirs = {key.replace("patch_embed.", "patch_embed.proj."): value for key, value in official.state_dict().items()}
-    torch.save({"model": theirs, "epoch": 299, "args": argparse.Namespace(lr=1e-3)}, root / "vit3.pth")
+    save_official(root / "vit3.pth", "vit3_nano_patch16_144")
     torch.save({"patch_embed.proj.bias": torch.zeros(64)}, root / "headless.pth")
     torch.save({"model": timm.create_model("deit_tiny_patch16_224", depth=1).state_dict()}, root / "short.pth")
     options = {"depth": 1, "img_size": 32, "num_classes": 10}
