@@ -21,8 +21,10 @@ import stages
 from repro.cli import app
 from repro.core.config import build, load_section, load_yaml
 from repro.core.paths import Paths
+from repro.data.kinds import PrepareData
 from repro.pipeline import read_steps
 from repro.tasks.classification.params import ClassifierParams
+from repro.tasks.generation.params import GenerateParams
 from tests.conftest import ROOT, run_python
 from tests.test_layout import import_graph
 
@@ -39,32 +41,22 @@ REPRO = typer.main.get_command(app)
 EXAMPLES = re.compile(r"stages/(toy|halve)\.py|repro/models/toy\.py|repro/tasks/halves/.*|repro/papers/deit/.*")
 
 
-def fenced(page: str, language: str) -> list[str]:
-    """The code blocks of a page in docs/ in a language, without the last line's end."""
-    return [
-        code.rstrip("\n")
-        for found, code in FENCED.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
-        if found == language
-    ]
+def fenced(page: Path | str, language: str) -> list[str]:
+    """The code blocks of a page, or of one in docs/ by its name, in a language, without the last line's end."""
+    blocks = FENCED.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    return [code.rstrip("\n") for found, code in blocks if found == language]
 
 
 def spans(page: Path) -> list[str]:
     """What stands in backticks, outside code blocks."""
-    return [
-        " ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
-    ]
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Each command line of `repro`, `make` or `dvc` on a page, as words."""
-    text = page.read_text(encoding="utf-8")
-    shown = [code for language, code in FENCED.findall(text) if not language]
-    lines = [
-        line
-        for code in (*shown, *re.findall(r"^    (.*)$", text, re.M))
-        for line in code.replace("\\\n", " ").splitlines()
-    ]
-    for line in (*lines, *spans(page)):
+    shown = "\n".join([*fenced(page, ""), *re.findall(r"^    (.*)$", page.read_text(encoding="utf-8"), re.M)])
+    for line in (*shown.replace("\\\n", " ").splitlines(), *spans(page)):
         if found := re.match(r"(?:.*-m |(?:\w+=\S+ )*)((?:repro|make|dvc) .*)", line):
             yield re.sub(r"\s#.*|[\[\]'`;,]", "", found[1]).split()
 
@@ -93,11 +85,7 @@ def options_of(command: Any) -> dict[str, Any]:
 @functools.cache
 def known_cells(page: Path) -> dict[str, set[str]]:
     """Section -> the cells of both profiles, and of the examples on the page."""
-    examples = [
-        yaml.safe_load(code)
-        for language, code in FENCED.findall(page.read_text(encoding="utf-8"))
-        if language == "yaml"
-    ]
+    examples = map(yaml.safe_load, fenced(page, "yaml"))
     found: dict[str, set[str]] = {}
     for content in (*map(load_yaml, (ROOT / "profiles").glob("*.yaml")), *examples):
         for section, cells in (*content.items(), *content.get("by_hand", {}).items()):
@@ -192,10 +180,6 @@ def test_the_examples_are_those_that_are_tested(language, names):
 
 
 def test_the_examples_of_params_are_valid():
-    from repro.data.kinds import PrepareData
-    from repro.tasks.classification.params import ClassifierParams
-    from repro.tasks.generation.params import GenerateParams
-
     _, section, cell, *_ = map(yaml.safe_load, fenced("extending.md", "yaml"))
     assert section == {"toy": {"three": {"times": 3}}} and cell == {"pretrain": {"toy": constants()["CELL"]}}
     own = yaml.safe_load(fenced("data.md", "yaml")[0])

@@ -290,19 +290,22 @@ def step_of(state: Path) -> int:
     return int(state.name.split(".")[0].removeprefix("step_"))
 
 
+def list_processes_in(folder: Path) -> list[int]:
+    """The numbers of the processes that work in this folder or below."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [int(entry.name)] if Path(os.readlink(entry / "cwd")).is_relative_to(folder) else []
+    return found
+
+
 def kill_all_in(folder: Path) -> None:
-    """Send SIGKILL to every process that works in this folder or below; the children of torchrun lead sessions of their
-    own.
-    """
-    found = True
-    while found:
-        found = False
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and Path(os.readlink(entry / "cwd")).is_relative_to(folder):
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    found = True
-        time.sleep(0.02 * found)
+    """Send SIGKILL to every process there; the children of torchrun lead sessions of their own."""
+    while found := list_processes_in(folder):
+        for number in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:

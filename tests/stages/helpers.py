@@ -98,6 +98,22 @@ def edit(*pairs: str) -> None:
     path.write_text(text)
 
 
+def add_dense(root: Path) -> None:
+    """Write scenes, cells that detect and segment in them, and their backbone, of which the record says the hash."""
+    for text in (SCENES, DETECT, SEGMENT):
+        add_params(root, text)
+    prepare_cell(root, "scenes")
+    save_trained(root / WEIGHTS, NANO, depth=4, img_size=144)
+
+
+def write_student(root: Path, **changes: Any) -> None:
+    """Put the cell `student` of linearize, with changes, into params.yaml; it begins from a softmax model, `SOFTMAX`."""
+    save_model(root / SOFTMAX, T5, **SHELL, inner="softmax", key_norm="none", dwc="none")
+    init = {"weights": str(SOFTMAX), "sha256": hash_file(root / SOFTMAX, digits=64)}
+    cell = yaml.safe_load(STUDENT) | {"init": init} | changes
+    add_params(root, yaml.safe_dump({"linearize": {"student": cell}}))
+
+
 def train_nano(checkout: Path, stage: str) -> None:
     """Run the command of a stage's cell `nano` in a checkout, in this process."""
     from repro.cli import main
@@ -163,6 +179,20 @@ ablate:
     optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
     mix: {mixup: 0.0, cutmix: 0.0, label_smoothing: 0.1}
     transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0}
+"""
+T5 = "t5_tiny_patch16_224"
+SHELL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+SOFTMAX = Path("softmax.safetensors")
+STUDENT = f"""
+model: {T5}
+options: {{embed_dim: 48, depth: 2, patch_size: 8}}
+data: digits
+epochs: 2
+batch_size: 128
+drop_path: 0.0
+optim: {{lr: 0.001, lr_batch_size: 128, warmup_epochs: 0, clip_grad_norm: null}}
+mix: {{mixup: 0.0, cutmix: 0.0}}
+transform: {{image_size: 32, hflip: 0.0, crop_pct: 1.0}}
 """
 GENERATE = """
 generate:

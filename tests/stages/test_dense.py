@@ -18,18 +18,7 @@ from repro.core.hashing import hash_file
 from repro.core.record import read_record
 from tests.data_sets.conftest import flip
 from tests.slow import first
-from tests.stages.helpers import (
-    DETECT,
-    DIGITS,
-    NANO,
-    SCENES,
-    SEGMENT,
-    WEIGHTS,
-    add_params,
-    prepare_cell,
-    save_trained,
-    stop_at_state,
-)
+from tests.stages.helpers import DIGITS, WEIGHTS, add_dense, stop_at_state
 from tests.stages.test_dvc import outs_of
 
 
@@ -38,10 +27,7 @@ def prepared(prepared, tmp_path_factory) -> Path:
     """A checkout with scenes and a backbone of which the record says the hash; do not change it, copy it."""
     root = tmp_path_factory.mktemp("dense") / "checkout"
     shutil.copytree(prepared, root, symlinks=True, ignore=shutil.ignore_patterns("data", "results"))
-    for text in (SCENES, DETECT, SEGMENT):
-        add_params(root, text)
-    prepare_cell(root, "scenes")
-    save_trained(root / WEIGHTS, NANO, depth=4, img_size=144)
+    add_dense(root)
     return root
 
 

@@ -267,5 +267,6 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     assert "large.safetensors" in err and "not finite in fp32" in err and "--dtype" not in err
     picture = str(next((checkout / "data/digits/test").rglob("*.png")))
     for more in ([], ["--json", "seen.json"]):
-        err = repro_cli.refuse("predict", picture, "--weights", str(path), *more)
-        assert "large.safetensors" in err and not Path("seen.json").exists()
+        code, out, err = repro_cli("predict", picture, "--weights", str(path), *more)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "large.safetensors" in err
+        assert not Path("seen.json").exists()

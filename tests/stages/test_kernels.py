@@ -78,19 +78,10 @@ def compiled(monkeypatch):
 
     def compile_row(cases, target):
         done.append(cases.NAME)
-        return {
-            "operator": cases.NAME,
-            "kernel": f"{cases.NAME}_forward",
-            "config": {},
-            "default": True,
-            "dtype": "bf16",
-            "target": target,
-            "registers": len(done),
-            "stack_bytes": 0,
-            "shared_bytes": 0,
-            "instructions": {"LDL": 0, "STL": 0, "BAR": 0},
-            "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}],
-        }
+        about = {"operator": cases.NAME, "kernel": f"{cases.NAME}_forward", "target": target, "dtype": "bf16"}
+        counted = {"instructions": {"LDL": 0, "STL": 0, "BAR": 0}, "loops": [{"instructions": 9, "BAR": 0, "SHFL": 0}]}
+        used = {"registers": len(done), "stack_bytes": 0, "shared_bytes": 0}
+        return {**about, "config": {}, "default": True, **used, **counted}
 
     monkeypatch.setattr(resources, "compile_row", compile_row)
     monkeypatch.setattr(resources, "planned", lambda cases, defaults: [(cases, "sm_80"), (cases, "sm_90")])

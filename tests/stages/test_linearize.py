@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from repro.core.errors import UserError
@@ -17,38 +16,15 @@ from repro.core.record import read_record
 from repro.papers import describe_recipe
 from repro.runs import from_weights
 from repro.runs.job import build_job
-from tests.stages.helpers import save_model
+from tests.stages.helpers import SOFTMAX, write_student
 from tests.stages.test_own import draw
-
-TEACHER = Path("weights/vit.safetensors")
-CELL = {
-    "model": "t5_tiny_patch16_224",
-    "options": {"embed_dim": 48, "depth": 2, "patch_size": 8},
-    "data": "digits",
-    "epochs": 2,
-    "batch_size": 128,
-    "drop_path": 0.0,
-    "optim": {"lr": 1e-3, "lr_batch_size": 128, "warmup_epochs": 0, "clip_grad_norm": None},
-    "mix": {"mixup": 0.0, "cutmix": 0.0},
-    "transform": {"image_size": 32, "hflip": 0.0, "crop_pct": 1.0},
-}
-SHELL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
 
 
 @pytest.fixture
 def ready(checkout) -> Path:
     """A checkout with a softmax model of ours and a cell that linearises it."""
-    options = {**SHELL, "inner": "softmax", "key_norm": "none", "dwc": "none"}
-    save_model(TEACHER, "t5_tiny_patch16_224", **options)
-    write_cell()
+    write_student(checkout)
     return checkout
-
-
-def write_cell(**changes) -> None:
-    params = yaml.safe_load(Path("params.yaml").read_text())
-    init = {"weights": str(TEACHER), "sha256": hash_file(TEACHER, digits=64)}
-    params["linearize"] = {"student": {**CELL, "init": init, **changes}}
-    Path("params.yaml").write_text(yaml.safe_dump(params))
 
 
 def read_metrics(folder: Path) -> dict:
@@ -59,12 +35,12 @@ def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_c
     out = repro_cli.run("linearize", "--cell", "student")
     assert "expected: new: blocks (14)" in out
     assert "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out
-    folder, teacher = Path("results/linearize/student"), load_file(TEACHER)
+    folder, teacher = Path("results/linearize/student"), load_file(SOFTMAX)
     fates = dict(reversed(line.rsplit(None, 1)) for line in (folder / "load_report.txt").read_text().splitlines())
     student = load_file(folder / "weights.safetensors")
     assert set(fates) == set(student) and {key for key, fate in fates.items() if fate.strip() == "used"} == set(teacher)
     metrics = read_metrics(folder)
-    assert "freeze" not in metrics and metrics["init"]["weights_hash"] == hash_file(TEACHER)
+    assert "freeze" not in metrics and metrics["init"]["weights_hash"] == hash_file(SOFTMAX)
     assert 0 <= metrics["untrained_top1_percent"] <= 100
     out = repro_cli.run("evaluate", "--weights", str(folder / "weights.safetensors"), "--data", "digits")
     assert f"top-1 {metrics['top1_percent']:.2f} %" in out
@@ -82,9 +58,9 @@ def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
 
 
 def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cli):
-    write_cell(freeze=True, epochs=1)
+    write_student(ready, freeze=True, epochs=1)
     repro_cli.run("linearize", "--cell", "student")
-    student, teacher = load_file("results/linearize/student/weights.safetensors"), load_file(TEACHER)
+    student, teacher = load_file("results/linearize/student/weights.safetensors"), load_file(SOFTMAX)
     assert all(torch.equal(student[key], teacher[key]) for key in teacher)
     assert student["blocks.0.attn.w1"].std() > 0.021  # it began with 0.02
 
@@ -109,7 +85,7 @@ def test_a_published_size_is_found_by_its_file(ready):
 def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repro_cli):
     draw(Path("pets"), {"cat": 6, "dog": 6})
     options = ("--data", "folder:pets", "--epochs", "1", "--batch-size", "4")
-    repro_cli.run("linearize", "--from", str(TEACHER), *options)
+    repro_cli.run("linearize", "--from", str(SOFTMAX), *options)
     (weights,) = Path("results/own/pets").glob("*/weights.safetensors")
     assert "cat" in repro_cli.run("predict", "pets/cat", "--weights", str(weights))
 
@@ -117,7 +93,7 @@ def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repr
 @pytest.mark.slow
 def test_from_a_file_with_options(ready, repro_cli):
     asked = ("--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
-    repro_cli.run("linearize", "--from", str(TEACHER), *asked)
+    repro_cli.run("linearize", "--from", str(SOFTMAX), *asked)
     (record,) = Path("results/measured").rglob("linearize/*/metrics.json")
     expected = {"inner": "gate", "key_norm": "instance", "dwc": "v", "neighbours": 3}
     assert expected.items() <= read_metrics(record.parent)["options"].items()

@@ -2,14 +2,12 @@
 signal does.
 """
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +17,8 @@ from repro.core.paths import Paths, describe_missing_results
 from repro.core.runtime import RUN_BEGAN, Runtime, load_runtime
 from repro.pipeline import choose_steps, read_steps, read_units, release_dead_locks, run_measured, run_stages
 from stages import Stage
+from tests.conftest import ROOT
+from tests.faults.lab import kill_all_in, list_processes_in
 
 # `meet` waits until its partner runs too; `quiet` fails if anything else runs; what ends leaves no sign
 COMMANDS = {
@@ -157,7 +157,7 @@ def start_two_slow_stages(project) -> subprocess.Popen:
         "from repro.pipeline import run_stages; "
         f"run_stages(Paths(Path({str(project.root)!r})), {{}}, Runtime(device='cpu', data_roots={{}}), jobs=2, force=False)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment)
     while not all((project.root / f"{name}.runs").exists() for name in ("left", "right")):
         assert process.poll() is None, process.stderr.read()
@@ -172,15 +172,6 @@ def test_a_signal_reaches_the_stages_and_is_waited_for(project):
     assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
 
 
-def list_processes_in(folder: Path) -> list[int]:
-    """The numbers of the processes that work in a folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found += [int(entry.name)] if Path(os.readlink(entry / "cwd")) == folder else []
-    return found
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
 def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(project):
     process = start_two_slow_stages(project)
@@ -190,8 +181,7 @@ def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(proj
     until = time.monotonic() + 20
     while (left := list_processes_in(project.root)) and time.monotonic() < until:
         time.sleep(0.05)
-    for number in left:
-        os.kill(number, signal.SIGKILL)
+    kill_all_in(project.root)
     assert not left
     assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
 
