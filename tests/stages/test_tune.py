@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.config import load_section, load_yaml
+from repro.core.config import find_cell, load_section, load_yaml
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.record import read_json, write_json
@@ -120,7 +120,7 @@ def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
         stage, cell = name.split(".")
         assert stage == STAGE
         chosen = max(found, key=lambda metrics: len(metrics["trials"]))["chosen"]  # a wider one went beyond an edge
-        optim = load_section(SPEC.params, ROOT / profile, stage, cell).optim
+        optim = load_section(SPEC.params, ROOT / profile, *find_cell(ROOT / profile, stage, cell)).optim
         assert {key: getattr(optim, key) for key in chosen} == chosen, name
 
 
