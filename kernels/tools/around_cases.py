@@ -127,15 +127,9 @@ class AroundCases(cases.Cases):
         constants = {"D": channels, "WIDTH": triton.next_power_of_2(channels), "HIDDEN": hidden, "PAD": ONES}
         return {"channels": channels}, constants, (dtype, channels)
 
-    def kernels(
-        self,
-        arguments: Any,
-        dout: Tensor,
-        config: triton.Config | None = None,
-        backward_config: triton.Config | None = None,
-    ) -> tuple[Tensor, ...]:
+    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         out = getattr(triton_fwd, self.NAME)(arguments, config)
-        return out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)
+        return [out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)]
 
 
 def make(

@@ -116,18 +116,10 @@ def times(step: Callable[[], Any]) -> list[float]:
 
 
 def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
-    row = {
-        "operator": cases.NAME,
-        "implementation": name,
-        "passes": passes,
-        **vars(sizes),
-        "dtype": "bf16",
-        "status": "ok",
-    }
+    row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16"}
+    row |= {"status": "ok", "samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
-    return (
-        row | dict.fromkeys(numbers) | {"samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
-    )
+    return row | dict.fromkeys(numbers)
 
 
 def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak_mib: float) -> dict[str, Any]:
@@ -135,10 +127,8 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
     row = row | {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
     if row["implementation"] == "copy":
-        return row | {
-            "gflop": None,
-            "reason": "the row is the copy itself: it computes nothing, and the shares refer to it",
-        }
+        reason = "the row is the copy itself: it computes nothing, and the shares refer to it"
+        return row | {"gflop": None, "reason": reason}
     row["tflop_per_s"] = row["gflop"] / median
     if copy_ms is None:
         return row | {"reason": "the copy could not be measured"}

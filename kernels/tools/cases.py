@@ -128,17 +128,11 @@ class Cases(abc.ABC):
         others.
         """
 
-    def kernels(
-        self,
-        arguments: Any,
-        dout: Tensor,
-        config: triton.Config | None = None,
-        backward_config: triton.Config | None = None,
-    ) -> tuple[Tensor, ...]:
+    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         """The output and each gradient, by the Triton kernels; None: the config of a launch without one."""
         out, states = self.triton_fwd.forward(arguments, True, config)
         kept = [{"out": out, "states": states}[name] for name in self.op.CUSTOM_OP.kept]
-        return out, *self.triton_bwd.backward(dout, *kept, arguments, backward_config)
+        return [out, *self.triton_bwd.backward(dout, *kept, arguments, backward_config)]
 
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
         """The backend that runs for a request."""

@@ -68,26 +68,16 @@ def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, b
     leaves = [x if x is None else x.detach().requires_grad_() for x in leaves]
     given = {name: x for name, x in zip(cases.INPUTS, leaves, strict=True) if x is not None}
     out = cases.bind(sizes)(*leaves, backend=backend)
-    return dict(
-        zip(
-            ("out", *given),
-            (out.detach(), *torch.autograd.grad(out, list(given.values()), dout.to(out.dtype))),
-            strict=True,
-        )
-    )
+    gradients = torch.autograd.grad(out, list(given.values()), dout.to(out.dtype))
+    return dict(zip(("out", *given), (out.detach(), *gradients), strict=True))
 
 
 def run_kernels(
-    cases: Cases,
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    sizes: Sizes,
-    config: triton.Config | None = None,
-    backward_config: triton.Config | None = None,
+    cases: Cases, inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes, *configs: triton.Config | None
 ) -> dict[str, Tensor]:
     """As `differentiate`, by the Triton kernels themselves, of inputs that are `cast` to `dtype`."""
     *arguments, dout = cast(cases, inputs, dtype)
-    results = cases.kernels(cases.arguments(arguments, sizes), dout, config, backward_config)
+    results = cases.kernels(cases.arguments(arguments, sizes), dout, *configs)
     return {name: x for name, x in zip(("out", *cases.INPUTS), results, strict=True) if x is not None}
 
 
@@ -152,9 +142,8 @@ def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
 
 def make_row(operator: str, what: str, sizes: Sizes, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
     """What every row says: {operator, check, the sizes, dtype}, and config where it is not the default one."""
-    return {"operator": operator, "check": what, **vars(sizes), "dtype": dtype} | (
-        {"config": describe(config)} if config else {}
-    )
+    row = {"operator": operator, "check": what, **vars(sizes), "dtype": dtype}
+    return row | ({"config": describe(config)} if config else {})
 
 
 def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:

@@ -89,15 +89,9 @@ class MSDeformAttnCases(cases.Cases):
         value, locations, weights = inputs
         return Arguments(value, [size for shape in sizes.shapes() for size in shape], locations, weights)
 
-    def kernels(
-        self,
-        arguments: Arguments,
-        dout: Tensor,
-        config: triton.Config | None = None,
-        backward_config: triton.Config | None = None,
-    ) -> tuple[Tensor, ...]:
+    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         """`config` is for both kernels by rows, `backward_config` for the one by pixels."""
-        return triton_fwd.forward(arguments, config), *triton_bwd.backward(dout, arguments, config, backward_config)
+        return [triton_fwd.forward(arguments, config), *triton_bwd.backward(dout, arguments, config, backward_config)]
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
         """Maps of a pixel, of a row and larger, for extractor and injector."""

@@ -85,17 +85,10 @@ def source_hash(cases: Any) -> str:
     named = [Path(str(module.__file__)) for module in (cases.triton_fwd, cases.triton_bwd)]
     others = [file for file in sorted(named[0].parent.glob("triton_*.py")) if file not in named]
     code = [jitted_code(file.read_text(encoding="utf-8")) for file in (*named, *others)]
-    arguments = [
-        [
-            one.name,
-            one.dtype,
-            sorted(one.operands),
-            sorted(one.types.items()),
-            sorted(one.constants.items()),
-            describe(one.config),
-        ]
-        for one in cases.compilations()
-    ]
+    arguments = []
+    for one in cases.compilations():
+        sizes = (sorted(each.items()) for each in (one.types, one.constants))
+        arguments.append([one.name, one.dtype, sorted(one.operands), *sizes, describe(one.config)])
     return hashlib.sha256(repr([code, arguments]).encode()).hexdigest()[:16]
 
 

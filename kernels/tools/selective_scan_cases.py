@@ -21,6 +21,7 @@ from torch import Tensor
 from ..selective_scan import op, selective_scan, selective_scan_bidir, selective_scan_routes, triton_bwd, triton_fwd
 from ..selective_scan.op import one_direction
 from ..selective_scan.reference import Arguments
+from ..selective_scan.triton_fwd import configs, forward_kernel
 from . import cases
 from .cases import BOTH, ROUNDING, TOKENS, Check, Maker, in_directions, normal_drawer
 from .check import cast, judge_peer, make_row
@@ -60,16 +61,10 @@ class Sizes(cases.Sizes):
         )
 
 
-VMAMBA: dict[str, Any] = {
-    "state_dim": 1,
-    "reverse": (False, False, True, True),
-    "sequences": 2,
-    "gate": False,
-    "full_precision": True,
-}
+VMAMBA = dict(state_dim=1, reverse=(False, False, True, True), sequences=2, gate=False, full_precision=True)
 WHOLE = {"SEGMENT": 0, "ENDS": False}  # constants of the forward kernel, for all tokens in one program
 SEGMENTS = {"SEGMENT": triton_fwd.SEGMENT, "ENDS": False}
-MAMBAVISION: dict[str, Any] = {"state_dim": 8, "reverse": (False,), "gate": False}
+MAMBAVISION = dict(state_dim=8, reverse=(False,), gate=False)
 
 
 class SelectiveScanCases(cases.Cases):
@@ -91,8 +86,7 @@ class SelectiveScanCases(cases.Cases):
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
         if sizes.sequences:
-            options = {"reverse": sizes.reverse, "full_precision": sizes.full_precision}
-            return functools.partial(selective_scan_routes, **options)
+            return functools.partial(selective_scan_routes, reverse=sizes.reverse, full_precision=sizes.full_precision)
         return in_directions(
             selective_scan_bidir, selective_scan, one_direction, sizes.reverse, full_precision=sizes.full_precision
         )
@@ -102,21 +96,17 @@ class SelectiveScanCases(cases.Cases):
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
         lengths = (1, 2, 5) if interpreted else (1, 2, 3, 63, 64, 65, 196, 197, 784)
-        vim = [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
-        return (
-            vim
-            if interpreted
-            else [*vim, *(Sizes(batch=2, tokens=tokens, channels=48, **VMAMBA) for tokens in lengths)]
-        )
+        found = [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (8, 48)]
+        if not interpreted:
+            found += [Sizes(batch=2, tokens=tokens, channels=48, **VMAMBA) for tokens in lengths]
+        return found
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
         yield "two groups of tokens", Sizes(batch=1, tokens=66, channels=8)
         yield from (("states", Sizes(batch=1, tokens=17, channels=40, state_dim=N)) for N in triton_fwd.STATE_DIMS)
         yield from (("VMamba's routes", Sizes(batch=1, tokens=tokens, channels=40, **VMAMBA)) for tokens in (1, 8, 19))
-        yield (
-            "routes that share a sequence",
-            Sizes(batch=1, tokens=9, channels=8, reverse=(False, True, True), sequences=1),
-        )
+        shared = Sizes(batch=1, tokens=9, channels=8, reverse=(False, True, True), sequences=1)
+        yield "routes that share a sequence", shared
         yield "MambaVision's window", Sizes(batch=2, tokens=9, channels=40, **MAMBAVISION)
         yield from (("direction", Sizes(batch=1, tokens=17, channels=40, reverse=(flag,))) for flag in BOTH)
 
@@ -140,16 +130,8 @@ class SelectiveScanCases(cases.Cases):
         parts = normal(R, images, T, E // 32 + 2 * N).bfloat16().permute(1, 2, 0, 3)
         z = normal(images, T, 2 * E).bfloat16()[..., E:] if sizes.gate else None
         A = -torch.arange(1.0, N + 1, device=device).expand(R, E, N).contiguous()
-        return [
-            u,
-            delta,
-            A,
-            parts[..., -2 * N : -N],
-            parts[..., -N:],
-            torch.ones(R, E, device=device),
-            z,
-            normal(R, E) - 4,
-        ]
+        B, C = parts[..., -2 * N : -N], parts[..., -N:]
+        return [u, delta, A, B, C, torch.ones(R, E, device=device), z, normal(R, E) - 4]
 
     def compile_time(
         self, dtype: torch.dtype, state_dim: int = 16, gate: bool = True, sequences: int = 0
@@ -246,24 +228,12 @@ CASES = SelectiveScanCases(
     PEER="mamba_ssm",
     DISTRIBUTIONS={"mamba_ssm": "mamba-ssm"},
     KERNELS={
-        "selective_scan_forward": (triton_fwd.configs, triton_fwd.forward_kernel, WHOLE | {"KEEP": False}),
-        "selective_scan_forward_segments": (triton_fwd.configs, triton_fwd.forward_kernel, SEGMENTS | {"KEEP": False}),
-        "selective_scan_forward_keeping_states": (
-            triton_fwd.configs,
-            triton_fwd.forward_kernel,
-            WHOLE | {"KEEP": True},
-        ),
-        "selective_scan_forward_ends": (
-            triton_fwd.configs,
-            triton_fwd.forward_kernel,
-            SEGMENTS | {"KEEP": False, "ENDS": True},
-        ),
-        "selective_scan_forward_starts": (
-            triton_fwd.configs,
-            triton_fwd.starts_kernel,
-            {"AT_ONCE": triton_fwd.AT_ONCE},
-        ),
-        "selective_scan_backward": (triton_fwd.configs, triton_bwd.backward_kernel, {}),
+        "selective_scan_forward": (configs, forward_kernel, WHOLE | {"KEEP": False}),
+        "selective_scan_forward_segments": (configs, forward_kernel, SEGMENTS | {"KEEP": False}),
+        "selective_scan_forward_keeping_states": (configs, forward_kernel, WHOLE | {"KEEP": True}),
+        "selective_scan_forward_ends": (configs, forward_kernel, SEGMENTS | {"KEEP": False, "ENDS": True}),
+        "selective_scan_forward_starts": (configs, triton_fwd.starts_kernel, {"AT_ONCE": triton_fwd.AT_ONCE}),
+        "selective_scan_backward": (configs, triton_bwd.backward_kernel, {}),
     },
     OPERANDS=("u", "delta", "B", "C", "z", "out", "dout", "du", "ddelta"),
     COMPILED=({}, {"state_dim": 8, "gate": False}, {"state_dim": 1, "gate": False, "sequences": 2}),

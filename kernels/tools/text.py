@@ -10,15 +10,8 @@ from .cases import Cases
 from .operators import OPERATORS
 
 # what a row calls a size -> how a line prints it
-SIZES = {
-    "tokens": "T",
-    "heads": "heads",
-    "head_dim": "D",
-    "levels": "levels",
-    "chunk_size": "chunk",
-    "channels": "channels",
-}
-SIZES |= {"state_dim": "states"}
+SIZES = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk"}
+SIZES |= {"channels": "channels", "state_dim": "states"}
 
 
 def format_check(row: Mapping[str, Any]) -> str:
@@ -68,7 +61,7 @@ def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
     ]
     lines.append("|" + "---|" * (7 + len(others)))
     for row in rows:
-        if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] == "bf16":
+        if _is_shown(row) and row["dtype"] == "bf16":
             first, rest = row["loops"][:1], row["loops"][1:]
             # it is the loop over groups
             holds_the_rest = rest and first[0]["instructions"] > sum(loop["instructions"] for loop in rest)
@@ -99,16 +92,9 @@ def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
         f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."
     ]
     for version, group in {"": default, **others}.items():
-        chosen = [
-            row
-            for row in group
-            if row["default"] and row["config"].get("chunk_size", 16) == 16 and row["dtype"] != "fp16"
-        ]
-        spilled = [
-            f"`{row['operator']}` {_pass(row)} {row['dtype']} {row['target']}: {_cost(row)}"
-            for row in chosen
-            if row["stack_bytes"]
-        ]
+        chosen = [row for row in group if _is_shown(row) and row["dtype"] != "fp16"]
+        named = (f"`{row['operator']}` {_pass(row)} {row['dtype']} {row['target']}" for row in chosen)
+        spilled = [f"{name}: {_cost(row)}" for name, row in zip(named, chosen, strict=True) if row["stack_bytes"]]
         by = f" under Triton {version}" if version else ""
         parts.append(
             f"Of those in fp32 and bf16, with chunks of 16 where there are chunks, {len(spilled)} of {len(chosen)} spill{by}"
@@ -161,16 +147,20 @@ def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _is_shown(row: Mapping[str, Any]) -> bool:
+    """Whether it is of a default config, at chunk size 16 where there are chunks."""
+    return row["default"] and row["config"].get("chunk_size", 16) == 16
+
+
 def _sizes(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{printed} {row[key]}" for key, printed in SIZES.items() if key in row)
 
 
 def _label(row: Mapping[str, Any]) -> tuple:
     """What a row is of, whatever config the version of Triton takes by default."""
-    sizes = {
-        key: row["config"][key] for key in ("chunk_size", "state_dim", "gate", "sequences") if key in row["config"]
-    }
-    return row["kernel"], row["dtype"], row["target"], tuple(sizes.items()) if row["default"] else str(row["config"])
+    config = row["config"]
+    sizes = [(key, config[key]) for key in ("chunk_size", "state_dim", "gate", "sequences") if key in config]
+    return row["kernel"], row["dtype"], row["target"], tuple(sizes) if row["default"] else str(config)
 
 
 def _cost(row: Mapping[str, Any]) -> str:

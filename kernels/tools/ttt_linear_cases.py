@@ -125,12 +125,10 @@ class TTTLinearCases(cases.Cases):
     ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         return {"chunk_size": chunk_size}, triton_fwd.constants(width, chunk_size), (dtype, chunk_size, width)
 
-    def kernels(
-        self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None
-    ) -> tuple[Tensor, ...]:
+    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         """In one phase or two, as `config` is."""
         out, states = triton_phases.forward(arguments, True, config)
-        return out, *triton_bwd.backward(dout, states, arguments, backward_config)
+        return [out, *triton_bwd.backward(dout, states, arguments, backward_config)]
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[Any]]:
         """Both passes also have pairs of configs, for their two launches."""
