@@ -62,30 +62,31 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
     _check_files(tree, report, depth, "get it again: unpack its archive again")
 
 
-def check_digits(root: Path, report: Report, depth: Depth) -> None:
-    """Check the embedded digits; arguments and errors as `check_imagenet`. The splits are settings, the number of all
-    images is not.
-    """
-    _check_all_images(root, "digits", DIGITS_IMAGES, report, depth)
+def _check_classes(root: Path, kind: str, report: Report) -> Tree:
+    tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
+    expected = len(class_names()) if class_names else None
+    for split, files in tree.splits.items():
+        compare_counts(report, root / split, "classes", len(np.unique(files.targets)), expected, _WRITE_AGAIN)
+        report.ok(root / split, count(len(files.names), "image"))
+    return tree
 
 
-def check_cifar100(root: Path, report: Report, depth: Depth) -> None:
-    """Check CIFAR-100 as it was written from the published files; arguments and errors as `check_imagenet`."""
-    _check_all_images(root, "cifar100", CIFAR100_IMAGES, report, depth)
-
-
-def _check_all_images(root: Path, kind: str, images: int, report: Report, depth: Depth) -> None:
-    """Check classes and files, and that all splits together have so many images."""
+def _check_tree(
+    root: Path, report: Report, depth: Depth, *, kind: str, images: int | None = None, advice: str = _WRITE_AGAIN
+) -> None:
+    """Check classes and files, and where `images` is known, that all splits together have so many."""
     tree = _check_classes(root, kind, report)
-    if len(tree.splits) == len(tree.kind.splits):
+    if images is not None and len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
-        compare_counts(report, root, "images in all splits together", found, images, _WRITE_AGAIN)
-    _check_files(tree, report, depth, _WRITE_AGAIN)
+        compare_counts(report, root, "images in all splits together", found, images, advice)
+    _check_files(tree, report, depth, advice)
 
 
-def check_imagenet100(root: Path, report: Report, depth: Depth) -> None:
-    """Check the links of ImageNet-100; arguments and errors as `check_imagenet`."""
-    _check_files(_check_classes(root, "imagenet100", report), report, depth, _WRITE_AGAIN)
+# with the arguments and errors of `check_imagenet`; splits are settings, the number of all images is not
+check_digits = partial(_check_tree, kind="digits", images=DIGITS_IMAGES)
+check_cifar100 = partial(_check_tree, kind="cifar100", images=CIFAR100_IMAGES)
+check_imagenet100 = partial(_check_tree, kind="imagenet100")
+check_folder = partial(_check_tree, kind="folder", advice="replace the file or remove it")
 
 
 def check_connect(root: Path, report: Report, depth: Depth) -> None:
@@ -101,13 +102,6 @@ def check_connect(root: Path, report: Report, depth: Depth) -> None:
     _check_files(tree, report, depth, _WRITE_AGAIN)
 
 
-def check_folder(root: Path, report: Report, depth: Depth) -> None:
-    """Check a folder of one's own pictures; arguments and errors as `check_imagenet`. Nothing is known about its
-    counts.
-    """
-    _check_files(_check_classes(root, "folder", report), report, depth, "replace the file or remove it")
-
-
 def check_latents(root: Path, report: Report, depth: Depth) -> None:
     """Check latents of a VAE; arguments and errors as `check_imagenet`. Nothing is known about their counts, and all
     have one shape.
@@ -121,15 +115,6 @@ def check_latents(root: Path, report: Report, depth: Depth) -> None:
             report.add([judge_error(tree.path(*first), error, "compute it again", "latents")])
         else:
             _check_files(tree, report, depth, "compute it again", partial(read_latents, shape=shape))
-
-
-def _check_classes(root: Path, kind: str, report: Report) -> Tree:
-    tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
-    expected = len(class_names()) if class_names else None
-    for split, files in tree.splits.items():
-        compare_counts(report, root / split, "classes", len(np.unique(files.targets)), expected, _WRITE_AGAIN)
-        report.ok(root / split, count(len(files.names), "image"))
-    return tree
 
 
 def _advise_count(tree: Tree, split: str, expected: ExpectedCounts) -> str:
