@@ -67,19 +67,11 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
         "machine": describe_machine(),
         "gpus": gpu_names(),
         "backend": selected_backend("auto", device, dtype=torch.bfloat16),
-    }
-    metrics |= {
         "compiler_obstacle": compiler_obstacle(),
         "compiler_obstacle_reason": "null: a C compiler and Python.h are there",
     }
-    identity = make_identity(
-        paths.root,
-        ["stages.measure"],
-        CampaignParams(),
-        device=device_label(device),
-        dtype="bf16 asked",
-        backend=metrics["backend"],
-    )
+    place = {"device": device_label(device), "dtype": "bf16 asked", "backend": metrics["backend"]}
+    identity = make_identity(paths.root, ["stages.measure"], CampaignParams(), **place)
     write_record(paths.measured(device_slug(device)), metrics, identity, 0.0, name="environment")
     return True
 

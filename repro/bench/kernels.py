@@ -7,6 +7,7 @@ the rows of the same kernels and versions. Where all rows that are asked for are
 import dataclasses
 import functools
 import importlib.util
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -65,7 +66,7 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     def plan(cases: Any) -> Plan:
         return {number: partial(check.run, cases, *each) for number, each in enumerate(check.planned(cases, device))}
 
-    with _Table(paths, path, "check", device_label(device), chosen, plan, one=op is not None, again=again) as table:
+    with _Table(paths, path, "check", device_label(device), chosen, plan, again=again) as table:
         make = partial(_check_in_lanes, deadline) if device.type == "cuda" else None
         for cases in chosen:
             table.fill(cases, text.format_check, deadline, make)
@@ -77,7 +78,7 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
     return not table.pending
 
 
-def _check_in_lanes(deadline: float | None, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
+def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
     """Make rows of `check.planned` on a GPU, several at a time."""
 
     def died(task: tuple[str, int]) -> Row:
@@ -118,8 +119,7 @@ def _list_checks(op: str) -> list[Any]:
 def run_bench(
     paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None, again: bool = True
 ) -> bool:
-    """Check the kernels where no record says that they are right, time them, and write
-    results/measured/<device>/kernels.json.
+    """Check the kernels where no record says that they are right, time them, and write results/measured/<device>/kernels.json.
 
     metrics: `rows`, see `kernels.tools.bench.measure`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of
     Appendix B; `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions
@@ -142,9 +142,7 @@ def run_bench(
             "kernels bench: TRITON_INTERPRET is set, and the speed of the interpreter means nothing; unset it"
         )
     device, deadline = torch.device("cuda"), _deadline(minutes)
-    if not _is_checked(_check_path(paths, device, False), chosen) and not run_check(
-        paths, op, _minutes_left(deadline), again=False
-    ):
+    if not run_check(paths, op, _left(deadline) / 60, again=False):
         return False  # no speed without kernels that are right
 
     def plan(cases: Any, compared: bool = False) -> Plan:
@@ -153,26 +151,12 @@ def run_bench(
         return {bench.step_key(cases, *step): partial(measure, step) for step in steps}
 
     path = paths.measured(device_slug(device)) / "kernels.json"
-    table = _Table(
-        paths,
-        path,
-        "bench",
-        device_label(device),
-        chosen,
-        plan,
-        lambda cases: plan(cases, compared),
-        bench.row_key,
-        one=op is not None,
-        again=again,
-    )
-    table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)} | {
-        "driver": gpu_names()
-    }
-    table.extra |= {
-        key: installed_version(package) or "not installed"
-        for cases in chosen
-        for key, package in cases.DISTRIBUTIONS.items()
-    }
+    options = {"wanted": lambda cases: plan(cases, compared), "key": bench.row_key, "again": again}
+    table = _Table(paths, path, "bench", device_label(device), chosen, plan, **options)
+    table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)}
+    table.extra |= {"driver": gpu_names()}
+    for cases in chosen:
+        table.extra |= {key: installed_version(name) or "not installed" for key, name in cases.DISTRIBUTIONS.items()}
     table.summarise = lambda rows: {
         "summary": {name: bench.summarise(cases, rows) for name, cases in operators.OPERATORS.items()}
     }
@@ -181,17 +165,13 @@ def run_bench(
             name = cases.NAME
             is_asked = bool(table.todo[name])
             table.fill(cases, text.format_bench, deadline)
-            tuned = {
-                (each["kernel"], *each["key"]): each
-                for each in [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]
-            }
-            table.extra["tuned"] = list(tuned.values())
+            tuned = [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]
+            table.extra["tuned"] = list({(each["kernel"], *each["key"]): each for each in tuned}.values())
             if name == "ttt_linear" and is_asked and _left(deadline) > 0:
                 table.extra["op"] = memory_reference_over_kernel(device)
     print(table.describe("rows"))
-    if failed := [
-        row for row in table.chosen_rows() if row["status"] == "failed" and row["implementation"] in bench.OURS
-    ]:
+    ours = (row for row in table.chosen_rows() if row["implementation"] in bench.OURS)
+    if failed := [row for row in ours if row["status"] == "failed"]:
         raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {text.format_bench(failed[0])}")
     return not table.pending
 
@@ -219,7 +199,7 @@ def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False
         rows = enumerate(resources.planned(cases, defaults))
         return {number: partial(resources.compile_row, *each) for number, each in rows}
 
-    with _Table(paths, path, "resources", "none: compiled, not run", chosen, plan, one=op is not None) as table:
+    with _Table(paths, path, "resources", "none: compiled, not run", chosen, plan) as table:
         for cases in chosen:
             table.fill(cases, text.format_resources)
 
@@ -250,18 +230,11 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     compiled = paths.measured("compile") / "resources.json"
     if compiled.is_file():
         rows = read_json(compiled)["metrics"]["rows"]
-        others = {
-            record["identity"]["versions"]["triton"]: record["metrics"]["rows"]
-            for record in (
-                read_json(file)
-                for file in sorted(compiled.parent.glob("resources_triton_*.json"))
-                if ".run." not in file.name
-            )
-        }
-        passages += [
-            (PAGE, RESOURCES_BLOCK, text.resources_table(rows, others)),
-            (PAGE, SPILLS_BLOCK, text.describe_spills(rows, others)),
-        ]
+        files = sorted(compiled.parent.glob("resources_triton_*.json"))
+        records = [read_json(file) for file in files if ".run." not in file.name]
+        others = {record["identity"]["versions"]["triton"]: record["metrics"]["rows"] for record in records}
+        passages += [(PAGE, RESOURCES_BLOCK, text.resources_table(rows, others))]
+        passages += [(PAGE, SPILLS_BLOCK, text.describe_spills(rows, others))]
     return passages
 
 
@@ -276,7 +249,6 @@ class _Table(RowStore):
             `key` says.
         wanted: cases -> those that are asked for; None: all.
         key: (cases, row) -> its key; None: its number.
-        one: whether a single operator was asked for, so that the rows of the others must be of the same versions.
         again: make all anew where all that was asked for is there.
     """
 
@@ -290,15 +262,13 @@ class _Table(RowStore):
         plan: Callable[[Any], Plan],
         wanted: Callable[[Any], Iterable[Any]] | None = None,
         key: Callable[[Any, Row], Any] | None = None,
-        *,
-        one: bool,
         again: bool = True,
     ):
         from kernels.tools.operators import OPERATORS
         from kernels.tools.resources import source_hash
 
         self.paths, self.path, self.command, self.device = paths, path, command, device
-        self.before = self._read(one)
+        self.before = self._read(is_whole=len(chosen) == len(OPERATORS))
         self.extra: dict[str, Any] = {}
         self.summarise: Callable[[list[Row]], dict[str, Any]] = lambda rows: {}
         self.started = time.monotonic()
@@ -316,27 +286,25 @@ class _Table(RowStore):
         self.plan = {cases.NAME: plan(cases) for cases in chosen}
         asked = {cases.NAME: list((wanted or plan)(cases)) for cases in chosen}
         self.todo = {name: [each for each in keys if not self.find((name, each))] for name, keys in asked.items()}
-        if again and not any(self.todo.values()):
+        if again and not self.pending:
             self.todo = asked
+        self.is_complete = not self.pending
 
-    def _read(self, one: bool) -> dict[str, Any]:
-        """The metrics of the record so far; empty where there is none, or where other versions made it and it is made
-        anew as a whole.
-        """
+    def _read(self, is_whole: bool) -> dict[str, Any]:
+        """The metrics of the record so far; none where other versions made it and it `is_whole` that is made anew."""
         record = read_json(self.path) if self.path.exists() else {"metrics": {}, "identity": {"versions": versions()}}
         if has_versions(record["identity"]["versions"]):
             return record["metrics"]
-        if one:
+        if not is_whole:
             raise UserError(f"{self.path}: was made with other versions; run without --op to make all of it again")
         return {}
 
     def __exit__(self, *_: object) -> None:
-        self.save()
-        print(f"written: {self.path.relative_to(self.paths.root)}")
+        if not self.is_complete:
+            self.save()
+            print(f"written: {self.path.relative_to(self.paths.root)}")
 
-    def fill(
-        self, cases: Any, format_row: Callable[[Row], str], deadline: float | None = None, make: Any = None
-    ) -> None:
+    def fill(self, cases: Any, format_row: Callable[[Row], str], deadline: float = math.inf, make: Any = None) -> None:
         """Add what is missing of an operator until the deadline, each row printed as it comes.
 
         Rows of older code are kept until the first new one is there. `make`: (operator, keys) -> (key, row) in any
@@ -391,33 +359,10 @@ def _check_path(paths: Paths, device: Any, interpreted: bool) -> Path:
     return paths.measured(device_slug(device)) / f"kernels_check{'_interpreted' * interpreted}.json"
 
 
-def _is_checked(path: Path, chosen: Iterable[Any]) -> bool:
-    """Whether a record says that all checks of these kernels passed, with the versions that are installed."""
-    from kernels.tools.resources import source_hash
-
-    if not path.is_file():
-        return False
-    record = read_json(path)
-    metrics = record["metrics"]
-    names = {cases.NAME for cases in chosen}
-    same = all(metrics["source_hash"].get(cases.NAME) == source_hash(cases) for cases in chosen)
-    wrong = [row for row in metrics["rows"] if row["operator"] in names and row["passed"] is False]
-    return (
-        has_versions(record["identity"]["versions"])
-        and same
-        and not wrong
-        and not names & set(metrics.get("unfinished", []))
-    )
+def _deadline(minutes: float | None) -> float:
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
-def _deadline(minutes: float | None) -> float | None:
-    return None if minutes is None else time.monotonic() + 60 * minutes
-
-
-def _left(deadline: float | None) -> float:
-    """Seconds until the deadline; infinite without one."""
-    return float("inf") if deadline is None else deadline - time.monotonic()
-
-
-def _minutes_left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, _left(deadline) / 60)
+def _left(deadline: float) -> float:
+    """Seconds until the deadline."""
+    return deadline - time.monotonic()

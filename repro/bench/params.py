@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from ..core.config import bounded
 from ..core.errors import UserError, did_you_mean
@@ -166,9 +166,8 @@ class SweepParams:
     def with_defaults(self, device_type: str) -> Self:
         """The same with the defaults of a device in place of None."""
         defaults = CPU_DEFAULTS if device_type == "cpu" else GPU_DEFAULTS
-        return dataclasses.replace(
-            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
-        )
+        given = {name for name in defaults if getattr(self, name) is not None}
+        return dataclasses.replace(self, **{name: defaults[name] for name in defaults.keys() - given})
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
         """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
@@ -200,36 +199,31 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
     or several of
     these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
     """
+
+    def refuse(part: object, why: str) -> NoReturn:
+        raise UserError(f"efficiency: --res {part}: {why}")
+
     found: set[int] = set()
     for part in map(str.strip, text.split(",")):
         if match := _RANGE.fullmatch(part):
             first, last, step = int(match[1]), int(match[2]), match[3]
             if first > last:
-                raise UserError(f"efficiency: --res {part}: begins above its end; write {last}..{first}")
+                refuse(part, f"begins above its end; write {last}..{first}")
             if step is not None and int(step) < 1:
-                raise UserError(
-                    f"efficiency: --res {part}: a step of {step} leads nowhere; write one of at least {PATCH_SIZE}"
-                )
-            sides = (
-                range(first, last + 1, int(step)) if step else [side for side in IMAGE_SIZES if first <= side <= last]
-            )
+                refuse(part, f"a step of {step} leads nowhere; write one of at least {PATCH_SIZE}")
+            every = range(first, last + 1, int(step)) if step else IMAGE_SIZES
+            sides = {side for side in every if first <= side <= last}
             if not sides:
                 listed = ", ".join(map(str, IMAGE_SIZES))
-                raise UserError(
-                    f"efficiency: --res {part}: contains none of {listed}; give single numbers, or a step as in 64..192:32"
-                )
-            found |= set(sides)
+                refuse(part, f"contains none of {listed}; give single numbers, or a step as in 64..192:32")
+            found |= sides
         elif part.isdigit():
             found.add(int(part))
         else:
-            raise UserError(
-                f"efficiency: --res {part!r}: not an image size; write 224, 224,512, 224..1280 or 224..1280:128"
-            )
+            refuse(repr(part), "not an image size; write 224, 224,512, 224..1280 or 224..1280:128")
     if bad := sorted(side for side in found if side < PATCH_SIZE or side % PATCH_SIZE):
         near = max(PATCH_SIZE, round(bad[0] / PATCH_SIZE) * PATCH_SIZE)
-        raise UserError(
-            f"efficiency: --res {bad[0]}: not a positive multiple of the patch, {PATCH_SIZE} pixels; the nearest is {near}"
-        )
+        refuse(bad[0], f"not a positive multiple of the patch, {PATCH_SIZE} pixels; the nearest is {near}")
     return tuple(sorted(found))
 
 
