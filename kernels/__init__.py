@@ -1,6 +1,4 @@
-"""The operators behind the models. Each has a reference that reads like its equations, and every backend is tested
-against it.
-"""
+"""The operators behind the models. Every backend is tested against a reference that reads like its equations."""
 
 from .ttt_linear import selected_backend, ttt_linear, ttt_linear_bidir
 

@@ -104,9 +104,7 @@ def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) ->
 
 
 def exp2(x: Any) -> Any:
-    """2ˣ to rounding: a polynomial on [−½, ½] times a power of two. Below the normal numbers it is the smallest of
-    them.
-    """
+    """2ˣ to rounding: a polynomial on [−½, ½] times a power of two, at least the smallest normal number."""
     raise NotImplementedError("numba compiles it")
 
 

@@ -1,6 +1,4 @@
-"""Bi-WKV as loops that numba compiles for CPUs; see `cpu_loops` for what such loops are. Shape letters as in
-`bi_wkv.reference`.
-"""
+"""Bi-WKV as loops that numba compiles for CPUs, see `cpu_loops`. Shape letters as in `bi_wkv.reference`."""
 
 import numba
 import numpy as np

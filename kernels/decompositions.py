@@ -21,9 +21,7 @@ from .ttt_linear.reference import inner_gradient, normalise
 
 
 def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
-    """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0: nothing
-    is learned there.
-    """
+    """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0."""
     q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, _, _ = values
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
@@ -75,9 +73,7 @@ def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 def bi_wkv_by_scan(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, keep_states: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens before t and, scanned backward, after t, each without its largest exponent p; then both with
-    token t.
-    """
+    """Sums over tokens before t and, backward, after t, each without its largest exponent p; then both with token t."""
 
     def step(p, numerator, denominator, k, v, w):
         top = torch.maximum(p - w, k)

@@ -81,9 +81,7 @@ def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str |
 
 @functools.cache
 def numba_obstacle() -> str | None:
-    """Why the package numba cannot be used, or None. It is imported to find out: one that is older than its NumPy
-    refuses it.
-    """
+    """Why numba cannot be used, or None. It is imported to find out: one older than its NumPy refuses it."""
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     try:
@@ -95,9 +93,7 @@ def numba_obstacle() -> str | None:
 
 @functools.cache
 def package_obstacle(device: torch.device) -> str | None:
-    """What keeps Triton from working on this machine at all, or None. Where it is the compiler for a GPU that is there,
-    a warning says it.
-    """
+    """What keeps Triton from working on this machine, or None; a warning where it is the compiler for a present GPU."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if find_gpu(device) is None or (obstacle := compiler_obstacle()) is None:
@@ -112,9 +108,7 @@ def find_compiler() -> str | None:
 
 
 def compiler_obstacle() -> str | None:
-    """What keeps Triton from building the launcher of a kernel, for which it needs a C compiler and Python.h, with the
-    fix; or None.
-    """
+    """Why Triton cannot build a kernel's launcher, which takes a C compiler and Python.h, with the fix; or None."""
     chosen = find_compiler()
     if chosen is None:
         return "there is no C compiler, neither $CC nor gcc nor clang: install gcc, or set CC"
@@ -144,9 +138,7 @@ def find_gpu(device: torch.device | str) -> Any:
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast; an empty one where autocast is off already, so that an exported graph holds no trace
-    of it.
-    """
+    """A context without autocast; empty where autocast is off already, so that an exported graph has no trace of it."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

@@ -37,9 +37,7 @@ def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:
-    """(tasks, channels of each) for so many scans of channels: all, or a multiple of `block` where there would be fewer
-    tasks than threads.
-    """
+    """(tasks, channels of each): all channels, or a multiple of `block` where tasks would be fewer than threads."""
     blocks = -(-channels // block)
     span = -(-blocks // min(blocks, -(-torch.get_num_threads() // scans))) * block
     return scans * -(-channels // span), span

@@ -104,9 +104,7 @@ def launch(
 
 
 def _run(run: Callable[..., None], kernel: Any, arguments: Mapping[str, object], config: triton.Config) -> None:
-    """Launch with the values of all arguments in the kernel's order, past Triton's own way to it, which takes a host
-    three times as long.
-    """
+    """Launch with all arguments' values in the kernel's order, in a third of the host time of Triton's own way."""
     given = {**arguments, **config.kwargs}
     values = [given[name] for name in kernel.arg_names]
     replay.run(run, kernel.arg_names, *values)
@@ -118,9 +116,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def device_bucket(bucket: int, device: torch.device) -> int:
-    """A tuning key's bucket, below 65,536, for this kind of GPU: two of one architecture do not share a choice, in
-    memory or on disk.
-    """
+    """A tuning key's bucket, below 65,536, for this kind of GPU: two of one architecture do not share a choice."""
     gpu = find_gpu(device)
     kind = zlib.crc32(f"{gpu.name}, {gpu.multi_processor_count}".encode()) >> 17 if gpu else 0
     return (kind << 16) + bucket

@@ -49,9 +49,7 @@ class GatedNorm(NamedTuple):
 
 
 class GatedLinear(NamedTuple):
-    """x (B,T,D), weight (2F,D) and bias (2F,): first of the input of the sigmoid linear unit, then of what it is
-    multiplied with.
-    """
+    """x (B,T,D), weight (2F,D) and bias (2F,): first of the sigmoid linear unit's input, then of its factor."""
 
     x: Tensor
     weight: Tensor

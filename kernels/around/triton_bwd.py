@@ -19,9 +19,7 @@ LOOP = 16
 
 @triton.jit
 def convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D: tl.constexpr):
-    """Tokens t of an image, whose channels c lie at `tile`, with the sum of their nine weighted neighbours on the grid
-    added.
-    """
+    """Tokens t of an image, channels c at `tile`, with the sum of their nine weighted neighbours on the grid added."""
     y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
     column = t % width
     for i in tl.static_range(9):
@@ -141,9 +139,7 @@ def scan_convs_backward_kernel(
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of x from those of k and q, `size` numbers apart. The rows of `sums` are k's four taps, q's four,
-    and both biases.
-    """
+    """The gradient of x from those of k and q, `size` numbers apart; `sums` has rows of k's four taps, q's, biases."""
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(2).to(tl.int64)
     some = c < 2 * D
@@ -260,9 +256,7 @@ def activation_backward_kernel(
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs
-    untuned.
-    """
+    """The candidates of the kernels that hold whole rows of `width` channels; the first is the untuned default."""
     rows = max(1, 1024 // next_power_of_2(width))
     return [triton.Config({"ROWS": each, "LOOP": LOOP}, num_warps=4, num_stages=1) for each in (rows, 2 * rows)]
 
@@ -282,9 +276,7 @@ def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def _most_programs(count: int, candidates: list[triton.Config], name: str) -> int:
-    """The programs along the tokens with the config that needs the most: as many rows of partial sums are held, zeros
-    at the end.
-    """
+    """The most programs along the tokens of any config: as many rows of partial sums are held, zeros at the end."""
     return max(ceil_div(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 
 
@@ -359,9 +351,7 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
 
 
 def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias; h, which the forward pass does not write, is computed again by PyTorch's
-    product.
-    """
+    """The gradients of x, weight and bias; h, which forward does not write, is computed again by PyTorch's product."""
     (B, T, D), hidden = x.x.shape, len(x.weight) // 2
     dtype, tokens, weight = x.x.dtype, x.x.reshape(B * T, D), x.weight.to(x.x.dtype)
     h = torch.addmm(x.bias.to(dtype), tokens, weight.T)

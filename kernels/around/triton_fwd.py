@@ -45,9 +45,7 @@ def load_wide(weight_ptr, like, D: tl.constexpr):
 
 @triton.jit
 def load_column(tokens_ptr, middle, x, width, above, here, below, D: tl.constexpr):
-    """Column x of the grid in three of its rows, whose first columns lie a row before `middle`, there, and a row
-    behind.
-    """
+    """Column x of the grid in three rows, whose first columns lie a row before `middle`, there, and a row behind."""
     some = (x >= 0) & (x < width)
     row = width.to(tl.int64) * D
     at = tokens_ptr + middle + tl.cast(x, tl.int64) * D
@@ -231,9 +229,7 @@ def gated_linear_kernel(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """`count` is B·T. HIDDEN is F, PAD the number of columns of ones. Both products of a tile of outputs share their
-    tile of x.
-    """
+    """`count` is B·T, HIDDEN F, PAD the columns of ones. Both products of a tile of outputs share their tile of x."""
     rows, columns = find_block(tl.program_id(0), HIDDEN, BLOCK)
     t = rows.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = columns * BLOCK + tl.arange(0, BLOCK)
@@ -260,16 +256,12 @@ def gated_linear_kernel(
 
 
 def unsupported(dtype: torch.dtype, leading: str) -> str | None:
-    """Why these kernels cannot run activations of this dtype, the first of which is called `leading`, or None where
-    they can.
-    """
+    """Why these kernels cannot run activations of this dtype, the first called `leading`; None where they can."""
     return dtype_obstacle(leading, dtype, DTYPES)
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the kernels that hold whole rows of `width` channels; the first is the default, which runs
-    untuned.
-    """
+    """The candidates of the kernels that hold whole rows of `width` channels; the first is the untuned default."""
     rows = max(1, 2048 // next_power_of_2(width))
     return [
         triton.Config({"ROWS": each}, num_warps=4, num_stages=1)
@@ -329,9 +321,7 @@ def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def lay_taps(x: ScanConvs) -> Tensor:
-    """The weights as (2,4,2D), k's and q's: channels that lie side by side are loaded at once. No copy of weights that
-    lie so.
-    """
+    """The weights as (2,4,2D), k's and q's: neighbouring channels are loaded at once. No copy where they lie so."""
     k, q = x.k_weight.T, x.q_weight.T
     if k.is_contiguous() and q.is_contiguous() and q.data_ptr() == k.data_ptr() + k.nbytes and _share_memory(k, q):
         return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
@@ -407,9 +397,7 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """LayerNorm over the last axis of x (B,T,D), in `dtype`, without gradients. PyTorch's kernel takes several times as
-    long for rows this short.
-    """
+    """LayerNorm over the last axis of x (B,T,D), in `dtype`, without gradients: faster than PyTorch's on short rows."""
     return repeat(REPLAYS, ["norm", x, weight, bias, eps, dtype], lambda: _run_norm(x, weight, bias, eps, dtype))
 
 

@@ -12,9 +12,7 @@ from .reference import EMPTY, Arguments, check_decay
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
-    """The shape of `forward`'s states for k of shape (B,T,C): exponent and sum of each output's weights, and the
-    output. Takes symbolic sizes.
-    """
+    """The shape of `forward`'s states for k (B,T,C): exponent and sum of weights, and output. Takes symbolic sizes."""
     B, T, C = shape
     return (B, T, 3, C) if keep_states else (0, 0, 0, 0)
 

@@ -201,9 +201,7 @@ def unsupported(dtype: torch.dtype) -> str | None:
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
-    """The shape of `forward`'s states for k of shape (B,T,C): a logarithm for each output, or none. Takes symbolic
-    sizes.
-    """
+    """The shape of `forward`'s states for k (B,T,C): a logarithm for each output, or none. Takes symbolic sizes."""
     return tuple(shape) if keep_states else (0,)
 
 

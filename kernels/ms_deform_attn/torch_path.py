@@ -27,9 +27,7 @@ def forward(x: Arguments) -> Tensor:
 
 
 def _levels(x: Arguments) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Level by level, in the compute dtype: its map (N,C,h,w), its points (N,Q,P,2) from −1 to 1, their
-    weights.
-    """
+    """Level by level, in the compute dtype: its map (N,C,h,w), points (N,Q,P,2) from −1 to 1, and weights."""
     value, shapes, locations, weights = x
     B, Q, M, _, P = weights.shape
     dtype, first = compute_dtype(value.dtype), 0

@@ -62,9 +62,7 @@ def points_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write dlocations, dweights, and each sample's cell: one of `cells` for each image and head, or their total for
-    one outside.
-    """
+    """Write dlocations, dweights, and each sample's cell: one of `cells` per image and head, or their total outside."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     there = row < rows
@@ -123,9 +121,7 @@ def value_kernel(
     SAMPLES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write dvalue on a level whose tokens begin at `first` and whose cells at `first_cell`. `starts`: where each cell
-    begins in `order`.
-    """
+    """Write dvalue on a level, from token `first` and cell `first_cell` on; `starts`: each cell's first in `order`."""
     program = tl.program_id(0)
     head, pixel, image = program % M, program // M % (h * w), (program // M // (h * w)).to(tl.int64)
     i, j = pixel // w, pixel % w

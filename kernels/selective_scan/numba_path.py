@@ -20,9 +20,7 @@ _ELEMENTS = 2**20  # of an activation that is handled at once
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic
-    sizes.
-    """
+    """The shape of `forward`'s states for delta (B,T,R,E), one per group except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     return images, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, R, state_dim, E
 
@@ -42,9 +40,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s
-    states.
-    """
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and the states."""
     K, N = x.u.shape[2], x.A.shape[-1]
     du, ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype) for like in (x.u, x.delta, x.B, x.C))
     dz = None if x.z is None else torch.empty(x.z.shape, dtype=x.z.dtype)

@@ -33,9 +33,7 @@ _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per tile except the first. Takes symbolic
-    sizes.
-    """
+    """The shape of `forward`'s states for delta (B,T,R,E), one per tile except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     _, tokens = _tile_sizes(shape, state_dim)
     return (T + tokens - 1) // tokens - 1 if keep_states else 0, images, R, state_dim, E
@@ -60,9 +58,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s
-    states.
-    """
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and the states."""
     shape, dtype = x.delta.shape, states.dtype
     # what routes share is summed over them in the compute dtype, and then rounded
     ddelta, dB, dC = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x.delta, x.B, x.C))

@@ -235,9 +235,7 @@ def span(state_dim: int) -> int:
 def backward(
     dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and `forward`'s
-    states.
-    """
+    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and the states."""
     u, z = x.u, x.z
     images, T, R, E = shape = x.delta.shape
     K, N = u.shape[2], x.A.shape[-1]

@@ -236,9 +236,7 @@ def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta of shape (B,T,R,E), one per group except the first. Takes symbolic
-    sizes.
-    """
+    """The shape of `forward`'s states for delta (B,T,R,E), one per group except the first. Takes symbolic sizes."""
     images, T, R, E = shape
     return images, R, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, state_dim, E
 
@@ -249,9 +247,7 @@ def ahead(state_dim: int, ends: bool = False) -> int:
 
 
 def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:
-    """The compile-time constants of both kernels; `shared` is K where routes share sequences, and 0 where each has its
-    own.
-    """
+    """The compile-time constants of both kernels; `shared`: K where routes share sequences, 0 if each has its own."""
     return {"N": state_dim, "K": shared, "BLOCK": BLOCK, "GROUP": GROUP, "GATE": gate}
 
 

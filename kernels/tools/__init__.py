@@ -1,3 +1,1 @@
-"""Tools for the kernels: `check` (are they right?), `bench` (are they fast?), `resources` (what does the compiler make
-of them?).
-"""
+"""Tools for the kernels: `check` (are they right?), `bench` (are they fast?), `resources` (how are they compiled?)."""

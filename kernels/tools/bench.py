@@ -89,9 +89,7 @@ def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], A
 
 
 def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.device) -> Callable[[], Any]:
-    """A call of the named implementation: of one forward pass under inference mode, or of one forward and backward
-    pass, all gradients wanted.
-    """
+    """A call of an implementation: forward under inference mode, or forward and backward with all gradients."""
     function, inputs = cases.implementations(sizes)[name](device)
     inputs = [x if x is None else x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
     with torch.no_grad():
@@ -136,9 +134,7 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
 
 
 def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """At the shape that the operator's goals are about: how many times as fast as the fastest peer, if any; share of a
-    copy.
-    """
+    """At the shape of the operator's goals: speed over that of the fastest peer, if any; share of a copy."""
     here = {
         (row["implementation"], row["passes"]): row["median_ms"]
         for row in measured

@@ -48,9 +48,7 @@ class Sizes(abc.ABC):
         """The FLOPs of `forward` or `backward` by the operator's own formulas."""
 
     def bytes(self, passes: str) -> int:
-        """The least that must be read and written: inputs and output; then the inputs, the gradient of the output, and
-        theirs.
-        """
+        """The least to be read and written: inputs and output; then the inputs, the output's gradient, and theirs."""
         inputs, out = self.tensor_bytes()
         return inputs + out if passes == FORWARD else 3 * inputs + 2 * out
 
@@ -183,9 +181,7 @@ class Cases(abc.ABC):
                     yield from (self.compilation(name, dtype, number, **options) for number in range(len(candidates)))
 
     def compilation(self, name: str, dtype: str, number: int = 0, **options: Any) -> Compilation:
-        """One of KERNELS in one of its configs, number 0 being the default one; the options are those of
-        `compile_time`.
-        """
+        """One of KERNELS in one of its configs, of which 0 is the default; the options are those of `compile_time`."""
         configs, kernel, own = self.KERNELS[name]
         sizes, constants, candidates = self.compile_time(DTYPES[dtype], **options)
         return Compilation(
@@ -218,9 +214,7 @@ def in_directions(
     reverse: tuple[bool, ...],
     **options: Any,
 ) -> Callable[..., Tensor]:
-    """An operator with a direction for each flag of `reverse`: the function for `BOTH`, or a call for each of the
-    function for one.
-    """
+    """An operator with a direction per flag of `reverse`: `both` for `BOTH`, or a call of `one` for each flag."""
     if reverse == BOTH:
         return functools.partial(both, **options)
 

@@ -181,9 +181,7 @@ def run(
 
 
 def planned(cases: Cases, device: Any) -> Iterator[Check]:
-    """Every check of an operator that this device can run: what a row says if it breaks off, the function, its
-    arguments and its options.
-    """
+    """Every check of an operator that this device can run, see `Check`."""
     interpreted = cases.triton_fwd.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 

@@ -66,9 +66,7 @@ class Sizes(cases.Sizes):
 
 class MSDeformAttnCases(cases.Cases):
     def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-        """The kernels' own error, which grows with the pixel coordinates, plus the rounding of results that are in
-        `dtype`.
-        """
+        """The kernels' own error, which grows with the coordinates, plus the rounding of results in `dtype`."""
         return (1e-4 if sizes.tokens > 1000 else 2e-5) + (ROUNDING[dtype] if name in ("out", "value") else 0.0)
 
     def draw(self, seed: int, sizes: Sizes, device: Any = "cpu") -> list[Tensor]:
@@ -101,9 +99,7 @@ class MSDeformAttnCases(cases.Cases):
         ]
 
     def variants(self) -> Iterator[tuple[str, Sizes]]:
-        """Numbers of channels and points that are not powers of two; more samples around a pixel than a program takes
-        at once.
-        """
+        """Channels and points that are no powers of two; more samples around a pixel than a program takes at once."""
         yield "five channels, three points", Sizes(batch=2, tokens=6, heads=3, head_dim=5, levels=3, points=3)
         yield "all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)
 

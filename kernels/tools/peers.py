@@ -96,9 +96,7 @@ def both_directions(kind: str) -> Callable[..., Tensor]:
 
 
 def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tensor:
-    """What `kernels.ttt_linear` returns for these inputs (nine tensors, one direction), where lr is constant in each
-    chunk.
-    """
+    """What `kernels.ttt_linear` returns for nine tensors in one direction, where lr is constant in each chunk."""
     given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
     q, weight, bias = given["q"], given["w"], given["b"]
     module = _import(f"ops.ttt.{kind}")

@@ -104,9 +104,7 @@ def jitted_code(source: str) -> list[Any]:
 
 
 def _nest(node: Any) -> Any:
-    """A syntax tree as nested lists, without a docstring, and without empty fields, in which the versions of Python
-    differ.
-    """
+    """A syntax tree as nested lists, without a docstring and the empty fields, in which versions of Python differ."""
     if isinstance(node, list):
         return [_nest(each) for each in node]
     if not isinstance(node, ast.AST):
@@ -158,9 +156,7 @@ def _read_binary(cubin: bytes) -> dict[str, Any]:
 
 
 def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """The names of the instructions up to the first dot, and each loop as the indices of its first and last
-    instruction.
-    """
+    """The instructions' names up to the first dot, and each loop as the indices of its first and last instruction."""
     names, labels, loops = [], {}, []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):

@@ -111,17 +111,13 @@ class SelectiveScanCases(cases.Cases):
         yield from (("direction", Sizes(batch=1, tokens=17, channels=40, reverse=(flag,))) for flag in BOTH)
 
     def shapes(self) -> list[Sizes]:
-        """Of Vim at all lengths; VMamba-B's first and third stage at 224 pixels, and MambaVision-B's third, whose
-        windows are 14 x 14.
-        """
+        """Vim at all lengths; VMamba-B's stages 1 and 3 at 224 pixels; MambaVision-B's stage 3, windows of 14 x 14."""
         vim = [Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in TOKENS]
         vmamba = [Sizes(tokens=tokens, channels=channels, **VMAMBA) for tokens, channels in ((3136, 256), (196, 1024))]
         return [*vim, *vmamba, Sizes(tokens=196, channels=256, **MAMBAVISION)]
 
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor | None]:
-        """delta, B and C have the route first in memory and are slices of batched products; z is a slice of a wider
-        projection.
-        """
+        """delta, B and C: route first in memory, slices of batched products; z: a slice of a wider projection."""
         normal = normal_drawer(0, device)
         images, T, R, E, N = sizes.batch, sizes.tokens, len(sizes.reverse), sizes.channels, sizes.state_dim
         u = normal(*sizes.u_shape).bfloat16()
@@ -183,9 +179,7 @@ class SelectiveScanCases(cases.Cases):
 
 
 def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in the order of the scan, z for
-    each direction.
-    """
+    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in scan order, z per direction."""
     u, delta, A, B, C, D, z, bias = inputs
     scanned = [
         torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in (u, delta, B, C, z.unsqueeze(2).expand_as(u))

@@ -1,6 +1,4 @@
-"""The rows of `check`, `bench` and `resources` as text: a line each for the terminal, and Markdown tables for the
-documentation.
-"""
+"""The rows of `check`, `bench` and `resources` as lines for the terminal, and as Markdown tables for the pages."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -114,9 +112,7 @@ def bench_table(metrics: Mapping[str, Any], label: str) -> str:
 
 
 def goals_table(cases: Cases, summary: Mapping[str, Any], label: str) -> str:
-    """Markdown: an operator's goals at the shape they are set for, and what was measured on `label`; a dash where
-    nothing was.
-    """
+    """Markdown: an operator's goals at their shape, and what was measured on `label`; a dash where nothing was."""
     lines = [f"| `{cases.NAME}`, {cases.AT} | target (H200) | {label} |", "|---|---|---|"]
     for key, (what, target, unit) in cases.GOALS.items():
         lines.append(f"| {what} | {target}{unit} | {_number(summary[key], '.2f' if unit == ' ×' else '.0f', unit)} |")
@@ -124,9 +120,7 @@ def goals_table(cases: Cases, summary: Mapping[str, Any], label: str) -> str:
 
 
 def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: the median milliseconds of one operator, a line for each shape and pass, a column for each
-    implementation.
-    """
+    """Markdown: one operator's median milliseconds, a line per shape and pass, a column per implementation."""
     cells: dict[tuple, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         width = "heads" if "heads" in row else "channels"

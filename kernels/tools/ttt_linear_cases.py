@@ -62,9 +62,7 @@ def small(tokens: int, heads: int, **sizes: Any) -> Sizes:
 
 class TTTLinearCases(cases.Cases):
     def limit(self, name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-        """The kernels round the operands of products to `dtype`; the gradients of lr and token_scale are sums over
-        whole rows.
-        """
+        """Products' operands are rounded to `dtype`; the gradients of lr and token_scale sum over whole rows."""
         over_rows = name in ("lr", "token_scale")
         if dtype == torch.float32:
             return 1e-3 if over_rows and sizes.tokens < 15 else 1e-5
@@ -156,9 +154,7 @@ class TTTLinearCases(cases.Cases):
             yield f"flash-linear-attention's {kind}_ttt_linear", self.peer, (kind, device), {}
 
     def peer(self, kind: str, device: Any) -> dict[str, Any]:
-        """One row: flash-linear-attention against the kernels where both compute the same, lr constant within a chunk;
-        fp16.
-        """
+        """One row: flash-linear-attention against the kernels where they agree, lr constant within a chunk; fp16."""
         sizes = Sizes(batch=2, tokens=250, heads=3, reverse=(False,))
         result = make_row(self.NAME, f"flash-linear-attention's {kind}_ttt_linear gives the same", sizes, "fp16")
         if reason := self.missing(kind):

@@ -33,9 +33,7 @@ def run_learn(
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s
-    states.
-    """
+    """The gradients of q, k, ... ln_bias, in their shapes and dtypes, from dout (B,T,R,H,D) and the states."""
     given, options = _prepare(x)
     B, T, R, H, D = x.q.shape
     dq, dk, dv = (states.new_empty(x.q.shape) for _ in range(3))

@@ -183,9 +183,7 @@ def _check(op, directions, arguments, chunk_size, eps):
 
 
 def forward_flops(shape: Sequence[int], chunk_size: int) -> int:
-    """For q of shape (B,T,R,H,D): 2 for each multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true
-    lengths.
-    """
+    """For q (B,T,R,H,D): 2 per multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true lengths."""
     B, T, R, H, D = shape
     lengths = [min(chunk_size, T - start) for start in range(0, T, chunk_size)]
     return 2 * B * R * H * sum(3 * n * D * D + 2 * n * n * D for n in lengths)

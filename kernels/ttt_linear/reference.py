@@ -41,9 +41,7 @@ class Arguments(NamedTuple):
 
 
 def segment_length(T: int, chunk_size: int) -> int:
-    """Tokens of a segment, whole chunks; the state before each segment but the first is kept for the backward pass.
-    Takes symbolic sizes.
-    """
+    """Tokens of a segment, whole chunks; backward needs the state before each but the first. Takes symbolic sizes."""
     n = torch.sym_min(chunk_size, T)
     return (SEGMENT + n - 1) // n * n
 
@@ -151,9 +149,7 @@ def scan_chunks(
 
 
 def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
-    """The inputs in the compute dtype, tokens in scan order, heads before tokens: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b
-    (1,H,1,D).
-    """
+    """The inputs in the compute dtype, in scan order, heads first: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b (1,H,1,D)."""
     dtype = compute_dtype(q.dtype)
     q, k, v, lr = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
     W = W0.to(dtype).expand(q.shape[0], *W0.shape)

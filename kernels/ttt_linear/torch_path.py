@@ -31,9 +31,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s
-    states.
-    """
+    """The gradients of q, k, ... ln_bias, in their shapes and dtypes, from dout (B,T,R,H,D) and the states."""
     with recording():
         given = [each.detach().requires_grad_() for each in x if isinstance(each, Tensor)]
         tokens, start, shared = _arrange(Arguments(*given, *x[len(given) :]))

@@ -97,9 +97,7 @@ def forward_kernel(
     GROUP: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Write out and, with KEEP, the state at the start of every group of GROUP chunks except the first. `bucket` is a
-    key for tuning.
-    """
+    """Write out and, with KEEP, the state before each group of GROUP chunks but the first. `bucket` keys the tuning."""
     head, r, b, first, step = place(T, R, H, reverse)
     param, chunks = r * H + head, tl.cdiv(T, CHUNK)
     d, n = tl.arange(0, D), tl.arange(0, BLOCK)
@@ -189,9 +187,7 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int
 
 
 def group_chunks(width: int, chunk_size: int) -> int:
-    """The chunks of a group, a power of two: at least 2·width tokens, so that the kept states stay below 0.3 × q, k, v
-    and out.
-    """
+    """The chunks of a group, a power of two: at least 2·width tokens, so that states stay below 0.3 × q, k, v, out."""
     return max(4, 2 * width // chunk_size)
 
 

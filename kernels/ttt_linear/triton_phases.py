@@ -182,9 +182,7 @@ def are_written_for(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
 
 
 def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the first phase; the first is the default, which runs untuned. None for sizes that it is not
-    written for.
-    """
+    """The candidates of the first phase, the first of them the untuned default; none for sizes it does not take."""
     written = are_written_for(dtype, chunk_size, width)
     return [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)] if written else []
 
@@ -212,9 +210,7 @@ def takes_two_phases(x: Arguments) -> bool:
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | TwoPhases | None = None) -> tuple[Tensor, Tensor]:
-    """out and states as `triton_fwd.forward`, in one phase or in two as `config` is; None takes two where programs are
-    few, and tunes.
-    """
+    """out and states as `triton_fwd.forward`, in one phase or two by `config`; None: two if programs are few, tuned."""
     if isinstance(config, TwoPhases) or (config is None and takes_two_phases(x)):
         return run_both(x, keep_states, config)
     return triton_fwd.forward(x, keep_states, config)

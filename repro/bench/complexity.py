@@ -68,9 +68,7 @@ def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int
 
 
 def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
-    """By size: percent of multiply-adds saved against the baseline, and millions of parameters of the depth-wise
-    convolution.
-    """
+    """By size: percent of multiply-adds saved, and millions of parameters of the depth-wise convolution."""
     saved, dwconv = {}, {}
     for size, pair in sizes.items():
         ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.model, pair.baseline))

@@ -1,6 +1,4 @@
-"""Conclusions from the rows of a sweep: speed-ups, memory saved, crossovers, growth with the tokens, and agreement of
-two runs.
-"""
+"""Conclusions from a sweep's rows: speed-ups, memory saved, crossovers, growth with tokens, agreement of runs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,9 +135,7 @@ def exponent(values: Mapping[int, float]) -> float | None:
 
 
 def overlap_percent(first: Iterable[Row], second: Iterable[Row]) -> float | None:
-    """The share of rows measured twice whose two 95 % intervals of the median overlap; None where no row has two
-    intervals.
-    """
+    """The share of rows measured twice whose two 95 % intervals of the median overlap; None without such a row."""
     intervals = [
         {row_key(row): row["latency_ms_ci95"] for row in rows if row.get("latency_ms_ci95")} for rows in (first, second)
     ]
@@ -153,9 +149,7 @@ def overlap_percent(first: Iterable[Row], second: Iterable[Row]) -> float | None
 
 
 def _describe(row: Row | None, key: str) -> str:
-    """Say why a row gives no ratio: it is not in the params, it is noisy, it ended otherwise than `ok`, or it lacks the
-    quantity.
-    """
+    """Say why a row gives no ratio: not in the params, noisy, ended otherwise than `ok`, or without the quantity."""
     if row is None:
         return "not in params"
     if row["noisy"] and key == "latency_ms":

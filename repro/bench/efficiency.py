@@ -151,9 +151,7 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
 
 
 def _list_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The modules on whose sources rows depend; families are found by lying in repro.models, where no import names
-    them.
-    """
+    """The modules on whose sources rows depend; no import names families, which lie in repro.models."""
     return ["stages.efficiency", *{family_module(row["model"]) for row in rows}]
 
 
@@ -180,9 +178,7 @@ def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
-    """Draw Fig. 6 and the panels of Fig. 1 for each size of each batch size, dtype, mode and compilation that was
-    measured.
-    """
+    """Draw Fig. 6 and the panels of Fig. 1 for each size, batch size, dtype, mode and compilation that was measured."""
     from ..core.figures import LABELS, against_resolution, at_largest
 
     pooled = mark_noise(pool_runs(rows))

@@ -103,9 +103,7 @@ def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[di
 
 
 def _is_plain_vit(model: torch.nn.Module) -> bool:
-    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT and the
-    first ViTs.
-    """
+    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT."""
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]

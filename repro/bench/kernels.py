@@ -216,9 +216,7 @@ def find_operators(op: str | None) -> list[Any]:
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of results/speed.md: the tables of the records under results/measured. None where Triton is
-    not installed.
-    """
+    """(page, marker, text) of the tables in results/speed.md, from results/measured; none where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         return []
     from kernels.tools import bench, operators, text

@@ -1,6 +1,4 @@
-"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow from them. Imports nothing
-heavy.
-"""
+"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow. Imports nothing heavy."""
 
 import dataclasses
 import itertools
@@ -64,9 +62,7 @@ class AdapterRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComplexityParams:
-    """The `complexity:` section: rows, and letter of a size (T, S, B) -> two models whose multiply-adds are compared at
-    1280 x 1280.
-    """
+    """The `complexity:` section: rows, and size (T, S, B) -> two models whose multiply-adds are compared at 1280²."""
 
     sizes: dict[str, SizePair]
     groups: tuple[RowGroup, ...]
@@ -126,9 +122,7 @@ class EfficiencyParams:
         return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, one image size after the other: rows that are compared run close in time, and drift affects them
-        alike.
-        """
+        """The rows, one image size after the other: compared rows run close in time, and drift affects them alike."""
         return _make_specs(self, self.models, self.image_sizes, device_type, threads)
 
 
@@ -228,9 +222,7 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Read names separated by commas, and return them in the order of `known`; a UserError names the option of an
-    unknown one.
-    """
+    """Names separated by commas, in the order of `known`; a UserError names the option of an unknown one."""
     known, given = tuple(known), [name.strip() for name in text.split(",")]
     for name in given:
         if name not in known:

@@ -200,9 +200,7 @@ def _add(store: RowStore, spec: RowSpec, run: int, row: Row, progress: str, atte
 
 
 def _measure_again(spec: RowSpec, store: RowStore, run: int, attempt: int) -> None:
-    """Measure a row once more if it is noisy and this attempt is its next; the quieter of both measurements stays in
-    the store.
-    """
+    """Measure a noisy row again if this attempt is its next; the quieter of both stays in the store."""
     before = find_row(store, spec, run)
     if before is None or not before["noisy"] or before.get("attempts", 1) != attempt - 1:
         return
@@ -218,9 +216,7 @@ def _rank_noise(row: Row) -> tuple[bool, int, float]:
 
 
 def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) -> None:
-    """Where a model ran out of memory, measure it and the basis of comparison of its size again, at the largest smaller
-    batch that both fit.
-    """
+    """Measure a model that ran out of memory, and the basis of its size, at the largest smaller batch that both fit."""
     placed = [(*find_family(vars(spec)), spec) for spec in specs]
     bases = {(size, spec.image_size): spec for family, size, spec in placed if family == BASIS}
     for family, size, spec in placed:
@@ -239,9 +235,7 @@ def measure_pairs(specs: Sequence[RowSpec], store: RowStore, *, run: int = 1) ->
 
 
 def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, device: str) -> list[dict[str, Any]]:
-    """`repro.bench.op_rate.measure_gate` of each of the families with an operator of this project's, and a line for
-    each.
-    """
+    """`repro.bench.op_rate.measure_gate` of each family with an operator of this project's, and a line for each."""
     gates = []
     for family in sorted(OPERATORS.keys() & set(families)):
         gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))

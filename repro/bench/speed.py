@@ -78,9 +78,7 @@ class RowSpec:
 
 
 def row_id(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> str:
-    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image of (H, W) pixels that is not
-    square.
-    """
+    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image that is not square."""
     listed = ",".join(f"{name}={value}" for name, value in options.items())
     height, width = image_size
     return f"{model}{f'[{listed}]' if listed else ''}@{height if height == width else f'{height}x{width}'}"
@@ -303,9 +301,7 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
 
 
 def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """A step of training: forward, backward and AdamW, whose moments count as memory and whose rate hardly changes the
-    model.
-    """
+    """A step of training: forward, backward and AdamW, whose moments take memory and hardly any time."""
     import torch
 
     model.train()
@@ -321,9 +317,7 @@ def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
 
 
 def _attention_kernel(model: Any, images: Any) -> str:
-    """The fused kernel to which `scaled_dot_product_attention` dispatches for one of these images, or `none` for the
-    plain product.
-    """
+    """The fused kernel that `scaled_dot_product_attention` takes for such an image, or `none` for the plain product."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

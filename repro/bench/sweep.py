@@ -78,9 +78,7 @@ def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[st
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """The identity of a measurement: rows, or the `vars` of a spec, with equal keys measure the same. The backend is
-    not part of it.
-    """
+    """The identity of a measurement: rows, or `vars` of a spec, with equal keys measure the same, on any backend."""
     return (
         row["model"],
         row["attention"],
@@ -117,9 +115,7 @@ class RowSchedule:
         self.left_out: dict[int, float] = {}  # height of the images -> seconds that their rows were expected to take
 
     def __iter__(self) -> Iterator[tuple[RowSpec, float | None]]:
-        """Yield each row to measure, with the seconds expected for it and all later rows; call `note` before the next
-        one.
-        """
+        """Yield each row to measure, with the seconds expected for it and all later ones; `note` precedes the next."""
         end = self._clock() + self._budget_s
         for number, group in enumerate(self._groups):
             needed_s = sum(map(self.expect, group))
@@ -132,9 +128,7 @@ class RowSchedule:
                 yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._seconds_per_gmac else None
 
     def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Learn from a measured row, which took so many seconds (None in an earlier call), how long later rows of its
-        model take.
-        """
+        """Learn from a measured row and its seconds (None: an earlier call) how long later rows of its model take."""
         if row["status"] != "ok":
             return
         self._seconds_per_gmac[spec.model, spec.attention] = (

@@ -122,9 +122,7 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
 
 
 def _read_names(base: Path, report: Report) -> tuple[str, ...]:
-    """The names of the classes 1..K from objectInfo<K>.txt or classes.txt; none where the report lets the reading
-    continue after an error.
-    """
+    """The names of classes 1..K from objectInfo<K>.txt or classes.txt; none where reading goes on after an error."""
     files = sorted(base.glob("objectInfo*.txt"))
     if not files and (base / CLASSES).is_file():
         return _read_lines(base / CLASSES, report)

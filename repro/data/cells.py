@@ -58,15 +58,11 @@ class DataCell:
         return self._open("coco", "read_instances", split)
 
     def open_pairs(self, split: str) -> Any:
-        """The images of a split and their label maps in ADE20K's format; raises UserError where they are not those of
-        the manifest.
-        """
+        """A split's images and label maps in ADE20K's format; raises UserError where they are not the manifest's."""
         return self._open("ade20k", "AdePairs", split)
 
     def groups(self, tree: Tree) -> np.ndarray | None:
-        """(N,) a number for each training image, equal for those that belong in one batch; None where none do. See
-        `TrainOrder`.
-        """
+        """(N,) a number per training image, equal for those of one batch; None where none are. See `TrainOrder`."""
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self.row.paired else None
 
     def _open(self, part: Format, reader: str, split: str) -> Any:
@@ -111,9 +107,7 @@ def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
 
 
 def find_source(paths: Paths, runtime: Runtime, kind: Kind) -> Path | None:
-    """The folder of the published files from which a kind is written; raises UserError where runtime.data_roots lacks
-    it.
-    """
+    """The folder of the published files of a kind; raises UserError where runtime.data_roots lacks it."""
     return runtime.data_root(paths, kind.source) if kind.source else None
 
 
@@ -123,9 +117,7 @@ def write_embedded(kind: Kind, root: Path, settings: Any, source: Path | None) -
 
 
 def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
-    """The end of an error line about a data set that is none of `known`: the profiles that have it, else
-    `did_you_mean`.
-    """
+    """The end of an error about a data set that is not `known`: profiles that have it, else `did_you_mean`."""
     files = [find_profile(paths, profile) for profile in list_profiles(paths)]
     having = [
         str(file.relative_to(paths.root)) for file in files if name in (load_yaml(file).get("prepare_data") or {})
@@ -134,9 +126,7 @@ def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
-    """A cell of `prepare_data:`; raises UserError where there is none, it was not prepared, or `runtime.data_roots`
-    does not say where it lies.
-    """
+    """A cell of `prepare_data:`; raises UserError where there is none, or it is not prepared or not located."""
     file = manifest_path(paths, name)
     if parse_own(name) is not None:
         if not file.is_file():

@@ -28,9 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """timm's transform for training, from a PIL image to a uint8 tensor (3, image_size, image_size): crop, flip,
-    RandAugment.
-    """
+    """timm's transform for training, PIL to a uint8 tensor (3, image_size, image_size): crop, flip, RandAugment."""
     transform = create_transform(
         settings.image_size,
         is_training=True,
@@ -51,9 +49,7 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 
 
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """timm's transform for evaluation, from a PIL image to a uint8 tensor (3, image_size, image_size): resize by
-    crop_pct, centre crop.
-    """
+    """timm's transform for evaluation, PIL to uint8 (3, image_size, image_size): resize by crop_pct, centre crop."""
     return create_transform(
         settings.image_size,
         is_training=False,
@@ -129,9 +125,7 @@ class ImageFolder(Dataset):
         return read_rgb(source, self.tree.kind.upright, self.tree.max_pixels)
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
-        """Stack images as they lie in memory, channels last: a transpose would cost a CPU a tenth of decoding, and
-        costs a GPU nothing.
-        """
+        """Stack images channels last, as in memory: a transpose costs a CPU a tenth of decoding, a GPU nothing."""
         images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
         return images.permute(0, 3, 1, 2), targets
 
@@ -176,7 +170,5 @@ def read_rgb(source: Source, upright: bool = False, max_pixels: int = MAX_PIXELS
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """timm's operation, extended to 0 bits (a black image): timm asks for them at full strength, and Pillow 13 refuses
-    them.
-    """
+    """timm's operation, extended to 0 bits (a black image), which timm asks for and Pillow 13 refuses."""
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)

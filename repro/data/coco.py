@@ -175,9 +175,7 @@ def find_parts(root: Path, split: str) -> tuple[str, str]:
 
 
 def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read an image as (H, W, 3) uint8, red first; raise UserError where that fails, or where it has not the (height,
-    width) that `file` says.
-    """
+    """Read an image as (H, W, 3) uint8, red first; UserError where that fails or `file` has another (height, width)."""
     pixels = read_pixels(path, max_pixels)
     if (found := pixels.shape[:2]) != size:
         turned = " (turned: is it another copy of the images?)" if found == size[::-1] else ""
@@ -189,9 +187,7 @@ def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = 
 
 
 def _find_target(row: Row, images: Mapping[int, Row], categories: Mapping[int, Row], faults: Faults) -> Box | None:
-    """The corners of an annotation's box within its image; None where mmdet sees no target. What is wrong is added to
-    `faults`.
-    """
+    """The corners of an annotation's box within its image; None where mmdet sees no target. `faults` takes faults."""
     name = f"annotation {row['id']}"
     try:
         for key, known in (("image_id", images), ("category_id", categories)):
@@ -272,9 +268,7 @@ def _check_mask(segmentation: Any, height: int, width: int) -> None:
 
 
 def _parse_counts(text: str) -> list[int]:
-    """The counts of a compressed RLE: groups of five bits, the lowest first; from the third on, each count is the
-    difference to the last but one.
-    """
+    """The counts of a compressed RLE: five-bit groups, lowest first; from the third, relative to the last but one."""
     counts, value, shift = [], 0, 0
     for character in text.encode("ascii"):
         bits = character - 48
@@ -294,9 +288,7 @@ def _parse_counts(text: str) -> list[int]:
 def _index_rows(
     content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Report
 ) -> dict[int, Row]:
-    """The rows of a list by their id. Rows without these columns, or with the id of another row, are errors and are
-    left out.
-    """
+    """The rows of a list by id; those without these columns, or with another row's id, are errors and left out."""
     rules = {
         "id": lambda value: type(value) is int and abs(value) < 2**63,
         "name": lambda value: isinstance(value, str),

@@ -1,6 +1,4 @@
-"""Detection samples: boxes and masks that follow every change of their image. Images stay bytes; the model normalises
-and pads.
-"""
+"""Detection samples: boxes and masks follow every change of their image, which stays bytes for the model to pad."""
 
 import math
 from typing import Any
@@ -134,9 +132,7 @@ def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons with fewer than three corners cover
-    nothing.
-    """
+    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons of one or two corners are empty."""
     if isinstance(segmentation, dict):
         compressed = not isinstance(segmentation["counts"], list)
         return rle.decode(segmentation if compressed else rle.frPyObjects(segmentation, height, width))
@@ -161,9 +157,7 @@ def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSett
 
 
 def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
-    """Scale both sides by the largest factor within both bounds; rounded and interpolated as in mmdet, bilinear without
-    antialiasing.
-    """
+    """Scale both sides by the largest factor within both bounds, as mmdet: bilinear without antialiasing."""
     height, width = pieces[0].shape[-2:]
     factor = min(short / min(height, width), longest / max(height, width))
     size = [int(side * factor + 0.5) for side in (height, width)]

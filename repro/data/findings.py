@@ -16,9 +16,7 @@ _MOST_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line about a data set: a file or folder, what is wrong there or was found to be right, and what to do about
-    it.
-    """
+    """A line about a data set: a file or folder, what is wrong or found right there, and what to do about it."""
 
     severity: Literal["ok", "warning", "error"]  # an error breaks a run or its numbers, a run survives a warning
     place: Path

@@ -1,6 +1,4 @@
-"""The wnids of ImageNet-100: those of imagenet100.txt of CMC (Tian et al. 2020, https://github.com/HobbitLong/CMC), in its
-order.
-"""
+"""The wnids of ImageNet-100, in the order of imagenet100.txt of CMC (Tian et al. 2020, github.com/HobbitLong/CMC)."""
 
 WNIDS = tuple(
     """

@@ -46,9 +46,7 @@ class LatentFolder(ImageFolder):
 
 
 def read_latents(source: Source, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """The latents of a file, (1 or 2, K, h, w) fp32; raises ValueError or OSError for anything else, also for another
-    shape (K, h, w).
-    """
+    """A file's latents, (1 or 2, K, h, w) fp32; ValueError or OSError for anything else, or another (K, h, w)."""
     found = np.load(io.BytesIO(source.read()), allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.dtype not in (np.float16, np.float32):
         raise ValueError(f"{getattr(found, 'dtype', 'no array')}, expected an array of float16 or float32")

@@ -111,9 +111,7 @@ class TrainOrder:
 
 
 def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Reorder samples so that each pair is of one group; a pair takes the place of its second sample, and unpaired
-    samples come last.
-    """
+    """Reorder samples so that pairs are of one group, each in its second sample's place; unpaired ones come last."""
     pairs, alone = [], []
     in_order = groups[order]
     by_group = in_order.argsort(kind="stable")

@@ -94,16 +94,12 @@ def decode_rgb(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, up
 
 
 def read_pixels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read a file as (H, W, 3) uint8, red first, see `decode_rgb`; raise UserError where it is missing or cannot be
-    read.
-    """
+    """Read a file as (H, W, 3) uint8, red first, see `decode_rgb`; UserError where it is missing or unreadable."""
     return np.array(_decode_file(path, decode_rgb, max_pixels))
 
 
 def read_labels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read a label map as (H, W) uint8; raise UserError where it is missing, damaged, or has not one channel of 8
-    bits.
-    """
+    """Read a label map as (H, W) uint8; UserError where it is missing, damaged, or not one channel of 8 bits."""
     image = _decode_file(path, open_image, max_pixels)
     if image.mode != "L":
         problem = f"label map of mode {image.mode}, one channel of 8 bits expected"

@@ -180,9 +180,7 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
 
 
 def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, where: str) -> None:
-    """Raise a UserError that names the key to change, `where` and a count, if the data set at `root` holds other
-    counts.
-    """
+    """Raise a UserError that names the key to change, `where` and a count, if `root` holds other counts."""
     for name, found, wanted in _find_differences(manifest, expected):
         raise UserError(
             f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this"

@@ -72,9 +72,7 @@ class TransformSettings:
 
     @classmethod
     def from_preprocessing(cls, preprocessing: Mapping[str, Any], image_size: int | None = None) -> "TransformSettings":
-        """Evaluation settings from `preprocessing()` or from a model configuration of timm; `image_size` overrides the
-        one there.
-        """
+        """Evaluation settings from `preprocessing()` or a configuration of timm; `image_size` overrides its own."""
         shared = {name: preprocessing[name] for name in ("interpolation", "crop_pct")}
         statistics = {name: tuple(preprocessing[name]) for name in ("mean", "std")}
         return cls(image_size=image_size or preprocessing["input_size"][-1], **shared, **statistics)
@@ -82,9 +80,7 @@ class TransformSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:
-    """How the embedded `digits` are written: side of the PNGs in pixels, shares of each class that go to tune and test,
-    seed of the split.
-    """
+    """How `digits` are written: side of the PNGs in pixels, each class's shares for tune and test, the split's seed."""
 
     CLASSES: ClassVar[tuple[str, ...]] = tuple(f"digit_{digit}" for digit in range(10))
 
@@ -183,9 +179,7 @@ class ScenesSettings(DrawnDigits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectSettings:
-    """How the embedded `connect` is drawn, see `embedded.connect`; lengths are measured between centres of the round
-    pen.
-    """
+    """How `connect` is drawn, see `embedded.connect`; lengths are measured between centres of the round pen."""
 
     CLASSES: ClassVar[tuple[str, ...]] = ("apart", "joined")
 

@@ -192,9 +192,7 @@ def list_entries(folder: Path, report: Report = RAISE_FIRST, suffixes: tuple[str
 
 
 def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
-    """What a folder of images holds; every image is read if their contents count too. Raises UserError as
-    `list_entries`.
-    """
+    """What a folder of images holds, their contents read where they count. Raises UserError as `list_entries`."""
     images = list_entries(folder).images
     return record_files(
         images, [hash_file(folder / os.fsdecode(name)) for name, _ in images] if with_contents else None

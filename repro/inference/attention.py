@@ -90,9 +90,7 @@ def find_grid(model: nn.Module, images: Tensor) -> Grid:
 
 
 def measure_shift_ratio(k_BNC: Tensor) -> Tensor:
-    """Keys (B, N, C) -> (B,) ‖mean over the tokens‖ / mean over the tokens of ‖k‖: 1 for equal keys, about 1/√N for
-    independent ones.
-    """
+    """Keys (B, N, C) -> (B,) ‖mean over tokens‖ / mean over tokens of ‖k‖: 1 for equal keys, ~1/√N for random ones."""
     return k_BNC.mean(1).norm(dim=-1) / k_BNC.norm(dim=-1).mean(1)
 
 
@@ -235,9 +233,7 @@ def explain_attention(
 def measure_on_data(
     classifier: Classifier, cell: DataCell, teacher: Path | None, output: Path, paths: Paths, runtime: Runtime
 ) -> None:
-    """`explain_attention` of 32 images of the reported split of a data set, with a record under
-    results/measured/<device>/attention.
-    """
+    """`explain_attention` of 32 images of the reported split, recorded in results/measured/<device>/attention."""
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
     images = classifier.read_images(subsample(tree, IMAGES, SEED))

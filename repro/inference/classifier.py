@@ -81,9 +81,7 @@ def require_sizes(checkpoint: Checkpoint, device: torch.device, sizes: Sequence[
 
 @contextlib.contextmanager
 def one_line_errors(name: str, size: int) -> Iterator[None]:
-    """Around forward passes of a model: a size that it does not take is a UserError, too little memory on the GPU a
-    RunError.
-    """
+    """Around forward passes: a size that the model refuses is a UserError, too little GPU memory a RunError."""
     try:
         yield
     except torch.OutOfMemoryError:

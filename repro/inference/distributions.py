@@ -64,9 +64,7 @@ def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
-    """Note each of `VECTORS` (B, vectors of an image, heads, d) of all inner learners, in the order of the calls, but
-    for those of convolutions.
-    """
+    """Note `VECTORS` (B, vectors per image, heads, d) of all inner learners but convolutions, in order of the calls."""
     calls: list[dict[str, Tensor]] = []
 
     def note_learner(run: Callable[..., Tensor], loop: Any, weights: Any, *given: Any) -> Tensor:

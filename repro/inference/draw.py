@@ -1,6 +1,4 @@
-"""The figures of interpretability: PNG files at `path`, with `caption` below the panels. Equal numbers give equal
-bytes.
-"""
+"""The figures of interpretability: PNG files at `path`, `caption` below. Equal numbers give equal bytes."""
 
 import itertools
 import textwrap
@@ -104,9 +102,7 @@ def draw_fields(
 def draw_radial_profiles(
     path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str
 ) -> None:
-    """The share of each receptive field within a distance of its centre, beside `even`: label and shape of an even
-    field.
-    """
+    """Each receptive field's share within a distance of its centre, beside `even`: label and shape of an even field."""
     figure, axes = _figure(1, 1, 4.6)
     panel = axes[0, 0]
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])

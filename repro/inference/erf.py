@@ -39,9 +39,7 @@ class FieldShape:
 
 
 def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The function from images (B,3,H,W) to a model's last feature map (B,C,h,w), after the final norm, without class
-    tokens.
-    """
+    """The function from images (B,3,H,W) to a model's last feature map (B,C,h,w), normed, without class tokens."""
     return lambda x: model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[0]
 
 

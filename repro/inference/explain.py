@@ -1,6 +1,4 @@
-"""What a trained classifier looks at and what its inner learner does: the work of `repro explain`, shared with `repro
-visualize`.
-"""
+"""What a trained classifier looks at and its inner learner does: `repro explain`, shared with `repro visualize`."""
 
 import re
 from pathlib import Path

@@ -199,9 +199,7 @@ def _build(checkpoint: Checkpoint, size: int) -> nn.Module:
 
 
 def _find_origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The hash of the weights; and the commit and the hash of the params that made them, if their record lies beside
-    them.
-    """
+    """The weights' hash; and the commit and params hash that made them, if their record lies beside them."""
     path = checkpoint.path.with_name("metrics.json")
     record = read_record(path) if path.is_file() else {"metrics": {}}
     if record["metrics"].get("weights_hash") != checkpoint.hash:
@@ -232,9 +230,7 @@ def _write(format: Format, model: nn.Module, sides: Sides, facts: dict[str, Any]
 
 
 def _write_timm(model: nn.Module, sides: Sides, facts: dict[str, Any], folder: Path) -> Callable[[], Classify]:
-    """Write what `timm.create_model("local-dir:...", pretrained=True)` reads; its weights are also a weights file of
-    this project.
-    """
+    """Write what `timm.create_model("local-dir:...", pretrained=True)` reads; its weights are also a file of ours."""
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
     num_classes = len(facts["classes"])

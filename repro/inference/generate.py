@@ -41,9 +41,7 @@ RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawer:
-    """A denoiser in eval mode on its device, with what is needed to draw with it; `decode` makes uint8 pictures of what
-    it gives.
-    """
+    """A denoiser in eval mode on its device, with what drawing takes; `decode` makes uint8 pictures of its outputs."""
 
     name: str
     model: nn.Module
@@ -294,9 +292,7 @@ def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progre
 
 
 def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tally) -> Tally:
-    """What is said of the real pictures of the asked classes in the reported split of a data set, at the size of the
-    samples.
-    """
+    """What is said of real pictures of the asked classes in a data set's reported split, at the samples' size."""
     tree = cell.open_tree()
     if tuple(tree.classes) != drawer.classes or cell.kind == "latents":
         raise UserError(f"generate: --data {cell.name}: holds no pictures of the classes that the denoiser knows")

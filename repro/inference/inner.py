@@ -1,6 +1,4 @@
-"""The inner learner observed and made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), the reconstruction loss
-(Fig. 11).
-"""
+"""The inner learner made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), reconstruction loss (Fig. 11)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,9 +83,7 @@ def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
-    """The patch tokens, as a mask (h,w), in the first chunk of a direction, which has learned nothing about the image
-    before it.
-    """
+    """The patch tokens, as a mask (h,w), in a direction's first chunk, which has learned nothing of the image yet."""
     positions = model.prefix_positions(grid[0] * grid[1])
     count = grid[0] * grid[1] + len(positions)
     place = torch.arange(count)
@@ -98,9 +94,7 @@ def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
 
 
 def select_top_tokens(maps: Tensor, among: Tensor) -> Tensor:
-    """Maps (..., h, w) -> a mask of that shape: the 30 %, rounded, with the largest values among the tokens of the mask
-    `among` (h,w).
-    """
+    """Maps (..., h, w) -> masks of that shape: the largest 30 %, rounded, of the tokens in `among` (h,w)."""
     values = maps.masked_fill(~among.to(maps.device), -torch.inf).flatten(-2)
     chosen = values.topk(round(TOP_SHARE * int(among.sum())), dim=-1).indices
     return torch.zeros_like(values, dtype=torch.bool).scatter(-1, chosen, True).view_as(maps)

@@ -103,9 +103,7 @@ class DrawnParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A model of Fig. 8: a file of this project, with `model` an official file, or `model` alone for the weights that
-    timm publishes.
-    """
+    """A model of Fig. 8: a file of ours, an official one with `model`, or `model` alone for timm's own weights."""
 
     weights: str | None = None
     model: str | None = None

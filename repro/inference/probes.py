@@ -86,9 +86,7 @@ class Probe:
         return out
 
     def inner_losses(self) -> tuple[float, float]:
-        """Mean loss of the tokens of a chunk before and after its inner steps, over all calls so far; without any, a
-        ValueError.
-        """
+        """Mean loss of a chunk's tokens before and after its inner steps, over all calls; ValueError without any."""
         if not self._count:
             raise ValueError("the model has no inner learner of Vision-TTT")
         return self._before / self._count, self._after / self._count

@@ -1,6 +1,4 @@
-"""Gradient magnitude maps, receptive fields and reconstruction losses of trained cells, and their numbers: `repro
-visualize`.
-"""
+"""Gradient maps, receptive fields and reconstruction losses of trained cells, in numbers: `repro visualize`."""
 
 import dataclasses
 import time
@@ -149,9 +147,7 @@ def _percent(shares: Tensor) -> float:
 
 
 def _summarise_losses(losses: Tensor) -> dict[str, Any]:
-    """For losses (L,T): the mean of each layer, the smallest, and their variation over tokens (deviation / mean,
-    averaged over layers).
-    """
+    """For losses (L,T): each layer's mean, the smallest, and the mean variation over tokens (deviation / mean)."""
     mean = losses.mean(1)
     variation = float((losses.std(1, correction=0) / mean).mean())
     return {"mean_by_layer": mean.tolist(), "smallest": float(losses.min()), "variation_over_tokens": variation}

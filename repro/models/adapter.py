@@ -82,9 +82,7 @@ class DeformableAttention(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Head m begins in the direction 2πm/M, with its point p at p + 1 pixels (in the larger coordinate), all of
-        equal weight.
-        """
+        """Head m begins in direction 2πm/M, its point p at p + 1 pixels (in the larger coordinate), weights equal."""
         M, _, P = self.sampling
         for linear in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(linear.weight)
@@ -114,9 +112,7 @@ class DeformableAttention(nn.Module):
 
 
 class Injector(nn.Module):
-    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior's tokens c (B, K, D); γ is 0
-    initially.
-    """
+    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior's c (B, K, D); γ is 0 initially."""
 
     def __init__(self, dim: int, size: AdapterSize):
         super().__init__()
@@ -144,9 +140,7 @@ class ConvFFN(nn.Module):
 
 
 class Extractor(nn.Module):
-    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's tokens c (B, K, D) attend to the
-    patch tokens x.
-    """
+    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's c (B, K, D) attend to patches x."""
 
     def __init__(self, dim: int, size: AdapterSize, drop_path: float):
         super().__init__()
@@ -268,9 +262,7 @@ class ClasslessViT(nn.Module):
         return self.model.norm
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled for other grids than the built one,
-        and the grid.
-        """
+        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled if the grid differs, and the grid."""
         patches = self.model.patch_embed.proj(x)
         grid, built = tuple(patches.shape[-2:]), self.model.patch_embed.grid_size
         positions = resample_positions(self.model.pos_embed[:, -built[0] * built[1] :], built, grid)
@@ -344,9 +336,7 @@ class ViTAdapter(Pyramid):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); the backbone is
-        left as it is.
-        """
+        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); no backbone."""
         own = [module for name, module in self.named_modules() if not name.startswith("backbone.")]
         for module in own:
             if isinstance(module, nn.Linear):
@@ -400,9 +390,7 @@ class ViTAdapter(Pyramid):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, everything else is the last
-        layer.
-        """
+        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, the rest is the last layer."""
         backbone = rf"^{re.escape(prefix)}backbone\.(?:model\.)?"
         return {
             "stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})",
@@ -418,9 +406,7 @@ class ViTAdapter(Pyramid):
         return {f"{self.trunk_name}.{name}" for name in self.trunk.no_weight_decay() if not name.startswith(EMBEDDINGS)}
 
     def is_removed(self, key: str) -> bool:
-        """Whether a key of the backbone's weights belongs to a part that the adapter removes: head, norm unless kept,
-        or a ViT's class token.
-        """
+        """Whether a key is of a part that the adapter removes: head, norm unless kept, or a ViT's class token."""
         removed = ("fc_norm.", "head.") if self.final_norm else ("norm.", "fc_norm.", "head.")
         return key.startswith(removed) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
 

@@ -102,9 +102,7 @@ class Backbone(ImageModel):
         self.register_load_state_dict_pre_hook(_fit_positions)
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an image, whose height and width in pixels must be multiples of the patch size
-        (ValueError).
-        """
+        """Rows and columns of patches in an image, whose sides must be multiples of the patch size (ValueError)."""
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
             raise ValueError(
@@ -113,17 +111,13 @@ class Backbone(ImageModel):
         return height // p, width // p
 
     def patches(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises the error of
-        `grid_of`.
-        """
+        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises as `grid_of`."""
         self.check_image_size(*x.shape[-2:])
         grid = self.grid_of(*x.shape[-2:])
         return self.patch_embed(x).flatten(2).transpose(1, 2), grid
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) for the first block, and the (h, w) grid of the patches; raises as
-        `patches`.
-        """
+        """Image (B, C, H, W) -> the first block's tokens (B, T, D), and the patches' (h, w); raises as `patches`."""
         return self.patches(x)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
@@ -170,9 +164,7 @@ class Backbone(ImageModel):
                 self.pos_embed = nn.Parameter(self.resample_table(table, self.grid_size, grid), table.requires_grad)
 
     def resample_table(self, table: Tensor, before: Grid, after: Grid) -> Tensor:
-        """`pos_embed` (1, T, D) of a model for a grid of patches -> that for another grid; class tokens keep their
-        rows, where they have some in it.
-        """
+        """`pos_embed` (1, T, D) for one grid of patches -> for another; class tokens keep any rows that they have."""
         shared = table.shape[1] > before[0] * before[1]
         rows, new_rows = (self.prefix_positions(h * w) if shared else () for h, w in (before, after))
         return resample_positions(table, before, after, rows, new_rows)
@@ -217,9 +209,7 @@ class Backbone(ImageModel):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last index and, on request, the final norm and the head; returns the absolute
-        indices.
-        """
+        """Remove the blocks after the last index and, if asked, final norm and head; returns the absolute indices."""
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -237,9 +227,7 @@ class Backbone(ImageModel):
 
 
 def run_block(block: Callable[[Tensor, Grid], Tensor], tokens: Tensor, grid: Grid, *, recompute: bool) -> Tensor:
-    """The block's tokens; with `recompute`, its activations are not kept for the backward pass. Without images, those
-    that came in.
-    """
+    """The block's tokens; `recompute` keeps no activations for backward. Without images, the tokens that came in."""
     if tokens.shape[0] == 0:
         return tokens
     if recompute and torch.is_grad_enabled():
@@ -256,9 +244,7 @@ def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
 
 
 def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """The inverse of `remove_tokens`: the n tokens of `extra` (B, n, D) go to the n ascending `positions` of the
-    result.
-    """
+    """The inverse of `remove_tokens`: n tokens of `extra` (B, n, D) go to n ascending `positions` of the result."""
     pieces, done = [], 0
     for i, position in enumerate(positions):
         pieces += [tokens[:, done : position - i], extra[:, i : i + 1]]
@@ -269,9 +255,7 @@ def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> 
 def resample_positions(
     embedding: Tensor, before: Grid, after: Grid, rows: tuple[int, ...] = (), new_rows: tuple[int, ...] = ()
 ) -> Tensor:
-    """A position embedding (1, T, D) for another grid of patches, bicubically; class tokens keep theirs, which move to
-    `new_rows`.
-    """
+    """Positions (1, T, D) for another grid of patches, bicubically; class tokens' rows are kept, at `new_rows`."""
     # a graph for all sizes resamples to any of them, the model's own too, where that changes nothing
     if all(statically_known_true(old == new) for old, new in zip(before, after, strict=True)):
         return embedding
@@ -305,9 +289,7 @@ def fit_table(state: dict[str, Tensor], key: str, own: Tensor, grid: Grid, resam
 
 
 def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
-    """The tokens (B, T, E) of the forward and perhaps the backward scan -> (B, T + count, R·E), with zeros before a
-    scan's first token.
-    """
+    """Tokens (B, T, E) of the one or two scans -> (B, T + count, R·E), with zeros before a scan's first token."""
     sides = (count, 0), (0, count)
     return torch.cat([F.pad(part, (0, 0, *side)) for part, side in zip(parts, sides, strict=False)], dim=-1)
 
@@ -324,17 +306,13 @@ def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> T
 
 
 def default_cfg(input_size: int) -> dict[str, Any]:
-    """timm's configuration of a model that takes images of any size, where it is not timm's default: a side in pixels,
-    and names.
-    """
+    """timm's configuration of a model of any image size, where it is not the default: a side in pixels, and names."""
     shape = (3, input_size, input_size)
     return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state dict with the prefixes of its keys replaced; keys without such a prefix are kept. Raises as
-    `rename_keys`.
-    """
+    """A state dict with its keys' prefixes replaced; keys without such a prefix stay. Raises as `rename_keys`."""
 
     def rename(key: str) -> str:
         old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")

@@ -70,9 +70,7 @@ class Checkpoint(abc.ABC):
 
     @property
     def size_option(self) -> dict[str, Any]:
-        """`img_size` as the training built the model, to build another one for these weights; empty if that was the
-        default.
-        """
+        """`img_size` as the training built the model, to build one for these weights; empty if it was the default."""
         return {key: value for key, value in self.options.items() if key == "img_size"}
 
     def require_classifier(self) -> Self:
@@ -125,9 +123,7 @@ class OwnFile(Checkpoint):
         return read_state(self.path) if self.task else self.build().state_dict()
 
     def load_into(self, model: nn.Module) -> None:
-        """Fill a model, a classifier or a dense one, that was built as the file says; a UserError if it is unreadable
-        or does not fit.
-        """
+        """Fill a model, classifier or dense, built as the file says; UserError if it is unreadable or does not fit."""
         load_state(
             model,
             read_state(self.path),

@@ -142,9 +142,7 @@ class Denoiser(OperatorModel):
         return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an input, whose sides must be positive multiples of the patch size
-        (ValueError).
-        """
+        """Rows and columns of patches in an input, whose sides must be positive multiples of the patch (ValueError)."""
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
             raise ValueError(
@@ -185,9 +183,7 @@ class Denoiser(OperatorModel):
         }
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own; releases also count their fixed table of N·C
-        positions.
-        """
+        """Named counts of parameters, which add up to the model's; releases also count a fixed table, N·C positions."""
         C, L = self.embed_dim, self.depth
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
@@ -201,9 +197,7 @@ class Denoiser(OperatorModel):
         }
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one input of (H, W): latents of a VAE are an eighth of the image's height
-        and width.
-        """
+        """Named counts of multiply-adds for one input (H, W): a VAE's latents are an eighth of the image's sides."""
         C, L = self.embed_dim, self.depth
         grid = self.grid_of(*image_size)
         N = grid[0] * grid[1]
@@ -245,9 +239,7 @@ def embed_timesteps(timesteps: Tensor) -> Tensor:
 
 
 def embed_positions(grid: Grid, dim: int, device: torch.device | str | None = None) -> Tensor:
-    """(h·w, dim) fp32: half of the channels say the column and half the row, each by sines and cosines of dim/4 rates
-    from 1 to 1/10000.
-    """
+    """(h·w, dim) fp32: half the channels for column, half for row, sines and cosines at dim/4 rates, 1 to 1/10000."""
     rates = LONGEST_PERIOD ** (torch.arange(dim // 4, dtype=torch.float32, device=device) / -(dim // 4))
     rows, columns = (torch.outer(torch.arange(n, dtype=torch.float32, device=device), rates) for n in grid)
     rows, columns = (torch.cat((angles.sin(), angles.cos()), dim=-1) for angles in (rows, columns))
@@ -291,9 +283,7 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scale and offset of DiT5's q and k, each (1, 1, C, 2) with q before k -> (2 of q and k, C, 2 of scale and
-    offset).
-    """
+    """Scale and offset of DiT5's q and k, each (1, 1, C, 2), q before k -> (2 of q and k, C, 2 of scale and offset)."""
     joined = {key: value for key, value in state_dict.items() if not key.endswith(("qk_scale_ttt", "qk_offset_ttt"))}
     for key in [key for key in state_dict if key.endswith("qk_scale_ttt")]:
         stem = key.removesuffix("qk_scale_ttt")

@@ -242,9 +242,7 @@ def _normalise(norm: nn.LayerNorm, tokens_BTD: Tensor) -> Tensor:
 
 
 def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
-    """As `forward`, on a CPU. What follows the scan is added to some tokens after others, whose hidden units stay in the
-    cache.
-    """
+    """As `forward`, on a CPU. What follows the scan runs some tokens at a time: hidden units stay in the cache."""
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner
 
@@ -277,9 +275,7 @@ def _state(mixer: Any) -> tuple[Tensor, ...]:
 
 
 def find_constants(block: Any, tokens: int, kind: type) -> Any:
-    """The constants of a block, of this class: those that `freeze` has kept, where no gradient is wanted, else new
-    ones.
-    """
+    """The constants of a block of this class: those that `freeze` kept, where no gradient is wanted, else new ones."""
     if not torch.is_grad_enabled() and KEPT + kind._fields[-1] in block._buffers:
         kept = kind(*(block._buffers[KEPT + name] for name in kind._fields))
         if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):

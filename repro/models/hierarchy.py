@@ -36,9 +36,7 @@ class Stage(nn.Module):
         self.blocks, self.downsample = nn.ModuleList(blocks), downsample
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """(B, C, h, w) -> the same shape, before `downsample`; with `recompute`, blocks keep no activations for the
-        backward pass.
-        """
+        """(B, C, h, w) -> the same shape, before `downsample`; `recompute` keeps no activations for backward."""
         return self.run_blocks(x, recompute=recompute)
 
     def run_blocks(self, x: Tensor, *shared: Any, recompute: bool) -> Tensor:
@@ -100,17 +98,13 @@ class Hierarchy(ImageModel):
         ]
 
     def grids_of(self, height: int, width: int) -> list[Grid]:
-        """Rows and columns of each stage for an image in pixels; a ValueError for one that is smaller than the largest
-        stride.
-        """
+        """Rows and columns of each stage for an image in pixels; ValueError where it is below the largest stride."""
         if height < STRIDES[-1] or width < STRIDES[-1]:
             raise ValueError(f"image size {height}x{width}: height and width must be at least {STRIDES[-1]}")
         return [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
 
     def embed(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises the error of
-        `grids_of`.
-        """
+        """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises as `grids_of`."""
         self.check_image_size(*x.shape[-2:])
         self.grids_of(*x.shape[-2:])
         return self.patch_embed(x)
@@ -171,9 +165,7 @@ class Hierarchy(ImageModel):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what follows the stage of the last index and, on request, the final norm and the head; returns the
-        absolute indices.
-        """
+        """Remove what follows the last index's stage and, if asked, the norm and the head; returns absolute indices."""
         take, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         self.stages[-1].downsample = None
@@ -184,9 +176,7 @@ class Hierarchy(ImageModel):
         return take
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that assign parameters to layers, for layer-wise learning-rate decay; a downsampling belongs to the
-        block before it.
-        """
+        """Patterns of parameters by layer, for layer-wise rate decay; a downsampling belongs to the block before it."""
         if coarse:
             return {"stem": r"^patch_embed", "blocks": [(r"^stages\.(\d+)", None), (r"^norm", (99999,))]}
         blocks = (

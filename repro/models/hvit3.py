@@ -73,9 +73,7 @@ class ConvMlp(nn.Module):
 
 
 class HViT3Block(nn.Module):
-    """Map + depth-wise convolution, then the TTT block and the MLP, each after a LayerNorm and with a residual and
-    stochastic depth.
-    """
+    """Map + depth-wise convolution, then TTT block and MLP, each after LayerNorm, residual, with stochastic depth."""
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
         super().__init__()
@@ -136,9 +134,7 @@ class HViT3(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks initialise their fast
-        weights.
-        """
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks by their own rule."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -178,9 +174,7 @@ class HViT3(Hierarchy):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names, without its tables of rotations, which belong to one
-    image size.
-    """
+    """The official release's state dict under our names, without its tables of rotations, which fix an image size."""
     kept = {key: value for key, value in state_dict.items() if not key.endswith("rope.rotations")}
     return rename_prefixes(kept, {"layers.": "stages."})
 

@@ -12,9 +12,7 @@ Grid = tuple[int, int]
 
 
 class OperatorModel(nn.Module):
-    """A model in which layers may run operators of this project; such a layer has `backend` and
-    `selected_backend(dtype)`.
-    """
+    """A model whose layers may run operators of this project; such a layer has `backend`, `selected_backend(dtype)`."""
 
     def set_backend(self, backend: str) -> None:
         """Choose the implementation of the operators for every layer; see `kernels`."""

@@ -129,16 +129,12 @@ class InnerMixer(nn.Module):
         return {name for name, _ in self.named_parameters() if not name.startswith(("qkv.", "proj."))}
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that
-        of the mode).
-        """
+        """Normalised tokens (B, N, C), row-major on (h, w) -> (B, N, C), same dtype (under autocast the mode's)."""
         rates = None if self.rate is None else self.rate(x_BNC).sigmoid().mT
         return self.proj(self.mix(*self.qkv(x_BNC).chunk(3, dim=-1), grid, rates))
 
     def mix(self, q_BNC: Tensor, k_BNC: Tensor, v_BNC: Tensor, grid: Grid, rates_BhN: Tensor | None = None) -> Tensor:
-        """Queries, keys and values (B, N, C) as they are projected, and rates of the tokens -> what the tokens get, (B,
-        N, C).
-        """
+        """Queries, keys and values (B, N, C) as projected, and the tokens' rates -> what the tokens get, (B, N, C)."""
         q, k, v = q_BNC, k_BNC, v_BNC
         if self.affine is not None:
             scale, offset = self.affine.unbind(-1)

@@ -68,9 +68,7 @@ class FastWeights(nn.Module):
         return choose_form(self.loop, self.backend, self.proj.weight.device)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that
-        of the mode).
-        """
+        """Normalised tokens (B, N, C), row-major on (h, w) -> (B, N, C), same dtype (under autocast the mode's)."""
         q, k, v = F.silu(self.qkv(x_BNC)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (x / (x.norm(dim=-1, keepdim=True) + EPS) for x in (q, k))
         rates = momentum = None

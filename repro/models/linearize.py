@@ -67,9 +67,7 @@ def read_shell(model: nn.Module, where: str) -> Shell:
 
 
 def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
-    """The registered T5 of a shell, and the options that the name does not say; without the image size and the number
-    of classes.
-    """
+    """The registered T5 of a shell, and options that its name does not say, but for image size and classes."""
     asked = {key: value for key, value in shell.options.items() if key != "img_size"}
     defaults = {"patch_size": 16, "depth": 12, "mlp_ratio": 4.0, "layer_scale": False, "norm_eps": 1e-6, "in_chans": 3}
     best: tuple[str, dict[str, Any]] | None = None

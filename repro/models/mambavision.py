@@ -72,9 +72,7 @@ class MambaVisionMixer(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x_bLC: Tensor) -> Tensor:
-        """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C) in their dtype (under autocast in that of the
-        mode).
-        """
+        """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C), same dtype (the mode's under autocast)."""
         # both branches in one convolution; of height 1 in two dimensions, it needs no transposed copy
         weight = torch.cat((self.conv1d_x.weight, self.conv1d_z.weight)).unsqueeze(2)
         image = self.in_proj(x_bLC).transpose(1, 2).unsqueeze(2)
@@ -204,9 +202,7 @@ class MambaVision(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, that of the step size too, which starts at softplus(0); the rest by
-        default.
-        """
+        """Linear trunc_normal 0.02, zero bias, also the step size's, which starts at softplus(0); else by default."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -245,9 +241,7 @@ class MambaVision(Hierarchy):
         return terms | {"head": self.num_classes * (self.num_features + 1)}
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels, with those of the positions that windows are
-        padded to.
-        """
+        """Named counts of multiply-adds for an image of (H, W) pixels, windows' padded positions included."""
         terms = self.paper_mac_terms(image_size) | dict.fromkeys(("conv1d", "scan", "attention_products"), 0)
         for (tokens, window), C, depth in zip(
             self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True

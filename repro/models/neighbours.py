@@ -1,6 +1,4 @@
-"""Neighbourhood attention: softmax attention of each token to a square window of tokens around it, at a cost linear in
-the tokens.
-"""
+"""Neighbourhood attention: softmax attention of each token to a square window around it, at linear cost."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,4 @@
-"""The weights that timm publishes: finding the set that a name means, and building the model with it. Errors are one
-line.
-"""
+"""The weights that timm publishes: finding the set that a name means, and its model. Errors are one line."""
 
 import contextlib
 import dataclasses
@@ -49,9 +47,7 @@ class Published:
 
     @property
     def record_name(self) -> str:
-        """The name in records: the plain one, by which reports find the model, only if a paper's row may stand beside
-        it.
-        """
+        """The name in records: the plain one, by which reports find it, only if a paper's row may stand beside it."""
         return self.model if self.comparable else self.full_name
 
 
@@ -64,9 +60,7 @@ def is_only_imagenet_1k(tag: str) -> bool:
 
 
 def is_from_timm(name: str) -> bool:
-    """Whether a model, named with or without a tag, is one of timm's and not of this project; an unknown one is a
-    UserError.
-    """
+    """Whether a model, tagged or not, is one of timm's and not of this project; UserError for an unknown one."""
     try:
         require_known(name)
     except ValueError as error:

@@ -179,9 +179,7 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _prepend(pattern: Any, start: str) -> Any:
-    """A matcher of timm's (a pattern, or dicts and sequences of patterns) for parameters whose names begin with
-    `start`.
-    """
+    """A matcher of timm's (a pattern, or dicts and sequences of them) for parameters whose names begin with `start`."""
     if isinstance(pattern, str):
         alternatives = re.sub(r"(^|\|)\^", r"\1", pattern)
         return f"{start}(?:{alternatives})"

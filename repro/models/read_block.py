@@ -118,9 +118,7 @@ class ReadMixer(TTTMixer):
         return super()._arrange(x_BTD, q, k, v)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner learning rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) where each direction
-        has its own.
-        """
+        """Inner rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) with one per direction."""
         rates = super().learning_rate(x_BTD)
         return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
 
@@ -189,9 +187,7 @@ def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
 
 
 def count_class_rows(reading: Reading, num_class_tokens: int) -> int:
-    """Rows of the position embedding beyond those of the patches: one for each class token; T + 1 rows stand where
-    there is none.
-    """
+    """Rows of positions beyond the patches': one for each class token; T + 1 rows stand where there is none."""
     if reading.positions == "none":
         return 0
     return max(num_class_tokens, int(reading.positions == "patches_and_class"))

@@ -74,9 +74,7 @@ class BlockTable(nn.Module):
         nn.init.trunc_normal_(self.table, std=self.std)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """Tokens (B, N, C) on an (h, w) grid -> the same shape; another grid than the built one takes the resampled
-        table.
-        """
+        """Tokens (B, N, C) on an (h, w) grid -> the same shape; a grid other than the built one resamples the table."""
         return tokens + resample_positions(self.table, self.grid, grid) + self.shift
 
 

@@ -72,9 +72,7 @@ class T5(ClassFreeViT):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; its inner weights have a first axis of one image, which
-    ours do not.
-    """
+    """The official release's state dict under our names; ours lack the first axis, one image, of inner weights."""
     renamed = rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
     renamed = rename_keys(renamed, lambda key: key.replace(".q_conv2d.", ".dwc_q.").replace(".k_conv2d.", ".dwc_k."))
     return {

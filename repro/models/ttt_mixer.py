@@ -66,9 +66,7 @@ def rate_of(arguments: Arguments, r: int) -> Tensor:
 
 
 def replay_inner_learning(arguments: Arguments) -> InnerLearning:
-    """The gradients (B,T,R,H,d) and losses (B,T,R,H) of the inner learners at the start states of their chunks, by the
-    reference.
-    """
+    """Gradients (B,T,R,H,d), losses (B,T,R,H) of the inner learners at their chunks' start states, by the reference."""
     found = []
     for r, reverse in enumerate(arguments.reverse):
         q, k, v = (x[:, :, r] for x in arguments[:3])
@@ -287,9 +285,7 @@ class TTTMixer(nn.Module):
 
     @torch.no_grad()
     def inner_losses(self, x_BTD: Tensor) -> Tensor:
-        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at the start state of its chunk: fp32 (B, T, R, H), by the
-        reference.
-        """
+        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at its chunk's start: fp32 (B, T, R, H), by the reference."""
         x_BTD = x_BTD.float()
         with torch.autocast(x_BTD.device.type, enabled=False):
             return replay_inner_learning(self._project(x_BTD)[1]).loss

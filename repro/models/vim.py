@@ -171,9 +171,7 @@ class Vim(Backbone):
         return (num_patches // 2,)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) with the class token and positions, and the (h, w) grid of the
-        patches.
-        """
+        """Image (B, C, H, W) -> tokens (B, T, D) with class token and positions, and the (h, w) grid of the patches."""
         tokens, grid = self.patches(x)
         middle, built = (self.prefix_positions(h * w) for h, w in (grid, self.grid_size))
         tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(tokens.shape[0], -1, -1), middle)
@@ -192,9 +190,7 @@ class Vim(Backbone):
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, in addition to vectors and biases, which every family exempts; the rates A_log of the scan decay,
-        as officially.
-        """
+        """Embeddings, beside vectors and biases, exempt in every family; the rates A_log decay, as officially."""
         return {"pos_embed", "cls_token"}
 
 

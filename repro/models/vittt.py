@@ -93,9 +93,7 @@ class Vittt(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear layers and embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers
-        initialise themselves.
-        """
+        """Linear, embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers by themselves."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and ".mixer." not in name:
                 init_linear(module)
@@ -208,9 +206,7 @@ class Vittt(Backbone):
 
     @property
     def num_projections(self) -> int:
-        """D x D projections of a mixer: k, v and, before it is shared with k, q in each direction; the gate and the
-        output once.
-        """
+        """D x D projections of a mixer: k, v and, before it is shared with k, q per direction; gate and output once."""
         return (
             self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
         )

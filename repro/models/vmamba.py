@@ -102,9 +102,7 @@ def to_sequences(x: Tensor) -> Tensor:
 
 
 def add_routes(y: Tensor, grid: Grid) -> Tensor:
-    """What the routes give, (B, L, K, E), each in the order of its sequence -> their sum in the places of the grid (B,
-    h, w, E).
-    """
+    """The routes' outputs (B, L, K, E), each in its sequence's order -> their sum at the grid's places (B, h, w, E)."""
     by_rows, by_columns = y.unflatten(2, (-1, SEQUENCES)).sum(2).unbind(2)
     return by_rows.unflatten(1, grid) + by_columns.unflatten(1, grid[::-1]).transpose(1, 2)
 
@@ -164,9 +162,7 @@ class VMamba(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; the scans initialise what is
-        their own.
-        """
+        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; scans by their own rule."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)

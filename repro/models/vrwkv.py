@@ -168,9 +168,7 @@ class VRWKV(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, biases and positions 0, the patch convolution by PyTorch's default; mixers
-        initialise themselves.
-        """
+        """Linear trunc_normal 0.02, biases and positions 0, the patches by PyTorch's default; mixers by themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -202,9 +200,7 @@ class VRWKV(Backbone):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; `layers`, `patch_embed.projection` and the last `ln1`
-    differ.
-    """
+    """The official release's state dict under our names; `layers`, `patch_embed.projection`, last `ln1` differ."""
     return rename_prefixes(
         state_dict, {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."}
     )

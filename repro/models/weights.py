@@ -208,9 +208,7 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
 
 
 def translate_official(state: State, module: str) -> dict[str, Tensor]:
-    """A state dict under its official names -> the same under ours, by `official_state_dict` of a family's module; a
-    UserError without.
-    """
+    """An official state dict -> one under our names, by `official_state_dict` of its family; or a UserError."""
     translate = getattr(sys.modules[module], "official_state_dict", None)
     if translate is None:
         raise UserError("no official weights are known for this family")
@@ -218,9 +216,7 @@ def translate_official(state: State, module: str) -> dict[str, Tensor]:
 
 
 def classifier_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the classifier's layers in timm's configuration of a model, which has none, one, or several of a
-    distilled model.
-    """
+    """The classifier's layers in timm's configuration of a model: none, one, or several of a distilled model."""
     names = config.get("classifier") or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -271,9 +267,7 @@ def load_state(
 
 
 def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
-    """Let a model, whose outputs are tensors, refuse those that are not finite: with a UserError that names its
-    weights, `where`.
-    """
+    """Let a model of tensors refuse outputs that are not finite: with a UserError that names its weights, `where`."""
 
     def check(module: nn.Module, inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
         if not all(each.isfinite().all() for each in ([output] if isinstance(output, Tensor) else output)):
@@ -315,9 +309,7 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
 
 
 def _read_checkpoint(path: Path) -> Any:
-    """The content of a file of `torch.save`, without running code from it: tensors, plain data and `_SETTINGS`; raises
-    UserError.
-    """
+    """What a file of `torch.save` holds, running no code of it: tensors, plain data and `_SETTINGS`; or UserError."""
     try:
         require_intact_zip(path)
         with torch.serialization.safe_globals(_SETTINGS), warnings.catch_warnings(action="ignore"):
@@ -349,9 +341,7 @@ def _open(path: Path) -> Any:
 
 
 def _find_checksum(path: Path) -> tuple[int, bytes, bytes]:
-    """Where in a file its checksum stands, what is stated there, and what it should be; (0, b"", b"") for a file
-    without one.
-    """
+    """Where in a file its checksum stands, the stated one, and the right one; (0, b"", b"") for a file without one."""
     with open(path, "rb") as stream:
         length = stream.read(8)
         header = stream.read(int.from_bytes(length, "little"))

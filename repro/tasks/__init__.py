@@ -1,6 +1,4 @@
-"""What is learned: one package for each task, whose `spec.py` tells the training code how to make, score and show a
-model and its data.
-"""
+"""What is learned: a package for each task, whose `spec.py` tells training how to make, score and show a model."""
 
 import importlib
 import importlib.util

@@ -106,9 +106,7 @@ class TaskSpec(abc.ABC):
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
-        """Draw what a trained model, in eval mode, sees in some images of the reported split, as PNGs in a folder;
-        nothing by default.
-        """
+        """Draw what a trained model in eval mode sees in images of the reported split, as PNGs; nothing by default."""
         return
 
     def count_flop_per_image(self, task: Any) -> float | None:

@@ -1,6 +1,4 @@
-"""The checks of COCO 2017 (detection), of ADE20K's 150 classes (segmentation), and of the embedded scenes, which are
-laid out as both.
-"""
+"""The checks of COCO 2017 (detection), ADE20K's 150 classes (segmentation), and the embedded scenes, as both."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -163,9 +161,7 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
 
 
 def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | None:
-    """What is wrong with an image of COCO; None where nothing is, or where the reader has already named it as missing
-    or empty.
-    """
+    """What is wrong with an image of COCO, if the reader has not already named it as missing or empty."""
     if not item[0].is_file() or not item[0].stat().st_size:
         return None
     try:

@@ -1,6 +1,4 @@
-"""The checks of data sets in class folders or archives: ImageNet-1K, the embedded digits and connect, a folder of your
-own pictures.
-"""
+"""The checks of class folders and archives: ImageNet-1K, embedded digits and connect, a folder of your own."""
 
 import json
 import os
@@ -90,9 +88,7 @@ check_folder = partial(_check_tree, kind="folder", advice="replace the file or r
 
 
 def check_connect(root: Path, report: Report, depth: Depth) -> None:
-    """Check the embedded connectivity task; arguments and errors as `check_imagenet`. Counts are settings, but pairs
-    must be whole.
-    """
+    """Check the embedded connectivity task as `check_imagenet`; counts are settings, but pairs must be whole."""
     tree = _check_classes(root, "connect", report)
     for split, files in tree.splits.items():
         names, counts = np.unique(files.names, return_counts=True)
@@ -103,9 +99,7 @@ def check_connect(root: Path, report: Report, depth: Depth) -> None:
 
 
 def check_latents(root: Path, report: Report, depth: Depth) -> None:
-    """Check latents of a VAE; arguments and errors as `check_imagenet`. Nothing is known about their counts, and all
-    have one shape.
-    """
+    """Check latents of a VAE as `check_imagenet`; nothing is known about their counts, and all have one shape."""
     tree = _check_classes(root, "latents", report)
     first = next(((split, 0) for split, files in tree.splits.items() if len(files.names)), None)
     if first is not None:

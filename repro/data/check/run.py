@@ -1,6 +1,4 @@
-"""Running the check of a kind: the sample of images that it decodes, the processes that decode it, and the loader's
-speed.
-"""
+"""Running a kind's check: the sample that it decodes, the processes that decode it, and the loader's speed."""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,4 @@
-"""The data sets that the project writes itself, some of them from published files. Each writer leaves a complete tree or
-nothing.
-"""
+"""The data sets that the project writes, some from published files. A writer leaves a complete tree or nothing."""
 
 import contextlib
 import dataclasses

@@ -51,9 +51,7 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
 
 
 def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
-    """(2, S, S) uint8, ink bright: an image of `apart` and one of `joined`; raises UserError where the curves do not
-    fit into an image.
-    """
+    """(2, S, S) uint8, ink bright: one image of `apart`, one of `joined`; UserError where the curves do not fit."""
     (arms, bends), *others = place_curves(rng, settings)
     shared = np.zeros((settings.image_size, settings.image_size))
     _draw(shared, arms, settings)

@@ -40,9 +40,7 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose_splits(targets: np.ndarray, tune_fraction: float, test_fraction: float, seed: int) -> np.ndarray:
-    """(N,) the split of each scan, whose digit is in `targets` (N,): of each class tune gets its share, then test, and
-    train the rest.
-    """
+    """(N,) the split of each scan of digit `targets` (N,): of each class tune gets its share, then test, then train."""
     chosen = np.full(len(targets), "train", dtype=object)
     rng = np.random.Generator(np.random.PCG64(seed))
     for digit in range(10):

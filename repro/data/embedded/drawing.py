@@ -35,9 +35,7 @@ def finish(rng: np.random.Generator, canvas: np.ndarray) -> np.ndarray:
 
 
 def draw_ground(rng: np.random.Generator, size: int, settings: DrawnDigits) -> tuple[np.ndarray, np.ndarray]:
-    """(pixels, textures) of two textures on the sides of a line: float64 around mid-grey, and uint8 places in
-    `TEXTURES`.
-    """
+    """(pixels, textures) of two textures beside a line: float64 around mid-grey, and uint8 places in `TEXTURES`."""
     y, x = np.mgrid[:size, :size] - (size - 1) / 2
     angle = rng.uniform(0, 2 * np.pi)
     beyond = x * np.cos(angle) + y * np.sin(angle) > rng.uniform(-size / 4, size / 4)
@@ -62,9 +60,7 @@ def _texture(rng: np.random.Generator, kind: str, x: np.ndarray, y: np.ndarray) 
 
 
 def enlarge(scan: np.ndarray, side: int, degrees: float) -> np.ndarray:
-    """A scan's ink, uint8, `side` pixels wide before it is turned, with a rim of one scan pixel in which strokes can
-    end.
-    """
+    """A scan's ink, uint8, `side` pixels wide before it is turned, with a rim of one scan pixel for strokes to end."""
     whole = round(side * 10 / 8)
     large = Image.fromarray(np.pad(scan, 1)).resize((whole, whole), Image.Resampling.BICUBIC)
     return np.asarray(large.rotate(degrees, Image.Resampling.BICUBIC, expand=True))

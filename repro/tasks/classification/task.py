@@ -52,9 +52,7 @@ class Classification(Task):
             self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Cross-entropy with softened targets; with a teacher also MESA's divergence, weighted, and the sum of both as
-        the loss.
-        """
+        """Cross-entropy with softened targets; with a teacher also MESA's divergence, weighted; `loss` is the sum."""
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
         smoothing = self.label_smoothing
         if self.mixup is not None:
@@ -74,9 +72,7 @@ class Classification(Task):
         return accuracy(model, self.held_out[split], self.eval_input, self.ranks)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        """The loss of the inner learner of each layer that learns at test time: its mean and maximum over the tokens,
-        by direction.
-        """
+        """The inner loss of each layer that learns at test time: mean and maximum over the tokens, by direction."""
         found: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

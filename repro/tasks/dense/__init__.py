@@ -1,3 +1,1 @@
-"""What detection and segmentation share: their parameters, the pretrained backbone under its heads, and the score
-without learning.
-"""
+"""What detection and segmentation share: parameters, the pretrained backbone, and the score without learning."""

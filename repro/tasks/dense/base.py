@@ -1,6 +1,4 @@
-"""What detection and segmentation share: a head on a pretrained backbone. Imports nothing heavy: the stages need it for
-`--help`.
-"""
+"""What detection and segmentation share: a head on a pretrained backbone. Light to import, for `--help`."""
 
 import abc
 import dataclasses
@@ -83,9 +81,7 @@ class DenseSpec(TaskSpec):
 
     @abc.abstractmethod
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
-        """The scores of an `OtsuBaseline` on the images of the reported split at their own size; its examples are the
-        training `instances`.
-        """
+        """An `OtsuBaseline`'s scores on the reported split's images at their own size; its examples are `instances`."""
 
     @abc.abstractmethod
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
@@ -97,9 +93,7 @@ class DenseSpec(TaskSpec):
 
     @abc.abstractmethod
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
-        """What a model in eval mode sees in a picture, uint8 (3, H, W); `settings` are of the transform, `names` of the
-        classes.
-        """
+        """What a model in eval mode sees in uint8 (3, H, W); `settings` of the transform, `names` of the classes."""
 
     def build_model(
         self, params: Any, classes: Sequence[str], init: Path | None, where: str

@@ -1,3 +1,1 @@
-"""Object detection and instance segmentation: Mask R-CNN over any backbone of four maps, and its evaluation on COCO's
-format.
-"""
+"""Object detection and instance segmentation: Mask R-CNN over any four-map backbone, scored by COCO's rules."""

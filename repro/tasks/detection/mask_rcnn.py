@@ -93,9 +93,7 @@ class MaskRcnn(DenseModel, nn.Module):
         return detections
 
     def _features(self, images: Sequence[Tensor]) -> tuple[ImageList, dict[str, Tensor]]:
-        """The images, normalised and padded at the right and the bottom to one size, a multiple of 32; and their maps
-        P2 to P6.
-        """
+        """The images, normalised and padded at right and bottom to one multiple of 32; and their maps P2 to P6."""
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         height, width = (math.ceil(max(side) / 32) * 32 for side in zip(*sizes, strict=True))
         batch = self.pixel_mean.new_zeros(len(images), 3, height, width)
@@ -119,9 +117,7 @@ class Anchors(AnchorGenerator):
         self.cell_anchors = [torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in level]) for level in sides]
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """(A, 4) for each image, in fp32 whatever the dtype of the maps: bf16 cannot represent every pixel position
-        beyond 256.
-        """
+        """(A, 4) for each image, fp32 whatever the maps' dtype: bf16 cannot hold every pixel position beyond 256."""
         self.set_cell_anchors(torch.float32, feature_maps[0].device)
         anchors = self.grid_anchors(
             [maps.shape[-2:] for maps in feature_maps], [(stride, stride) for stride in STRIDES]
@@ -179,9 +175,7 @@ class ProposalNetwork(RegionProposalNetwork):
     def compute_loss(
         self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Binary cross-entropy and L1 loss, both summed over the sampled anchors of all images and divided by their
-        number.
-        """
+        """Binary cross-entropy and L1 loss, summed over the sampled anchors of all images, over their number."""
         positive, negative = (torch.cat(chosen).bool() for chosen in self.fg_bg_sampler(labels))
         sampled = torch.where(positive | negative)[0]
         loss_cls = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])

@@ -35,9 +35,7 @@ class Detection(Task):
         return {"loss": sum(losses.values()), **losses}
 
     def evaluate(self, model: MaskRcnn, split: str) -> dict[str, float]:
-        """Average precision over the images of a split, of all ranks, and their number; sizes without objects are left
-        out.
-        """
+        """Average precision over a split's images, of all ranks, and their number; sizes without objects are out."""
         results, images_seen = [], 0
         loader = self.held_out[split]
         truth = loader.dataset.instances

@@ -1,6 +1,4 @@
-"""The data sets and files around a denoiser: pictures and latents, the weights to start from, the judge, and grids of
-samples.
-"""
+"""The data and files around a denoiser: pictures, latents, the weights to start from, the judge, and grids."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +31,7 @@ SHOWN_PX = 64  # to which smaller pictures are enlarged there
 def open_split(
     tree: Tree, split: str, settings: InputSettings, *, training: bool = False, **shared: Any
 ) -> ImageFolder:
-    """One split as a denoiser reads it: uint8 pictures or fp32 latents, and classes; `shared` are `ImageFolder`'s seed
-    and limit.
-    """
+    """A split as a denoiser reads it: uint8 pictures or fp32 latents, and classes; `shared`: of `ImageFolder`."""
     hflip = settings.hflip if training else 0.0
     if settings.latents is not None:
         return LatentFolder(tree, split, settings.shape, scale=settings.latents.scale, hflip=hflip, **shared)
@@ -49,9 +45,7 @@ def open_split(
 
 
 def read_denoiser(path: Path, model: str) -> Mapping[str, Tensor]:
-    """The tensors of a denoiser's file, of this project or of a release, whose moving average counts where it has one;
-    raises UserError.
-    """
+    """The tensors of a denoiser's file, ours or a release's, the moving average where there is one; or UserError."""
     if not is_foreign(path):
         checkpoint = open_weights(path, model=model)
         return checkpoint.read_state()

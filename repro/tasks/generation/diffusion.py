@@ -83,9 +83,7 @@ class Diffusion:
         return self._at(signal, step, x_start) * x_start + self._at(rest, step, x_start) * noise
 
     def reverse(self, output: Tensor, x: Tensor, step: Tensor, *, clip: bool = False) -> Reverse:
-        """The reverse step from x = x_t (B, K, H, W) by the denoiser's output (B, K or 2K, H, W); `clip` bounds the
-        guess of x_0 by ±1.
-        """
+        """The step back from x = x_t (B, K, H, W) by the output (B, K or 2K, H, W); `clip` bounds x_0's guess by ±1."""
         noise, range_values = (output, None) if output.shape[1] == x.shape[1] else output.chunk(2, dim=1)
         alpha_bar = self.alphas_bar
         x_start = self._at((1 / alpha_bar).sqrt(), step, x) * x - self._at((1 / alpha_bar - 1).sqrt(), step, x) * noise
@@ -117,9 +115,7 @@ class Diffusion:
         return found
 
     def _bound(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor) -> Tensor:
-        """KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), at the first step -log p(x_0 | x_1) of 8-bit values, in bits
-        per value; (B,).
-        """
+        """KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), first -log p(x_0 | x_1) of 8 bits, in bits per value; (B,)."""
         mean, log_variance, _ = self.reverse(output, x, step)
         true_mean = self._posterior_mean(x_start, x, step)
         true_log_variance = self._at(self._least_log_variance, step, x)
@@ -170,9 +166,7 @@ class Diffusion:
         return x
 
     def ddim_step(self, found: Reverse, x: Tensor, step: Tensor) -> Tensor:
-        """x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, with the ε that leads from the guess of x_0 to x_t (Song et al.
-        2020, η = 0).
-        """
+        """x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, ε from the guess of x_0 to x_t (Song et al. 2020, η = 0)."""
         alpha_bar, before = (self._at(table, step, x) for table in (self.alphas_bar, self.alphas_bar_before))
         noise = (x - alpha_bar.sqrt() * found.x_start) / (1 - alpha_bar).sqrt()
         return before.sqrt() * found.x_start + (1 - before).sqrt() * noise
@@ -203,9 +197,7 @@ def make_generator(*key: int) -> torch.Generator:
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """log P of values with 8 bits in [-1, 1]: the normal distribution's mass within half a level; all beyond the first
-    and last level.
-    """
+    """log P of 8-bit values in [-1, 1]: the normal's mass within half a level, or beyond the first and last level."""
     centred, inverse = x - mean, torch.exp(-log_deviation)
     above, below = (_cumulate(inverse * (centred + sign * LEVEL / 2)) for sign in (1, -1))
     mass = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))

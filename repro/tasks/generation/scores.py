@@ -44,9 +44,7 @@ class Judge:
 
     @classmethod
     def open(cls, path: Path, classes: Sequence[str], device: torch.device) -> Self:
-        """The judge of a weights file; raises UserError where it cannot be read, is no classifier, or knows other
-        classes.
-        """
+        """The judge of a weights file; UserError where it is unreadable, no classifier, or knows other classes."""
         if is_foreign(path):
             raise UserError(
                 f"{path}: not a file of this project, so it cannot judge; take the weights of a classifier that it trained"
@@ -298,9 +296,7 @@ def load_exported(path: Path, device: torch.device) -> Any:
 
 
 def _resize_as_tensorflow(pictures: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 3, 299, 299), bilinearly, where pixel i of the result lies at i·H/299: TensorFlow 1's rule,
-    without half pixels.
-    """
+    """(B, 3, H, W) -> (B, 3, 299, 299), bilinear, pixel i at i·H/299: TensorFlow 1's rule, without half pixels."""
     height, width = pictures.shape[-2:]
     places = [
         torch.arange(INCEPTION_SIDE, device=pictures.device) * (side / INCEPTION_SIDE) for side in (width, height)

@@ -1,6 +1,4 @@
-"""Class-conditional generation as a task of the engine: the loss of a denoiser at random steps, and on held-out images
-at fixed ones.
-"""
+"""Class-conditional generation for the engine: the loss of a denoiser at random steps, at fixed ones held out."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,9 +62,7 @@ class Generation(Task):
         return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """`mse` of the noise at a random step of each image, whose class is left out now and then, and `vb` where the
-        variance is learned.
-        """
+        """`mse` of the noise at a random step of each image, some without class; `vb` where the variance is learned."""
         x_start, labels = to_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
         labels = torch.where(torch.rand(len(labels), device=self.device) < self.label_dropout, self.num_classes, labels)
         step, noise = torch.randint(TIMESTEPS, (len(labels),), device=self.device), torch.randn_like(x_start)
@@ -115,9 +111,7 @@ class Generation(Task):
         return found
 
     def draw(self, model: nn.Module, labels: Tensor, places: Sequence[int]) -> Tensor:
-        """Samples as uint8 pictures (B, 1 or 3, H, W); the noise of each follows from its place and the seed. Not for
-        latents.
-        """
+        """Samples as uint8 pictures (B, 1 or 3, H, W); noise follows from place and seed of each. Not for latents."""
         shared = {"sampling": self.sampling, "seed": self.seed, "batch_size": self.batch_size}
         return torch.cat(
             [

@@ -1,6 +1,4 @@
-"""Linearisation for the training code: a classifier whose weights begin as those of a softmax ViT. Imports nothing
-heavy at the top.
-"""
+"""Linearisation for training: a classifier that begins with a softmax ViT's weights. Imports nothing heavy."""
 
 import copy
 import dataclasses
@@ -59,9 +57,7 @@ class Linearize(Classify):
         return Linearization(start=start, **rates, **shared, **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step, on the same
-        images.
-        """
+        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step."""
         untrained = task.evaluate(task.start.to(task.device).eval(), task.reported_split)
         return super().summarise(task, last) | {"untrained_top1_percent": untrained["top1_percent"]}
 

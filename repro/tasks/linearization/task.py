@@ -1,6 +1,4 @@
-"""Linearisation as a task of the engine: classification with two rates, since new parameters have more to learn than
-inherited ones.
-"""
+"""Linearisation for the engine: classification with two rates, as new parameters have more to learn."""
 
 from typing import Any
 

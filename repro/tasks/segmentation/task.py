@@ -45,9 +45,7 @@ class Segmentation(Task):
         self.confusion: list[list[int]] = []
 
     def loss(self, network: mmseg.models.EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
-        """The cross-entropies of both heads, the auxiliary one weighted, their sum, and the share of pixels that
-        UperNet labels right.
-        """
+        """Both heads' cross-entropies, the auxiliary one weighted, their sum, and UperNet's share of right pixels."""
         labels = batch[1].to(self.device, non_blocking=True).long()
         samples = [
             mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None]))
