@@ -3,8 +3,7 @@
 A loop reads a few tokens at a time into the cache, whole rows as memory likes to be read, and then goes through blocks
 of channels, whose states stay in the cache. The innermost loops over channels are what LLVM vectorises, as long as they
 use few arrays, of which it must see at run time that they do not overlap. Sums may be reassociated, but nothing is
-assumed about NaN and infinity. Tasks write disjoint memory, and the result does not depend on how many threads share
-them.
+assumed about NaN and infinity. Tasks write disjoint memory, and the result does not depend on the threads.
 
 Here are what loops share and the selective scan; `cpu_wkv` and `cpu_learner` have the others.
 Arrays are contiguous, of one dtype, fp32 or fp64. Shape letters as in the operators' references.
@@ -43,8 +42,7 @@ THREADS = dict.fromkeys(
 
 
 class Loop:
-    """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled when first called, without Python's
-    lock.
+    """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled at the first call, without the GIL.
 
     numba's cache looks at a function's file and name. The name therefore has the hashes of the loop's file and of this
     one, whose functions are inlined.
@@ -171,8 +169,7 @@ def _softplus(x: Any) -> Callable | None:
 
 @Loop
 def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
-    """The selective scan with its gate: task = (image, route, `span` channels), routes that share a sequence of u by
-    their number.
+    """The selective scan with its gate: task = (image, route, `span` channels), routes of one sequence by number.
 
     Args:
         span: a multiple of BLOCK.

@@ -37,11 +37,9 @@ def _start(state, edge):
 
 @numba.njit(**INLINE)
 def _add_group(state, group, tokens, farthest, w, sums):
-    """Add a group's tokens to a state, `tokens` places farther away; `farthest` is the index of the token that is
-    farthest from there.
+    """Add a group's tokens to a state, `tokens` places farther away; `farthest` is the index of the farthest one.
 
-    From group to group a state is fp64. In fp32, m − w loses a noticeable part of w near m = 1, at each of thousands of
-    tokens.
+    From group to group a state is fp64. In fp32, m − w loses a noticeable part of w near m = 1, thousands of times.
 
     Args:
         state: (3,BLOCK), fp64, m, a and b, which are written. group: (GROUP,3,BLOCK), exponent, x and y of each token.
@@ -74,15 +72,13 @@ def _add_group(state, group, tokens, farthest, w, sums):
 
 @Loop
 def wkv_forward(first, last, span, w, u, k, v, out, states):
-    """Bi-WKV: task = (image, `span` channels). It goes back through the tokens to the state behind each group, and then
-    forth.
+    """Bi-WKV: task = (image, `span` channels). It goes back to the state behind each group, and then forth.
 
     Args:
         span: a multiple of BLOCK.
         w, u: (C,), times log₂e. k: (B,T,C), times log₂e. v: (B,T,C).
         out: (B,T,C), which is written.
-        states: (B,T,3,C), the exponent and the sum of an output's weights, and the output, which are written; or no
-            elements.
+        states: (B,T,3,C), exponent and sum of an output's weights, and the output, which are written; or empty.
     """
     _, T, C = k.shape
     kind, floor = k.dtype.type, EMPTY
@@ -148,8 +144,7 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
 
 @Loop
 def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
-    """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image. They are those by natural w, u and
-    k.
+    """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image, by natural w, u and k.
 
     The gradient is the same kind of sum, of adjoint tokens: the exponent −top, the values (g, g out) with g = dout /
     sum. A pair of tokens i < t < j, of which one is adjoint, has e^{−w} once for t.

@@ -1,5 +1,4 @@
-"""How PyTorch gets to know an operator: a custom op with a fake kernel, a backward pass that is a custom op itself, and
-FLOP formulas.
+"""How PyTorch gets to know an operator: a custom op with a fake kernel, one as its backward pass, and FLOP formulas.
 
 To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque
 operation. Which of the backends `torch`, `triton` and `numba` runs is decided inside it, from device, dtype and sizes.

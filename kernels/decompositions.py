@@ -1,5 +1,4 @@
-"""The operators as plain PyTorch: decompositions for an exported program, which then runs where this package is not
-installed.
+"""The operators as plain PyTorch: decompositions for an exported program, which runs without this package.
 
 The number of graph nodes does not depend on the number of tokens: what learns or decays along the sequence is PyTorch's
 higher-order `scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size. The
@@ -100,8 +99,7 @@ def bi_wkv_by_scan(
 
 
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
-    """A convolution. A depth-wise one in which every image of the batch has its own window becomes sums over shifted
-    images.
+    """A convolution. A depth-wise one with a window for each image of the batch becomes sums over shifted images.
 
     Its number of groups depends on the batch, and ONNX wants a constant.
     """

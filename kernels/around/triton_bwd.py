@@ -1,5 +1,4 @@
-"""The operators around the scan in Triton: the backward passes, which compute again what they need of the forward
-passes.
+"""The operators around the scan in Triton: the backward passes, which repeat what they need of the forward ones.
 
 Every program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that tokens share;
 torch adds them up. There are no atomics: two runs give the same bits. Shape letters as in `reference`.
@@ -50,8 +49,7 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """g, the gradient of y, from those of y and its norm, which lie `size` numbers apart; the sums are those of gamma
-    and beta.
+    """g, the gradient of y, from those of y and its norm, `size` numbers apart; the sums are of gamma and beta.
 
     y itself is computed again: in the dtype in which it was written, it would not give gradients to fp32.
     """

@@ -29,14 +29,12 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
         out_t = [Σ_{i≠t} e^{k_i − (|t−i| − 1) w} v_i + e^{k_t + u} v_t] / [the same without v]
 
     w and u come ALREADY DIVIDED BY T, as the equation has them here: a model divides its decay and bonus itself. This
-    is the paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula` for how and by
-    how much.
+    is the paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula`.
 
     Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Their relative error is
     about 1e-7 times the largest exponent that matters, at any T. |w| T is at most 1e7, of either sign: more is refused,
     and on a GPU, where to look would stall it, gives NaN. |u| and |k| stay below 1e29. Inputs are not written to. NaN
-    in a channel of an image fills that channel. Every argument has a gradient. Second derivatives need the reference
-    backend.
+    in a channel of an image fills that channel. Every argument has a gradient. Second derivatives need `reference`.
 
     Args:
         w: (C,), the decay per token; if negative, far tokens weigh more.
@@ -48,8 +46,7 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
         out (B,T,C) in k's dtype.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
-            argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name it.
     """
     tensors = {"w": w, "u": u, "k": k, "v": v}
     dispatch.check_are_tensors("bi_wkv", tensors)

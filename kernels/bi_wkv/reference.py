@@ -1,8 +1,7 @@
 """The arguments of Bi-WKV, and its equation as it is written: what every backend is tested against.
 
 Every pair of tokens gets its exponent, and each token's largest one is subtracted before any power is taken. Plain
-PyTorch operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise; time and memory grow with
-T².
+PyTorch operations, differentiable by autograd, in fp64 for fp64 inputs, else fp32; time and memory grow with T².
 
 Shape letters: B images, T tokens, C channels.
 """
@@ -37,14 +36,12 @@ def check_decay(w: Tensor, tokens: int) -> None:
 
 
 def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out_t = Σ_i e^{s_ti} v_i / Σ_i e^{s_ti} with s_ti = k_i − (|t−i| − 1) w for i ≠ t and s_tt = k_t + u, channel by
-    channel.
+    """out_t = Σ_i e^{s_ti} v_i / Σ_i e^{s_ti} with s_ti = k_i − (|t−i| − 1) w for i ≠ t and s_tt = k_t + u, by channel.
 
     This is the paper's equation. The official CUDA kernel computes something else. It goes through chunks of ⌈T/32⌉
     tokens. With t0 the first token of t's chunk, it takes the exponent k_i − |t−i| w for i < t0 and for i > t, and adds
     (1 − e^w) e^{(t−i) w + k_i} to the sums for t0 < i ≤ t; its denominator has 1e-6 more, beside a largest term of 1.
-    For the w and u of models the outputs differ by up to 4 % of the largest one at T = 49, and by less in longer
-    sequences.
+    For the w and u of models the outputs differ by up to 4 % of the largest one at T = 49, less in longer sequences.
 
     Args:
         w, u: (C,), decay and bonus, both already divided by T. If w is negative, far tokens weigh more.

@@ -66,8 +66,7 @@ def sums_kernel(
     SEGMENT: tl.constexpr,
     ADJOINT: tl.constexpr,
 ):
-    """What each segment adds to the state behind it, and to the one in front of it: both, one after the other, to sums
-    (B,S,2,3,C).
+    """What each segment adds to the state behind it, and to the one in front of it: both, to sums (B,S,2,3,C).
 
     The first is not that of the last segment where that is shorter, which nothing needs. Of adjoint tokens k and v are
     L and the gradient of out; else out is not read.
@@ -228,8 +227,7 @@ def config_of(tokens: int, warps: int) -> triton.Config:
 def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: contiguous k and v, w and u in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of channels in all images: the best config depends on how full
-    the device is.
+    `bucket` has the powers of two of T and of the number of channels in all images: they decide the best config.
     """
     B, T, C = x.k.shape
     return {

@@ -23,8 +23,7 @@ def _load_triton():
 def ms_deform_attn(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """For each query, a weighted sum of bilinear samples at points of its own on the maps of several levels, head by
-    head.
+    """For each query, a weighted sum of bilinear samples at points of its own on several levels' maps, by head.
 
         out_q = Σ_l Σ_p weight_qlp · value_l(x, y)    with the pixel coordinates (x, y) = location_qlp · (w_l, h_l) −
         0.5
@@ -51,8 +50,7 @@ def ms_deform_attn(
         out (B,Q,M,C) in value's dtype.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
-            argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name it.
     """
     _check(value, shapes, locations, weights)
     return CUSTOM_OP(Arguments(value, [size for shape in shapes for size in shape], locations, weights), backend)
@@ -98,8 +96,7 @@ def _check(value, shapes, locations, weights):
 
 
 def forward_flops(samples_shape: Sequence[int], channels: int) -> int:
-    """For weights of shape (B,Q,M,L,P): 2 for each of 5 multiply-adds per channel of a sample, its 4 neighbours and its
-    weight.
+    """For weights of shape (B,Q,M,L,P): 2 for each of a sample's 5 multiply-adds per channel, 4 neighbours and weight.
 
     Coordinates and the neighbours' shares do not depend on the channel and count as free, as do all operations of the
     reference backend in PyTorch's counter.

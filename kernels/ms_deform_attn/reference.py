@@ -1,5 +1,4 @@
-"""The arguments of multi-scale deformable attention, and its equation as it is written: what every backend is tested
-against.
+"""The arguments of multi-scale deformable attention, and its equation, against which every backend is tested.
 
 A loop over levels, points and the four neighbours of a point. Plain PyTorch operations, differentiable by autograd, in
 fp64 for fp64 inputs and in fp32 otherwise.
@@ -28,8 +27,7 @@ class Arguments(NamedTuple):
 def ms_deform_attn_formula(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """out_q = Σ_l Σ_p weight · Σ over the neighbours (i, j) of (x, y) of (1 − |x − j|) (1 − |y − i|) value_ij, head by
-    head.
+    """out_q = Σ_l Σ_p weight · Σ over the neighbours (i, j) of (x, y) of (1 − |x − j|) (1 − |y − i|) value_ij, by head.
 
     (x, y) = location · (w, h) − 0.5 are the point's pixel coordinates on level l, a map of h rows and w columns. Its
     neighbours are in the rows ⌊y⌋, ⌊y⌋ + 1 and the columns ⌊x⌋, ⌊x⌋ + 1, as far as these exist: outside the map

@@ -33,8 +33,7 @@ def pixel_coordinates(locations_ptr, sample, there, h, w):
 
 @triton.jit
 def cell_of(x, y, h, w):
-    """The row and the column of the upper left neighbour, from −1 on, and whether any neighbour is on the map; 0, 0
-    where none is.
+    """Row and column of the upper left neighbour, from −1 on, and whether any neighbour is on the map; else 0, 0.
 
     A point that is far away need not fit an int. The shares that follow from 0, 0 are shares of zeros; those of a NaN
     are NaN, which shows in the output.

@@ -67,8 +67,7 @@ def selective_scan(
         out (B,T,E) in u's dtype, or with `full_precision` in that of the state.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
-            argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name it.
     """
     _check("selective_scan", (), u, delta, A, B, C, D, z, delta_bias, full_precision)
     if not isinstance(reverse, bool):
@@ -91,8 +90,7 @@ def selective_scan_bidir(
     full_precision: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Both directions at once, as a Vim layer calls it: direction 0 scans forward, direction 1 backward, each with
-    parameters of its own.
+    """Both directions at once, as a Vim layer calls it: 0 scans forward, 1 backward, each with parameters of its own.
 
     It equals `selective_scan` on each index of the direction axis, the second one with reverse=True, both with the same
     z. Arguments and errors are the same except for these shapes.
@@ -127,8 +125,7 @@ def selective_scan_routes(
 
     Route r scans the sequence u[:, :, r mod K], so that routes may share one. VMamba's four routes over a grid are the
     K = 2 sequences of its rows and of its columns, each forward and back: reverse=(False, False, True, True). The
-    result equals `selective_scan` on each route, all with the same z. Arguments and errors are the same except for
-    these.
+    result equals `selective_scan` on each route, all with the same z. Else arguments and errors are the same.
 
     Args:
         u: (B,T,K,E), where K divides R.

@@ -1,5 +1,4 @@
-"""The selective scan in batched PyTorch operations, forward and backward: for a GPU without Triton, and a CPU without
-numba.
+"""The selective scan in batched PyTorch operations, forward and backward: without Triton or numba.
 
 It goes through tiles, some tokens of some images on all routes, in scan order and with channels innermost. Everything
 except the recurrence itself is done for the whole tile at once; a token of the recurrence is one operation over images,

@@ -112,8 +112,7 @@ def forward_kernel(
     SEGMENT: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """Write out and, with KEEP, the state at the start of every group of GROUP tokens except the first. `x_b`, `x_t`,
-    `x_r`: x's strides.
+    """Write out and, with KEEP, the state before every GROUP tokens except the first. `x_b`, `x_t`, `x_r`: x's strides.
 
     With SEGMENT a program has that many tokens, and starts from its state of edges (B,R,S−1,E,N), the first one from
     zero. With ENDS it writes nothing but the state at its end, to edges, and the sum of its Δ, to steps (B,R,S−1,E);

@@ -122,8 +122,7 @@ class Cases(abc.ABC):
     def compile_time(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any], tuple]:
         """The sizes that a record of `resources` shows, the kernels' constants, and the arguments of their `configs`.
 
-        By default they are those of the sizes that the tests and the tuning are about; operators add options for
-        others.
+        By default they are those of the sizes that are tested and tuned; operators add options for others.
         """
 
     def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:

@@ -51,8 +51,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def cast(cases: Cases, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """An operator's inputs (and dout, if it follows them) as a layer has them: its activations and dout in `dtype`, the
-    others in fp32.
+    """An operator's inputs (and any dout) as a layer has them: activations and dout in `dtype`, others in fp32.
 
     For fp64 all are fp64. An input that these sizes do without stays None.
     """

@@ -1,5 +1,4 @@
-"""What the compiler makes of the Triton kernels, read from the machine code: registers, spills, shared memory,
-instructions.
+"""What the compiler makes of the Triton kernels, by the machine code: registers, spills, shared memory, instructions.
 
 Triton compiles for a GPU that need not exist, and comes with cuobjdump and nvdisasm. This cannot run where
 TRITON_INTERPRET is set, since the interpreter compiles nothing.

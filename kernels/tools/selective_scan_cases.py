@@ -1,5 +1,4 @@
-"""The cases of the selective scan: Vim's two directions of 16 states, MambaVision's one of 8, VMamba's four routes of
-one.
+"""The cases of the selective scan: Vim's two of 16 states, MambaVision's one of 8, VMamba's four of one.
 
 Shape letters: B samples, T tokens, K sequences, R routes, E channels, N states of a channel.
 
@@ -34,8 +33,7 @@ CHANNELS = (384, 768, 1536)  # Vim-T, S, B
 class Sizes(cases.Sizes):
     """One shape: B samples, T tokens, E channels of N states, a route for each flag of `reverse`.
 
-    The routes scan `sequences`, or each one its own where that is 0; with the gate z or without; `full_precision` is
-    the operator's.
+    The routes scan `sequences`, or one each where that is 0; `gate`: with z; `full_precision` is the operator's.
     """
 
     channels: int

@@ -47,8 +47,7 @@ def format_resources(row: Mapping[str, Any]) -> str:
 
 
 def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
-    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 where there are
-    chunks.
+    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 if any.
 
     `others`: Triton's version -> the rows that it gives, of which registers and stack bytes are shown.
     """
@@ -74,8 +73,7 @@ def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iter
 
 
 def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
-    """How many rows spill registers to memory, of all and of the default configurations; of these by operator, pass and
-    dtype.
+    """How many rows spill registers to memory, of all and of the default configs; of these by operator, pass and dtype.
 
     Then the default configurations of TTT-Linear at chunk size 16, each with its stack bytes and the share of
     instructions that are spills, also by `others`: Triton's version -> the rows that it gives.

@@ -32,8 +32,7 @@ WIDTHS = (3, 6, 12)  # heads of Vittt-T, S, B
 class Sizes(cases.Sizes):
     """One shape: B samples, T tokens, H heads of width D, a direction for each flag of `reverse`.
 
-    `alike` has tokens that differ little and a small W0, as in a model without training. A mean of Z would grow from
-    chunk to chunk.
+    `alike` has tokens that differ little and a small W0, as in an untrained model. A mean of Z would grow by chunk.
     """
 
     heads: int
@@ -214,8 +213,7 @@ CASES = TTTLinearCases(
 
 
 def memory_reference_over_kernel(device: torch.device) -> dict[str, Any]:
-    """Appendix B: peak memory of a forward and backward pass above the inputs, of the reference under autograd over
-    that of the kernels.
+    """Appendix B: peak memory of both passes above the inputs, of the reference under autograd over the kernels.
 
     At 8 samples of T = 6400, 3 heads, both directions, bf16 inputs: {memory_reference_over_kernel, reference_peak_mib,
     kernel_peak_mib, sizes}, or nulls with the reason where the reference does not fit.

@@ -73,8 +73,7 @@ def ttt_linear(
         out (B,T,H,D) in q's dtype.
 
     Raises:
-        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name the
-            argument.
+        TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name it.
     """
     parameters = token_scale, W0, b0, ln_weight, ln_bias
     _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
@@ -100,8 +99,7 @@ def ttt_linear_bidir(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
-    """Both directions at once, as a Vittt layer calls it: direction 0 scans forward, direction 1 backward, each with
-    parameters of its own.
+    """Both directions at once, as a Vittt layer calls it: 0 scans forward, 1 backward, each with parameters of its own.
 
     It equals `ttt_linear` on each index of the direction axis, the second one with reverse=True. Arguments and errors
     are the same except for these shapes.
@@ -192,8 +190,7 @@ def forward_flops(shape: Sequence[int], chunk_size: int) -> int:
 def backward_flops(shape: Sequence[int], chunk_size: int) -> int:
     """Two products for each of the forward pass except the last state update, which no output depends on.
 
-    It is what autograd runs on the dual form when every input needs a gradient; the repeated forward scan is not
-    counted.
+    It is what autograd runs on the dual form when every input needs a gradient; the repeated scan is not counted.
     """
     B, T, R, H, D = shape
     last = T % chunk_size or chunk_size

@@ -3,8 +3,7 @@
 No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd,
 in fp64 for fp64 inputs and in fp32 otherwise.
 
-Shape letters: B images, T tokens, R directions, H heads, D head width, n tokens of one chunk (n <= chunk_size, the last
-one may be short).
+Shape letters: B images, T tokens, R directions, H heads, D head width, n <= chunk_size tokens of a chunk.
 """
 
 from collections.abc import Sequence

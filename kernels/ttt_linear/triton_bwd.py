@@ -81,8 +81,7 @@ def backward_kernel(
     GROUP: tl.constexpr,
     PASS: tl.constexpr,
 ):
-    """Write the gradients of q, k, v, and per program and direction those of the rest. S_ptr to squares_ptr are scratch
-    memory.
+    """Write the gradients of q, k, v, and those of the rest per program and direction. S_ptr to squares_ptr: scratch.
 
     PASS is BOTH, REPLAY or BACK.
     """
@@ -331,11 +330,9 @@ class TwoPasses(NamedTuple):
 
 
 def takes_two_passes(programs: int, device: torch.device) -> bool:
-    """Whether the programs are so few that the pass REPLAY, which has one for each group, fills the device where the
-    other cannot.
+    """Whether programs are so few that the pass REPLAY, with one for each group, fills the device better.
 
-    Up to two programs a multiprocessor, then; the scratch memory of all groups is at most 1/4 GiB for each thousand
-    tokens there.
+    Up to two programs a multiprocessor, then; the scratch of all groups is at most 1/4 GiB per thousand tokens there.
     """
     gpu = find_gpu(device)
     return gpu is not None and programs <= 2 * gpu.multi_processor_count
@@ -344,8 +341,7 @@ def takes_two_passes(programs: int, device: torch.device) -> bool:
 def backward(
     dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | TwoPasses | None = None
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, each in its input's shape and dtype, from dout (B,T,R,H,D) and `forward`'s
-    states.
+    """The gradients of q, k, ... ln_bias, in their shapes and dtypes, from dout (B,T,R,H,D) and the states.
 
     `config` is one of `configs`, for one pass, or a pair of those of two; None chooses the passes by
     `takes_two_passes`, and tunes.

@@ -218,8 +218,7 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 def shared_arguments(x: Arguments) -> dict[str, object]:
     """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of programs: the best config depends on how full the device
-    is.
+    `bucket` has the powers of two of T and of the number of programs: they decide the best config.
     """
     B, T, R, H, D = x.q.shape
     in_fp32 = {"lr": x.lr, "scale": x.token_scale, "W0": x.W0, "b0": x.b0, "gamma": x.ln_weight, "mu": x.ln_bias}
@@ -249,8 +248,7 @@ def token_rows(v: Tensor) -> int | None:
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,H,D) in q's dtype; states in fp32, of shape `states_shape`, [W; β] each. For sizes that are not
-    `unsupported`.
+    """out (B,T,R,H,D) in q's dtype; states in fp32, of `states_shape`, [W; β]. For sizes that are not `unsupported`.
 
     `config` is one of `configs`; None tunes. It is what `triton_phases.forward` calls for one phase.
     """

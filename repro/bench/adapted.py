@@ -39,8 +39,7 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
     The backbone is a registered one with options, and is built for the size of its own training.
 
     Raises:
-        ValueError: a model without an adapter, a side that is not a multiple of 32, or an operator whose multiply-adds
-            are unknown.
+        ValueError: a model without an adapter, a side that is no multiple of 32, or an operator without a count.
     """
     if any(side % STRIDES[-1] for side in image_size):
         raise ValueError(f"{image_size[0]}x{image_size[1]}: not a multiple of {STRIDES[-1]}; the adapter would pad it")
@@ -62,11 +61,9 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
 
 
 def pyramid_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Cost:
-    """Parameters and multiply-adds of the maps for dense tasks, of one image of (H, W) pixels, by any backbone that has
-    them.
+    """Parameters and multiply-adds of the maps for dense tasks, of one (H, W) image, by any backbone with maps.
 
-    They are those of `adapted_cost` for a plain backbone, and the maps of its stages with their norms for a
-    hierarchical one.
+    They are those of `adapted_cost` for a plain backbone, of the stages' maps and norms for a hierarchical one.
 
     Raises:
         ValueError: an unknown model, one without such maps, or an operator whose multiply-adds are unknown.

@@ -77,8 +77,7 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
 
 
 def time_training(paths: Paths, minutes: float | None) -> bool:
-    """pretrain/vittt_tiny_digits.json: the speed of a training as `record_speed` writes it, with the share of the GPU's
-    peak.
+    """pretrain/vittt_tiny_digits.json: a training's speed as `record_speed` writes it, with the share of the peak.
 
     The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
     """

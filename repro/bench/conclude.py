@@ -17,8 +17,7 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
     """Compare the rows of `speed.measure`, pooled over their runs, and fit their growth; for the gates, see
     `op_rate.measure_gate`.
 
-    Only rows of one batch size, dtype, mode and compilation are set against each other. A noisy row gives no time: see
-    `core.noise`.
+    Rows of one batch size, dtype, mode and compilation are compared. A noisy row gives no time: see `core.noise`.
 
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup,
@@ -88,8 +87,7 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
 def compare_rows(ours: Row, theirs: Row) -> tuple[float | None, float | None]:
     """How many times as fast `ours` is as `theirs`, and how many percent less memory it takes, of rows with `noisy`.
 
-    None where a row lacks the quantity, and no speed-up where one is noisy. Other work slows a step; it does not change
-    its memory.
+    None where a row lacks the quantity, and no speed-up where one is noisy. Other work slows a step, not its memory.
     """
     is_known = ours["latency_ms"] and theirs["latency_ms"] and not (ours["noisy"] or theirs["noisy"])
     speedup = theirs["latency_ms"] / ours["latency_ms"] if is_known else None

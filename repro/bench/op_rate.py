@@ -25,8 +25,7 @@ Case = tuple[str, Callable[[], Any], int]  # name of the operator, its step, byt
 
 
 def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, backend: str) -> dict[str, Any]:
-    """Time `ttt_linear_bidir` and a square matrix product in turn, so that a drifting clock or a busy machine affects
-    both alike.
+    """Time `ttt_linear_bidir` and a square matrix product in turn, so that a drifting clock or other work affects both.
 
     Args:
         sizes: `batch_size`, `tokens`, `heads`, `head_dim` and `chunk_size` of the operator, of which both directions
@@ -77,15 +76,13 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
 
 
 def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) -> dict[str, float]:
-    """The memory that autograd keeps between the passes for one image and direction, of the equations as written and of
-    the operator.
+    """The memory that autograd keeps between passes for one image and direction, of equations and operator.
 
     The equations keep a state per chunk and everything computed from it; the operator keeps its inputs and recomputes
     the rest, by the fusion and recomputation of Appendix B.2. For the arguments, see `op_rate`.
 
     Returns:
-        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: total size of the distinct storages, in
-        fp32.
+        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: of distinct storages, in fp32.
     """
     draw = _make_draw(device)
     tokens, heads, head_dim, chunk_size = (sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size"))
@@ -106,15 +103,13 @@ def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) ->
 
 
 def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> dict[str, Any]:
-    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy within memory, for a fair
-    comparison.
+    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy, for a fair comparison.
 
     The operator's forward pass at 6400 tokens and the copy are timed in turn.
 
     Returns:
         {family, batch_size, dtype, operator, share_of_copy_percent, op_gb_per_s, copy_gb_per_s, at_least_percent,
-        holds}: rates from median times, where every tensor of the operator counts once and the copy counts as read and
-        written.
+        holds}: rates from median times; the operator's tensors count once, the copy as read and written.
     """
     operator, step, op_bytes = OPERATORS[family](batch_size, device, torch_dtype(dtype))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)

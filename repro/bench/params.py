@@ -26,8 +26,7 @@ class SizePair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows to count: every model at every side of a square image in pixels with every combination of the options that
-    `vary`.
+    """Rows to count: every model at every side of a square image with every combination of what may `vary`.
 
     A denoiser of latents has the sides of its latents, an eighth of the image's: 32 for 256 pixels.
     With `fvcore`, its rows also have the count of fvcore, see `repro.bench.fvcore`.

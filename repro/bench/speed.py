@@ -124,8 +124,7 @@ def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[flo
     """The distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
 
     k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence; for n = 10 these are the 2nd and the 9th
-    sample. The result is None where no pair of samples reaches the confidence, which for 95 % means fewer than 6
-    samples.
+    sample. The result is None where no pair of samples reaches the confidence, for 95 % with fewer than 6 samples.
     """
     n = len(samples)
     tail, k = 0.0, 0

@@ -1,5 +1,4 @@
-"""A sweep of models over image sizes: its rows, their order, and which of them fit into the time. Nothing here needs
-torch.
+"""A sweep of models over image sizes: its rows, their order, and which fit into the time. It needs no torch.
 
 The rows are measured by `speed.measure`; `conclude` draws conclusions from them.
 """

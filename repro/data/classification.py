@@ -60,8 +60,7 @@ def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch
 
 
 class ToInput:
-    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, with timm's random erasing (mode `pixel`) in
-    training.
+    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, randomly erased (timm's `pixel`) in training.
 
     Erasing draws from Python's and torch's global generators.
     """
@@ -88,8 +87,7 @@ class ToInput:
 
 
 class ImageFolder(Dataset):
-    """One split of a tree. Items are indexed by (epoch, index), and the augmentation depends only on these and on the
-    seed.
+    """One split of a tree. Items are indexed by (epoch, index), and augmented by these and the seed.
 
     A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next
     readable one, its neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.

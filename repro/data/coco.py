@@ -40,8 +40,7 @@ Faults = dict[str, list[str]]  # sort -> descriptions
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """One annotation file of K categories, N images and A targets; its boxes and masks follow one another image by
-    image.
+    """One annotation file of K categories, N images and A targets; boxes and masks follow image by image.
 
     Arrays and bytes, since a million objects would be copied into every worker process page by page.
     """
@@ -248,8 +247,7 @@ def _is_side(value: Any) -> bool:
 
 
 def _check_mask(segmentation: Any, height: int, width: int) -> None:
-    """Raise an error about a mask that pycocotools, which trusts what it is given, could not draw into an image of this
-    size.
+    """Raise an error about a mask that pycocotools, which trusts its input, could not draw into an image of this size.
 
     That takes room for every pixel of an outline, also of one far outside the image.
     """

@@ -22,8 +22,7 @@ _MIN_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
 
 
 class CocoDetection(Dataset):
-    """Images and their targets. Items are indexed by (epoch, index), and the augmentation depends only on these and on
-    the seed.
+    """Images and their targets. Items are indexed by (epoch, index), and augmented by these and the seed.
 
     Evaluation takes every image; training leaves out images without a target or with a side of less than 32 pixels.
 

@@ -1,5 +1,4 @@
-"""Latents of a VAE that were computed before the training, one file for each picture, in class folders or archives as
-images are.
+"""Latents of a VAE computed before the training, a file for each picture, in class folders or archives as images are.
 
 A file `<class>/<name>.npy` holds an array of fp16 or fp32: (K, h, w), the latents of the picture as its VAE's encoder
 gives them, without a scale; or (2, K, h, w), of which the second are those of the mirrored picture, since latents
@@ -18,8 +17,7 @@ from .tree import Source, Tree
 
 
 class LatentFolder(ImageFolder):
-    """One split of a tree of kind `latents`; see `ImageFolder`, also for files that cannot be read or have another
-    shape.
+    """One split of a tree of kind `latents`; see `ImageFolder`, also for unreadable files and other shapes.
 
     Items are fp32 (K, h, w), scaled, with their class.
 

@@ -65,8 +65,7 @@ def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class TrainOrder:
-    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into total batches, each divided among the
-    ranks.
+    """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into batches, each divided among ranks.
 
     A remainder that fills no total batch is left out; it is a different one in each epoch. For recipes that count
     steps, `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the
@@ -238,8 +237,7 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Every sample exactly once over all ranks, in order, from the beginning in each iteration; `order` is that of
-    `EvalOrder`.
+    """Every sample exactly once over all ranks, in order, from the beginning each time; `order` is of `EvalOrder`.
 
     Other arguments and errors are those of `TrainLoader`.
     """

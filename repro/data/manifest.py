@@ -1,5 +1,4 @@
-"""Manifests: what a data set holds, small enough for Git, so that no stage depends on the images and DVC never hashes
-them.
+"""Manifests: what a data set holds, small enough for Git, so that no stage depends on images and DVC hashes none.
 
 A manifest names no absolute path and no date. For a published data set, names and sizes are compared and contents are
 not: a check of ImageNet takes seconds, not hours. For an embedded one, which is small, contents are compared too.
@@ -21,8 +20,7 @@ from .kinds import KINDS
 class ClassRecord:
     """One folder, or one annotation file: number of images, bytes, and a hash.
 
-    The hash of a folder is over names and sizes, and over contents where the kind is embedded; that of a file is over
-    its content.
+    A folder's hash is over names and sizes, and contents where the kind is embedded; a file's is over its content.
     """
 
     images: int
@@ -82,8 +80,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
     """Compare a data set at `root`, or a part of it, with its manifest; `folders` is what lies there now, by split.
 
     Raises:
-        UserError: one line that names a class folder too many or too few, or the first folder that differs, how, and
-            how many do.
+        UserError: a class folder too many or too few, or the first folder that differs, how, and how many do.
     """
     if manifest.generated is not None:
         advice = f"remove {root} and run the same command again, which writes the data set again"

@@ -1,5 +1,4 @@
-"""Data sets that a command names by kind and path, `folder:PATH`, `coco:PATH` or `ade20k:PATH`, without an edit of
-params.yaml.
+"""Data sets that a command names, `folder:PATH`, `coco:PATH` or `ade20k:PATH`, without an edit of params.yaml.
 
 A folder of pictures is read as it is where it holds train/ and val/. Class folders without a split, or a CSV file of
 `file,label`, are split here: data/own_<name>/ gets train/<class>/ and val/<class>/ of links, and split.csv says where

@@ -83,8 +83,7 @@ def open_image(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, up
 def decode_rgb(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
     """Decode an image as RGB, see `open_image`; by default as OpenCV does.
 
-    Grey becomes three equal channels, 16 bits keep the upper 8, an alpha channel is left out, palettes and CMYK are
-    converted.
+    Grey becomes three equal channels, 16 bits keep the upper 8, alpha is left out, palettes and CMYK are converted.
     """
     image = open_image(content, name, max_pixels, upright=upright)
     if upright and image.mode.startswith("I;16"):

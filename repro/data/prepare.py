@@ -71,8 +71,7 @@ def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     """Split and prepare a set `KIND:PATH`, and say how its classes are filled.
 
-    Raises as `prepare` and `split_own`, and where nothing could be learned from scenes, or a picture of a sample cannot
-    be read.
+    Raises as `prepare` and `split_own`, and where scenes teach nothing, or a picture of a sample cannot be read.
     """
     own = parse_own(data)
     split_own(paths, own)
@@ -131,8 +130,7 @@ def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:
-    """The manifest of the data set at `root`, whose annotations and pairs are judged as in training; `generated` are
-    its settings.
+    """The manifest of the data set at `root`, annotations and pairs judged as in training; `generated`: its settings.
 
     Raises:
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.

@@ -1,5 +1,4 @@
-"""The parts of params.yaml that concern data: what a set must hold, how an embedded one is drawn, how samples are
-transformed.
+"""The parts of params.yaml that concern data: what a set holds, how an embedded one is drawn, transforms.
 
 Imports nothing heavy: stage modules need these dataclasses before they know whether they will run.
 """

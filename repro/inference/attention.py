@@ -104,8 +104,7 @@ def measure_implicit_attention(
 ) -> Tensor:
     """A(i, j) of the tokens i: (B, h, n, N), by autograd.
 
-    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). An image's outputs depend on no other image, and a head's on
-    no other head's v.
+    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). Outputs depend on no other image, nor on other heads' v.
     """
     v = v_BNC.detach().requires_grad_()
     out = mix(q_BNC, k_BNC, v).unflatten(2, (num_heads, -1))

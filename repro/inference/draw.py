@@ -26,8 +26,7 @@ def draw_gradients(
     tops: Mapping[str, Mapping[str, ArrayLike]],
     caption: str,
 ) -> None:
-    """Fig. 3, 9 and 10: a row for each picture and state of the weights, with the maps of the layers, their mean, and
-    marked tokens.
+    """Fig. 3, 9 and 10: a row per picture and state of the weights: the layers' maps, their mean, marked tokens.
 
     Args:
         pictures: (H,W,3) uint8, as the model sees them.
@@ -67,8 +66,7 @@ def draw_fields(
 ) -> None:
     """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
 
-    `fields` maps a label to contributions (H,W), or to the reason why there are none; `shapes` has the fields that
-    exist in numbers.
+    `fields` maps a label to contributions (H,W), or why there are none; `shapes` has existing fields in numbers.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)

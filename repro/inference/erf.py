@@ -46,8 +46,7 @@ def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
 def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
     """The pixel, as (row, column), at which the central position of a model's last feature map looks.
 
-    For a model with patches it is the middle of the patch; position i of convolutions with symmetric padding looks at
-    i·stride.
+    For a model with patches it is the middle of the patch; position i of padded convolutions looks at i·stride.
     """
     stride = model.feature_info[-1]["reduction"]
     middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0
@@ -56,8 +55,7 @@ def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, f
 
 
 def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:
-    """The contributions (H,W), in fp64, of the pixels of images (N,3,H,W) to the central position (h // 2, w // 2) of a
-    feature map.
+    """Contributions (H,W), fp64, of pixels of images (N,3,H,W) to a feature map's central position (h // 2, w // 2).
 
     `features` maps images to (B,C,h,w), where images must not affect each other.
     """

@@ -53,8 +53,7 @@ def evaluate(
     Raises:
         UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together,
             or logits that are not finite.
-        RunError: weights that cannot be fetched, or a GPU with too little memory; with several models, after the last
-            one.
+        RunError: weights that cannot be fetched, or too little GPU memory; with several models, after the last.
     """
     request.check()
     cell = open_cell(paths, runtime, data)
@@ -206,8 +205,7 @@ class _Evaluation:
 
 
 def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, with the size of the training marked)
-    into a folder.
+    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, the training's marked) into a folder.
 
     `rows` are the metrics of evaluations of one model; `title` says which model and data.
     """

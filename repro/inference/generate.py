@@ -177,8 +177,7 @@ def open_decoder(
 ) -> Callable[[Tensor], Tensor]:
     """From samples (B, K, h, w) to uint8 pictures (B, 1 or 3, H, W); see `open_drawer`.
 
-    A decoder takes the latents of one picture without their scale, (1, K, h, w) fp32, and gives (1, 3, H, W) in [-1,
-    1].
+    A decoder takes one picture's unscaled latents, (1, K, h, w) fp32, and gives (1, 3, H, W) in [-1, 1].
     """
     if transform.latents is None:
         if vae is not None:

@@ -17,8 +17,7 @@ Run = Callable[[Arguments], Tensor]  # the operator itself: arguments -> out (B,
 
 
 class OverrideTTTLinear(TorchDispatchMode):
-    """Within the context, `replacement(arguments, run)` computes the output of every call of TTT-Linear; only without
-    gradients.
+    """Within the context, `replacement(arguments, run)` computes the output of TTT-Linear; only without gradients.
 
     No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can
     intercept, as FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
@@ -69,8 +68,7 @@ def reduce_layers(
 
 
 def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
-    """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at the start state W of its chunk, summed over heads and
-    directions.
+    """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at its chunk's start state W, over heads and directions.
 
     ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖. The gradient G_t of the bias is left out,
     because Eq. 6 concerns W only. For inputs (N,3,H,W) of a Vittt in eval mode with L layers the maps are (N, L, h, w),

@@ -83,8 +83,7 @@ def predict_pictures(
 def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
     """The given files, and the pictures in the given folders.
 
-    With `unique_names`, two pictures whose names differ only by folder or suffix are refused, for results in files of
-    these names.
+    `unique_names` refuses pictures whose names differ only by folder or suffix, for results in files of these names.
 
     Raises:
         UserError: a folder without pictures, or names that are not unique.

@@ -62,8 +62,7 @@ def describe_reported(name: str) -> str:
 
 
 class Probe:
-    """A replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and records how well it
-    fits.
+    """A replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and records its fit.
 
     Args:
         name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place
@@ -225,8 +224,7 @@ class ProbeParams:
 
 
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> dict[str, float]:
-    """`top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` over the reported split with a
-    changed inner loop.
+    """`top1_percent`, `held_out_images`, `inner_loss_before` and `_after` over the reported split in a changed loop.
 
     An unknown probe, or a model without an inner learner, is a UserError.
     """

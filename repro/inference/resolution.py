@@ -30,8 +30,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
     of them. Position embeddings are resampled as for any other image size.
 
     Raises:
-        UserError: missing data or weights, weights of other classes or another size than the rest, a size that a model
-            does not take.
+        UserError: missing data or weights, weights of other classes or another size, a size that a model does not take.
     """
     started = time.monotonic()
     device = choose_device(runtime.device)

@@ -119,8 +119,7 @@ def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, ink: Tensor | None) -> dict[str, Any]:
-    """Shares in percent for maps (N,L,h,w): of all gradients in marked tokens and first chunks, and of ink among marked
-    tokens.
+    """Shares in percent for maps (N,L,h,w): of gradients in marked tokens and first chunks, and ink in marked ones.
 
     `top30` are marked among all tokens, `later_top30` among those after the first chunks. The share of ink among all
     tokens of the same kind stands beside each.

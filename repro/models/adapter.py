@@ -195,8 +195,7 @@ class Pyramid(OperatorModel):
     `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns for layer-wise decay,
     with the name (dot included) that the pyramid has within a larger model as `prefix`.
 
-    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass through
-    it.
+    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass it.
     """
 
     channels: tuple[int, ...]
@@ -233,8 +232,7 @@ class ClasslessViT(nn.Module):
     timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has
     the length of the pretrained one, and the model the number of parameters that the papers report.
 
-    `model`, which is changed in place, has at most a class token; register tokens or no position embedding are a
-    ValueError.
+    `model`, which is changed in place, has at most a class token; register tokens or no positions are a ValueError.
     """
 
     def __init__(self, model: VisionTransformer):
@@ -398,8 +396,7 @@ class ViTAdapter(Pyramid):
         }
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts, except its embeddings: they decay as the level embedding does, as in Vision-RWKV's
-        release.
+        """What the backbone exempts, except its embeddings: they decay as the level embedding does, as officially.
 
         Vectors and biases are exempt by timm's own rule.
         """

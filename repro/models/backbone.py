@@ -34,8 +34,7 @@ class PlainBackbone(Protocol):
 
     `embed(x)` turns an image (B, C, H, W) into tokens (B, T, D) and their (h, w) grid. Each of `blocks`, called as
     `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one. `prefix_positions(h·w)`
-    lists the positions of the class tokens in ascending order; a module between two blocks must change the other tokens
-    only.
+    lists the positions of the class tokens in ascending order; a module between blocks must change only the others.
     """
 
     embed_dim: int
@@ -54,8 +53,7 @@ class Backbone(ImageModel):
     A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens
     implements `embed`, `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose
     multiply-adds have a closed form implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to
-    the model's parameters, and to the multiply-adds for one image; `repro.bench.flops` uses them in place of a
-    counted forward pass.
+    the model's parameters, and to the multiply-adds for one image; `repro.bench.flops` takes them for a count.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
@@ -65,8 +63,7 @@ class Backbone(ImageModel):
         num_classes: outputs of the head; 0 builds no head.
         pool: the strategy of the class feature; the default `class_feature` is the mean whatever it says. timm's
             `global_pool` calls `mean` avg, and a strategy with class tokens token.
-        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one for each block, rise linearly
-            from 0 to it.
+        drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one a block, rise linearly to it.
     """
 
     blocks: nn.ModuleList
@@ -187,8 +184,7 @@ class Backbone(ImageModel):
         for (B, h·w, D).
 
         Returns:
-            The intermediates if `intermediates_only`, else (final tokens as `forward_features` returns them,
-            intermediates).
+            The intermediates if `intermediates_only`, else (tokens as from `forward_features`, intermediates).
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")

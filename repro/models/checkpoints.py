@@ -83,8 +83,7 @@ class Checkpoint(abc.ABC):
     def build(self, image_size: Size | None = None) -> nn.Module:
         """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
-        The default is the size of the training; for another one, position embeddings of a model that is built for one
-        size are resampled.
+        The default is the size of the training; for another one, positions of a model built for one size are resampled.
 
         Raises:
             UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
@@ -283,8 +282,7 @@ def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_classes(checkpoint: Checkpoint, classes: Sequence[str]) -> bool:
-    """Whether the outputs of a checkpoint's head stand for these classes, in this order; by number alone where it names
-    none.
+    """Whether the outputs of a checkpoint's head stand for these classes, in this order; by number where it names none.
 
     Names that only count, 0, 1, ..., are none: files made of published weights have them.
     """

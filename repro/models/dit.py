@@ -41,8 +41,7 @@ T5_LOOP = InnerLoop(model="mlp", depth=2, loss="mse")
 
 
 class DiTBlock(nn.Module):
-    """Tokens + CPE, where there is one; then the mixer and an MLP, each on normalised tokens that the condition shifts
-    and scales.
+    """Tokens + CPE, where there is one; then the mixer and an MLP, each on normed tokens, shifted and scaled.
 
     With (β1, γ1, α1, β2, γ2, α2) = Linear(SiLU(c)), the residuals are α1 · mixer((1 + γ1) · LN(x) + β1), and the same
     with the MLP (adaLN-Zero: the linear layer begins at zero, and the block as the identity).
@@ -258,8 +257,7 @@ _OFFICIAL = {
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official releases of DiT, DiT3 and DiT5 under our names, without their fixed table of
-    positions.
+    """The official releases' state dicts of DiT, DiT3 and DiT5 under our names, without the fixed table of positions.
 
     Raises:
         UserError: a table of positions that is not the one that is computed here.

@@ -6,8 +6,7 @@ orthogonal (Muon), and columns of the weights that are brought back to their fir
 after or within the learning.
 
 `repro.models.inner` goes from chunk to chunk. `learn_in_parallel` computes all chunks at once, where the learner
-reduces to linear attention with a decay: only the last matrix learns, or there is only one, and no norm is applied to
-the state.
+reduces to linear attention with a decay: only the last matrix learns, or there is only one, and the state has no norm.
 
 Shape suffixes: B images, h heads, T tokens, d width of q, k and v, e hidden units, n tokens of a chunk, c chunks.
 """
@@ -63,8 +62,7 @@ def choose_form(loop: InnerLoop, backend: str, device: torch.device) -> Form:
     else recurrent, as are `torch` and `reference`.
 
     Raises:
-        ValueError: an unknown backend, or `parallel` for a learner without this form; the message names the part that
-            is in the way.
+        ValueError: an unknown backend, or `parallel` for a learner without this form; the message says why.
     """
     if backend not in (known := ("auto", "recurrent", "parallel", "torch", "reference")):
         raise ValueError(f"backend {backend!r}: fast weights have {', '.join(known)}{did_you_mean(backend, known)}")
@@ -148,8 +146,7 @@ def learn_in_parallel(
 def decay_matrix(factors: Tensor) -> Tensor:
     """Λ (..., c, c) of factors α (..., c) between 0 and 1: Λ_ji = Π_{i<s≤j} α_s for i ≤ j, else 0.
 
-    The logarithms are cumulated, so that no product of many factors is formed, by which something would have to be
-    divided.
+    The logarithms are cumulated, so that no product of many factors is formed, by which to divide.
     """
     # in fp64, since differences of large sums are left
     logs = factors.double().clamp_min(torch.finfo(torch.float64).tiny).log().cumsum(-1)

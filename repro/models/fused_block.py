@@ -141,8 +141,7 @@ def product_dtype(tokens: Tensor) -> torch.dtype:
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`, by the backend of `find_backend`.
 
-    The operators get what the block has made, so that nothing checks their arguments, which takes a host as long as the
-    launches.
+    The operators get what the block has made, unchecked: checks take a host as long as the launches.
     """
     if backend == "numba":
         return _forward_by_loops(block, tokens_BTD, grid)
@@ -284,8 +283,7 @@ def find_constants(block: Any, tokens: int, kind: type) -> Any:
 
 
 def freeze(block: Any, tokens: int) -> None:
-    """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight in between is not
-    seen.
+    """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight is not seen.
 
     They are buffers that are not saved, which a compiled graph reads where they lie.
     """

@@ -27,8 +27,7 @@ BASE = 10000.0  # of the rotations' frequencies
 
 
 def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device) -> Rotation:
-    """Cosines and sines, each (h·w, C/2), of the angles by which RoPE turns the channel pairs of a token of width C =
-    `dim`.
+    """Cosines and sines, each (h·w, C/2), of the angles by which RoPE turns a token's channel pairs, C = `dim`.
 
     With m = C/4 and θ_j = 10000^(−j/m), the first m pairs of the token in row y and column x are turned by y·θ_j and
     the other m by x·θ_j. C is the width of all heads together, so the first half of the heads knows the row and the
@@ -222,8 +221,7 @@ def _to_tokens(x: Tensor) -> Tensor:
 def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
     """(B, h·w, C) -> (B, C, h, w), a channels-last view.
 
-    By `unflatten` before `permute` one image gets the stride of an image too; without it, PyTorch's BatchNorm2d returns
-    wrong gradients.
+    By `unflatten` before `permute` one image gets an image's stride; without it, BatchNorm2d returns wrong gradients.
     """
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 

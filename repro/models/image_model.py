@@ -20,8 +20,7 @@ class OperatorModel(nn.Module):
             layer.backend = backend
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation that runs on this model's device, at the image size it is built for, for activations of
-        `dtype`.
+        """The implementation that runs on this device, at the built image size, for activations of `dtype`.
 
         Several are joined by `+`; `torch` for a model without such layers.
         """

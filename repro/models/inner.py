@@ -146,8 +146,7 @@ class InnerLoop:
         return list(itertools.pairwise(ends))
 
     def count_macs(self, tokens: int, head_dim: int) -> int:
-        """Multiply-adds of learning and read-out for one head: matrix products and convolutions, the latter's borders
-        included.
+        """Multiply-adds of learning and read-out for one head: matrix products, and convolutions with borders.
 
         The prediction v̂ is formed only for losses that need it, and no step is taken that nobody reads.
         """

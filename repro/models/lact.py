@@ -28,8 +28,7 @@ BASE_RATE = 0.01  # of each token before training, as in LaCT's models of images
 class FastWeights(nn.Module):
     """LaCT's layer: Linear to q, k and v with SiLU, fast weights of each head, a norm of each head, Linear.
 
-    Queries and keys have length 1. The rates are softplus(Linear(x) + softplus⁻¹(0.01)), the momentum of a token is
-    σ(Linear(x)).
+    Queries and keys have length 1. Rates are softplus(Linear(x) + softplus⁻¹(0.01)), a token's momentum σ(Linear(x)).
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.

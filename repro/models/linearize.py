@@ -54,8 +54,7 @@ def read_shell(model: nn.Module, where: str) -> Shell:
         where: how errors name it.
 
     Raises:
-        UserError: another kind of model, or a ViT with a part that no student has: a norm of queries and keys, gated
-            attention, and so on.
+        UserError: another kind of model, or one with a part that no student has, such as gated attention.
     """
     if isinstance(model, T5):
         return _read_t5(model, where)
@@ -79,8 +78,7 @@ def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
 
 
 def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
-    """Fill a freshly built student with what it inherits, bit for bit; positions are resampled where its grid is
-    another.
+    """Fill a freshly built student with what it inherits, bit for bit; positions are resampled to its grid.
 
     The head is inherited where both have as many classes.
 

@@ -50,8 +50,7 @@ class ConvBlock(nn.Module):
 
 
 class MambaVisionMixer(nn.Module):
-    """Linear -> two branches of half the channels, each a Conv1d and SiLU, one of them also a selective scan -> both ->
-    Linear.
+    """Linear -> two branches of half the channels, Conv1d and SiLU, one also a selective scan -> both -> Linear.
 
     The convolutions reach one token to both sides. The scan has one direction and no gate. Its step size is softplus of
     the projection plus twice the bias: the release adds the bias in the projection and again in the scan, and its
@@ -95,8 +94,7 @@ class MambaVisionMixer(nn.Module):
 
 
 class WindowBlock(nn.Module):
-    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), each with stochastic depth; g1 and g2 are learned where there is
-    a layer scale.
+    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), with stochastic depth; g1, g2 are learned with a layer scale.
 
     Args:
         mixer: the scan or attention. layer_scale: what g1 and g2 start from; None for none.
@@ -118,8 +116,7 @@ class WindowBlock(nn.Module):
 class WindowStage(Stage):
     """A stage that cuts its map into windows, runs all blocks on them, and joins them.
 
-    The map is padded with zeros at the right and at the bottom to multiples of the window. Blocks treat what is padded
-    as tokens.
+    The map is padded with zeros at right and bottom to multiples of the window; blocks take the padding as tokens.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], downsample: nn.Module | None, window: int):
@@ -141,8 +138,7 @@ class WindowStage(Stage):
 
 
 class MambaVision(Hierarchy):
-    """MambaVision in timm's conventions; no parameter depends on the image size or on the windows, but the result does
-    on the windows.
+    """MambaVision in timm's conventions; no parameter depends on image size or windows; the result does on windows.
 
     In a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
 
@@ -302,8 +298,7 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the official release under our names; unknown keys are kept, for a strict load to report.
 
     Where keys begin with `encoder.`, the others are left out, as the release does. Where a file does not say how many
-    batches a BatchNorm has seen, it is 0, which changes nothing but the averages of a further training without
-    momentum.
+    batches a BatchNorm has seen, it is 0, which only counts in further training without momentum.
     """
     encoder = {key.removeprefix("encoder."): value for key, value in state_dict.items() if key.startswith("encoder.")}
 

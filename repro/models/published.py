@@ -96,8 +96,7 @@ def find_published(name: str, *, required: bool = True) -> Published:
 
 
 def build_published(published: Published, *, file: Path | None = None, **options: Any) -> nn.Module:
-    """A model with published weights, from the hub, from the hub's local cache or from a file; timm loads them,
-    strictly.
+    """A model with published weights, from the hub, its local cache or a file; timm loads them, strictly.
 
     A file has timm's names, or names that timm translates. `options` are further arguments of the model, such as
     `img_size` and, for a file, its own `num_classes`.
@@ -153,8 +152,7 @@ def _find_hub_problem(endpoint: str) -> str | None:
 
 @contextlib.contextmanager
 def _only_cache_if_offline() -> Iterator[str | None]:
-    """Use only the hub's cache while the hub cannot be reached: its client would otherwise retry for most of a minute
-    per model.
+    """Use only the hub's cache while the hub cannot be reached: its client would retry for most of a minute per model.
 
     Yields why the hub cannot be reached, or None.
     """

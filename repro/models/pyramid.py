@@ -29,8 +29,7 @@ class NativePyramid(Pyramid):
     """A hierarchical backbone with timm's feature interface.
 
     What follows the last map, final norm and head, is removed. Each map gets a LayerNorm over its channels, as in the
-    releases of Swin and ConvNeXt for detection and segmentation. Images are not padded for a `Hierarchy`, whose grids
-    are rounded up.
+    releases of Swin and ConvNeXt for detection and segmentation. A `Hierarchy` rounds its grids up, without padding.
 
     Args:
         backbone: a model with `feature_info` and `forward_intermediates`.

@@ -170,8 +170,7 @@ class ReadBlock(VitttBlock):
 
 
 def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
-    """Rotary embedding of queries or keys (B, T, R, H, d) by the place of each token in its chunk, in the order of its
-    direction's scan.
+    """Rotary embedding of queries or keys (B, T, R, H, d) by each token's place in its chunk, in scan order.
 
     Channels i and i + d/2 are turned by place · 10000^(−2i/d) radians.
     """

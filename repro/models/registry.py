@@ -43,8 +43,7 @@ def require_known(name: str) -> None:
 
 
 def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
-    """`timm.create_model` for this project's families and timm's own, and denoisers; wrong arguments raise one-line
-    errors.
+    """`timm.create_model` for families of this project and timm, and denoisers; wrong arguments raise one-line errors.
 
     The model's attribute `built_from` keeps (name, options). Models that take images of any size do without `img_size`.
 
@@ -73,8 +72,7 @@ def family_module(name: str) -> str:
 
 
 def kernel_backend(model: nn.Module, dtype: torch.dtype) -> str:
-    """The implementation of the model's own operators that runs on its device for activations of `dtype`, as results
-    record it.
+    """The implementation of the model's operators on its device for activations of `dtype`, as recorded.
 
     `torch` for a model without operators of this project.
     """

@@ -76,8 +76,7 @@ def replay_inner_learning(arguments: Arguments) -> InnerLearning:
 
 
 class TTTMixer(nn.Module):
-    """Learns a linear model along the token sequence and reads it out: Linear -> Conv1d -> TTT-Linear -> norm -> gate
-    -> Linear.
+    """Learns a linear model along tokens, then reads it: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
 
     Args:
         dim: width D.
@@ -250,8 +249,7 @@ class TTTMixer(nn.Module):
         return Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, (False, True)[:R], self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of TTT-Linear that runs here for q of `dtype`, at the number of tokens that the layer was
-        built for.
+        """The implementation of TTT-Linear that runs here for q of `dtype`, at the built number of tokens.
 
         For `plain` and `dot` it is `recurrent` or `parallel`, which `auto` takes on a GPU.
         """

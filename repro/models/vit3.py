@@ -50,8 +50,7 @@ class InnerTraining(nn.Module):
         L = −(s/N) Σ_n ⟨F(k_n), v_n⟩,    g = ∂L/∂w,    w' = w − g / (‖g‖ + 1),    s = 1/3,
 
     and the output is F(q) under w'. The heads learn F(x) = (x w1) · SiLU(x w2), with one ‖g‖ per output column, over
-    the input axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its 3x3 window. See
-    `repro.models.inner`.
+    the input axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its window. See `inner`.
 
     Args:
         dim: width C, a multiple of the heads (ValueError).
@@ -85,8 +84,7 @@ class InnerTraining(nn.Module):
             del self.w2
 
     def forward(self, x_BNC: Tensor, grid: Grid, rotation: Rotation | None = None) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C) in their dtype (under autocast in that
-        of the mode).
+        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C), same dtype (autocast: the mode's).
 
         With a `rotation`, the queries and keys of the heads are turned by `rotate` before they are split into heads.
         """

@@ -106,11 +106,9 @@ class Vittt(Backbone):
         return class_positions(self.pool, num_patches)
 
     def freeze(self) -> "Vittt":
-        """Keep what the GPU's kernels, or the CPU's loops, make of the weights, some 25 small operations a block, from
-        now on; for inference.
+        """Keep what the GPU's kernels, or the CPU's loops, make of the weights, 25 operations a block; for inference.
 
-        Training, moving, casting or loading the model ends it. Another write to the weights does not, and must not
-        happen.
+        Training, moving, casting or loading the model ends it. No other write to the weights may happen.
         """
         for block in self.blocks:
             fused_block.freeze(block, self.grid_size[0] * self.grid_size[1])

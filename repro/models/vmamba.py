@@ -37,8 +37,7 @@ ROUTES, SEQUENCES = 4, 2
 class SS2D(nn.Module):
     """Linear -> depth-wise 3x3 convolution and SiLU -> four selective scans -> their sum -> LayerNorm -> Linear.
 
-    All routes read the same channels. Each has its own projections to the step size, B and C, and its own rates and
-    skips.
+    All routes read the same channels. Each has projections to step size, B and C, rates and skips of its own.
 
     Args:
         dim: C. `expand`: E/C.

@@ -28,8 +28,7 @@ SHIFT_PARTS = 4  # Q-Shift takes a quarter of the channels each from the left, r
 
 
 def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
-    """(B,T,C) on an (h, w) grid -> (B,T,C): a quarter of the channels from each neighbour, in the order left, right,
-    upper, lower.
+    """(B,T,C) on an (h, w) grid -> (B,T,C): a quarter of the channels from each neighbour: left, right, upper, lower.
 
     Quarter j is the channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋. Outside the grid are zeros.
     """
@@ -44,8 +43,7 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project their own mixture of the tokens and their
-    Q-Shift.
+    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project a mixture of tokens and Q-Shift.
 
     `layer` and `depth`, index of the block and number of blocks, are for the initial values; see `init_weights`.
     """

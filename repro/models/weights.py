@@ -125,8 +125,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file comes from another project: true for everything except a .safetensors file with this project's
-    metadata.
+    """Whether a file comes from another project: all but a .safetensors file with our metadata.
 
     Raises:
         UserError: no such file, or a .safetensors file that cannot be read.
@@ -135,8 +134,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file; a file of this project from before there were checksums is read with a line
-    on stderr.
+    """The tensors of a .safetensors file; one of ours from before checksums is read with a line on stderr.
 
     Raises the errors of `read_metadata` for unreadable files, and those of `require_sound`.
     """
@@ -176,8 +174,7 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
 
     The file may hold the state dict itself, or hold it in the first of these `places` beside an optimiser or settings,
     which are ignored. The prefixes `module.` (DataParallel), `_orig_mod.` (torch.compile) and `backbone.` (mmcls) are
-    removed, and mmcls' `head.fc.` becomes `head.`. A name that ends in a hash, as torch.hub's do, must be that of the
-    content.
+    removed, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's, must be right.
 
     Raises:
         UserError: a file that does not exist, cannot be read, has another hash than its name says, holds Python objects
@@ -229,8 +226,7 @@ def load_state(
     not_needed: Callable[[str], bool] = lambda key: False,
     new: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, str]:
-    """Fill a model strictly: every key is used, none is missing, every shape is equal, and integers stand where the
-    model has some.
+    """Fill a model strictly: every key is used, none is missing, shapes are equal, and integers where the model's are.
 
     Args:
         model, state: have the same names.
@@ -284,8 +280,7 @@ def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int])
     fit. timm's families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of
     relative positions.
 
-    `state` has the model's names, with the classifier; `trained_size` is the image height and width in pixels that it
-    belongs to.
+    `state` has the model's names, with the classifier; `trained_size` is their image height and width in pixels.
     """
     if hasattr(model, "grid_of"):
         return _resample_positions(model, state, trained_size)

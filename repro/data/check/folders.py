@@ -33,8 +33,7 @@ _AGREEMENT = 0.75
 def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = IMAGENET_1K) -> None:
     """Check layout, class folders, class mapping, counts and files of ImageNet-1K.
 
-    The report takes the findings, `depth` says how many images are decoded, and `expected` has the counts of a complete
-    set.
+    `report` takes the findings, `depth` says how many images are decoded, `expected` has a complete set's counts.
 
     Raises:
         UserError: a folder that cannot be listed. RunError: a decoding process died.

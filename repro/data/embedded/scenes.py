@@ -139,8 +139,7 @@ def draw(
 def _find_room(
     rng: np.random.Generator, ink: np.ndarray, boxes: Sequence[np.ndarray], size: int, overlap: float
 ) -> Room | None:
-    """A place wholly inside the image, where no box covers more than a share `overlap` of another's: its row and
-    column, and the box.
+    """Row, column and box of a place inside the image, where no box covers more than a share `overlap` of another's.
 
     Boxes are (top, left, bottom, right) of what can be seen of a digit.
     """

@@ -68,8 +68,7 @@ class DenseModel:
 class DenseSpec(TaskSpec):
     """A task whose model is a head on four maps of a backbone.
 
-    `head` is the parameter with the sizes of the head, `features` which blocks the maps are made from, see
-    `build_pyramid`.
+    `head` is the parameter with the sizes of the head, `features` which blocks make the maps, see `build_pyramid`.
     """
 
     head: ClassVar[str]

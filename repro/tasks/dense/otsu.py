@@ -18,8 +18,7 @@ _SIDE = 8  # cells across the grid on which shapes are compared
 
 
 class OtsuBaseline:
-    """Otsu's threshold on the grey level, taken again above itself since textures lie between; components; the nearest
-    example.
+    """Otsu's threshold on the grey level, again above itself, as textures lie between; components; nearest example.
 
     Args:
         examples: masks (H, W) of training objects, nonzero inside, and the class of each.

@@ -89,8 +89,7 @@ def count_confusion(
         category_ids: the file's id of label 1, 2, ..., which is the order of the result.
 
     Returns:
-        A row for each category, and one for what is no object; a column for each category that was found, and one for
-        what was missed.
+        A row per category, and one for what is no object; a column per category found, and one for what was missed.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(annotations)

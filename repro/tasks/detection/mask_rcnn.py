@@ -103,11 +103,9 @@ class MaskRcnn(DenseModel, nn.Module):
 
 
 class Anchors(AnchorGenerator):
-    """Unrounded anchors around (i * stride, j * stride) for the fixed strides of P2 to P6: three ratios of one area per
-    level.
+    """Unrounded anchors around (i * stride, j * stride) for the fixed strides of P2 to P6: three ratios a level.
 
-    torchvision rounds their sides, and uses image // grid as the stride: 61 instead of 64 where 800 pixels have 13
-    rows.
+    torchvision rounds sides, and strides by image // grid: 61 instead of 64 where 800 pixels have 13 rows.
     """
 
     def __init__(self, scale: float):
@@ -185,8 +183,7 @@ class ProposalNetwork(RegionProposalNetwork):
 
 
 class PyramidRoiAlign(nn.Module):
-    """RoIAlign with half-pixel centres and adaptive sampling, from the level floor(log2(sqrt(area) / 56)) of P2 to P5,
-    clamped.
+    """RoIAlign with half-pixel centres and adaptive sampling, level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped.
 
     torchvision's has neither, and keeps the strides that it guesses from the first images it sees.
     """

@@ -1,5 +1,4 @@
-"""Gaussian diffusion with a linear schedule: the loss of a denoiser, and sampling by DDPM or DDIM with classifier-free
-guidance.
+"""Gaussian diffusion with a linear schedule: a denoiser's loss, and sampling by DDPM or DDIM with guidance.
 
 A clean input x_0 becomes x_t = √ᾱ_t x_0 + √(1 - ᾱ_t) ε, where ᾱ_t = Π_{s≤t} (1 - β_s) and ε is standard normal noise,
 which the denoiser predicts (Ho et al. 2020). With twice the channels it also says where between its two bounds, in
@@ -173,8 +172,7 @@ class Diffusion:
 
 
 def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
-    """Classifier-free guidance: in the first `channels`, ε = ε_null + scale · (ε_class - ε_null), and in the others
-    what the class gives.
+    """Classifier-free guidance: in the first `channels`, ε = ε_null + scale · (ε_class - ε_null), in others ε_class.
 
     DiT guides three of a latent's four channels, and neither the fourth nor the variances. A scale of 1 guides nothing,
     and runs the model once instead of twice; 0 leaves the class out.

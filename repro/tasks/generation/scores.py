@@ -120,8 +120,7 @@ def frechet_distance(ours: Moments | Gaussian, theirs: Moments | Gaussian) -> fl
 def inception_score(logits: Tensor) -> float:
     """exp E KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), in fp64.
 
-    As in ADM, it is the mean over parts of 5,000 samples in their order, each with its own p(y); the last may be
-    smaller.
+    As in ADM, it is the mean over parts of 5,000 samples in their order, each with its own p(y), the last perhaps smaller.
     """
     scores = []
     for part in logits.split(SCORE_PART):
@@ -134,8 +133,7 @@ def precision_recall(real: Tensor, drawn: Tensor) -> tuple[float, float]:
     """Improved precision and recall (Kynkäänniemi et al. 2019) of features (N, D) and (M, D), at least four of each.
 
     Precision is the share of the drawn features that lie in the ball around a real one that reaches to its third
-    neighbour; recall is the same with the roles changed. Distances are fp64, in blocks of rows; ADM rounds their
-    squares to fp16.
+    neighbour; recall is the same with the roles changed. Distances are fp64, in blocks; ADM rounds squares to fp16.
     """
     real, drawn = real.double(), drawn.double()
     return _share_within(drawn, real), _share_within(real, drawn)

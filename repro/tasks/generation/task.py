@@ -77,8 +77,7 @@ class Generation(Task):
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """The losses over a split, with the true classes, at one step and one noise for each image that are the same in
-        every evaluation.
+        """The losses over a split, with the true classes, at a step and noise of each image that never change.
 
         The reported split also has `judged_percent`, the share of samples that the judge takes for the class they were
         asked to be, and `real_judged_percent`, that share of the split's own images, which the judge sees at the size

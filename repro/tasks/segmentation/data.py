@@ -17,8 +17,7 @@ _MULTIPLE = 32  # of the sides of an image that is evaluated
 
 
 class AdeSegmentation(Dataset):
-    """Images and label maps. Items are asked for by (epoch, index), and the augmentation depends on these and the seed
-    alone.
+    """Images and label maps. Items are asked for by (epoch, index), and augmented by these and the seed.
 
     A pair that cannot be read, or does not fit together, ends the run.
 
@@ -42,8 +41,7 @@ class AdeSegmentation(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """(image, label map), uint8: in training (3, S, S) and (S, S) with S the crop's side.
 
-        In evaluation the image is (3, H, W) with H and W multiples of 32, and the label map (h, w) as large as its
-        file.
+        In evaluation the image is (3, H, W) with H and W multiples of 32, the label map (h, w) as its file.
         """
         epoch, index = key
         try:

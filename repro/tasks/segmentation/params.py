@@ -9,8 +9,7 @@ from ..dense.base import DenseParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UperNetParams:
-    """The network behind the adapter and its losses; the defaults are Vision-RWKV's, as are those of ViT-Adapter and
-    Swin.
+    """The network behind the adapter and its losses; Vision-RWKV's, ViT-Adapter's and Swin's by default.
 
     Args:
         channels: width of UperNet's head.

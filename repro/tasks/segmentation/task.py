@@ -109,8 +109,7 @@ def measure(
     num_classes: int,
     ranks: Ranks = Ranks(),
 ) -> tuple[dict[str, float], list[float | None], list[list[int]]]:
-    """mmsegmentation's metrics over all images: areas are added up, and IoU and accuracy of a class are quotients of
-    the sums.
+    """mmsegmentation's metrics over all images: a class's IoU and accuracy are quotients of summed areas.
 
     Args:
         predict: image uint8 (1, 3, H, W) and a size (h, w) -> classes (h, w), integers.
