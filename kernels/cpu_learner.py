@@ -195,7 +195,6 @@ def learn(
             elements.
         back: (R,), 1 for a direction that starts with the last token, else 0.
         span: tokens of a segment, whole chunks.
-        eps: added to variances.
     """
     _, T, R, H, _ = out.shape
     D, dtype = len(constant), out.dtype

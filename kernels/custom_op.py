@@ -52,13 +52,9 @@ class CustomOp:
     `forward` runs again, under autograd.
 
     Args:
-        name: of the operator.
-        arguments: the NamedTuple class of x.
         leading: the argument whose device the output has, and whose dtype unless the arguments have an `out_dtype`.
         select: (backend, x) -> the backend that runs, `torch`, `triton` or `numba`; may raise a ValueError.
         reference: x -> the output, by plain operations under autograd.
-        torch_path: the module of the backend `torch`.
-        load_triton: imports the modules of the backend `triton`.
         load_loops: imports the modules of the backend `numba`, where there is one.
         result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (that of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.

@@ -45,12 +45,8 @@ def choose_backend(
     compiler that Triton needs, a warning says so once.
 
     Args:
-        backend: the request.
-        device: where the tensors are.
         leading: the name of the argument by which all others are measured, for messages.
-        load_triton: imports the operator's Triton files.
         sizes: what the operator's `triton_fwd.unsupported` takes.
-        has_loops: whether the operator has a backend `numba`.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run there.
@@ -155,9 +151,6 @@ def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[i
     """Raise a ValueError or TypeError that says what is wrong with x, the argument by which all others are measured.
 
     Args:
-        op: the name of the operator.
-        name: the name of the argument.
-        x: the tensor.
         letters: its axes as the operator's docstring writes them, such as `(B,T,2,H,D)`.
         sizes: the size that each axis must have; None for any size from 1 on.
     """
@@ -182,10 +175,8 @@ def check_others(
     """Raise a ValueError or TypeError that names the first tensor that does not fit the leading one.
 
     Args:
-        op: the name of the operator.
         leading: the name of the argument by which the others are measured.
         tensors: all tensors by name, the leading one among them.
-        shapes: the shape that each must have.
         same_dtype: the names of those that must have the leading one's dtype; the others may also be fp32.
         beside: what else determines the shapes, such as ` and chunk_size 16`.
     """

@@ -51,7 +51,6 @@ def conv_norm(
         weight: (D,3,3) of the convolution, which sees zeros around the grid and has no bias.
         gamma, beta: (D,) of the norm.
         height: rows of the grid, of which T is a multiple.
-        eps: added to the variance.
         backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:
@@ -99,7 +98,6 @@ def gated_norm(
 
     Args:
         z: (B,T,2,D). gate: (B,T,D); a slice of longer rows is taken as it lies. weight, bias: (D,) of the norm.
-        eps: added to the variance.
         backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:

@@ -57,7 +57,6 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
     Args:
         image_size: the side of the square images in pixels.
         pairs: name of a pair -> (model, baseline with softmax attention).
-        rows: see `speed.measure`.
 
     Returns:
         {speedup_at_<image_size>, memory_saved_at_<image_size>_percent}, both of them {name: {vs_deit_unfused,

@@ -30,10 +30,7 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
     Args:
         sizes: `batch_size`, `tokens`, `heads`, `head_dim` and `chunk_size` of the operator, of which both directions
             run, and `matmul_side`, the n of the n x n x n product.
-        repeats: timed turns.
-        device: `cpu` or `cuda`.
         dtype: fp32 (PyTorch's default for products, without TF32), bf16 or fp16.
-        backend: see `kernels.ttt_linear`.
 
     Returns:
         {matmul_gflop_per_s, op_gflop_per_s, share_of_matmul_rate, share_ci95, op_ms, matmul_ms, op_samples_ms,

@@ -95,10 +95,8 @@ class EfficiencyParams:
     Args:
         sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused
             attention.
-        others: further models, measured beside them.
         image_sizes: sides of square images in pixels.
         batch_size, dtype, backend, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
-        op: the row of the operator alone.
     """
 
     sizes: dict[str, SizePair]
@@ -136,8 +134,6 @@ class SweepParams:
 
     Args:
         image_sizes: sides of square images in pixels.
-        families: of `repro.bench.sweep.FAMILIES`.
-        sizes: of T, S, B.
         batch_size, dtype, mode, compile, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
         minutes: time for all rows; rows that do not fit are left out and listed.
         runs: how often each row is measured, each time in a process of its own.

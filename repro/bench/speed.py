@@ -38,12 +38,9 @@ class RowSpec:
 
     Args:
         model: a name that timm knows after `import repro.models`.
-        options: further keyword arguments of the model.
         attention: `fused` or `unfused` for models with softmax attention, None for the others.
         image_size: (H, W) in pixels.
-        batch_size: images per step.
         dtype: weights and inputs are cast to it, without autocast; TF32 is off, so that fp32 means fp32.
-        device: `cpu` or `cuda`.
         backend: the implementation of the family's operator, see `kernels`; models without such an operator ignore it.
         mode: `infer` runs a forward pass under inference mode; `train` runs forward, backward and a step of AdamW.
         compile: whether to run `torch.compile` with its defaults; `graphs`: in its mode reduce-overhead, by CUDA
@@ -159,8 +156,6 @@ def time_in_turn(
 
     Args:
         steps: name -> step; each runs twice untimed before the first turn.
-        device: `cpu` or `cuda`.
-        turns: how many turns are timed.
         turn_ms: a step that is shorter runs so often in a turn that it takes about as long.
         fewest: how many turns are timed where one takes longer than `SLOW_STEP_S`; None: as many as else.
 

@@ -96,8 +96,6 @@ class RowSchedule:
     Args:
         specs: the rows, those of one image size next to each other.
         macs_g: spec -> multiply-adds of one image in units of 1e9.
-        budget_s: wall-clock seconds for all rows.
-        clock: returns the time in seconds.
     """
 
     def __init__(

@@ -94,8 +94,6 @@ class ImageFolder(Dataset):
 
     Args:
         tree, split: see `DataCell.open_tree` and `Kind.splits`.
-        transform: turns a PIL image, RGB, into a tensor.
-        seed: seed of the augmentation.
         max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
     """
 

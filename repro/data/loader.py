@@ -219,7 +219,6 @@ class TrainLoader(_Loader):
     """Training batches, as the data set's `collate` makes them.
 
     Args:
-        dataset: the training split.
         workers: processes that decode and augment; with 0 this process does. The batches are the same.
         device: the device that takes the batches; for CUDA they are put into page-locked memory.
         order: batch_size, seed, and the other arguments of `TrainOrder`.

@@ -49,7 +49,6 @@ class BenchParams:
 
     Args:
         exports: (model, side of the images in pixels), in the order in which they are measured.
-        samples: how many passes are timed.
     """
 
     exports: tuple[tuple[str, int], ...] = (
@@ -85,7 +84,6 @@ def export(
         output: by default <model>_<size> in the working directory.
         image_size: side S in pixels, by default that of the training.
         verify: read the file back with its own runtime and compare the logits.
-        any_size: one graph for all sides.
 
     Raises:
         UserError: weights that are not a classifier's, an output that exists, a size that the model does not take, a

@@ -121,7 +121,6 @@ class VisualizeParams:
         cell: a cell of `pretrain` with a snapshot of epoch 0, for the gradients, the reconstruction losses and the
             probes.
         data: a cell of `prepare_data`, whose reported split is used.
-        seed: of the draw of these images.
         images: number of images over which maps and losses are averaged (the paper: 128).
         shown: number of them in the figure of gradients, spread evenly over the classes.
         receptive_fields: label -> model, in the order of Fig. 8.
@@ -149,8 +148,6 @@ class ResolutionParams:
         data: a cell of `prepare_data`, whose reported split is used.
         models: family, a key of `core.figures.STYLES` -> file of weights; all were trained at one image size.
         image_sizes: sides in pixels.
-        batch_size: images that go through a model at once.
-        repeats: forward passes whose median time is taken.
     """
 
     data: str

@@ -28,12 +28,10 @@ def predict_pictures(
     <output>/<picture>.png.
 
     Args:
-        given: pictures and folders of pictures.
         weights: a file of this project, for `task` where that is not None.
         output: the folder for drawings; None for predictions/<task>.
         json: the file for the predictions; None writes those of detection and segmentation to
             <output>/predictions.json.
-        min_score: detections below are not drawn.
 
     Raises:
         UserError: weights of another task, or two pictures that would be drawn to one file, before anything is written;

@@ -60,7 +60,6 @@ class Hierarchy(ImageModel):
         img_size: image height and width that the model is built for; it takes others as well.
         in_chans, num_classes: channels of the image; outputs of the head, 0 for no head.
         widths, depths: channels and number of blocks of each stage.
-        drop_rate: dropout before the head.
         drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, a list for each stage, rise
             linearly from 0 to it.
     """

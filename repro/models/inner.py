@@ -42,13 +42,9 @@ class InnerLoop:
     Args:
         model: a name of `MODELS`.
         width: hidden units of a model with hidden layers, as a multiple of d.
-        depth: linear layers of an MLP.
         loss: a name of `LOSSES`.
-        lr: the step on each weight.
-        epochs: passes over the tokens.
         batches: inner batches of an epoch, in token order; their sizes differ by at most one token.
         damping: whether a gradient G is divided by ‖G‖ + 1, with one norm per output unit.
-        direction: down the loss or up.
         only: places of the weights that learn; None for all.
         scale: factor s of the loss; None for d^-½.
         rate: `dynamic` where the loss of a token is weighted by a rate, which the caller computes; `per_weight` where
@@ -63,7 +59,6 @@ class InnerLoop:
             novel views), or a copy that is read, beside weights that go on without (`copy`).
         order: when the queries of an inner batch are read out: `before` its own step, `after` it, or at the `end` of
             all learning.
-        q_is_k: whether keys are read out in place of queries.
 
     A name that is not known, a number out of range, or an option without effect is a ValueError.
     """
@@ -214,7 +209,6 @@ def follow(
         W_p ← W_p − lr·M_p, or plus where the direction is ascent,  W_p ← W_p / (‖W_p‖ + ε) · ‖W_p at the start‖
 
     Args:
-        loop: how.
         weights: the start, each (h, *shape) or (B, h, *shape), of `loop.shapes(d)`.
         k, v: keys and values (B, h, N, d), row-major on the (h, w) grid.
         rates: (B, h, N) with `rate="dynamic"`, (B, h, N, weights that learn) with `rate="per_weight"`.

@@ -34,7 +34,6 @@ class Shell:
     Args:
         options: the arguments with which a `T5` has the same shell.
         state: the tensors under the names of `T5`; positions without rows of class tokens and registers.
-        grid: the patches for which the positions are.
         fates: for every key of the ViT what becomes of it, as `repro.models.weights.load_state` reports it.
         num_classes: outputs of the head; 0 without one.
     """
@@ -51,7 +50,6 @@ def read_shell(model: nn.Module, where: str) -> Shell:
 
     Args:
         model: a `VisionTransformer` of timm, DeiT included, or a `T5` with `inner="softmax"`.
-        where: how errors name it.
 
     Raises:
         UserError: another kind of model, or one with a part that no student has, such as gated attention.

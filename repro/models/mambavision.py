@@ -143,7 +143,6 @@ class MambaVision(Hierarchy):
     In a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
 
     Args:
-        stem: channels of the first convolution.
         num_heads, windows: attention heads, and the sides of the windows, of the last two stages. At 224 pixels the
             default windows are the whole grids; the release enlarges them for dense tasks.
         layer_scale: the start of the learned scale of the branches of the last two stages; None for no scale.

@@ -122,12 +122,9 @@ class ClassFreeViT(Backbone):
     Args:
         build_mixer: width C -> the mixer of a block, and the depth-wise convolution of the tokens before it (CPE) or
             None. The family builds both, so that it decides which is drawn first.
-        num_heads: heads h of the mixer.
         positions: `table` is added to the patches, `block_table` in every block (see `BlockTable`), or `none`.
-        position_std: the deviation of the positions' start.
         mlp_ratio: hidden units of an MLP, as a multiple of the width.
         layer_scale: whether each residual has a learned scale for each channel.
-        norm_eps: of all LayerNorms.
         kwargs: see `Backbone`; `pool` is always the mean.
 
     Heads that do not divide the width are a ValueError.

@@ -79,15 +79,12 @@ class TTTMixer(nn.Module):
     """Learns a linear model along tokens, then reads it: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
 
     Args:
-        dim: width D.
         num_heads: heads H; D must be a multiple of it.
         num_tokens: number of tokens that the model is built for: the length of the learned token scale if `chunk_size`
             is 0.
         design: which design of the paper's route, Table 3.
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
-        eps: of the inner and the outer LayerNorms.
-        step: the inner learner, of `STEPS`.
     """
 
     eta_base = 1.0  # the largest inner learning rate, times d

@@ -154,7 +154,6 @@ class ViT3(ClassFreeViT):
     """ViT3 in the shell; no parameter depends on the image size.
 
     Args:
-        num_heads: heads of the inner gated linear unit.
         step, inner_steps: see `InnerTraining`; an unknown step is a ValueError.
         kwargs: see `ClassFreeViT`.
     """

@@ -37,7 +37,6 @@ class Vittt(Backbone):
     """The backbone of Vision-TTT in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        num_heads: heads H of the inner learner.
         design: which design of the paper's route (Table 3); `conv2d` is Vittt.
         pool: class strategy (Table 4).
         chunk_size: tokens per inner gradient step, the paper's b (Fig. 7a); 0 takes the whole sequence as one chunk.

@@ -60,7 +60,6 @@ def save_weights(
     """Write a model's state atomically, with everything that is needed to build and use the model.
 
     Args:
-        path: the .safetensors file.
         name, options: the registered name, and the further keyword arguments (JSON values) that built the model.
         preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
         classes: class names in the order of the outputs.
@@ -230,7 +229,6 @@ def load_state(
 
     Args:
         model, state: have the same names.
-        error: the beginning of the line about a misfit.
         not_needed: which keys of `state` are left out.
         new: which keys of the model stay as they are.
 

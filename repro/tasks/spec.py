@@ -50,7 +50,6 @@ class Predictor:
         look: prepared pictures, at most `batch_size` of them, to what is seen in each.
         prepare: a picture, uint8 (3, H, W), to what `look` takes.
         batch_size: how many pictures go through the model at once.
-        draws: whether `look` draws.
     """
 
     look: Callable[[Sequence[Any]], list[Sight]]

@@ -74,8 +74,6 @@ def measure_speed(
             the workers.
         rounds: how often both take turns, so that other load on the machine affects both; the range shows how much
             there was.
-        max_pixels: of an image.
-        log: takes progress lines.
 
     Raises:
         UserError: training would refuse the tree, or one of its images cannot be read.

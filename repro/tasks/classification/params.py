@@ -33,7 +33,6 @@ class MesaParams:
     gradient of the model's answers z is that of the cross-entropy with softmax(z'/T) as the target, as others write.
 
     Args:
-        weight: of the divergence.
         temperature: T.
         start_fraction: share of the epochs that go by before; the first epoch that begins at it or later is the first
             with the divergence.
@@ -50,9 +49,7 @@ class ClassifierParams(TrainParams):
 
     Args:
         max_unreadable: training images that may be unreadable before the run stops.
-        mix: softened targets and mixed images.
         mesa: what the moving average of the weights teaches; null for nothing.
-        transform: from an image to a tensor.
     """
 
     max_unreadable: int = bounded(0, ge=0)

@@ -21,9 +21,7 @@ class Classification(Task):
     """A model from images (B, 3, H, W) to logits (B, num_classes).
 
     Args:
-        transform: makes inputs of the model from batches.
         mix: softens the targets; a mixed batch must be even, and the parts of a batch are mixed each within itself.
-        num_classes: number of classes of the data set.
         mesa: how much the loss asks the `teacher`, in epochs that have one.
         model, train, held_out, shared: see `Task`.
     """
@@ -99,8 +97,6 @@ def accuracy(
     Args:
         model: inputs (B, 3, H, W) -> logits (B, num_classes).
         batches: images and integer targets; on several ranks each rank's share.
-        to_input: images -> inputs on the model's device.
-        ranks: the counts are added up over these.
 
     Returns:
         `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen. With five

@@ -22,8 +22,6 @@ def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score:
     Args:
         image: uint8 (3, H, W).
         detections: in pixels of the picture, see `MaskRcnn.detect`; the truth has no `scores`.
-        names: of label 1, 2, ...
-        min_score: detections below are left out.
     """
     scores = detections.get("scores")
     shown = slice(None) if scores is None else scores >= min_score

@@ -84,7 +84,6 @@ def count_confusion(
     of at least 0.5, whatever the categories. One that finds only a crowd region is left out.
 
     Args:
-        annotations: in COCO's format.
         results: of its images, as of `to_results`; those below `min_score` are left out.
         category_ids: the file's id of label 1, 2, ..., which is the order of the result.
 

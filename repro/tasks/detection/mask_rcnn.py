@@ -38,9 +38,7 @@ class MaskRcnn(DenseModel, nn.Module):
     """Mask R-CNN.
 
     Args:
-        backbone: a `repro.models.pyramid.Pyramid`.
         num_classes: number of classes, without the background.
-        params: sizes of the heads.
     """
 
     def __init__(self, backbone: nn.Module, num_classes: int, params: MaskRcnnParams):
@@ -211,7 +209,6 @@ class Heads(RoIHeads):
 
     Args:
         num_classes: C, with the background.
-        params: sizes of the heads.
     """
 
     def __init__(self, num_classes: int, params: MaskRcnnParams):

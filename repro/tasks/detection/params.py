@@ -16,14 +16,12 @@ class MaskRcnnParams:
         box_channels: of the two fully connected layers of the box head.
         class_agnostic_boxes: the box head predicts one box for all classes (mmdet's `reg_class_agnostic`), not one for
             each: where scenes are few, every box then teaches it.
-        mask_channels: of the convolutions of the mask head.
         mask_layers: 3x3 convolutions of the mask head.
         anchor_scale: side of a level's square anchor in strides of that level.
         rpn_samples: anchors per image that the RPN's loss sees, at most half of them positive.
         train_candidates, test_candidates: boxes per level and image that enter the RPN's non-maximum suppression.
         train_proposals, test_proposals: boxes per image that come out of it.
         roi_samples: proposals per image that the heads are trained on, at most a quarter of them positive.
-        min_score: detections below are dropped.
         max_detections: per image; COCO's evaluation looks at no more than 100.
     """
 
@@ -48,7 +46,6 @@ class DetectParams(DenseParams):
     """A cell of `detect:`.
 
     Args:
-        mask_rcnn: sizes of the detector.
         transform: how large its inputs are, and how they are varied.
     """
 

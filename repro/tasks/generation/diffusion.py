@@ -145,7 +145,6 @@ class Diffusion:
                 the device.
             sampler: `ddpm` draws from the reverse distribution, `ddim` (η = 0) adds no noise.
             clip: for pixels, whose values lie in [-1, 1]; latents are not bounded.
-            progress: is called after every step.
         """
 
         def draw() -> Tensor:

@@ -14,7 +14,6 @@ class LatentSettings:
     """What the inputs are where they are latents of a VAE; the defaults are those of Stable Diffusion's.
 
     Args:
-        channels: of a latent.
         stride: pixels of the image along the side of one value.
         scale: by which latents are multiplied, so that their standard deviation is about 1.
     """
@@ -95,7 +94,6 @@ class GenerateParams(TrainParams):
     Args:
         label_dropout: share of the training images whose class is left out, for guidance.
         max_unreadable: training images that may be unreadable before the run stops.
-        transform: from a picture to an input.
         sampling: how the judged samples and the examples are drawn.
         judge: a classifier that says of what class samples are; null for none.
     """

@@ -27,7 +27,6 @@ class ReferenceBatch:
     """A file in the layout of ADM's batches.
 
     Args:
-        path: of the file.
         statistics: of the features `fid` and `sfid` over the whole data set.
         hash: the file's, 16 digits.
         known: the name of the published file with this hash; None for any other.

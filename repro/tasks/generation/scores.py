@@ -120,7 +120,7 @@ def frechet_distance(ours: Moments | Gaussian, theirs: Moments | Gaussian) -> fl
 def inception_score(logits: Tensor) -> float:
     """exp E KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), in fp64.
 
-    As in ADM, it is the mean over parts of 5,000 samples in their order, each with its own p(y), the last perhaps smaller.
+    As in ADM, it is the mean over parts of 5,000 samples in order, each with its own p(y); the last may be smaller.
     """
     scores = []
     for part in logits.split(SCORE_PART):

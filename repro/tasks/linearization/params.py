@@ -12,7 +12,6 @@ class LinearizeParams(ClassifierParams):
 
     Args:
         teacher: registered name of the ViT in `init`, where its file does not say it; null for a file of this project.
-        freeze: whether only new parameters learn.
         new_lr_factor: the rate of new parameters, as a multiple of that of inherited ones.
         decay_all: whether weight decay exempts nothing, neither biases nor norms nor positions.
     """

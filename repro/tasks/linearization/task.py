@@ -14,7 +14,6 @@ class Linearization(Classification):
     """The training of a student.
 
     Args:
-        start: the student before its first step.
         new_lr_factor, decay_all: see `LinearizeParams`.
         parts: see `Classification`.
     """

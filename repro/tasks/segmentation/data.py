@@ -23,9 +23,6 @@ class AdeSegmentation(Dataset):
 
     Args:
         pairs: of a split; their values 1..K become classes 0..K-1, and 0 becomes `IGNORED`.
-        settings: of the resize, the crop and the augmentation.
-        training: whether to crop and to augment.
-        seed: of the augmentation.
     """
 
     def __init__(self, pairs: AdePairs, settings: SegmentationTransformSettings, *, training: bool, seed: int = 0):

@@ -35,7 +35,6 @@ def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float =
     Args:
         image: uint8 (3, h, w).
         labels: (h, w) integers: indices into `names`, or `IGNORED`, which is left as it is.
-        names: of the classes.
         min_share: classes that cover less of the picture are coloured, but not in the legend.
     """
     factor = max(1, math.ceil(_LEGIBLE / min(image.shape[1:])))

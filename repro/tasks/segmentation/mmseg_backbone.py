@@ -16,10 +16,8 @@ class VitttAdapter(mmengine.model.BaseModule):
 
     Args:
         name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one has its own maps.
-        options: further arguments of the backbone.
         final_norm: see `repro.models.adapter.ViTAdapter`.
         drop_path_rate: of the adapter, and of the backbone's last block, to which the rates rise linearly from 0.
-        freeze_backbone: train the adapter alone.
         weights: of the backbone: a file of `repro pretrain`, an official one, or one that timm can load.
 
     Raises:

@@ -12,11 +12,9 @@ class UperNetParams:
     """The network behind the adapter and its losses; Vision-RWKV's, ViT-Adapter's and Swin's by default.
 
     Args:
-        channels: width of UperNet's head.
         aux_channels: width of the auxiliary FCN head, which is used in training alone.
         pool_scales: sides of the maps of the pyramid pooling.
         dropout: of whole channels, in front of both classifiers.
-        aux_weight: of the loss of the auxiliary head.
         class_weights: of the classes in both losses, one for each; null: all count alike.
     """
 
@@ -70,7 +68,6 @@ class SegmentParams(DenseParams):
     """A cell of `segment:`.
 
     Args:
-        upernet: widths of the heads.
         transform: how an image and its label map are resized, cropped and varied, and the windows of the evaluation.
     """
 

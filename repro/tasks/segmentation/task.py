@@ -24,8 +24,6 @@ class Segmentation(Task):
     prediction; `confusion` counts its pixels, see `measure`.
 
     Args:
-        transform: makes inputs of the model from batches.
-        classes: the names of the classes.
         model, train, held_out, shared: see `Task`.
     """
 

@@ -29,7 +29,6 @@ def build_upernet(
 
     Args:
         backbone: a `repro.models.pyramid.Pyramid`; it is used as it is.
-        params: widths of the heads, weights of their losses.
         num_classes: number of classes, without `IGNORED`.
         window, stride: side of the windows, and distance from one to the next, in pixels; None for no windows.
 
