@@ -1,5 +1,6 @@
 """The record of parameters and multiply-adds: what `repro complexity` writes."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -45,10 +46,8 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     rows = {name: _make_row(*wanted[name], counted, fvcore.get(name)) for name, counted in costs.items()}
     table = [{**row, "row": name, "image_size": name.rpartition("@")[2]} for name, row in rows.items()]
     write_csv(folder / "rows.csv", table, COLUMNS)
-    write_csv(
-        folder / "terms.csv",
-        [term for name, counted in costs.items() for term in _list_terms(name, counted, fvcore.get(name, {}))],
-    )
+    terms = (_list_terms(name, counted, fvcore.get(name, {})) for name, counted in costs.items())
+    write_csv(folder / "terms.csv", itertools.chain.from_iterable(terms))
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
     # families are found by lying in repro.models, where no import names them

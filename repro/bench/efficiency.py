@@ -91,9 +91,8 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     device, label = _open_device(runtime)
     params = params.with_defaults(device.type)
     if params.compile == "graphs" and (device.type != "cuda" or params.mode != "infer"):
-        raise UserError(
-            f"efficiency: --graphs is for inference on a GPU, and this is --mode {params.mode} on {device.type}"
-        )
+        where = f"--mode {params.mode} on {device.type}"
+        raise UserError(f"efficiency: --graphs is for inference on a GPU, and this is {where}")
     folder = paths.measured(device_slug(device))
     record = folder / "efficiency.json"
     before = _read_sweep(record)
@@ -118,10 +117,8 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     try:
         new = [spec for spec in specs if any(find_row(store, spec, run) is None for run in runs)]
         families = {spec.model.split("_")[0] for spec in new}
-        measured = measure_gates(families, batch_size=params.batch_size, dtype=params.dtype, device=device.type)
-        gates = list(
-            {(gate["family"], gate["batch_size"], gate["dtype"]): gate for gate in [*gates, *measured]}.values()
-        )
+        gates += measure_gates(families, batch_size=params.batch_size, dtype=params.dtype, device=device.type)
+        gates = list({(gate["family"], gate["batch_size"], gate["dtype"]): gate for gate in gates}.values())
         for run in runs:
             left_out = measure_rows(specs, store, run=run, budget_s=budget_s)
             measure_pairs(specs, store, run=run)

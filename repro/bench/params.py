@@ -160,11 +160,8 @@ class SweepParams:
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
         """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
-        models = [
-            (FAMILIES[family][0].format(SIZES[size]), FAMILIES[family][1])
-            for size in self.sizes or ()
-            for family in self.families
-        ]
+        chosen = itertools.product(self.sizes or (), (FAMILIES[family] for family in self.families))
+        models = [(pattern.format(SIZES[size]), attention) for size, (pattern, attention) in chosen]
         return _make_specs(self, models, order_by_importance(self.image_sizes), device_type, threads)
 
 

@@ -46,11 +46,8 @@ class DataCell:
     def open_tree(self) -> Tree:
         """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
         tree = scan_tree(self._find_part("folders"), self.kind)
-        verify(
-            self.manifest,
-            self.root,
-            {split: tree.list_folders(split, self.row.compares_contents) for split in self.row.splits},
-        )
+        folders = {split: tree.list_folders(split, self.row.compares_contents) for split in self.row.splits}
+        verify(self.manifest, self.root, folders)
         return dataclasses.replace(tree, max_pixels=self.max_pixels)
 
     def open_instances(self, split: str) -> Any:
@@ -67,11 +64,8 @@ class DataCell:
 
     def _open(self, part: Format, reader: str, split: str) -> Any:
         base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
-        verify(
-            self.manifest,
-            self.root,
-            {split: list_folders(base, split, self.row.parts[part], self.row.compares_contents)},
-        )
+        folders = list_folders(base, split, self.row.parts[part], self.row.compares_contents)
+        verify(self.manifest, self.root, {split: folders})
         return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels)
 
     def _find_part(self, part: Format) -> Path:

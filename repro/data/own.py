@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,11 +69,13 @@ def split_own(paths: Paths, own: OwnData) -> None:
     if not _needs_split(own):
         return
     labels = _read_csv(own.path) if own.path.is_file() else _list_classes(own.path)
-    counts = Counter(labels.values())
-    if len(counts) < 2:
-        found = f"the class {next(iter(counts))!r} alone" if counts else "no picture in a folder of its class"
+    classes: dict[str, list[str]] = defaultdict(list)
+    for file, label in labels.items():
+        classes[label].append(file)
+    if len(classes) < 2:
+        found = f"the class {next(iter(classes))!r} alone" if classes else "no picture in a folder of its class"
         raise UserError(f"{own.path}: holds {found}; a classifier needs two classes or more")
-    if few := sorted(label for label, count in counts.items() if count < 2):
+    if few := sorted(label for label, files in classes.items() if len(files) < 2):
         raise UserError(f"{own.path}: class {few[0]!r} has one picture; add another, to learn from one and test on one")
     root = locate_own(paths, own)
     if root.exists() and not (root / "split.csv").is_file():
@@ -81,7 +83,7 @@ def split_own(paths: Paths, own: OwnData) -> None:
     unfinished = root.with_name(f"{root.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # links alone
     rows = []
-    for label, files in _group(labels).items():
+    for label, files in classes.items():
         held_out = {file for file in files if _is_held_out(file)} or {max(files, key=_draw)}
         if len(held_out) == len(files):
             held_out.remove(min(files, key=_draw))
@@ -137,13 +139,6 @@ def _read_csv(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a readable CSV file: {error}") from None
     return labels
-
-
-def _group(labels: dict[str, str]) -> dict[str, list[str]]:
-    files: dict[str, list[str]] = defaultdict(list)
-    for file, label in labels.items():
-        files[label].append(file)
-    return files
 
 
 def _draw(file: str) -> bytes:

@@ -146,6 +146,8 @@ def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_row
     assert read_json(record)["metrics"]["rows"] == rows[:2]
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True
     assert read_json(record)["metrics"]["rows"] == rows
+    complete = record.read_text()
+    assert kernels.run_check(find_root(), "bi_wkv", again=False) is True and record.read_text() == complete
 
 
 def test_documented_tables_are_of_committed_records():

@@ -95,10 +95,8 @@ def check_ade20k(
     num_classes = named or ADE20K.classes
     for split, of_split in pairs.items():
         if len(of_split):
-            folder = base / "images" / FOLDERS[split]
-            compare_counts(
-                report, folder, "images with a label map", len(of_split), expected and getattr(expected, split), RELEASE
-            )
+            folder, wanted = base / "images" / FOLDERS[split], expected and getattr(expected, split)
+            compare_counts(report, folder, "images with a label map", len(of_split), wanted, RELEASE)
     picked = draw_sample({split: len(of_split) for split, of_split in pairs.items()}, depth)
     chosen = [pairs[split].paths(place) for split, places in picked.items() for place in places]
     items = [(*paths, num_classes, depth.max_pixels) for paths in chosen]
@@ -106,17 +104,13 @@ def check_ade20k(
     values = frozenset().union(*(labels for _, labels in judged))
     shifted = not values & {*range(num_classes, 255)}
     strange = f"{_SHIFTED if shifted else 'labels are of another release'}; {RELEASE}"
-    faults = []
-    for fault, labels in judged:
-        if fault is not None:
-            faults.append(dataclasses.replace(fault, advice=strange) if labels and max(labels) > num_classes else fault)
+    found = [(fault, max(labels, default=0)) for fault, labels in judged if fault is not None]
+    faults = [dataclasses.replace(fault, advice=strange) if top > num_classes else fault for fault, top in found]
     report.add_mixed(faults)
     if items and not faults:
         total = sum(map(len, pairs.values()))
-        report.ok(
-            base,
-            f"label maps have 8 bits, values in {min(values)}..{max(values)} (0: unlabelled), sizes of their images",
-        )
+        held = f"values in {min(values)}..{max(values)} (0: unlabelled)"
+        report.ok(base, f"label maps have 8 bits, {held}, sizes of their images")
         report.ok(base, f"images and label maps decode, {describe_extent(len(items), total, depth)}")
 
 
@@ -145,11 +139,8 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
         details = [f"unknown id {number}" for number in sorted(found - expected.category_ids)[:1]]
         details += [f"no id {number}" for number in sorted(expected.category_ids - found)[:1]]
         ids = f"ids of {min(expected.category_ids)}..{max(expected.category_ids)}"
-        report.error(
-            file,
-            f"{len(found)} categories ({', '.join(details)}), {len(expected.category_ids)} expected with {ids}",
-            advice,
-        )
+        wanted = f"{len(expected.category_ids)} expected with {ids}"
+        report.error(file, f"{len(found)} categories ({', '.join(details)}), {wanted}", advice)
     compare_counts(report, file, "images", len(instances.names), expected and expected.images[split], advice)
     compare_counts(report, file, "instances", instances.num_annotations, expected and expected.instances[split], advice)
     # in a set of one's own these are the warnings of the reader, and no more

@@ -44,14 +44,8 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         missing = sorted(set(list_wnids()) - set(present)) if expected.classes == len(list_wnids()) else []
         unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
         compare_counts(report, root / split, unit, len(present), expected.classes, "unpack the missing classes")
-        compare_counts(
-            report,
-            root / split,
-            "images",
-            len(files.names),
-            getattr(expected, split),
-            _advise_count(tree, split, expected),
-        )
+        advice = _advise_count(tree, split, expected)
+        compare_counts(report, root / split, "images", len(files.names), getattr(expected, split), advice)
     if "train" in tree.splits:
         _check_train_names(tree, report)
     if "val" in tree.splits:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,8 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         from .speed import measure_speed
 
         try:
-            for line in measure_speed(
-                root,
-                kind,
-                depth.workers,
-                max_pixels=depth.max_pixels,
-                log=lambda line: print(line, file=sys.stderr, flush=True),
-            ).lines():
+            log = partial(print, file=sys.stderr, flush=True)
+            for line in measure_speed(root, kind, depth.workers, max_pixels=depth.max_pixels, log=log).lines():
                 emit(line)
         except UserError as error:
             emit(f"speed    not measured: {error}")
@@ -88,11 +84,9 @@ def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
 
 def describe_extent(chosen: int, total: int, depth: Depth) -> str:
     """`all 50,000`, or `1,000 of 50,000` and how to check the rest."""
-    return (
-        f"all {total:,}"
-        if chosen == total
-        else f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
-    )
+    if chosen == total:
+        return f"all {total:,}"
+    return f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
 
 
 def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: int, label: str) -> Iterator[Any]:
