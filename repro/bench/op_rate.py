@@ -73,13 +73,13 @@ def op_rate(sizes: Mapping[str, int], *, repeats: int, device: str, dtype: str, 
 
 
 def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) -> dict[str, float]:
-    """The memory that autograd keeps between passes for one image and direction, of equations and operator.
+    """The memory that autograd keeps between passes for one image and direction, by the equations and the operator.
 
     The equations keep a state per chunk and everything computed from it; the operator keeps its inputs and recomputes
     the rest, by the fusion and recomputation of Appendix B.2. For the arguments, see `op_rate`.
 
     Returns:
-        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: of distinct storages, in fp32.
+        {kept_reference_mib, kept_kernel_mib, memory_reference_over_kernel}: sizes of distinct storages in fp32.
     """
     draw = _make_draw(device)
     tokens, heads, head_dim, chunk_size = (sizes[name] for name in ("tokens", "heads", "head_dim", "chunk_size"))

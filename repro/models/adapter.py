@@ -195,7 +195,7 @@ class Pyramid(OperatorModel):
     `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns for layer-wise decay,
     with the name (dot included) that the pyramid has within a larger model as `prefix`.
 
-    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients still pass it.
+    The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients pass through it.
     """
 
     channels: tuple[int, ...]

@@ -53,7 +53,7 @@ class Backbone(ImageModel):
     A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens
     implements `embed`, `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose
     multiply-adds have a closed form implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to
-    the model's parameters, and to the multiply-adds for one image; `repro.bench.flops` takes them for a count.
+    the model's parameters, and to the multiply-adds for one image; `repro.bench.flops` takes them as its count.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.

@@ -146,7 +146,7 @@ def learn_in_parallel(
 def decay_matrix(factors: Tensor) -> Tensor:
     """Λ (..., c, c) of factors α (..., c) between 0 and 1: Λ_ji = Π_{i<s≤j} α_s for i ≤ j, else 0.
 
-    The logarithms are cumulated, so that no product of many factors is formed, by which to divide.
+    The logarithms are cumulated, so that no product of many factors is formed, which would be a divisor.
     """
     # in fp64, since differences of large sums are left
     logs = factors.double().clamp_min(torch.finfo(torch.float64).tiny).log().cumsum(-1)

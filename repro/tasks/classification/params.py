@@ -30,7 +30,7 @@ class MesaParams:
     """MESA: the model also learns the answers of the moving average of its own weights, z', to the same mixed images.
 
     From an epoch on, weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, is added to the loss. The
-    gradient of the model's answers z is that of the cross-entropy with softmax(z'/T) as the target, as others write.
+    gradient of the model's answers z is that of the cross-entropy with softmax(z'/T) as its target, as others write it.
 
     Args:
         temperature: T.
