@@ -119,7 +119,7 @@ def _list_checks(op: str) -> list[Any]:
 def run_bench(
     paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None, again: bool = True
 ) -> bool:
-    """Check the kernels where no record says that they are right, time them, and write results/measured/<device>/kernels.json.
+    """Check kernels that no record says are right, time them, and write results/measured/<device>/kernels.json.
 
     metrics: `rows`, see `kernels.tools.bench.measure`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of
     Appendix B; `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions
