@@ -66,10 +66,12 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
         c = 1 / torch.arange(1, chunk_size + 1)
         lr = eta[..., 0] * (1 / c)[torch.arange(q.shape[1]) % chunk_size, None]
         shared = c, initial_state[0], initial_state_bias[0, :, 0], w, b
-        return ttt_linear(q, k, v, lr.bfloat16(), *shared, chunk_size=chunk_size, eps=eps), None, None
+        return ttt_linear(q, k, v, lr.bfloat16(), *shared, chunk_size=chunk_size, eps=eps, backend="torch"), None, None
 
     def ours(q, k, v, lr, *shared):
-        outs = [ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared)) for r in (0, 1)]
+        outs = [
+            ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared), backend="torch") for r in (0, 1)
+        ]
         return torch.stack(outs, 2)
 
     module = SimpleNamespace(chunk_ttt_linear=stands_in, fused_chunk_ttt_linear=stands_in)
@@ -97,7 +99,7 @@ def test_mamba_ssm_gets_the_same_work(monkeypatch):
         assert {x.dtype for x in (A, D, delta_bias)} == {torch.float32}
         assert u.shape == delta.shape == z.shape == (2, 32, 21) and B.shape == C.shape == (2, 16, 21) and delta_softplus
         assert all(x.stride(-1) == 1 for x in (u, delta, B, C, z))
-        return selective_scan(u.mT, delta.mT, A, B.mT, C.mT, D, z.mT, delta_bias).mT
+        return selective_scan(u.mT, delta.mT, A, B.mT, C.mT, D, z.mT, delta_bias, backend="torch").mT
 
     module = SimpleNamespace(selective_scan_fn=stands_in)
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", module)
