@@ -69,7 +69,7 @@ def _run_module() -> None:
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except Exception as error:
-        if not hasattr(error, "failures"):
+        if not hasattr(error, "failures"):  # not torchrun's, whose class would take an import of torch to name
             raise
         print(error, file=sys.stderr)
         codes = [failure.exitcode for failure in error.failures.values()]
