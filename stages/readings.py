@@ -1,7 +1,7 @@
 """`repro readings`: what each reading of the paper does to the printed counts, and, outside the pipeline, to the accuracy of a nano."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,15 +36,21 @@ def command(
     accuracy.
     """
     from repro.papers.grid import run_variants
-    from repro.papers.variants import Variant, load_variants
-    from repro.papers.vision_ttt.readings import list_trained, record_fits
+    from repro.papers.vision_ttt.readings import record_fits
 
     if train:
-        variants = {name: Variant(options={"reading": text} if text else {}) for name, text in list_trained().items()}
-        about = {"stage": "readings", "folder": "readings", "flags": ("--train",)}
-        grid = dataclasses.replace(load_variants("vision_ttt"), variants=variants, **about)
-        run_variants(grid, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+        run_variants(choose_readings(), variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
     elif variant is not None or data is not None or epochs is not None:
         raise UserError("readings: --variant, --data and --epochs need --train")
     else:
         record_fits(find_root())
+
+
+def choose_readings() -> Any:
+    """The readings as variants of a nano."""
+    from repro.papers.variants import Variant, load_variants
+    from repro.papers.vision_ttt.readings import list_trained
+
+    variants = {name: Variant(options={"reading": text} if text else {}) for name, text in list_trained().items()}
+    about = {"stage": "readings", "folder": "readings", "flags": ("--train",)}
+    return dataclasses.replace(load_variants("vision_ttt"), variants=variants, **about)

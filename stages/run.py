@@ -33,7 +33,7 @@ def command(
     continues.
     """
     from repro.core.errors import UserError
-    from repro.core.freshness import RENEWED, REPEATED
+    from repro.core.freshness import STALE
     from repro.core.paths import find_root
     from repro.core.runtime import load_runtime
     from repro.graph import find_old_records
@@ -47,8 +47,8 @@ def command(
     paths = find_root()
     runtime = load_runtime(paths)
     if measured:
-        found = find_old_records(paths).items()
-        old = {record.path for why, records in found if why not in (REPEATED, RENEWED) for record in records}
+        found = find_old_records(paths)
+        old = {record.path for why in STALE for record in found.get(why, ())}
         run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime), stale=old if stale else None)
         return
     run_stages(paths, load_stages(), runtime, jobs=jobs or choose_jobs(runtime), force=force)

@@ -19,10 +19,10 @@ def command(
     """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that
     older code made.
 
-    A record is fresh while the files that its numbers depend on are as they were, or while a training of the present
-    code repeats it, here or on another machine.
+    A record is fresh while the files that its numbers depend on are as they were, or while the
+    present code repeats it, here or on another machine, whole or its first epoch.
     """
-    from repro.core.freshness import RENEWED, REPEATED
+    from repro.core.freshness import STALE
     from repro.core.paths import describe_missing_results, find_root
     from repro.core.ui import print_table
     from repro.graph import find_old_records, find_status
@@ -30,7 +30,7 @@ def command(
     paths = find_root()
     old = find_old_records(paths)
     if stale:
-        listed = [record for why, records in old.items() if why not in (REPEATED, RENEWED) for record in records]
+        listed = [record for why in STALE for record in old.get(why, ())]
         if listed:
             print_table(
                 ["record", "command"], sorted((record.path, record.command or "none is named") for record in listed)

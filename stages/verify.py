@@ -18,11 +18,19 @@ def command(
         bool,
         typer.Option("--save", help="Keep the scores in results/measured/<device>, beside those of other machines."),
     ] = False,
+    first_epochs: Annotated[
+        bool,
+        typer.Option("--first-epochs", help="Train the first epoch of each variant that older code trained, instead."),
+    ] = False,
 ) -> None:
     """Compare the scores under results/ with those that a commit holds; exit 1 where the 95 % intervals do not meet.
 
-    Speeds and times are not compared.
+    Speeds and times are not compared. With --first-epochs, a stale record whose loss the code here repeats is stale no
+    more.
     """
+    if first_epochs:
+        _follow_records()
+        return
     from repro.core.runtime import load_runtime
     from repro.report.reproduced import describe_scores, list_scores, save_scores
 
@@ -33,3 +41,21 @@ def command(
         print(f"{save_scores(paths, load_runtime(paths), scores).relative_to(paths.root)}: written")
     if left := [score for score in scores if score.has_left]:
         raise RunError(f"verify: {len(left)} of {len(scores)} scores differ by more than chance, or are missing")
+
+
+def _follow_records() -> None:
+    from repro.core.freshness import STALE
+    from repro.graph import find_old_records
+    from repro.papers import find_rooms
+    from repro.papers.first_epochs import follow_records
+    from repro.papers.variants import load_variants
+
+    from .readings import choose_readings
+
+    paths = find_root()
+    old = find_old_records(paths)
+    grids = [grid for room in find_rooms() if (grid := load_variants(room.split(".")[-2]))]
+    for line in follow_records(
+        paths, [record.path for why in STALE for record in old.get(why, ())], [*grids, choose_readings()]
+    ):
+        print(line, flush=True)

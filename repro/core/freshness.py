@@ -16,6 +16,10 @@ OTHER_CODE = "made by older code"
 REPEATED = "made by older code, of which the code here has trained a seed again to the same weights, bit by bit"
 OLDER_VERSION = "made by an older version, which does not name the code of its numbers"
 RENEWED = "made by older code, and renewed by the code here on another machine"
+FOLLOWED = "made by older code, whose first epoch the code here trains again to the same loss"
+STALE = (OTHER_CODE, OLDER_VERSION)  # the reasons for which a record is made again
+# how a record keeps which trainings the code here follows, see `repro.papers.first_epochs`
+FIRST_EPOCHS = "first_epochs"
 
 # kind -> patterns of the files that a number of this kind depends on; see `find_kind` for the order
 _FILES: dict[str, tuple[str, ...]] = {
@@ -91,15 +95,21 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
     A record is old where the files that its numbers depend on have another content now, or where it does not name them.
     If a record that is not old has a training with the same weights, then the change of code did not change that
-    training, and the old one is `REPEATED`. If a record of another machine with the same shared name is not old, see
-    `find_shared_name`, the old one is `RENEWED`.
+    training, and the old one is `REPEATED`. If a record of another machine with the same shared name, see
+    `find_shared_name`, and with as many seeds is not old, the old one is `RENEWED`. If the code here was found to begin
+    its training alike, it is `FOLLOWED`.
     """
     now: dict[tuple[str, ...], str] = {}
     old: dict[str, str] = {}
     present: set[str] = set()  # the weights of seeds that the code here trained
+    seeds: dict[str | None, int] = {}  # shared name -> the most seeds of a record that is not old
+    followed: set[tuple[str, str]] = set()  # the weights of a training, and the hash of the code that begins it alike
+    shared = {name: find_shared_name(name, record["metrics"]) for name, record in records.items()}
     for name, record in records.items():
-        identity = record["identity"]
+        identity, metrics = record["identity"], record["metrics"]
         if "code_hash" not in identity:  # that of the machine itself
+            entries = metrics.get(FIRST_EPOCHS, {}) if isinstance(metrics, Mapping) else {}
+            followed |= {(weights, entry["number_hash"]) for weights, entry in entries.items() if entry["follows"]}
             continue
         modules = tuple(identity.get("code_modules") or ())
         if not modules or "number_hash" not in identity:
@@ -108,16 +118,19 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         if modules not in now:
             now[modules] = hash_number(root, modules)
         if identity["number_hash"] == now[modules]:
-            present |= _list_weights(record["metrics"])
+            present |= _list_weights(metrics)
+            seeds[shared[name]] = max(seeds.get(shared[name], 0), len(_list_seeds(metrics)))
         else:
             old[name] = OTHER_CODE
-    shared = {name: find_shared_name(name, record["metrics"]) for name, record in records.items()}
-    renewed = {shared[name] for name in records if name not in old} - {None}
 
     def explain(name: str, why: str) -> str:
-        if _list_weights(records[name]["metrics"]) & present:
+        metrics, code = records[name]["metrics"], now.get(tuple(records[name]["identity"].get("code_modules") or ()))
+        weights, experiment = _list_weights(metrics), shared[name]
+        if weights & present:
             return REPEATED
-        return RENEWED if shared[name] in renewed else why
+        if experiment in seeds and experiment is not None and seeds[experiment] >= len(_list_seeds(metrics)):
+            return RENEWED
+        return FOLLOWED if any((each, code) in followed for each in weights) else why
 
     return {name: explain(name, why) for name, why in old.items()}
 
@@ -133,7 +146,12 @@ def find_shared_name(path: str, metrics: Any) -> str | None:
     return "/".join(parts[3:]) if parts[1:2] == ("measured",) and is_scored else None
 
 
+def _list_seeds(metrics: Any) -> list[Mapping[str, Any]]:
+    """What the record of a training has of each seed; empty for another record."""
+    runs = metrics.get("by_seed") if isinstance(metrics, Mapping) else None
+    return [run for run in runs or () if isinstance(run, Mapping)]
+
+
 def _list_weights(metrics: Any) -> set[str]:
     """The hashes of the weights of each seed of a training's record; empty for another record."""
-    runs = metrics.get("by_seed") if isinstance(metrics, Mapping) else None
-    return {str(run["weights_hash"]) for run in runs or () if isinstance(run, Mapping) and run.get("weights_hash")}
+    return {str(run["weights_hash"]) for run in _list_seeds(metrics) if run.get("weights_hash")}

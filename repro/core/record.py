@@ -192,6 +192,16 @@ def make_identity(
     }
 
 
+def describe_recipe(identity: Mapping[str, Any]) -> str | None:
+    """How a record says that it was trained, as JSON without the machine; None for a record without a recipe."""
+    if (recipe := identity.get("recipe")) is None:
+        return None
+    precision = recipe.get("precision")
+    dtype = precision["dtype"] if isinstance(precision, Mapping) else precision
+    rest = {name: value for name, value in recipe.items() if name not in ("device", "backend")}
+    return json.dumps(rest | {"precision": dtype}, sort_keys=True)
+
+
 def find_command(root: Path, argv: Sequence[str]) -> str | None:
     """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for
     another program.

@@ -1,8 +1,8 @@
 """The records under results/, read once; what is damaged is an error of one line."""
 
 import dataclasses
-import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from ..core.config import load_yaml
 from ..core.csvfile import read_csv
 from ..core.errors import UserError
-from ..core.freshness import REPEATED, find_old, find_shared_name
+from ..core.freshness import FOLLOWED, REPEATED, find_old, find_shared_name
 from ..core.paths import OWN_RATES, Paths
-from ..core.record import DETAILS_FILE, read_record
+from ..core.record import DETAILS_FILE, describe_recipe, read_record
 from ..core.statistics import clip_share, describe_sample
 from .document import show_interval
 
@@ -21,6 +21,9 @@ Trained = TypeVar("Trained")  # has `most_seeds`
 
 
 VERIFIED_FILE = "verify.json"
+# how old a record is, as pages say it
+OLD = "made by older code"
+BEGUN_ALIKE = "made by older code, whose first epoch the present code repeats"
 
 
 class Missing(Exception):
@@ -51,8 +54,13 @@ class Source:
     # which stage of the graph wrote it, and for which of its cells; None for what was run outside the pipeline
     stage: str | None = None
     cell: str | None = None
-    is_fresh: bool = True  # whether the code here would give the same numbers
+    age: str = ""  # empty where the code here gives the same numbers
     twins: tuple[Twin, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the code here gives the same numbers."""
+        return not self.age
 
     @property
     def device(self) -> str:
@@ -93,12 +101,7 @@ class Source:
     @property
     def recipe(self) -> str | None:
         """How it was trained, as JSON without the machine; None for a record without a recipe."""
-        if (recipe := self.identity.get("recipe")) is None:
-            return None
-        precision = recipe.get("precision")
-        dtype = precision["dtype"] if isinstance(precision, Mapping) else precision
-        rest = {name: value for name, value in recipe.items() if name not in ("device", "backend")}
-        return json.dumps(rest | {"precision": dtype}, sort_keys=True)
+        return describe_recipe(self.identity)
 
     @property
     def has_own_rate(self) -> bool:
@@ -118,7 +121,8 @@ class Source:
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
 
-    Of trainings that several machines ran, one record stands for all: a fresh one, then one with the most seeds.
+    Of trainings that several machines ran, one record stands for all: a fresh one, then one that the code here follows,
+    then one with the most seeds.
     """
     root = paths.results
     files = []
@@ -131,8 +135,10 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
             files.append((file, None, None))
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
-    old = {name for name, why in find_old(paths.root, records).items() if why != REPEATED}
-    aged = [dataclasses.replace(source, is_fresh=source.path not in old) for source in sources]
+    ages = {
+        name: {REPEATED: "", FOLLOWED: BEGUN_ALIKE}.get(why, OLD) for name, why in find_old(paths.root, records).items()
+    }
+    aged = [dataclasses.replace(source, age=ages.get(source.path, "")) for source in sources]
     verified = [source for source in aged if source.path.endswith(f"/{VERIFIED_FILE}")]
     merged = group_by(aged, lambda source: _name_experiment(source) or source.path)
     return [_merge(alike, verified) for alike in merged.values()]
@@ -161,7 +167,9 @@ def _name_experiment(source: Source) -> tuple[str, Any] | None:
 
 def _merge(alike: Sequence[Source], verified: Iterable[Source]) -> Source:
     """The one of some records of one experiment that stands for them, with what other machines made of it."""
-    first, *others = sorted(alike, key=lambda source: (not source.is_fresh, -source.most_seeds, source.path))
+    first, *others = sorted(
+        alike, key=lambda source: (["", BEGUN_ALIKE, OLD].index(source.age), -source.most_seeds, source.path)
+    )
     twins = [_compare(first, other, _find_scores(first, other)) for other in others]
     for source in verified:
         held, scores = first.metrics, source.metrics["scores"].get(first.folder)
@@ -204,10 +212,10 @@ def describe_twins(sources: Iterable[Source]) -> str:
 
 def describe_age(sources: Iterable[Source]) -> str:
     """`; made by older code` where that is true of records, with their number where it is true of some; else nothing."""
-    fresh = [source.is_fresh for source in sources]
-    if all(fresh):
-        return ""
-    return "; made by older code" if not any(fresh) else f"; {fresh.count(False)} of {len(fresh)} made by older code"
+    ages = [source.age for source in sources]
+    counts = Counter(filter(None, ages))
+    parts = (age if count == len(ages) else f"{count} of {len(ages)} {age}" for age, count in sorted(counts.items()))
+    return "".join(f"; {part}" for part in parts)
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:

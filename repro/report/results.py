@@ -14,7 +14,7 @@ from ..core.paths import Paths
 from ..core.record import read_json
 from .drawn import find_drawn
 from .paper import Paper
-from .records import Missing, Source, check_mapping, name_keys, read_sources
+from .records import OLD, Missing, Source, check_mapping, name_keys, read_sources
 from .trainings import Training
 
 
@@ -101,8 +101,10 @@ class Results:
                     why = f"a row names the device {row['device']}, and the record {source.device}"
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
                 # a sweep may have rows by older code, which it does not measure again unless it is asked for them
-                is_fresh = row["code_hash"] == self._hash_row(row["model"]) if "code_hash" in row else source.is_fresh
-                of_row = dataclasses.replace(source, is_fresh=is_fresh)
+                age = source.age
+                if "code_hash" in row:
+                    age = "" if row["code_hash"] == self._hash_row(row["model"]) else OLD
+                of_row = dataclasses.replace(source, age=age)
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, of_row))
         return dict(sorted(groups.items()))
 

@@ -173,7 +173,7 @@ def record_cell(
     if cell.ranks.world_size > 1:
         place["device"] += f", {cell.ranks.world_size} processes"
     identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
-    recipe, _ = _describe_recipe(job, cell.params.seeds[0])
+    recipe, _ = describe_job(job, cell.params.seeds[0])
     seconds = time.monotonic() - started
     # DVC compares metrics.json of the graph's cells, which has the scores alone; any other record is one file
     scores = cell.spec.scores if cell.folder == cell.paths.cell(cell.stage, cell.name) else ()
@@ -257,7 +257,7 @@ def _announce(job: Job, seed: int, *, first: bool) -> None:
         print(f"{job.cell.name}: seed {seed}, {seeds.index(seed) + 1} of {len(seeds)}", flush=True)
     if not first:
         return
-    for line in _describe_recipe(job, seed)[1]:
+    for line in describe_job(job, seed)[1]:
         print(line, flush=True)
     if job.load_report:
         print("\n".join(format_load_report(job.load_report)), flush=True)
@@ -273,7 +273,7 @@ def format_load_report(report: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _describe_recipe(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
+def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
     """The recipe for the record, and lines for people: the cell's recipe, else its parameters and where they run."""
     world_size = job.cell.ranks.world_size
     params = job.params.with_seed(seed)

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.freshness import OLDER_VERSION, OTHER_CODE, RENEWED, REPEATED, find_kind, find_old, hash_number
+from repro.core.freshness import (
+    FOLLOWED,
+    OLDER_VERSION,
+    OTHER_CODE,
+    RENEWED,
+    REPEATED,
+    find_kind,
+    find_old,
+    hash_number,
+)
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -85,6 +94,22 @@ def test_old_records_and_why(tmp_path):
         "results/measured/a/ablate/x/metrics.json": record("0", "w7"),
         "results/measured/b/ablate/x/metrics.json": record(now, "w6"),
         "results/measured/a/ablate/y/metrics.json": record("0", "w5"),
+        # fewer seeds do not renew more
+        "results/measured/a/ablate/z/metrics.json": record("0", "w3", "w4"),
+        "results/measured/b/ablate/z/metrics.json": record(now, "w10"),
+        "begun alike": record("0", "w11"),
+        "begun alike by other code": record("0", "w12"),
+        "begun otherwise": record("0", "w13"),
+        "begun": {
+            "metrics": {
+                "first_epochs": {
+                    "w11": {"number_hash": now, "follows": True},
+                    "w12": {"number_hash": "1", "follows": True},
+                    "w13": {"number_hash": now, "follows": False},
+                }
+            },
+            "identity": {},
+        },
     }
     assert find_old(tmp_path, records) == {
         "old": OTHER_CODE,
@@ -94,6 +119,10 @@ def test_old_records_and_why(tmp_path):
         "no modules": OLDER_VERSION,
         "results/measured/a/ablate/x/metrics.json": RENEWED,
         "results/measured/a/ablate/y/metrics.json": OTHER_CODE,
+        "results/measured/a/ablate/z/metrics.json": OTHER_CODE,
+        "begun alike": FOLLOWED,
+        "begun alike by other code": OTHER_CODE,
+        "begun otherwise": OTHER_CODE,
     }
     (tmp_path / "repro/models/a.py").write_text("x = 2\n")
     assert find_old(tmp_path, records)["fresh"] == OTHER_CODE

@@ -1,0 +1,131 @@
+"""The first epoch of recorded trainings of variants, trained again: whether the code here still computes what older code
+did.
+
+After so few steps, computations that are equal but for rounding still have nearly one loss. Later they part, since
+training amplifies what rounding changed, and only means over seeds can be compared.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..core.csvfile import read_csv
+from ..core.errors import RunError, UserError
+from ..core.freshness import FIRST_EPOCHS, hash_number
+from ..core.hashing import hash_file
+from ..core.paths import OWN_RATES, Paths
+from ..core.record import describe_recipe, make_identity, read_json, read_record, write_record
+from ..core.runtime import choose_device, device_slug, load_runtime
+from ..runs.cells import describe_job, find_place
+from ..runs.job import Cell, Job, build_job
+from ..training.checkpoint import Checkpointer
+from ..training.loop import fit
+from ..training.watch import Watch
+from .grid import build_variant, use_own_rates
+from .variants import VariantSet
+
+# relative, of the mean loss; of the first trainings that were compared, on two processors, rounding moved it by 2e-4
+TOLERANCE = 1e-3
+_OF_CODE = ("code_hash", "code_modules", "number_hash")
+
+
+class _Trained(Exception):
+    """The first epoch is trained; its argument is the state of the run."""
+
+
+class _UntilFirstEpoch(Checkpointer):
+    """Keeps nothing, and ends a run after so many steps."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def restore(self) -> None:
+        return None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        if step == self.steps:  # a signal asks for it before
+            raise _Trained(state["run"])
+
+
+def follow_records(paths: Paths, names: Iterable[str], grids: Iterable[VariantSet]) -> Iterator[str]:
+    """Compare the first epoch of recorded trainings with that of the code here; yield a line for each.
+
+    What is found goes to results/measured/<device>/first_epochs.json as it comes, by the hash of the weights that the
+    record names; what is there of the present code is not trained again.
+
+    Args:
+        names: the records, relative to the checkout; those of no variant are left out.
+        grids: the variants.
+    """
+    slug = device_slug(choose_device(load_runtime(paths).device))
+    file, by_folder = paths.measured(slug) / f"{FIRST_EPOCHS}.json", {grid.folder: grid for grid in grids}
+    found = read_json(file)["metrics"][FIRST_EPOCHS] if file.is_file() else {}
+    for name in names:
+        if (cell := _find_cell(paths, name, by_folder)) is None:
+            continue
+        identity, metrics = (read_record(paths.root / name)[part] for part in ("identity", "metrics"))
+        number_hash, seed = hash_number(paths.root, identity["code_modules"]), metrics["by_seed"][0]
+        if found.get(seed["weights_hash"], {}).get("number_hash") != number_hash:
+            try:
+                job = build_job(cell, seed["seed"])
+                with contextlib.closing(job):
+                    entry, place = _follow(job, identity, seed["seed"]), find_place(job)
+            except (UserError, RunError) as error:
+                yield f"{name}: {error}"
+                continue
+            found[seed["weights_hash"]] = {"record": name, "number_hash": number_hash, **entry}
+            about = make_identity(paths.root, identity["code_modules"], cell.params, **place)
+            # no code makes it old: each entry names its own
+            about = {key: value for key, value in about.items() if key not in _OF_CODE}
+            write_record(file.parent, {FIRST_EPOCHS: found, "tolerance": TOLERANCE}, about, 0.0, name=FIRST_EPOCHS)
+        entry = found[seed["weights_hash"]]
+        losses = f"loss {entry['recorded_train_loss']:.6f} -> {entry['train_loss']:.6f}"
+        yield f"{name}: {losses}{'' if entry['follows'] else ', another one'}"
+
+
+def train_first_epoch(job: Job) -> float:
+    """The mean loss of the finite steps of a job's first epoch; nothing is written. Raises as `fit`."""
+    cell, steps = job.cell, job.task.steps_per_epoch
+    watch = Watch(
+        cell.paths.logs(cell.stage, cell.name), device=job.task.device, jsonl=False, tensorboard=False, every=steps
+    )
+    cadence = {"accumulate": job.accumulate, "save_every_steps": steps, "snapshot": lambda epoch, model: None}
+    try:
+        fit(job.task, job.params, checkpointer=_UntilFirstEpoch(steps), watch=watch, **cadence)
+    except _Trained as trained:
+        run = trained.args[0]
+        return run["epoch_sums"]["loss"] / run["epoch_steps"]
+    raise RunError(f"{cell.where}: no epoch was trained")
+
+
+def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    now, _ = describe_job(job, seed)
+    if (
+        describe_recipe(now) != describe_recipe(identity)
+        or hash_file(job.cell.inputs[0]) != identity["data_manifest_hash"]
+    ):
+        raise UserError("its recipe or its data are others now; train it again")
+    rows = read_csv(job.cell.folder / "curve.csv")
+    recorded = next(row["train_loss"] for row in rows if (row["seed"], row["epoch"]) == (seed, 1))
+    loss = train_first_epoch(job)
+    follows = abs(loss - recorded) <= TOLERANCE * abs(recorded)
+    return {"seed": seed, "recorded_train_loss": recorded, "train_loss": loss, "follows": follows}
+
+
+def _find_cell(paths: Paths, name: str, grids: Mapping[str, VariantSet]) -> Cell | None:
+    """The cell of the first seed of a record, with the record's folder; None for what is no variant's."""
+    parts = PurePosixPath(name).parts  # results, measured, device, folder..., data, variant, metrics.json
+    if len(parts) < 7 or parts[-1] != "metrics.json":
+        return None
+    folder, data, variant = "/".join(parts[3:-3]), *parts[-3:-1]
+    has_own_rate = folder.endswith(f"/{OWN_RATES}")
+    grid = grids.get(folder.removesuffix(f"/{OWN_RATES}"))
+    if grid is None or variant not in grid.variants:
+        return None
+    if has_own_rate:
+        grid = use_own_rates(grid, data, variant)
+    epochs = read_record(paths.root / name)["metrics"]["epochs"]
+    cell = build_variant(grid, variant, paths, data=data, seeds=1, epochs=epochs).cell
+    return dataclasses.replace(cell, folder=(paths.root / name).parent)

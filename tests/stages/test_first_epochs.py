@@ -1,0 +1,59 @@
+"""`repro verify --first-epochs`: which trainings of older code the code here begins alike."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from repro.core.freshness import FOLLOWED, OTHER_CODE
+from repro.core.paths import Paths
+from repro.graph import find_old_records
+from tests.stages.helpers import edit
+
+
+@pytest.fixture
+def record(checkout, repro_cli) -> Path:
+    """The record of a variant with two seeds, as if older code had made it; its curve lies beside it."""
+    edit("    epochs: 2\n", "    epochs: 1\n", "[0, 2]", "[]")
+    repro_cli.run("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "2", "--no-speed")
+    (file,) = Path("results/measured").rglob("conv1d/metrics.json")
+    content = json.loads(file.read_text())
+    content["identity"]["number_hash"] = "0"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def list_old() -> dict[str, list[str]]:
+    return {why: [Path(each.path) for each in old] for why, old in find_old_records(Paths(Path.cwd())).items()}
+
+
+def test_a_training_that_begins_alike_is_stale_no_more_and_is_not_trained_again(record, repro_cli, monkeypatch):
+    assert list_old() == {OTHER_CODE: [record]}
+    assert "another one" not in repro_cli.run("verify", "--first-epochs")
+    assert list_old() == {FOLLOWED: [record]}
+    repro_cli.run("verify", "--first-epochs")  # there is nothing to do
+    content = json.loads(record.read_text())
+    content["metrics"]["by_seed"][0]["weights_hash"] = "other"  # of which nothing is known
+    record.write_text(json.dumps(content))
+    assert list_old() == {OTHER_CODE: [record]}
+
+
+def test_a_training_that_begins_otherwise_stays_stale(record, repro_cli, monkeypatch):
+    curve = record.with_name("curve.csv")
+    header, first, *rest = curve.read_text().splitlines()
+    place = header.split(",").index("train_loss")
+    values = first.split(",")
+    values[place] = str(float(values[place]) * 1.002)
+    curve.write_text("\n".join([header, ",".join(values), *rest, ""]))
+    assert "another one" in repro_cli.run("verify", "--first-epochs")
+    assert list_old() == {OTHER_CODE: [record]}
+    monkeypatch.setattr("repro.papers.first_epochs.build_job", None)  # what is known is not trained again
+    assert "another one" in repro_cli.run("verify", "--first-epochs")
+
+
+def test_another_recipe_is_told_and_nothing_is_recorded(record, repro_cli):
+    content = json.loads(record.read_text())
+    content["identity"]["recipe"]["epochs"] = 3
+    record.write_text(json.dumps(content))
+    assert "recipe or its data are others" in repro_cli.run("verify", "--first-epochs")
+    assert list_old() == {OTHER_CODE: [record]} and not list(Path("results/measured").rglob("first_epochs.json"))
