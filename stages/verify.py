@@ -20,7 +20,9 @@ def command(
     ] = False,
     first_epochs: Annotated[
         bool,
-        typer.Option("--first-epochs", help="Train the first epoch of each variant that older code trained, instead."),
+        typer.Option(
+            "--first-epochs", help="Train the first epoch of what older code trained outside the pipeline, instead."
+        ),
     ] = False,
 ) -> None:
     """Compare the scores under results/ with those that a commit holds; exit 1 where the 95 % intervals do not meet.
@@ -54,8 +56,8 @@ def _follow_records() -> None:
 
     paths = find_root()
     old = find_old_records(paths)
+    names = [record.path for why in STALE for record in old.get(why, ())]
     grids = [grid for room in find_rooms() if (grid := load_variants(room.split(".")[-2]))]
-    for line in follow_records(
-        paths, [record.path for why in STALE for record in old.get(why, ())], [*grids, choose_readings()]
-    ):
+    tasks = {name: row.task for name, row in load_stages().items() if row.task}
+    for line in follow_records(paths, names, [*grids, choose_readings()], tasks):
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""The first epoch of recorded trainings of variants, trained again: whether the code here still computes what older code
+"""The first epoch of recorded trainings, trained again: whether the code here still computes what older code
 did.
 
 After so few steps, computations that are equal but for rounding still have nearly one loss. Later they part, since
@@ -7,6 +7,7 @@ training amplifies what rounding changed, and only means over seeds can be compa
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,16 +19,21 @@ from ..core.hashing import hash_file
 from ..core.paths import OWN_RATES, Paths
 from ..core.record import describe_recipe, make_identity, read_json, read_record, write_record
 from ..core.runtime import choose_device, device_slug, load_runtime
-from ..runs.cells import describe_job, find_place
+from ..runs.cells import describe_job, find_place, read_cells
 from ..runs.job import Cell, Job, build_job
+from ..tasks.classification.params import ClassifierParams
+from ..tasks.spec import TaskSpec
 from ..training.checkpoint import Checkpointer
 from ..training.loop import fit
 from ..training.watch import Watch
+from . import describe_recipe as describe_classifier
 from .grid import build_variant, use_own_rates
 from .variants import VariantSet
 
 # relative, of the mean loss; of the first trainings that were compared, on two processors, rounding moved it by 2e-4
 TOLERANCE = 1e-3
+# a cell's folder under results/measured, as `read_cells` names it
+_CELL = re.compile(r"(?P<cell>.+?)(?P<random>_random)?(?P<epochs>_\d+epochs)?(?:_\d+seeds)?")
 _OF_CODE = ("code_hash", "code_modules", "number_hash")
 
 
@@ -49,21 +55,29 @@ class _UntilFirstEpoch(Checkpointer):
             raise _Trained(state["run"])
 
 
-def follow_records(paths: Paths, names: Iterable[str], grids: Iterable[VariantSet]) -> Iterator[str]:
+def follow_records(
+    paths: Paths, names: Iterable[str], grids: Iterable[VariantSet], tasks: Mapping[str, TaskSpec]
+) -> Iterator[str]:
     """Compare the first epoch of recorded trainings with that of the code here; yield a line for each.
 
     What is found goes to results/measured/<device>/first_epochs.json as it comes, by the hash of the weights that the
     record names; what is there of the present code is not trained again.
 
     Args:
-        names: the records, relative to the checkout; those of no variant are left out.
+        names: the records, relative to the checkout; those of no training are left out.
         grids: the variants.
+        tasks: stage -> the task that it trains.
     """
     slug = device_slug(choose_device(load_runtime(paths).device))
     file, by_folder = paths.measured(slug) / f"{FIRST_EPOCHS}.json", {grid.folder: grid for grid in grids}
     found = read_json(file)["metrics"][FIRST_EPOCHS] if file.is_file() else {}
     for name in names:
-        if (cell := _find_cell(paths, name, by_folder)) is None:
+        try:
+            cell = _find_cell(paths, name, by_folder, tasks)
+        except UserError as error:
+            yield f"{name}: {error}"
+            continue
+        if cell is None:
             continue
         identity, metrics = (read_record(paths.root / name)[part] for part in ("identity", "metrics"))
         number_hash, seed = hash_number(paths.root, identity["code_modules"]), metrics["by_seed"][0]
@@ -114,18 +128,34 @@ def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
     return {"seed": seed, "recorded_train_loss": recorded, "train_loss": loss, "follows": follows}
 
 
-def _find_cell(paths: Paths, name: str, grids: Mapping[str, VariantSet]) -> Cell | None:
-    """The cell of the first seed of a record, with the record's folder; None for what is no variant's."""
-    parts = PurePosixPath(name).parts  # results, measured, device, folder..., data, variant, metrics.json
-    if len(parts) < 7 or parts[-1] != "metrics.json":
+def _find_cell(paths: Paths, name: str, grids: Mapping[str, VariantSet], tasks: Mapping[str, TaskSpec]) -> Cell | None:
+    """The cell of the first seed of a record, with the record's folder; None for what is neither a variant nor a cell of
+    params.yaml.
+    """
+    _, _, _, *parts, file = PurePosixPath(name).parts  # results, measured, device, and what follows
+    if file != "metrics.json":
         return None
-    folder, data, variant = "/".join(parts[3:-3]), *parts[-3:-1]
-    has_own_rate = folder.endswith(f"/{OWN_RATES}")
-    grid = grids.get(folder.removesuffix(f"/{OWN_RATES}"))
-    if grid is None or variant not in grid.variants:
-        return None
-    if has_own_rate:
-        grid = use_own_rates(grid, data, variant)
-    epochs = read_record(paths.root / name)["metrics"]["epochs"]
-    cell = build_variant(grid, variant, paths, data=data, seeds=1, epochs=epochs).cell
+    epochs = read_record(paths.root / name)["metrics"].get("epochs")
+    if len(parts) > 2:
+        *folders, data, variant = parts
+        has_own_rate = folders[-1] == OWN_RATES
+        grid = grids.get("/".join(folders[:-1] if has_own_rate else folders))
+        if grid is None or variant not in grid.variants:
+            return None
+        if has_own_rate:
+            grid = use_own_rates(grid, data, variant)
+        cell = build_variant(grid, variant, paths, data=data, seeds=1, epochs=epochs).cell
+    else:
+        named = _CELL.fullmatch(parts[-1])
+        if parts[0] not in tasks:
+            return None
+        spec = tasks[parts[0]]
+        recipe = describe_classifier if issubclass(spec.params, ClassifierParams) else None
+        options = {
+            "by_hand": True,
+            "random": bool(named["random"]),
+            "epochs": named["epochs"] and epochs,
+            "recipe": recipe,
+        }
+        (cell,) = read_cells(parts[0], spec, named["cell"], seeds=1, **options)
     return dataclasses.replace(cell, folder=(paths.root / name).parent)

@@ -11,27 +11,31 @@ from repro.graph import find_old_records
 from tests.stages.helpers import edit
 
 
-@pytest.fixture
-def record(checkout, repro_cli) -> Path:
-    """The record of a variant with two seeds, as if older code had made it; its curve lies beside it."""
-    edit("    epochs: 2\n", "    epochs: 1\n", "[0, 2]", "[]")
-    repro_cli.run("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "2", "--no-speed")
-    (file,) = Path("results/measured").rglob("conv1d/metrics.json")
+def make_old(file: Path) -> Path:
+    """The record, as if older code had made it."""
     content = json.loads(file.read_text())
     content["identity"]["number_hash"] = "0"
     file.write_text(json.dumps(content))
     return file
 
 
+@pytest.fixture
+def record(checkout, repro_cli) -> Path:
+    """The record of a variant with two seeds, of older code; its curve lies beside it."""
+    edit("    epochs: 2\n", "    epochs: 1\n", "[0, 2]", "[]")
+    repro_cli.run("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "2", "--no-speed")
+    (file,) = Path("results/measured").rglob("conv1d/metrics.json")
+    return make_old(file)
+
+
 def list_old() -> dict[str, list[str]]:
     return {why: [Path(each.path) for each in old] for why, old in find_old_records(Paths(Path.cwd())).items()}
 
 
-def test_a_training_that_begins_alike_is_stale_no_more_and_is_not_trained_again(record, repro_cli, monkeypatch):
+def test_a_training_that_begins_alike_is_stale_no_more_until_it_is_another(record, repro_cli):
     assert list_old() == {OTHER_CODE: [record]}
     assert "another one" not in repro_cli.run("verify", "--first-epochs")
     assert list_old() == {FOLLOWED: [record]}
-    repro_cli.run("verify", "--first-epochs")  # there is nothing to do
     content = json.loads(record.read_text())
     content["metrics"]["by_seed"][0]["weights_hash"] = "other"  # of which nothing is known
     record.write_text(json.dumps(content))
@@ -57,3 +61,13 @@ def test_another_recipe_is_told_and_nothing_is_recorded(record, repro_cli):
     record.write_text(json.dumps(content))
     assert "recipe or its data are others" in repro_cli.run("verify", "--first-epochs")
     assert list_old() == {OTHER_CODE: [record]} and not list(Path("results/measured").rglob("first_epochs.json"))
+
+
+@pytest.mark.parametrize("options", [("--epochs", "2"), ("--seeds", "1"), ("--seeds", "1", "--epochs", "2")])
+def test_a_cell_of_the_parameters_that_was_trained_outside_the_pipeline(checkout, repro_cli, options):
+    edit("    epochs: 2\n", "    epochs: 1\n", "[0, 2]", "[]")
+    repro_cli.run("pretrain", "--cell", "nano", *options)
+    (file,) = Path("results/measured").rglob("metrics.json")
+    make_old(file)
+    assert "another one" not in repro_cli.run("verify", "--first-epochs")
+    assert list_old() == {FOLLOWED: [file]}
