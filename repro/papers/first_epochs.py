@@ -1,15 +1,15 @@
-"""The first epoch of recorded trainings, trained again: whether the code here still computes what older code
-did.
+"""The first epoch of recorded trainings, trained again: whether the code here still computes what older code did.
 
-After so few steps, computations that are equal but for rounding still have nearly one loss. Later they part, since
-training amplifies what rounding changed, and only means over seeds can be compared.
+After so few steps, computations that are equal but for rounding still have nearly one mean loss and one mean norm of
+gradients. Later they part, since training amplifies what rounding changed, and only means over seeds can be compared.
+How near is near enough is said by other trainings: those of the same variants, and of other seeds, must be farther.
 """
 
 import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..core.csvfile import read_csv
@@ -30,8 +30,10 @@ from . import describe_recipe as describe_classifier
 from .grid import build_variant, use_own_rates
 from .variants import VariantSet
 
-# relative, of the mean loss; of the first trainings that were compared, on two processors, rounding moved it by 2e-4
-TOLERANCE = 1e-3
+Means = Mapping[str, float]
+MEANS = ("train_loss", "train_grad_norm")  # as in curve.csv
+# relative: of the mean loss, and what a curve's digits and sums in another order may change
+TOLERANCE, ROUNDING = 1e-3, 1e-6
 # a cell's folder under results/measured, as `read_cells` names it
 _CELL = re.compile(r"(?P<cell>.+?)(?P<random>_random)?(?P<epochs>_\d+epochs)?(?:_\d+seeds)?")
 _OF_CODE = ("code_hash", "code_modules", "number_hash")
@@ -93,39 +95,62 @@ def follow_records(
             about = make_identity(paths.root, identity["code_modules"], cell.params, **place)
             # no code makes it old: each entry names its own
             about = {key: value for key, value in about.items() if key not in _OF_CODE}
-            write_record(file.parent, {FIRST_EPOCHS: found, "tolerance": TOLERANCE}, about, 0.0, name=FIRST_EPOCHS)
+            write_record(file.parent, {FIRST_EPOCHS: found}, about, 0.0, name=FIRST_EPOCHS)
         entry = found[seed["weights_hash"]]
-        losses = f"loss {entry['recorded_train_loss']:.6f} -> {entry['train_loss']:.6f}"
-        yield f"{name}: {losses}{'' if entry['follows'] else ', another one'}"
+        means = (f"{mean} {entry[f'recorded_{mean}']:.6f} -> {entry[mean]:.6f}" for mean in MEANS)
+        verdict = "" if entry["follows"] else ", which does not tell it from others"
+        yield f"{name}: {', '.join(means)}{verdict}"
 
 
-def train_first_epoch(job: Job) -> float:
-    """The mean loss of the finite steps of a job's first epoch; nothing is written. Raises as `fit`."""
+def train_first_epoch(job: Job) -> Means:
+    """The means of the finite steps of a job's first epoch; nothing is written. Raises as `fit`."""
     cell, steps = job.cell, job.task.steps_per_epoch
-    watch = Watch(
-        cell.paths.logs(cell.stage, cell.name), device=job.task.device, jsonl=False, tensorboard=False, every=steps
-    )
+    logs = cell.paths.logs(cell.stage, cell.name)
+    watch = Watch(logs, device=job.task.device, jsonl=False, tensorboard=False, every=steps)
     cadence = {"accumulate": job.accumulate, "save_every_steps": steps, "snapshot": lambda epoch, model: None}
     try:
         fit(job.task, job.params, checkpointer=_UntilFirstEpoch(steps), watch=watch, **cadence)
     except _Trained as trained:
         run = trained.args[0]
-        return run["epoch_sums"]["loss"] / run["epoch_steps"]
+        return {name: run["epoch_sums"][name.removeprefix("train_")] / run["epoch_steps"] for name in MEANS}
     raise RunError(f"{cell.where}: no epoch was trained")
 
 
+def judge(now: Means, recorded: Means, others: Iterable[Means]) -> bool:
+    """Whether means are those of a record, and three times nearer to them than to those of any other training, by their
+    loss or by their gradients' norm.
+    """
+
+    def is_nearer(name: str, other: Means) -> bool:
+        here = max(abs(now[name] - recorded[name]), ROUNDING * abs(recorded[name]))
+        return abs(now[name] - other[name]) >= 3 * here
+
+    is_near = abs(now["train_loss"] - recorded["train_loss"]) <= TOLERANCE * abs(recorded["train_loss"])
+    return is_near and all(any(is_nearer(name, other) for name in MEANS) for other in others)
+
+
 def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    now, _ = describe_job(job, seed)
+    made, _ = describe_job(job, seed)
     if (
-        describe_recipe(now) != describe_recipe(identity)
+        describe_recipe(made) != describe_recipe(identity)
         or hash_file(job.cell.inputs[0]) != identity["data_manifest_hash"]
     ):
         raise UserError("its recipe or its data are others now; train it again")
-    rows = read_csv(job.cell.folder / "curve.csv")
-    recorded = next(row["train_loss"] for row in rows if (row["seed"], row["epoch"]) == (seed, 1))
-    loss = train_first_epoch(job)
-    follows = abs(loss - recorded) <= TOLERANCE * abs(recorded)
-    return {"seed": seed, "recorded_train_loss": recorded, "train_loss": loss, "follows": follows}
+    curve = job.cell.folder / "curve.csv"
+    recorded = _read_first_epochs(curve)
+    others = [means for number, means in recorded.items() if number != seed]  # the record's other seeds
+    for file in sorted(curve.parent.parent.glob("*/curve.csv")):
+        if file != curve and (means := _read_first_epochs(file).get(seed)):
+            others.append(means)
+    now = train_first_epoch(job)
+    given = {f"recorded_{name}": value for name, value in recorded[seed].items()}
+    return {"seed": seed, **given, **now, "others": len(others), "follows": judge(now, recorded[seed], others)}
+
+
+def _read_first_epochs(curve: Path) -> dict[int, Means]:
+    """Seed -> the means of its first epoch."""
+    rows = [row for row in read_csv(curve) if row["epoch"] == 1 and all(name in row for name in MEANS)]
+    return {row["seed"]: {name: row[name] for name in MEANS} for row in rows}
 
 
 def _find_cell(paths: Paths, name: str, grids: Mapping[str, VariantSet], tasks: Mapping[str, TaskSpec]) -> Cell | None:

@@ -8,6 +8,7 @@ import pytest
 from repro.core.freshness import FOLLOWED, OTHER_CODE
 from repro.core.paths import Paths
 from repro.graph import find_old_records
+from repro.papers.first_epochs import judge
 from tests.stages.helpers import edit
 
 
@@ -34,7 +35,7 @@ def list_old() -> dict[str, list[str]]:
 
 def test_a_training_that_begins_alike_is_stale_no_more_until_it_is_another(record, repro_cli):
     assert list_old() == {OTHER_CODE: [record]}
-    assert "another one" not in repro_cli.run("verify", "--first-epochs")
+    assert "does not tell" not in repro_cli.run("verify", "--first-epochs")
     assert list_old() == {FOLLOWED: [record]}
     content = json.loads(record.read_text())
     content["metrics"]["by_seed"][0]["weights_hash"] = "other"  # of which nothing is known
@@ -49,10 +50,27 @@ def test_a_training_that_begins_otherwise_stays_stale(record, repro_cli, monkeyp
     values = first.split(",")
     values[place] = str(float(values[place]) * 1.002)
     curve.write_text("\n".join([header, ",".join(values), *rest, ""]))
-    assert "another one" in repro_cli.run("verify", "--first-epochs")
+    assert "does not tell" in repro_cli.run("verify", "--first-epochs")
     assert list_old() == {OTHER_CODE: [record]}
     monkeypatch.setattr("repro.papers.first_epochs.build_job", None)  # what is known is not trained again
-    assert "another one" in repro_cli.run("verify", "--first-epochs")
+    assert "does not tell" in repro_cli.run("verify", "--first-epochs")
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "follows"),
+    [
+        (2.0001, 1.0, True),  # by its norm, which is the record's
+        (2.0, 1.001, True),  # by its loss
+        (2.003, 1.0, False),  # another training
+        (2.0001, 1.001, False),  # one is as near in both
+    ],
+)
+def test_a_training_is_known_by_what_others_do_not_have(loss, norm, follows):
+    def means(loss: float, norm: float) -> dict[str, float]:
+        return {"train_loss": loss, "train_grad_norm": norm}
+
+    assert judge(means(loss, norm), means(2.0, 1.0), [means(2.0002, 1.002), means(2.1, 3.0)]) == follows
+    assert not judge(means(loss, norm), means(2.0, 1.0), [means(2.0, 1.0)])  # two records are alike
 
 
 def test_another_recipe_is_told_and_nothing_is_recorded(record, repro_cli):
@@ -69,5 +87,5 @@ def test_a_cell_of_the_parameters_that_was_trained_outside_the_pipeline(checkout
     repro_cli.run("pretrain", "--cell", "nano", *options)
     (file,) = Path("results/measured").rglob("metrics.json")
     make_old(file)
-    assert "another one" not in repro_cli.run("verify", "--first-epochs")
+    assert "does not tell" not in repro_cli.run("verify", "--first-epochs")
     assert list_old() == {FOLLOWED: [file]}
