@@ -62,9 +62,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def find_verb(words: list[str]) -> Any:
-    """The command that words after `repro` call, and that is taken off them; None for a placeholder. Fails where there
-    is none.
-    """
+    """The command that words after `repro` call, and that is taken off them; None for a placeholder; else it fails."""
     command: Any = REPRO
     while hasattr(command, "get_command") and words and not words[0].startswith("-"):
         names = words.pop(0).split("|")
@@ -158,9 +156,7 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 def constants() -> dict[str, object]:
-    """The names that tests/test_extension.py gives to plain values: the stage, the task and the family that it adds and
-    runs.
-    """
+    """The names that tests/test_extension.py gives to what it adds and runs: the stage, the task and the family."""
     found = {}
     for node in ast.parse((ROOT / "tests/test_extension.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):

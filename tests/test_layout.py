@@ -73,9 +73,7 @@ def modules(package: str = "") -> dict[str, Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the first-party modules that it imports, anywhere in its file; the packages that it lies in are left
-    out.
-    """
+    """Module -> the first-party modules that it imports, anywhere in its file, but for the packages that it lies in."""
     known = modules()
     return {
         name: {target for target in imported(path) & known.keys() if not f"{name}.".startswith(f"{target}.")}

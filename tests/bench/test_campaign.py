@@ -1,6 +1,4 @@
-"""`repro measure`: its steps run apart, stop in time, are continued, and outlive one that breaks. The records that a
-CPU can make are made.
-"""
+"""`repro measure`: its steps run apart, stop in time, are continued, outlive one that breaks; a CPU's records."""
 
 import dataclasses
 import os

@@ -56,9 +56,7 @@ def test_single_layers(layer, norms, interpolation, device):
     ],
 )
 def test_models_of_the_papers(name, width, tokens, giga):
-    """Two LayerNorms in each of twelve blocks, and one after them; those of denoisers, at the size of their latents,
-    have no scale.
-    """
+    """Two LayerNorms in each of twelve blocks, and one after; a denoiser's, of latents' size, have no scale."""
     image_size, per_value = ((32, 32), 4) if name.startswith("dit3") else ((224, 224), 5)
     terms = fvcore_terms(name, {}, image_size)
     assert terms == {

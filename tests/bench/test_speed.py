@@ -1,6 +1,4 @@
-"""Rows of the speed benchmark in real processes, with real shortages of memory and time; the number of steps by a clock
-of our own.
-"""
+"""Rows of the speed benchmark in real processes, with real shortages of memory and time; steps by our own clock."""
 
 import itertools
 import json
@@ -155,9 +153,7 @@ def test_how_many_steps_are_run(monkeypatch, step_ms, first_ms, compiles, warmup
 
 
 def test_what_loads_at_the_first_call_is_no_memory_of_the_model():
-    """Against the storages that building the model and its steps have alive at once; numba's compiler alone takes over
-    100 MiB.
-    """
+    """Against the storages alive at once in building the model and its steps; numba's compiler alone takes 100 MiB."""
     spec = make_spec(backend="numba", image_size=(144, 144))
 
     def build_and_run():

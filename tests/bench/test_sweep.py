@@ -77,9 +77,7 @@ def test_a_schedule_without_a_limit_measures_everything():
 
 
 def test_rows_of_an_earlier_call_tell_what_is_left():
-    """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, which nobody has
-    measured yet.
-    """
+    """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, unmeasured so far."""
     schedule = RowSchedule([make_spec(32)], lambda spec: 1.0, clock=Clock())
     schedule.note(make_spec(16), make_row(1000.0))
     ((_, expected_s),) = list(schedule)

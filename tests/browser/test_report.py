@@ -1,6 +1,4 @@
-"""report.html in a real browser, `make test-browser`: what only a browser can show. Screenshots to look at lie in
-.runs/browser.
-"""
+"""report.html in a real browser, `make test-browser`: what only a browser can show. Screenshots: .runs/browser."""
 
 import json
 import os
@@ -52,9 +50,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, folder):
-    """Opens the report at a size and a colour scheme; afterwards there must have been no error and no request but for
-    the file.
-    """
+    """Opens the report at a size and a colour scheme; no error and no request but for the file may come of it."""
     pages, messages, requests = [], [], []
 
     def opened(viewport=DESKTOP, scheme="light", **more):

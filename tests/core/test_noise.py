@@ -52,9 +52,7 @@ def test_a_row_alone(changes, reasons):
 
 
 def test_a_small_image_that_took_longer_than_a_large_one_is_noisy():
-    """At 512 the steps took 125 to 135 ms and at 640 they took 115 to 124; 224 and 384 could be equal, by their
-    intervals.
-    """
+    """At 512 steps took 125 to 135 ms, at 640 115 to 124; 224 and 384 could be equal, by their intervals."""
     found = {224: (95.0, 100.0, 105.0), 384: (92.0, 96.0, 99.0), 512: (125.0, 130.0, 135.0), 640: (115.0, 120.0, 124.0)}
     rows = [make_row(side, latency, (low, high)) for side, (low, latency, high) in found.items()]
     assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], []]

@@ -31,9 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def require_fault(check, root, table, fault, read, *, refused, expected) -> None:
-    """Plant a fault of a table: the check counts and names it. Training, which reads the same files, raises one of the
-    check's errors, or takes what it cannot know is wrong.
-    """
+    """Plant a fault: the check counts and names it; training raises one of the check's errors, or takes the data."""
     plant, errors, message = table[fault]
     plant(root)
     lines, found, _ = findings(check, root, expected=expected)

@@ -20,9 +20,7 @@ CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "n
 
 
 def content():
-    """Image 12 has one target of each form and all sorts of non-targets; 5 has nothing; 30 is portrait; 31 too small;
-    40 has a crowd.
-    """
+    """Image 12 has a target of each form and all sorts of non-targets; 5 nothing; 30 portrait; 31 small; 40 a crowd."""
     return {
         "images": [image(12), image(5), image(30, 36, 50), image(31, 40, 31), image(40)],
         "annotations": [
@@ -131,9 +129,7 @@ def test_flip_by_hand(root):
 
 
 def test_crops_by_hand(root):
-    """A resize to a short side of 40, which this image has; a crop of 16 to 24 pixels each way; an enlargement that
-    shows the pixels.
-    """
+    """A resize to a short side of 40, as it is; a crop of 16 to 24 pixels each way; an enlargement."""
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
     boxes = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]])

@@ -286,9 +286,7 @@ def test_preprocessing_travels_with_weights_and_is_read_from_timm():
 
 
 def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
-    """As in the paper's recipe: after normalisation, each value of the rectangle is N(0, 1), in images chosen with
-    `re_prob`.
-    """
+    """After normalisation, each value of the rectangle is N(0, 1), in images chosen with `re_prob`."""
     settings, cpu = TransformSettings(image_size=32, re_prob=0.25), torch.device("cpu")
     images = torch.randint(0, 256, (400, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     plain = ToInput(settings, cpu)(images)

@@ -1,6 +1,4 @@
-"""Tests that need a CUDA GPU: `make test-gpu`. A small checkout to train in, with a cell for every nano model and
-precision.
-"""
+"""Tests that need a CUDA GPU, `make test-gpu`: a small checkout with a cell for every nano model and precision."""
 
 import json
 from pathlib import Path

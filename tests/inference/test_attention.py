@@ -1,6 +1,4 @@
-"""Where tokens look: implicit attention against softmax weights, formulas and whole Jacobians, and its numbers against
-hand counts.
-"""
+"""Where tokens look: implicit attention against softmax weights, formulas, whole Jacobians and hand counts."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried from chunk to
-chunk.
-"""
+"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried along."""
 
 import pytest
 import timm
@@ -42,9 +40,7 @@ def calls_of(model, images):
 
 
 def by_autograd(o: Arguments, image: int, r: int, h: int):
-    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head: loss by definition, gradient by autograd, in
-    fp64.
-    """
+    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head, by autograd in fp64."""
     k, v, lr = (x.double() for x in (o.k[image, :, r, h], o.v[image, :, r, h], o.lr[image, :, h]))
     W, b, gamma, mu = (x[r, h].double() for x in (o.W0, o.b0, o.ln_weight, o.ln_bias))
     c, order = o.token_scale[r].double(), list(range(len(k)))

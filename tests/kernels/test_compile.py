@@ -63,9 +63,7 @@ def test_the_record_is_of_these_kernels(record, name):
 
 
 def test_the_default_configs_in_the_record_have_no_spills(record):
-    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, for which 255 registers
-    are a few too few.
-    """
+    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, short of registers."""
     rows = [row for row in record["rows"] if row["default"]]
     expected = []
     for row in rows:
@@ -210,9 +208,7 @@ def test_ttt_linear_compiles(kernel, dtype, target):
 )
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_shared_memory_of_other_sizes_is_what_the_table_says(kernel, dtype, width, chunk_size):
-    """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere; in
-    fp32 `SHARED_KIB` says which sizes need more in the backward pass, and how much.
-    """
+    """In two-byte elements it fits 99 KiB, the smallest GPUs'; `SHARED_KIB` has fp32's backward pass."""
     one = OPERATORS["ttt_linear"].compilation(kernel, dtype, chunk_size=chunk_size, width=width)
     found = one.read(89)["shared_bytes"]
     needed = dtype == "fp32" and kernel.endswith("backward") and triton_fwd.SHARED_KIB.get((width, chunk_size))
@@ -350,9 +346,7 @@ def test_slices_are_loaded_by_sixteen_bytes(kernel):
 
 @pytest.mark.parametrize("channels", [192, slow(384), slow(768)])
 def test_the_convolution_on_the_grid_loads_its_taps_once(channels):
-    """Before its loop, and in the layout in which they are used, so that nothing passes between threads: what barriers
-    there are are the norm's, where several warps share a row.
-    """
+    """Before its loop, in the layout of their use, so that nothing passes between threads: barriers are the norm's."""
     one = OPERATORS["conv_norm"].compilation("conv_norm_forward", "bf16", channels=channels)
     found = one.read(90)
     # three columns and one in the loop, of three rows; nine taps, gamma and beta, 32 bytes of each

@@ -1,6 +1,4 @@
-"""What numba's loops share: functions against fp64, results that no number of threads changes, and machines without
-numba.
-"""
+"""What numba's loops share: functions against fp64, results for any number of threads, machines without numba."""
 
 import dataclasses
 import math
@@ -151,9 +149,7 @@ def test_where_numba_cannot_run():
 
 
 def test_a_block_of_vittt():
-    """Inference around the scan by loops is the plain path but for rounding; hooks, training and gradients see the
-    modules.
-    """
+    """Inference by loops is the plain path but for rounding; hooks, training and gradients see the modules."""
     torch.manual_seed(0)
     model = timm.create_model("vittt_nano_patch16_144", depth=2, embed_dim=32, num_heads=2, img_size=80).eval()
     for parameter in model.parameters():  # away from the zeros and ones of the start

@@ -93,9 +93,7 @@ EVERY_SIZE = [
 
 @pytest.mark.parametrize(("cases", "sizes"), EVERY_SIZE)
 def test_output_and_every_gradient_against_fp64(cases, sizes):
-    """At ragged sizes and the special ones, in every dtype, with allocations full of NaN; results have the dtypes of
-    the inputs.
-    """
+    """At ragged and special sizes, in every dtype, with memory full of NaN; results have the dtypes of the inputs."""
     if INTERPRETED:
         rows = [check.compare(cases, "", sizes, dtype, seeds=[0]) for dtype in ("fp32", "fp16")]
         assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
@@ -301,9 +299,7 @@ def test_inputs_are_left_alone_and_may_be_strided(cases, layout, backend):
 
 
 def test_images_are_apart(cases, any_backend):
-    """One alone is as among others. A NaN in one image's input fills no other image's output, and reaches that image's
-    own; in a parameter it reaches the output.
-    """
+    """One alone is as among others. A NaN in one image reaches its own output alone; in a parameter, the output."""
     function, axis = operator(cases, any_backend), cases.OUT_BATCH
     inputs, three = (
         [x.detach() for x in draw(cases, sizes=dataclasses.replace(cases.SMALL, batch=b))[0]] for b in (2, 3)
@@ -356,9 +352,7 @@ def test_shapes_on_a_gpu_that_need_not_exist(cases):
 
 
 def wrong_arguments(cases):
-    """(what is changed, the changed inputs and backend, the error, the message) for each mistake that any operator can
-    be given.
-    """
+    """(what is changed, the changed inputs and backend, the error, the message) of mistakes with any operator."""
     inputs = {name: x.detach() for name, x in zip(cases.INPUTS, draw(cases, torch.float32)[0], strict=True)}
     leading = cases.op.CUSTOM_OP.leading
     lead = inputs[leading]

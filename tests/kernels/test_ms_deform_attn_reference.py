@@ -1,6 +1,4 @@
-"""The reference of multi-scale deformable attention, and the torch backend beside it, against numbers and rules from
-elsewhere.
-"""
+"""The reference of deformable attention, and the torch backend beside it, against numbers and rules from elsewhere."""
 
 import pytest
 import torch

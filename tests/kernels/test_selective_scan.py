@@ -1,6 +1,4 @@
-"""What is the selective scan's own among its tests: the official releases' tensors, routes, the gate, tiles, large
-steps, its errors.
-"""
+"""What is the selective scan's own: the releases' tensors, routes, the gate, tiles, large steps, its errors."""
 
 from pathlib import Path
 
@@ -32,9 +30,7 @@ def assert_near_reference(sizes, inputs=None, limit=1e-9):
 
 @pytest.mark.parametrize(("release", "routes"), [("vmamba", 4), ("mambavision", 1)])
 def test_scan_of_hierarchical_releases(release, routes):
-    """VMamba's four routes of one state, MambaVision's one of eight: the output and every gradient. There, routes lie
-    in the channels.
-    """
+    """VMamba's four routes of one state, MambaVision's one of eight: output and gradients. Routes are channels."""
     data = {
         key.removeprefix("scan/"): torch.from_numpy(x)
         for key, x in np.load(DATA / f"{release}.npz").items()

@@ -1,6 +1,4 @@
-"""The reference of the selective scan against what was written elsewhere: the official release, a closed form, a sum by
-hand.
-"""
+"""The reference of the selective scan against the official release, a closed form, and a sum by hand."""
 
 from pathlib import Path
 

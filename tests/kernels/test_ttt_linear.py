@@ -1,6 +1,4 @@
-"""What is TTT-Linear's own among its tests: the official release's tensors, directions, chunks and segments, its FLOPs,
-its errors.
-"""
+"""What is TTT-Linear's own: the release's tensors, directions, chunks and segments, its FLOPs, its errors."""
 
 from pathlib import Path
 

@@ -38,9 +38,7 @@ def test_with_the_squared_error_it_is_the_plain_reference(T, chunk_size, reverse
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel"])
 def test_with_the_dot_product_it_is_a_masked_attention(form):
-    """out_t = q_t W0 + Σ_s w_ts (q_t·k_s) v_s: a token of an earlier chunk counts with the scale of its chunk's end,
-    one of its own with t's.
-    """
+    """out_t = q_t W0 + Σ_s w_ts (q_t·k_s) v_s: the scale of an earlier chunk is its end's, of t's own it is t's."""
     T, n = 23, 5
     q, k, v, lr, c, W0 = (x.detach() for x in drawn(T, n))
     weight = torch.zeros(T, T, dtype=q.dtype)

@@ -1,6 +1,4 @@
-"""Inference can be captured as a CUDA graph, as far as tensors without data tell: nothing waits for the device or
-leaves it.
-"""
+"""Inference can be captured as a CUDA graph, as tensors without data tell: nothing waits for or leaves it."""
 
 import pytest
 import timm
@@ -43,9 +41,7 @@ def move(model):
 
 
 def watch(name, harm=lambda x: None):
-    """What the second call of a model in bf16 inference does that a graph cannot hold; `harm` changes what its norm
-    gives.
-    """
+    """What a model's second call in bf16 inference does that a graph cannot hold; `harm` changes its norm's output."""
     model = timm.create_model(name).eval()
     model.norm.register_forward_hook(lambda module, inputs, out: harm(out))
     side = int(name.rpartition("_")[2])

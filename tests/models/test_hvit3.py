@@ -116,9 +116,7 @@ DENSE = {
 
 @pytest.mark.parametrize("size", DENSE)
 def test_dense_models_are_those_that_are_published(size):
-    """torchvision's heads also have a box and a mask of the background, 4 (1024 + 1) and 256 + 1 parameters; the
-    published counts leave out the segmenter's auxiliary head.
-    """
+    """Without torchvision's box and mask of the background, and without the segmenter's auxiliary head."""
     detector_params, segmenter_params, *gigas = DENSE[size]
     with torch.device("meta"):
         pyramid = build_pyramid(f"hvit3_{size}_224").eval()

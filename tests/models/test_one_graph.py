@@ -1,6 +1,4 @@
-"""Vittt's fused blocks under torch.compile: one graph, of the launches alone, on a made-up GPU and tensors without
-data.
-"""
+"""Vittt's fused blocks under torch.compile, on a made-up GPU and without data: one graph, of the launches alone."""
 
 from types import SimpleNamespace
 

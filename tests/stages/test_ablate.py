@@ -1,6 +1,4 @@
-"""`repro ablate` as a user runs it: the grid counted by hand, cells that are killed and continue, and every wrong input
-as one line.
-"""
+"""`repro ablate` as a user runs it: the grid counted by hand, and cells that are killed and continue."""
 
 import csv
 import dataclasses
@@ -165,9 +163,7 @@ def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
 
 
 def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
-    """`pretrain` has no model of the study here; the results do not meet those of Vittt's variants, nor its names in
-    .runs.
-    """
+    """`pretrain` has no model of the study here; its results and names do not meet those of Vittt's variants."""
     arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
     out = repro_cli.run(*arguments)
     assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out

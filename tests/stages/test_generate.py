@@ -1,6 +1,4 @@
-"""`repro generate` as a user runs it: a training, which continues after a signal; pictures and their scores; every
-wrong input as one line.
-"""
+"""`repro generate` as a user runs it: a training, which continues after a signal; pictures and their scores."""
 
 import csv
 import json

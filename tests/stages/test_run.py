@@ -1,6 +1,4 @@
-"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a
-signal does.
-"""
+"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what alone, what fails, what stops."""
 
 import json
 import os
@@ -72,9 +70,7 @@ def test_two_run_at_once_one_alone_and_a_second_call_has_nothing_to_do(project, 
 
 
 def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd):
-    """And a stage that a signal killed says so, and where its output is: the last line of its log is about something
-    else; the second shell outlives the killed one, and gives 137.
-    """
+    """A stage that a signal killed says so, and where its output is; a shell that outlives the killed one gives 137."""
     write(
         project,
         wrong=("echo repro: no such file >&2; exit 3", []),

@@ -206,9 +206,7 @@ def test_mask_targets_are_the_mask_under_the_box():
 
 
 def test_pasted_masks_are_sampled_at_pixel_centres():
-    """Bilinear sampling in loops on the grid of the mask, with zeros around it; boxes between pixels and beyond the
-    picture.
-    """
+    """Bilinear sampling in loops on the grid of the mask, with zeros around it, for boxes anywhere."""
     masks = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)) ** 0.3
     boxes = torch.tensor([[2.0, 3.0, 10.0, 7.0], [-3.3, 4.6, 7.7, 13.1], [11.2, -2.0, 18.0, 9.4]])
     expected = np.zeros((3, 12, 15), dtype=bool)

@@ -27,9 +27,7 @@ IDS = (7, 3)  # the file's ids of label 1 and 2
 
 
 def write(path, objects, size=100):
-    """An annotation file of two images; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes.
-    Image ids count from 1.
-    """
+    """Annotations of two images; objects are (image id from 1, category id, x, y, w, h, iscrowd), masks full boxes."""
     annotations = []
     for number, (image_id, category, x, y, w, h, crowd) in enumerate(objects, 1):
         mask = compressed(block(x, y, x + w, y + h, size, size)) if crowd else None
@@ -105,9 +103,7 @@ def test_metrics_by_hand(tmp_path, objects, found, expected):
 
 
 def test_confusion_by_hand(tmp_path):
-    """Label 1 found as 2 and missed once, label 2 found twice (the second time it is no object); what lies in a crowd
-    counts nowhere.
-    """
+    """Label 1 found as 2 and missed once, label 2 found twice, once wrongly; what lies in a crowd counts nowhere."""
     crowd = (2, 7, 50, 50, 50, 50, 1)
     file = write(tmp_path / "truth.json", [*TRUTH, crowd])
     first = detections(
@@ -250,9 +246,7 @@ def shown():
 
 
 def test_a_drawing_shows_detections(shown):
-    """Masks above the score colour their pixels and no others; the picture is enlarged; nothing is drawn below the
-    score.
-    """
+    """Masks above the score colour their pixels and no others; the picture is enlarged."""
     grey = torch.randint(0, 256, (1, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     drawn = draw(grey.expand(3, -1, -1), shown, ["square", "disc"], min_score=0.5)
     assert drawn.size == (512, 512)

@@ -1,6 +1,4 @@
-"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand;
-scores.
-"""
+"""Diffusion against the official release, a distribution whose denoiser is known, and sums by hand; scores."""
 
 import math
 from collections import OrderedDict
@@ -84,9 +82,7 @@ def test_guidance_by_hand():
 
 
 class Gaussian(nn.Module):
-    """The best denoiser of independent values that are normal with the mean of their class and one deviation: E[ε |
-    x_t].
-    """
+    """The best denoiser of independent normal values with their class's mean and one deviation: E[ε | x_t]."""
 
     num_classes = 2
     means, deviation = torch.tensor([-0.5, 0.8, 0.0]), 0.3

@@ -112,9 +112,7 @@ def test_sound_latents_pass_their_check_and_are_no_pictures(latents):
 
 
 class Vae(nn.Module):
-    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, with a constant as the
-    fourth channel.
-    """
+    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, and a constant."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,4 @@
-"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, and a configuration of
-one's own.
-"""
+"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, mmsegmentation."""
 
 import os
 import re
@@ -51,9 +49,7 @@ def test_perfect_predictions_score_everything():
 
 
 def test_areas_are_added_up_over_images_before_any_quotient():
-    """Two images of 32x32. First: 0 and 1 part at column 20, predicted at 16; second: all 1, but eight columns are
-    predicted as 2.
-    """
+    """First image: 0 and 1 part at column 20, predicted at 16; second: all 1, eight columns predicted as 2."""
     labels, predicted = np.zeros((2, 2, 32, 32), dtype=np.int64)
     labels[0, :, 20:], predicted[0, :, 16:] = 1, 1
     labels[1], predicted[1] = 1, 1

@@ -1,6 +1,4 @@
-"""Run by test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without any randomness; rank 0
-writes what it saw.
-"""
+"""For test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without randomness; rank 0 writes."""
 
 import sys
 from pathlib import Path

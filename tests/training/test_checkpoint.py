@@ -56,9 +56,7 @@ checkpointer.save(2, {"x": torch.zeros(100_000)})
 
 
 def test_a_full_disk_leaves_the_earlier_state(tmp_path):
-    """A file may not grow beyond 20 kB here, as on a disk that has no more: one line, the old state loads, nothing is
-    left over.
-    """
+    """A file may not grow beyond 20 kB, as on a full disk: one line, the old state loads, nothing is left over."""
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert (

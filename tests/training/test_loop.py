@@ -24,9 +24,7 @@ from tests.slow import first
 
 
 class Regression:
-    """Fits noisy lines. Dropout and a NumPy draw per step make the result depend on every generator the engine must
-    restore.
-    """
+    """Fits noisy lines; dropout and a NumPy draw per step depend on every generator that must be restored."""
 
     batch_size, steps_per_epoch, device, ranks = 8, 5, torch.device("cpu"), Ranks()
     curve_split = reported_split = "val"
@@ -166,9 +164,7 @@ def test_killed_while_it_evaluates(tmp_path, whole, epoch):
 
 
 class Tuned(Regression):
-    """Has a split for the curve and one that is reported; notes which it evaluates, and what happens in the final
-    evaluation.
-    """
+    """Has a split for the curve and one that is reported, and notes which it evaluates."""
 
     curve_split, reported_split = "tune", "test"
 
@@ -441,9 +437,7 @@ def test_accumulation_is_the_whole_batch(tmp_path):
 
 
 def test_moving_average_by_hand(tmp_path):
-    """w ← decay·w + (1 − decay)·model after each step, from the weights at the start; it is what is returned and
-    resumed.
-    """
+    """w ← decay·w + (1 − decay)·model after each step, from the start's weights; it is returned and resumed."""
     seen = []
 
     class Watched(Regression):
@@ -528,9 +522,7 @@ def test_a_killed_run_with_a_teacher_ends_like_an_uninterrupted_one(tmp_path, st
 
 
 def test_fp16_lowers_its_scale_where_gradients_overflow(tmp_path):
-    """The first steps are skipped until the scale fits; the run then learns, and a stopped one continues with its
-    scale.
-    """
+    """Steps are skipped until the scale fits; the run then learns, and a stopped one continues with its scale."""
     weights, curve = train(tmp_path / "a", Loud(), precision="fp16", epochs=4)
     with pytest.raises(Killed):
         train(tmp_path / "b", Loud(kill_at(11)), precision="fp16", epochs=4)
@@ -606,9 +598,7 @@ def test_schedules_that_mean_nothing_are_refused(more, what):
 
 
 def test_rates_decay_by_layer():
-    """timm's rule: the stem is layer 0, block i layer i + 1, what no pattern names the last; each layer's rate is the
-    next one's times 0.5.
-    """
+    """timm's rule: the stem is layer 0, block i layer i + 1, the rest the last; each rate is half the next one's."""
 
     class Layered(nn.Module):
         def __init__(self):
@@ -642,9 +632,7 @@ def test_weight_decay_groups():
 
 
 def test_the_first_step_of_lamb():
-    """Both averages are the gradient's own then: a step along sign(g) + λw, as long as the weight for what decays;
-    biases just follow.
-    """
+    """Both averages are the gradient's own then: a step along sign(g) + λw, as long as the weight; biases follow."""
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
     optimizer = build_optimizer(
@@ -670,9 +658,7 @@ def test_clipping_bounds_the_first_update(tmp_path):
 
 @pytest.mark.parametrize(("accumulate", "mesa"), [(1, None), (2, None), (2, 1.5)])
 def test_a_dump_repeats_the_step_to_the_bit(tmp_path, accumulate, mesa):
-    """With erasing, mixup, stochastic depth and parts of a batch: the loss that training saw is the dump's, and the
-    replay's.
-    """
+    """With erasing, mixup, stochastic depth and parts of a batch: the loss of training, dump and replay is one."""
     from repro.data.settings import TransformSettings
     from repro.models.registry import build_model
     from repro.tasks.classification.params import MesaParams, MixParams

@@ -1,6 +1,4 @@
-"""Several processes: what they compute is what one computes, and what they agree on. Real gloo processes under
-torchrun.
-"""
+"""Several gloo processes under torchrun: what they compute is what one computes, and what they agree on."""
 
 import os
 import subprocess

@@ -54,9 +54,7 @@ def run(folder, steps, **changes):
 
 @pytest.mark.parametrize("jsonl", [True, False])
 def test_a_window_by_hand(tmp_path, jsonl):
-    """Window 1: 2 + 6 s, 1 + 3 s of them waiting; 2 ranks x 32 images in 8 s; 3 x 10 FLOP x 8 img/s on 2 devices of
-    1200 FLOP/s.
-    """
+    """Window 1: 2 + 6 s, 1 + 3 s of them waiting; 2 ranks x 32 images in 8 s; 3 x 10 x 8 FLOP/s of 2 x 1200."""
     clock = Clock()
     settings = {"jsonl": jsonl, "ranks": Ranks(world_size=2), "flop_per_image": 10.0, "peak_flop_per_s": 1200.0}
     with make(tmp_path, clock, **settings) as watch:
@@ -157,9 +155,7 @@ def test_means_are_over_the_steps_that_have_the_number_and_were_not_skipped(tmp_
 @pytest.mark.parametrize("saved", [0, 1, 6, 7, 9])
 @pytest.mark.parametrize("cut", [0, 1, 20])
 def test_a_resumed_file_is_the_one_of_an_uninterrupted_run(tmp_path, saved, cut):
-    """Killed after step 9, or while the last `cut` bytes of a line were not yet written, with the state of step `saved`
-    on disk.
-    """
+    """Killed after step 9, or before the last `cut` bytes of a line were written, with the state of step `saved`."""
     run(tmp_path / "whole", range(1, 13))
     run(tmp_path / "cut", range(1, 10 + (cut > 1)))
     path = tmp_path / "cut/train.jsonl"

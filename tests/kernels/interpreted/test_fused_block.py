@@ -1,6 +1,4 @@
-"""A block of Vittt in few launches: output and every gradient are those of the plain path, and what it is not for takes
-that path.
-"""
+"""A block of Vittt in few launches: its output and gradients are the plain path's, which everything else takes."""
 
 import pytest
 import timm
@@ -99,9 +97,7 @@ def test_new_weights_are_used_at_once(change):
 
 
 def test_a_frozen_model_keeps_its_constants():
-    """The bits of one that is not, and nothing is made again until it is trained, cast or loaded; gradients never see
-    what is kept.
-    """
+    """The bits of one that is not; nothing is made again until it is trained, cast or loaded, or seen by gradients."""
     model, images = make().eval(), torch.randn(1, 3, 80, 80)
     model.set_backend("triton")
     with torch.inference_mode():
@@ -138,9 +134,7 @@ def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
 
 
 def test_a_frozen_block_repeats_its_launches(monkeypatch):
-    """For other images, sides, batches and dtypes of products; each as it computes them anew. What is not frozen
-    repeats nothing of the block, and another weight is seen there.
-    """
+    """For other images, sides, batches and dtypes, each as it computes them anew; another weight is seen."""
     model = make(img_size=48).eval()
     model.set_backend("triton")
     calls = [torch.randn(batch, 3, *sides) for batch, sides in ((2, (48, 48)), (1, (32, 64)))]

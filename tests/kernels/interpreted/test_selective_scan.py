@@ -1,6 +1,4 @@
-"""What is the selective scan's own among the tests of its kernels: groups and segments of tokens, small steps, strides that
-are not copied.
-"""
+"""What is the selective scan's own: groups and segments of tokens, small steps, strides that are not copied."""
 
 import functools
 import itertools
@@ -40,9 +38,7 @@ def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dt
     [(1, 53, 33, {}), *itertools.starmap(slow, [(2, 48, 8, {}), (1, 79, 40, VMAMBA), (2, 49, 8, MAMBAVISION)])],
 )
 def test_segments_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
-    """Three to five segments, the last one full, short or of one token, each with two groups: the output, and by the
-    states kept at the groups every gradient.
-    """
+    """Three to five segments, the last full, short or of one token, with two groups each: output and every gradient."""
     monkeypatch.setattr(triton_fwd, "GROUP", 8)
     monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
     sizes = Sizes(batch=batch, tokens=tokens, channels=channels, **options)
@@ -78,9 +74,7 @@ def count_programs(monkeypatch, images, tokens):
 
 
 def test_one_large_image_fills_a_gpu_and_many_images_are_not_cut(monkeypatch):
-    """6,400 tokens of 1,280 pixels: 2 directions of 12 blocks of channels, in 25 segments, of which the last state is
-    not needed; the states between them, 2 · 384 · 16, are a thread each.
-    """
+    """1,280 pixels: 2 directions of 12 blocks of channels in 25 segments; 2 · 384 · 16 states between."""
     assert count_programs(monkeypatch, 1, 6400) == [24 * 24, 2 * 384 * 16 // 32, 24 * 25]
     assert count_programs(monkeypatch, 64, 6400) == [64 * 24]
     assert count_programs(monkeypatch, 21, 6400)[-1] == 21 * 24 * 25 and count_programs(monkeypatch, 22, 6400) == [528]
