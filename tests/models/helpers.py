@@ -15,17 +15,10 @@ from repro.models.weights import adapt_to_size, load_state, save_weights, transl
 
 # families of `Hierarchy`, and those whose tokens have one grid but for timm's own: all that have a nano for these tests
 HIERARCHICAL = tuple(name.removesuffix("_nano_144") for name in timm.list_models("*_nano_144"))
-OWN = tuple(
-    name.removesuffix("_nano_patch16_144")
-    for name in timm.list_models("*_nano_patch16_144", exclude_filters=["deit_*", "t5_softmax_*"])
-)
-PREPROCESSING = {
-    "input_size": [3, 144, 144],
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-    "mean": [0.5] * 3,
-    "std": [0.5] * 3,
-}
+PLAIN = "_nano_patch16_144"
+OWN = tuple(n.removesuffix(PLAIN) for n in timm.list_models(f"*{PLAIN}", exclude_filters=["deit_*", "t5_softmax_*"]))
+PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0}
+PREPROCESSING |= dict.fromkeys(("mean", "std"), [0.5] * 3)
 
 
 def nano_name(family: str) -> str:
@@ -109,9 +102,7 @@ def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tupl
     load_state(model, state, f"official weights do not fit {type(model).__name__} as built")
 
 
-def save_model(
-    path: Path, name: str, *, model: nn.Module | None = None, side: int = 144, classes=10, task=None, **options
-):
+def save_model(path: Path, name: str, *, model=None, side: int = 144, classes=10, task=None, **options) -> nn.Module:
     """Write the file that a training leaves, of random weights or of a model built so; returns the model."""
     names = [f"class {i}" for i in range(classes)] if isinstance(classes, int) else classes
     options = {**options, "num_classes": len(names), "img_size": side}

@@ -29,15 +29,11 @@ def move(model):
     """Give the model parameters and buffers on a GPU that need not exist."""
     for module in model.modules():
         for key, x in list(module.named_parameters(recurse=False)):
-            setattr(
-                module,
-                key,
-                torch.nn.Parameter(torch.empty(x.shape, dtype=torch.bfloat16, device="cuda"), requires_grad=False),
-            )
+            x = torch.empty(x.shape, dtype=torch.bfloat16, device="cuda")
+            setattr(module, key, torch.nn.Parameter(x, requires_grad=False))
         for key, x in list(module.named_buffers(recurse=False)):
-            module.register_buffer(
-                key, torch.empty(x.shape, dtype=torch.bfloat16 if x.is_floating_point() else x.dtype, device="cuda")
-            )
+            dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
+            module.register_buffer(key, torch.empty(x.shape, dtype=dtype, device="cuda"))
 
 
 def watch(name, harm=lambda x: None):
@@ -55,18 +51,9 @@ def watch(name, harm=lambda x: None):
     return seen.found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vittt_tiny_patch16_224",
-        "vim_tiny_patch16_224",
-        "vrwkv_tiny_patch16_224",
-        "vit3_tiny_patch16_224",
-        "t5_tiny_patch16_224",
-    ],
-)
-def test_a_warm_model_stays_on_its_device(name):
-    assert watch(name) == []
+@pytest.mark.parametrize("family", ["vittt", "vim", "vrwkv", "vit3", "t5"])
+def test_a_warm_model_stays_on_its_device(family):
+    assert watch(f"{family}_tiny_patch16_224") == []
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,8 @@ def run_block(mode, fused, side=80, batch=64):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
         for module in block.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                setattr(
-                    module, key, torch.nn.Parameter(torch.empty_like(parameter, device="cuda"), requires_grad=False)
-                )
+                empty = torch.empty_like(parameter, device="cuda")
+                setattr(module, key, torch.nn.Parameter(empty, requires_grad=False))
         tokens = torch.empty(batch, side * side, block.mixer.dim, dtype=torch.bfloat16)
         if fused:
             fused_block.freeze(block, side * side)

@@ -25,11 +25,8 @@ def truth() -> dict[str, Tensor]:
 def shape(truth) -> dict:
     config = {key: value.tolist() for key, value in below(truth, "model_s2/config/").items()}
     assert (config["d_state"], config["mlp_ratio"]) == (1, 4)
-    return {
-        "widths": [config["embed_dim"] << i for i in range(4)],
-        "depths": config["depths"],
-        "expand": int(config["ssm_ratio"]),
-    }
+    widths = [config["embed_dim"] << i for i in range(4)]
+    return {"widths": widths, "depths": config["depths"], "expand": int(config["ssm_ratio"])}
 
 
 def released(truth) -> VMamba:
@@ -106,12 +103,8 @@ def test_published_counts(size, params, fvcore):
     counted = cost(f"vmamba_{size}_224", {}, (224, 224))
     assert (counted.num_params, sum(counted.paper_terms.values())) == (params, fvcore)
     assert counted.macs_g_paper_convention == fvcore / 1e9
-    own = (
-        fvcore
-        - counted.paper_terms["layer_norm"]
-        - counted.paper_terms["pooling"]
-        - counted.paper_terms["scan"] * 6 // 10
-    )
+    of = counted.paper_terms
+    own = fvcore - of["layer_norm"] - of["pooling"] - of["scan"] * 6 // 10
     assert counted.macs == own and counted.method == "analytic"
 
 
@@ -146,9 +139,8 @@ def test_an_official_file_loads_with_linear_layers_as_convolutions(truth, tmp_pa
     linear = ("in_proj.weight", "out_proj.weight", "fc1.weight", "fc2.weight")
     as_convs = {key: x[..., None, None] if key.endswith(linear) else x for key, x in state.items()}
     averaged = {key: torch.zeros_like(x) for key, x in state.items()}
-    torch.save(
-        {"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}, tmp_path / "official.pth"
-    )
+    content = {"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}
+    torch.save(content, tmp_path / "official.pth")
     model, image = VMamba(num_classes=7, **shape(truth)).eval(), truth["model_s2/x2"]
     load_official(model, read_official(tmp_path / "official.pth"))
     with torch.no_grad():
@@ -163,11 +155,12 @@ def test_the_sum_of_the_routes_stays_in_fp32_under_autocast(monkeypatch):
 
     seen = []
     scan = vmamba.selective_scan_routes
-    monkeypatch.setattr(
-        vmamba,
-        "selective_scan_routes",
-        lambda u, *rest, **options: seen.append((u, scan(u, *rest, **options))) or seen[-1][1],
-    )
+
+    def noted(u, *rest, **options):
+        seen.append((u, scan(u, *rest, **options)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(vmamba, "selective_scan_routes", noted)
     mixer, x = SS2D(8, 1), torch.randn(1, 3, 4, 8)
     for dtype in (torch.float16, torch.bfloat16):
         with torch.no_grad(), torch.autocast("cpu", dtype):
