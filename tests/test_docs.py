@@ -28,12 +28,8 @@ from repro.tasks.generation.params import GenerateParams
 from tests.conftest import ROOT, run_python
 from tests.test_layout import import_graph
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "results/measured/README.md",
-    ROOT / "results/speed.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = [ROOT / name for name in ("README.md", "results/measured/README.md", "results/speed.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 REPRO = typer.main.get_command(app)

@@ -198,9 +198,8 @@ def test_gradients_of_grouped_convolutions(groups, transposed):
     for mask in ([True, False, True], [False, True, False], [True, True, False]):
         counter = OperatorCounter()
         with counter:
-            torch.ops.aten.convolution_backward(
-                grad_out, x, w, [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask
-            )
+            shape = [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask
+            torch.ops.aten.convolution_backward(grad_out, x, w, *shape)
         assert counter.macs == sum(mask[:2]) * positions * 4 * 8 // groups * 9
 
 

@@ -61,11 +61,8 @@ def test_rows_to_count_are_every_combination():
 def test_the_grid_measures_what_is_compared_next_to_each_other():
     op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
     sizes = {"T": {"model": "v", "baseline": "d"}}
-    params = build(
-        EfficiencyParams,
-        {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op},
-        "efficiency",
-    )
+    section = {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op}
+    params = build(EfficiencyParams, section, "efficiency")
     specs = params.specs("cuda", threads=3)
     assert [(spec.image_size[0], spec.model, spec.attention) for spec in specs] == [
         (side, *model) for side in (64, 32) for model in (("v", None), ("d", "unfused"), ("d", "fused"), ("o", None))

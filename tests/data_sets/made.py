@@ -45,9 +45,7 @@ def runs(mask: np.ndarray) -> dict[str, Any]:
     return {"size": list(mask.shape), "counts": counts}
 
 
-def annotation(
-    number: int, image_id: int, category_id: int, bbox: list[float], segmentation: Any = None, **more: Any
-) -> dict[str, Any]:
+def annotation(number: int, image_id: int, category_id: int, bbox: list[float], segmentation=None, **more) -> dict:
     """An instance; without a segmentation it is the box."""
     left, top, width, height = bbox
     return {
@@ -82,9 +80,7 @@ def write_coco(root: Path, content: dict[str, Any], split: str = "train2017") ->
     return root
 
 
-def write_ade20k(
-    root: Path, *, classes: int, split: str = "training", pairs: int = 4, size: tuple[int, int] = (40, 64)
-) -> Path:
+def write_ade20k(root: Path, *, classes: int, split: str = "training", pairs: int = 4, size=(40, 64)) -> Path:
     """Pairs of noise with blocks of labels 0..classes, one of them 0.
 
     Images are PNGs under JPEG's name, so that every decoder reads the same.

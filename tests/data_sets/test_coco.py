@@ -103,11 +103,8 @@ def test_a_mask_of_nothing_is_no_target(tmp_path):
 )
 def test_sizes_by_hand(tmp_path, size, expected):
     height, width = size
-    found = {
-        "images": [image(1, width, height)],
-        "annotations": [annotation(1, 1, 7, [8, 16, 100, 120])],
-        "categories": CATEGORIES,
-    }
+    found = {"images": [image(1, width, height)], "categories": CATEGORIES}
+    found["annotations"] = [annotation(1, 1, 7, [8, 16, 100, 120])]
     settings = DetectionTransformSettings(min_size=(400, 800), max_size=1333)
     pixels, target = detection(write_coco(tmp_path, found), settings)[(0, 0)]
     assert tuple(pixels.shape) == (3, *expected) and target["original_size"] == size
@@ -181,10 +178,8 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
 
 
 def test_loaders_batch_lists(root):
-    train, val = (
-        TrainLoader(detection(root, training=True), batch_size=2, seed=0),
-        EvalLoader(detection(root), batch_size=2),
-    )
+    train = TrainLoader(detection(root, training=True), batch_size=2, seed=0)
+    val = EvalLoader(detection(root), batch_size=2)
     ((images, targets),) = train.batches(0)
     # 50 x 36 with a short side of 40
     assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}

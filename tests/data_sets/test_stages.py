@@ -21,11 +21,8 @@ from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
 from stages import environment
 
-DIGITS = {
-    "kind": "digits",
-    "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359},
-    "generate": {"image_size": 16},
-}
+DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}}
+DIGITS["generate"] = {"image_size": 16}
 COUNTS = {"train": 6, "tune": 2, "test": 3}
 SCENES = {"kind": "scenes", "expected": {"classes": 13, **COUNTS}, "draw": COUNTS}
 CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES)]

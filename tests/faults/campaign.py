@@ -356,12 +356,11 @@ def are_equal(a: Any, b: Any) -> bool:
     pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=False))
     if len(pairs) != len(tree_leaves(b)) or len(pairs) != len(tree_leaves(a)):
         return False
-    return all(
-        x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes()
-        if isinstance(x, torch.Tensor)
-        else repr(x) == repr(y)
-        for x, y in pairs
-    )
+
+    def told(x: Any) -> Any:
+        return (x.dtype, x.numpy().tobytes()) if isinstance(x, torch.Tensor) else repr(x)
+
+    return all(told(x) == told(y) for x, y in pairs)
 
 
 def list_cases(kills: int, flips: int, files: int) -> list[str]:

@@ -19,9 +19,8 @@ import pytest
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
 
-KILLS, FLIPS, SEED = (
-    int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0))
-)
+USUAL = {"FAULT_KILLS": 1, "FAULT_FLIPS": 5, "FAULT_SEED": 0}
+KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in USUAL.items())
 pytestmark = pytest.mark.skipif(
     not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks"
 )

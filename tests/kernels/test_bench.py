@@ -63,9 +63,8 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
         return ttt_linear(q, k, v, lr.bfloat16(), *shared, chunk_size=chunk_size, eps=eps, backend="torch"), None, None
 
     def ours(q, k, v, lr, *shared):
-        outs = [
-            ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared), backend="torch") for r in (0, 1)
-        ]
+        pairs = [([x[:, :, r] for x in (q, k, v)], [x[r] for x in shared]) for r in (0, 1)]
+        outs = [ttt_linear(*own, lr, *more, backend="torch") for own, more in pairs]
         return torch.stack(outs, 2)
 
     module = SimpleNamespace(chunk_ttt_linear=stands_in, fused_chunk_ttt_linear=stands_in)

@@ -171,10 +171,8 @@ def test_configs_differ(name):
 # Kernel -> target -> stack bytes of a default config in two-byte elements at D = 64 and chunk size 16. In one pass
 # three programs share a multiprocessor for that, and there is one wave where there were two; the pass BACK loads three
 # stages ahead, which fits sm_90.
-MOST_SPILLED = {
-    "ttt_linear_backward": dict.fromkeys(resources.TARGETS, 288),
-    "ttt_linear_backward_back": {80: 176, 89: 104},
-}
+MOST_SPILLED = {"ttt_linear_backward_back": {80: 176, 89: 104}}
+MOST_SPILLED["ttt_linear_backward"] = dict.fromkeys(resources.TARGETS, 288)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -271,10 +269,8 @@ def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
 
 def test_a_token_of_a_segment_costs_what_others_do():
     """The state that it starts from comes in the layout of the decays, which would else be exchanged at every token."""
-    whole, segment = (
-        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90)["loops"][0]
-        for name in ("forward", "forward_segments")
-    )
+    one, names = OPERATORS["selective_scan"].compilation, ("selective_scan_forward", "selective_scan_forward_segments")
+    whole, segment = (one(name, "bf16").read(90)["loops"][0] for name in names)
     assert segment["instructions"] <= 1.02 * whole["instructions"] and segment["BAR"] == whole["BAR"]
 
 
@@ -283,10 +279,8 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
     token has three
     sums over states, two steps for each of four values a thread, and two over channels, three steps each.
     """
-    forward, backward = (
-        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90)
-        for name in ("forward", "backward")
-    )
+    one = OPERATORS["selective_scan"].compilation
+    forward, backward = (one(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward"))
     assert forward["loops"][0]["SHFL"] <= 8
     assert max(loop["SHFL"] for loop in backward["loops"]) == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
 

@@ -31,11 +31,10 @@ def assert_near_reference(sizes, inputs=None, limit=1e-9):
 @pytest.mark.parametrize(("release", "routes"), [("vmamba", 4), ("mambavision", 1)])
 def test_scan_of_hierarchical_releases(release, routes):
     """VMamba's four routes of one state, MambaVision's one of eight: output and gradients. Routes are channels."""
-    data = {
-        key.removeprefix("scan/"): torch.from_numpy(x)
-        for key, x in np.load(DATA / f"{release}.npz").items()
-        if key.startswith("scan/")
+    stored = {
+        key: torch.from_numpy(x) for key, x in np.load(DATA / f"{release}.npz").items() if key.startswith("scan/")
     }
+    data = {key.removeprefix("scan/"): x for key, x in stored.items()}
 
     def by_route(name, x):
         if name in ("u", "delta", "out"):
@@ -47,11 +46,8 @@ def test_scan_of_hierarchical_releases(release, routes):
     out = selective_scan_routes(*inputs, reverse=[False] * routes, backend="reference")
     assert relative_error(out, by_route("out", data["out"])) < 1e-6
     out.backward(by_route("out", data["grad_out"]))
-    errors = {
-        name: relative_error(x.grad, by_route(name, data[f"grads/{name}"]))
-        for name, x in zip(INPUTS, inputs, strict=True)
-        if x is not None
-    }
+    given = {name: x.grad for name, x in zip(INPUTS, inputs, strict=True) if x is not None}
+    errors = {name: relative_error(x, by_route(name, data[f"grads/{name}"])) for name, x in given.items()}
     assert len(errors) == 7 and max(errors.values()) < 2e-6, errors
 
 

@@ -52,9 +52,8 @@ def list_files(folder):
 def two_runs(tmp_path):
     """A cell whose folder has an earlier run's files, and the outcome of a new run."""
     cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)))
-    outcome = SimpleNamespace(
-        folder=tmp_path / "result", curve=[{"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}]
-    )
+    row = {"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}
+    outcome = SimpleNamespace(folder=tmp_path / "result", curve=[row])
     old = ("weights.safetensors", "metrics.json", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
     new = ("weights.safetensors", "load_report.txt", "snapshots/epoch_002.safetensors")
     for folder, names, text in ((cell.folder, old, "old"), (outcome.folder, new, "new")):

@@ -153,10 +153,8 @@ def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
 
 
 def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
-    params, own = (
-        vary_recipe(choose_variants("vision_ttt"), "head", Paths(ready), data=data, seeds=(0,), epochs=epochs)
-        for data, epochs in (("imagenet", None), (None, 7))
-    )
+    chosen, pairs = choose_variants("vision_ttt"), (("imagenet", None), (None, 7))
+    params, own = (vary_recipe(chosen, "head", Paths(ready), data=d, seeds=(0,), epochs=n) for d, n in pairs)
     assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
     assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
     assert own.transform.re_prob == 0.25 and own.epochs == 7

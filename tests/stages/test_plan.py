@@ -101,9 +101,7 @@ def test_a_cpu_is_planned_by_what_ran_on_one(checkout, trained, repro_cli):
     assert minutes == "unknown" and basis.startswith("not measured")
 
 
-def test_a_fresh_clone_plans_by_the_committed_seconds_and_another_machines_are_an_estimate(
-    checkout, trained, repro_cli
-):
+def test_a_fresh_clone_plans_by_committed_seconds_and_another_machines_are_an_estimate(checkout, trained, repro_cli):
     (trained / "run.json").unlink()
     file, noted = checkout / "results" / "pipeline.json", read_json(ROOT / "results" / "pipeline.json")
     write_json(file, noted | {"stages": {"pretrain@nano": 60.0}})

@@ -183,9 +183,7 @@ def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(proj
 
 
 @pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])
-def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(
-    project, monkeypatch, threads, given, expected
-):
+def test_the_threads_of_a_process_limit_those_of_the_parameters(project, monkeypatch, threads, given, expected):
     project.params.write_text(f"runtime: {{threads: {'null' if threads is None else threads}, data_roots: {{}}}}\n")
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -218,9 +216,8 @@ def test_stale_chooses_the_steps_whose_records_are_old_or_missing(measured):
     def chosen(*stale):
         return [step.words[-1] for step in choose_steps(measured, steps, {f"{HERE}/{name}" for name in stale})]
 
-    scores, times, weights = (
-        measured.root / name for name in (f"{HERE}/train/a/metrics.json", f"{HERE}/time/x.json", "c.safetensors")
-    )
+    names = f"{HERE}/train/a/metrics.json", f"{HERE}/time/x.json", "c.safetensors"
+    scores, times, weights = (measured.root / name for name in names)
     weights.touch()
     assert chosen() == []
     assert chosen("train/b/metrics.json") == ["b"]

@@ -38,8 +38,5 @@ class Pyramid(nn.Module):
 
 def list_unreached(model: nn.Module, *exempt: str) -> list[str]:
     """The parameters without a gradient, or with one that is zero or not finite; those that end in `exempt` may be."""
-    return [
-        name
-        for name, p in model.named_parameters()
-        if not name.endswith(exempt) and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())
-    ]
+    own = {name: p for name, p in model.named_parameters() if not name.endswith(exempt)}
+    return [name for name, p in own.items() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]

@@ -94,9 +94,8 @@ BY_HAND = {
 
 @pytest.mark.parametrize(("objects", "found", "expected"), BY_HAND.values(), ids=BY_HAND)
 def test_metrics_by_hand(tmp_path, objects, found, expected):
-    results = [
-        row for number, of_image in enumerate(found, 1) for row in to_results(number, detections(*of_image), IDS)
-    ]
+    shown = [(number, detections(*of_image)) for number, of_image in enumerate(found, 1)]
+    results = [row for number, each in shown for row in to_results(number, each, IDS)]
     metrics = coco_metrics(write(tmp_path / "truth.json", objects), results)
     for name, numbers in expected.items():
         assert [metrics[key] for key in both(name)] == pytest.approx(numbers), name
@@ -106,9 +105,8 @@ def test_confusion_by_hand(tmp_path):
     """Label 1 found as 2 and missed once, label 2 found twice, once wrongly; what lies in a crowd counts nowhere."""
     crowd = (2, 7, 50, 50, 50, 50, 1)
     file = write(tmp_path / "truth.json", [*TRUTH, crowd])
-    first = detections(
-        (2, 0.9, 12, 10, 20, 20), (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50), (1, 0.4, 10, 10, 20, 20)
-    )
+    right = (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50)
+    first = detections((2, 0.9, 12, 10, 20, 20), *right, (1, 0.4, 10, 10, 20, 20))
     second = detections((1, 0.9, 60, 60, 30, 30), (1, 0.9, 20, 10, 20, 20))  # half of the object, an IoU of a third
     results = to_results(1, first, IDS) + to_results(2, second, IDS)
     assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 1], [0, 1, 0], [1, 1, 0]]
@@ -193,10 +191,8 @@ class Batches:
 
 def annotated(path):
     found = [(image_id, *shown) for image_id, objects in PICTURES for shown in objects]
-    doubled = [
-        (image_id, IDS[label - 1], 2 * x1, 2 * y1, 2 * (x2 - x1), 2 * (y2 - y1), 0)
-        for image_id, label, x1, y1, x2, y2 in found
-    ]
+    corners = [(number, IDS[label - 1], *(2 * each for each in box)) for number, label, *box in found]
+    doubled = [(number, kind, x1, y1, x2 - x1, y2 - y1, 0) for number, kind, x1, y1, x2, y2 in corners]
     return write(path, doubled, size=128)
 
 
@@ -308,14 +304,8 @@ def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for command in ([sys.executable], torchrun):
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, tmp_path / "program.py", tmp_path],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
+        how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 1800}
+        done = subprocess.run([*command, tmp_path / "program.py", tmp_path], **how)
         assert done.returncode == 0, done.stderr[-3000:]
     one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]
     assert one["held_out_images"] == 2 and one["ap_box_percent"] > 10

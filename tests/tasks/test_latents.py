@@ -62,9 +62,8 @@ def test_archives_hold_the_same_latents(latents, tmp_path):
         with tarfile.open(tmp_path / "packed" / split / "0.tar", "w") as archive:
             for file in sorted((latents / split).rglob("*.npy")):
                 archive.add(file, file.relative_to(latents / split).as_posix())
-    folders, packed = (
-        LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed")
-    )
+    trees = [scan_tree(root, "latents") for root in (latents, tmp_path / "packed")]
+    folders, packed = (LatentFolder(tree, "val", (4, 2, 2), scale=1.0) for tree in trees)
     assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
 
 

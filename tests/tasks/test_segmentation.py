@@ -75,9 +75,8 @@ def tree(tmp_path_factory):
 
 def make_task(tree, **rank):
     torch.manual_seed(0)
-    train, val = (
-        AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val")
-    )
+    splits = (AdePairs(tree, "train"), True), (AdePairs(tree, "val"), False)
+    train, val = (AdeSegmentation(pairs, SETTINGS, training=training) for pairs, training in splits)
     model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
     loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1, **rank)}
     return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)

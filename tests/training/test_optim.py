@@ -59,10 +59,8 @@ def test_frozen_parameters_are_in_no_group():
 def test_without_a_factor_the_groups_are_timms():
     model = Small()
     found = groups_of(model, build_optimizer(model, PARAMS, 16))
-    assert (
-        found == {name: (1e-3, 0.05 if name in ("old.weight", "new.weight") else 0.0) for name in found}
-        and len(found) == 5
-    )
+    assert len(found) == 5
+    assert found == {name: (1e-3, 0.05 if name in ("old.weight", "new.weight") else 0.0) for name in found}
 
 
 def test_every_parameter_of_vrwkv_but_norms_and_biases_decays():

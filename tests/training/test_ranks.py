@@ -66,9 +66,8 @@ def test_a_failed_rank_ends_all(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_tells_that_a_rank_was_killed(tmp_path):
-    (tmp_path / "die.py").write_text(
-        "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)"
-    )
+    program = "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)"
+    (tmp_path / "die.py").write_text(program)
     wrapped = [sys.executable, "-m", "repro.core.children", *TORCHRUN[2:]]
     assert start([*wrapped, "--nproc-per-node=2", str(tmp_path / "die.py")]).returncode == 128 + 9
 

@@ -13,11 +13,8 @@ from tests.slow import slow
 
 def make(seed=0, **options):
     torch.manual_seed(seed)
-    model = timm.create_model(
-        "vittt_nano_patch16_144",
-        num_classes=5,
-        **{"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options,
-    )
+    options = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options
+    model = timm.create_model("vittt_nano_patch16_144", num_classes=5, **options)
     with torch.no_grad():
         for parameter in model.parameters():  # away from the zeros and ones of the start
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -74,12 +71,8 @@ def load(model):
     model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()}, assign=True)
 
 
-CHANGES = {
-    "a write to .data": write_data,
-    "a fused optimiser": step_fused,
-    "loading": load,
-    "casting": lambda model: model.half().float(),
-}
+CHANGES = {"a write to .data": write_data, "a fused optimiser": step_fused, "loading": load}
+CHANGES["casting"] = lambda model: model.half().float()
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -64,10 +64,8 @@ def count_programs(monkeypatch, images, tokens):
     """The programs of each launch of Vim-T's forward pass, at sizes for which no memory is taken."""
     grids = []
     monkeypatch.setattr(triton_fwd, "launch", lambda *arguments: grids.append(math.prod(arguments[3])))
-    u, z, B, A, D = (
-        torch.empty(shape, device="meta")
-        for shape in ((images, tokens, 2, 384), (images, tokens, 384), (images, tokens, 2, 16), (2, 384, 16), (2, 384))
-    )
+    of_tokens = [(images, tokens, *rest) for rest in ((2, 384), (384,), (2, 16))]
+    u, z, B, A, D = (torch.empty(shape, device="meta") for shape in (*of_tokens, (2, 384, 16), (2, 384)))
     _, states = triton_fwd.forward(Arguments(u, u, A, B, B, D, z, D, [False, True], False), True)
     assert states.shape == triton_fwd.states_shape(u.shape, 16, True)
     return grids
@@ -138,10 +136,8 @@ def test_layers_train_on_the_kernels(make, shape):
 def test_routes_by_the_strides_of_a_layer():
     """u's two sequences as they lie, one memory for four routes; delta, B and C by their strides."""
     sizes = Sizes(batch=2, tokens=3, channels=32, **VMAMBA)
-    inputs = [
-        x if x is None else x.half() if x.dtype == torch.bfloat16 else x
-        for x in cases.layer_inputs(sizes, torch.device("cpu"))
-    ]
+    inputs = cases.layer_inputs(sizes, torch.device("cpu"))
+    inputs = [x.half() if x is not None and x.dtype == torch.bfloat16 else x for x in inputs]
     given = dict(zip(INPUTS, inputs, strict=True))
     taken = triton_fwd.shared_arguments(cases.arguments(inputs, sizes))
     assert all(taken[f"{name}_ptr"] is given[name] for name in ("u", "delta", "B", "C")) and taken["K"] == 2
