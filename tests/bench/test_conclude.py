@@ -12,23 +12,10 @@ GATE |= {"family": "vim", "batch_size": 1, "dtype": "fp32"}
 
 
 def make_row(model, attention, side, latency, memory, *, status="ok", kernel="flash", batch_size=1, run=1):
-    return {
-        "model": model,
-        "attention": attention,
-        "attention_kernel": kernel,
-        "image_size": [side, side],
-        "batch_size": batch_size,
-        "dtype": "fp32",
-        "mode": "infer",
-        "compile": False,
-        "options": {},
-        "status": status,
-        "latency_ms": latency,
-        "latency_ms_ci95": None,
-        "peak_memory_mib": memory,
-        "macs_g": side**2 / 1e4,
-        "run": run,
-    }
+    row = {"model": model, "attention": attention, "attention_kernel": kernel, "image_size": [side, side]}
+    row |= {"batch_size": batch_size, "dtype": "fp32", "mode": "infer", "compile": False, "options": {}}
+    row |= {"status": status, "latency_ms": latency, "latency_ms_ci95": None, "peak_memory_mib": memory}
+    return row | {"macs_g": side**2 / 1e4, "run": run}
 
 
 @pytest.mark.parametrize(
@@ -75,9 +62,8 @@ def test_conclusions_by_hand():
     assert (unfused["against"], unfused["size"], unfused["image_size"]) == ("deit", "T", 640)
     assert unfused["speedup"] == pytest.approx(4) and unfused["memory_saved_percent"] == pytest.approx(75)
     assert (unfused["crossover"], unfused["crossover_image_size"]) == ("always", None)
-    assert vim["speedup"] is None and vim["reason"].startswith(
-        "selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are"
-    )
+    assert vim["speedup"] is None
+    assert vim["reason"].startswith("selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are")
     growth = {each["model"]: each for each in found["growth"]}
     assert growth[VITTT]["image_sizes"] == [512, 640, 1280] and growth[DEIT]["image_sizes"] == [512, 640]
     assert [growth[VITTT][f"{what}_exponent"] for what in ("latency", "memory")] == pytest.approx([1, 1])

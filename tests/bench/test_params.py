@@ -41,9 +41,8 @@ def test_refused_image_sizes(text, message):
 
 
 def test_names_come_in_the_order_of_the_table():
-    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim") and parse_names(
-        "--sizes", "B,T", SIZES
-    ) == ("T", "B")
+    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim")
+    assert parse_names("--sizes", "B,T", SIZES) == ("T", "B")
 
 
 def test_rows_to_count_are_every_combination():

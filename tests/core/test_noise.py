@@ -2,14 +2,12 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise, pool_runs
 from repro.core.statistics import describe_sample
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 def make_row(side=224, latency=100.0, interval=(95.0, 105.0), **more):

@@ -48,16 +48,9 @@ def runs(mask: np.ndarray) -> dict[str, Any]:
 def annotation(number: int, image_id: int, category_id: int, bbox: list[float], segmentation=None, **more) -> dict:
     """An instance; without a segmentation it is the box."""
     left, top, width, height = bbox
-    return {
-        "id": number,
-        "image_id": image_id,
-        "category_id": category_id,
-        "bbox": bbox,
-        "segmentation": segmentation or polygon(left, top, left + width, top + height),
-        "area": max(width * height, 0),
-        "iscrowd": 0,
-        **more,
-    }
+    mask = segmentation or polygon(left, top, left + width, top + height)
+    row = {"id": number, "image_id": image_id, "category_id": category_id, "bbox": bbox, "segmentation": mask}
+    return row | {"area": max(width * height, 0), "iscrowd": 0, **more}
 
 
 def image(number: int, width: int = WIDTH, height: int = HEIGHT) -> dict[str, Any]:

@@ -24,10 +24,9 @@ from repro.data.embedded.digits import write_digits
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
 from repro.data.tree import scan_tree
+from tests.conftest import ROOT
 from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
 from tests.data_sets.made import annotation, image, picture, write_ade20k, write_coco
-
-ROOT = Path(__file__).parents[2]
 
 
 def require_fault(check, root, table, fault, read, *, refused, expected) -> None:

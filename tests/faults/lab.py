@@ -106,16 +106,9 @@ class Checkout:
         environment = {name: value for name, value in os.environ.items() if name not in not_ours}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(self.root)}
         # in a session of its own: a Ctrl-C here must not be one of the faults
-        return subprocess.Popen(
-            [sys.executable, *program, *args],
-            cwd=self.root,
-            env=environment,
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, *program, *args]
+        return subprocess.Popen(command, cwd=self.root, env=environment, start_new_session=True, **pipes)
 
     def start_training(self, processes: int = 1, largest_file: int | None = None) -> subprocess.Popen:
         """Start the training; with `largest_file`, no file may grow beyond so many bytes."""

@@ -1,7 +1,6 @@
 """`repro plan`: what it prints, that it covers a whole profile, and every wrong input as one line."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,10 @@ from repro.papers.variants import load_variants
 from repro.planning.planner import Rates, plan_costs
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
+from tests.conftest import ROOT
 from tests.stages.helpers import NANO, edit
 
 VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
-ROOT = Path(__file__).parents[2]
 
 PAPER = load_yaml(ROOT / "profiles" / "paper.yaml")
 

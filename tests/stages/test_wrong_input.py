@@ -12,11 +12,11 @@ from PIL import Image
 
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
+from tests.conftest import ROOT
 from tests.stages import helpers
 from tests.stages.helpers import ABLATE, DIGITS, GENERATE, NANO, SHELL, T5, WEIGHTS, add_params, save_model
 from tests.stages.test_own import draw_scenes
 
-ROOT = Path(__file__).parents[2]
 OTHERS = f"""
 resolution:
   {{data: digits, models: {{vittt: vittt.safetensors, deit: deit.safetensors}}, image_sizes: [32, 64], repeats: 3}}

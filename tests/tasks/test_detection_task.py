@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,11 +17,11 @@ from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
+from tests.conftest import ROOT
 from tests.data_sets.made import annotation, block, compressed, image
 from tests.tasks.backbones import Pyramid
 from tests.tasks.test_detection_model import sample
 
-ROOT = Path(__file__).parents[2]
 IDS = (7, 3)  # the file's ids of label 1 and 2
 
 
@@ -146,20 +145,9 @@ def test_results_of_other_images_are_refused(tmp_path, image_id, ids, said):
         coco_metrics(tmp_path / "other.json", [])
 
 
-TINY = MaskRcnnParams(
-    fpn_channels=16,
-    box_channels=64,
-    mask_channels=16,
-    mask_layers=1,
-    anchor_scale=4,
-    rpn_samples=64,
-    roi_samples=32,
-    train_candidates=100,
-    test_candidates=100,
-    train_proposals=50,
-    test_proposals=50,
-    min_score=0.0,
-)
+TINY = {"fpn_channels": 16, "box_channels": 64, "mask_channels": 16, "mask_layers": 1, "anchor_scale": 4}
+TINY |= {"rpn_samples": 64, "roi_samples": 32, "train_candidates": 100, "test_candidates": 100}
+TINY = MaskRcnnParams(**TINY, train_proposals=50, test_proposals=50, min_score=0.0)
 PICTURES = [(1, [(1, 8, 8, 28, 24), (2, 34, 30, 60, 58)]), (2, [(2, 4, 30, 32, 60)])]
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +20,10 @@ from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.spec import Segment
 from repro.tasks.segmentation.task import Segmentation, label_map, measure
 from repro.tasks.segmentation.upernet import build_upernet
+from tests.conftest import ROOT
 from tests.data_sets.made import write_ade20k
 from tests.tasks.backbones import NARROW, Pyramid
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SETTINGS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
 

@@ -59,13 +59,9 @@ if __name__ == "__main__":
     with joined("cpu") as ranks:
         task = Task(ranks)
         optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
-        fit(
-            task,
-            TrainParams(model="", data="", epochs=1, batch_size=BATCH, drop_path=0.0, optim=optim),
-            save_every_steps=200,
-            checkpointer=Checkpointer(folder / "state", lambda line: None),
-            snapshot=lambda epoch, model: None,
-            watch=Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks),
-        )
+        watch = Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks)
+        params = TrainParams(model="", data="", epochs=1, batch_size=BATCH, drop_path=0.0, optim=optim)
+        how = {"checkpointer": Checkpointer(folder / "state", lambda line: None), "watch": watch}
+        fit(task, params, save_every_steps=200, snapshot=lambda epoch, model: None, **how)
         if ranks.first:
             torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

@@ -3,15 +3,13 @@
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from repro.core.errors import UserError
 from repro.training.checkpoint import Checkpointer
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 def test_one_flipped_byte_anywhere_is_noticed(tmp_path):
