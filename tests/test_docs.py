@@ -71,9 +71,8 @@ def find_verb(words: list[str]) -> Any:
 
 
 def options_of(command: Any) -> dict[str, Any]:
-    return {
-        option: parameter for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
-    }
+    pairs = ((name, each) for each in command.params for name in (*each.opts, *each.secondary_opts))
+    return dict(pairs)
 
 
 @functools.cache

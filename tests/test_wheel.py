@@ -24,10 +24,8 @@ def run(tmp_path_factory):
         shutil.copy(ROOT / name, source / name)
     empty.mkdir()
     offline = "-m pip --disable-pip-version-check"
-    for command, where, what in (
-        ("wheel --no-build-isolation --wheel-dir", base, "source"),
-        ("install --target", installed, "*.whl"),
-    ):
+    build = "wheel --no-build-isolation --wheel-dir"
+    for command, where, what in ((build, base, "source"), ("install --target", installed, "*.whl")):
         (given,) = base.glob(what)
         done = run_python(*f"{offline} {command}".split(), str(where), "--no-deps", "--no-index", str(given))
         assert done.returncode == 0, done.stderr

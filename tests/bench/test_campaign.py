@@ -56,10 +56,8 @@ def step(run):
 
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     """A refusal, an error and a killed process; the step after them runs, and the end says which failed."""
-    with pytest.raises(
-        RunError,
-        match=r"3 of 4 steps failed: refuse: there is no such thing; break_down: ZeroDivisionError: .*; die: its",
-    ):
+    said = r"3 of 4 steps failed: refuse: there is no such thing; break_down: ZeroDivisionError: .*; die: its"
+    with pytest.raises(RunError, match=said):
         run_campaign(Paths(tmp_path), steps=(step(refuse), step(break_down), step(die), step(succeed)))
     assert (tmp_path / "steps.txt").read_text() == "succeed\n"
     assert "Traceback" not in capfd.readouterr().err

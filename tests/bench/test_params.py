@@ -46,10 +46,8 @@ def test_names_come_in_the_order_of_the_table():
 
 
 def test_rows_to_count_are_every_combination():
-    groups = [
-        {"models": ["a", "b"], "image_sizes": [32, 64]},
-        {"models": ["a"], "image_sizes": [32], "vary": {"x": [1, 2], "y": ["p", "q"]}},
-    ]
+    vary = {"x": [1, 2], "y": ["p", "q"]}
+    groups = [{"models": ["a", "b"], "image_sizes": [32, 64]}, {"models": ["a"], "image_sizes": [32], "vary": vary}]
     adapters = {"backbones": ["c"], "image_sizes": [{"height": 32, "width": 64}]}
     rows = list(build(ComplexityParams, {"sizes": {}, "groups": groups, "adapters": adapters}, "complexity").rows())
     assert rows[:4] == [(model, {}, (side, side)) for model in "ab" for side in (32, 64)]

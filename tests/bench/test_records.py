@@ -28,9 +28,10 @@ def count(root, **sections):
 
 
 def test_complexity_counts_every_combination(tmp_path):
+    vary = {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}
     groups = [
         {"models": [NANO, DEIT], "image_sizes": [144, 224]},
-        {"models": [NANO], "image_sizes": [144], "vary": {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}},
+        {"models": [NANO], "image_sizes": [144], "vary": vary},
     ]
     adapters = {"backbones": [NANO, DEIT], "image_sizes": [{"height": 64, "width": 96}]}
     count(tmp_path, sizes={"T": {"model": NANO, "baseline": DEIT}}, groups=groups, adapters=adapters)

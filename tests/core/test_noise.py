@@ -88,10 +88,8 @@ def test_rows_by_an_older_version_are_judged_by_what_they_hold():
 
 def make_runs(*latencies, **more):
     by = {"code_hash": "a", "torch_version": "2", **more}
-    return [
-        make_row(latency=each, throughput_img_per_s=1e3 / each, run=run, peak_memory_mib=10.0 * run, **by)
-        for run, each in enumerate(latencies, 1)
-    ]
+    pairs = [(run, each, 1e3 / each) for run, each in enumerate(latencies, 1)]
+    return [make_row(latency=x, throughput_img_per_s=y, run=n, peak_memory_mib=10.0 * n, **by) for n, x, y in pairs]
 
 
 def test_few_processes_have_a_range_and_no_interval():

@@ -105,10 +105,8 @@ def test_ranks_share_out_the_batches_of_one_process(root, loader_of):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_continuing_in_the_middle_equals_not_stopping(root, loader_of, workers):
-    reference, first, second = (
-        loader_of(TrainLoader, training(root, seed=7), batch_size=3, seed=7, workers=number)
-        for number in (0, workers, workers)
-    )
+    dataset, how = training(root, seed=7), {"batch_size": 3, "seed": 7}
+    reference, first, second = (loader_of(TrainLoader, dataset, **how, workers=n) for n in (0, workers, workers))
     expected = [batch for epoch in range(2) for batch in reference.batches(epoch)]
     got = [*first.batches(0), *itertools.islice(first.batches(1), 2), *second.batches(1, 2)]
     # and in a loader whose workers were left in the middle of an epoch

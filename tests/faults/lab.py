@@ -58,9 +58,8 @@ class CommandResult:
         """Assert that the exit code is this one and, where it is not 0, that one line of error contains all `parts`."""
         lines = self.err.strip().splitlines()
         assert self.code == code, f"exit code {self.code} instead of {code}: {lines[-1] if lines else 'no message'}"
-        assert not code or (len(lines) == 1 and lines[0].startswith("repro: ")), (
-            f"{len(lines)} lines of error instead of one: {lines[-1:]}"
-        )
+        told = len(lines) == 1 and lines[0].startswith("repro: ")
+        assert not code or told, f"{len(lines)} lines of error instead of one: {lines[-1:]}"
         missing = [part for part in parts if part not in self.err]
         assert not missing, f"the error does not mention {missing[0]!r}: {self.err.strip()}"
 

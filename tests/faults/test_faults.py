@@ -21,9 +21,8 @@ from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, ki
 
 USUAL = {"FAULT_KILLS": 1, "FAULT_FLIPS": 5, "FAULT_SEED": 0}
 KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in USUAL.items())
-pytestmark = pytest.mark.skipif(
-    not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks"
-)
+NO_PROC = "the processes of a run are found in /proc, which this system lacks"
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason=NO_PROC)
 
 
 @pytest.fixture(scope="module")

@@ -78,9 +78,8 @@ def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
     sides = 2 * [model.patch_embed.img_size[0] if name.startswith("vit") else 32]
     images = torch.randn(3, 3, *sides, dtype=torch.float64)
     inputs = []
-    hooks = [
-        block.attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0])) for block in model.blocks
-    ]
+    keep = lambda module, args: inputs.append(args[0])  # noqa: E731
+    hooks = [block.attn.register_forward_pre_hook(keep) for block in model.blocks]
     model(images)
     for hook in hooks:
         hook.remove()

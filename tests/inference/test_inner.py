@@ -66,9 +66,8 @@ def test_maps_and_losses_are_those_of_autograd(options):
     directions, heads = calls[0].q.shape[2:4]
     calls = [(o, image) for o in calls for image in range(2)]
     found = [[[by_autograd(*call, r, h) for h in range(heads)] for r in range(directions)] for call in calls]
-    norms = (
-        torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
-    )
+    norms = torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found])
+    norms = norms.view(2, 2, -1).transpose(0, 1)
     forward = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
     patches = [t for t in range(norms.shape[-1]) if t not in model.prefix_positions(20)]
     expected = norms[..., patches].view(2, 2, 4, 5)

@@ -23,11 +23,8 @@ def bench_row(implementation, median_ms, operator="ttt_linear", **more):
 def test_a_line_for_each_verdict_of_a_check():
     shared = {"operator": "ttt_linear", "check": "a config", "tokens": 17, "dtype": "fp32", "head_dim": 64}
     errors = {"errors": {"out": 1e-7, "q": 2e-6}, "limits": {"out": 1e-5, "q": 1e-3}, "not_finite": []}
-    given = (
-        {**errors, "passed": True},
-        {**errors, "not_finite": ["k"], "passed": False},
-        {"passed": None, "reason": "not installed"},
-    )
+    failed = {**errors, "not_finite": ["k"], "passed": False}
+    given = {**errors, "passed": True}, failed, {"passed": None, "reason": "not installed"}
     lines = [text.format_check({**shared, **more}) for more in given]
     assert [line.split(": ")[0] for line in lines] == ["ok", "FAILED", "not run"]
     # out is at 1 % of its limit, q at 0.2 %

@@ -13,6 +13,7 @@ from repro.models.checkpoints import open_weights
 from repro.models.mambavision import MambaVision, MambaVisionMixer, official_state_dict
 from repro.models.pyramid import build_pyramid, load_backbone
 from repro.models.weights import read_official
+from tests.models import helpers
 from tests.models.helpers import below, load_official, nano, read_data, relative, save_model
 
 MODEL = "model_layer_scale/"
@@ -72,28 +73,15 @@ def test_official_model(truth):
     parameters, gradients = dict(model.named_parameters()), below(truth, f"{MODEL}grads/")
     gradients = {key: value for key, value in official_state_dict(gradients).items() if key in parameters}
     assert len(gradients) == 16
-    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
-    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
-    assert max(errors.values()) < 1e-4, errors
+    helpers.assert_official_gradients(model, gradients)
     with torch.no_grad():
         assert relative(model.train()(truth[f"{MODEL}x"]), truth[f"{MODEL}logits_train"]) < 1e-5
 
 
 @pytest.mark.parametrize("run", ["", "2"], ids=["64x64", "64x96"])
-@torch.no_grad()
 def test_official_maps_pooling_and_logits(truth, run):
     """Windows of 7 and 3 on grids of 4 x 4 or 4 x 6, and 2 x 2 or 2 x 3, so that all are padded."""
-    model, image, data = released(truth), truth[f"{MODEL}x{run}"], below(truth, MODEL)
-    final, maps = model.forward_intermediates(image)
-    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
-    assert relative(model(image), data[f"logits{run}"]) < 1e-5
-    pyramid = build_pyramid("mambavision_nano_144", options=shape(truth)).eval()
-    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
-    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
-    pyramid.load_state_dict(norms | trunk)
-    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
-        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
-        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
+    helpers.assert_official_maps("mambavision_nano_144", released(truth), shape(truth), below(truth, MODEL), run)
 
 
 class Count(torch.nn.Module):

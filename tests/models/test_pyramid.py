@@ -155,10 +155,8 @@ def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
     groups = param_groups_layer_decay(model, layer_decay=0.5)
     scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     found = {name: scales[id(p)] for name, p in model.named_parameters()}
-    blocks = (
-        "layers.0.blocks.0 layers.1.blocks.0 layers.1.blocks.1 layers.2.blocks.0 layers.2.blocks.1 layers.3.blocks.0"
-    )
-    layers = ["patch_embed", *blocks.split()]
+    blocks = "0.blocks.0 1.blocks.0 1.blocks.1 2.blocks.0 2.blocks.1 3.blocks.0"
+    layers = ["patch_embed", *(f"layers.{block}" for block in blocks.split())]
     for number, layer in enumerate(layers):
         own = {scale for name, scale in found.items() if name.startswith(f"backbone.backbone.{layer}.")}
         assert own == {0.5 ** (len(layers) - number)}, layer

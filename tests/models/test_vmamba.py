@@ -12,6 +12,7 @@ from repro.models.vmamba import REVERSE, SS2D, VMamba, add_routes, official_stat
 from repro.models.weights import read_official
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
+from tests.models import helpers
 from tests.models.helpers import below, load_official, read_data, relative
 
 SIZES = ("tiny", "small", "base")
@@ -70,27 +71,13 @@ def test_official_model(truth):
     model = released(truth)
     logits = model(truth["model_s2/x"])
     logits.backward(truth["model_s2/grad_out"])
-    parameters, gradients = dict(model.named_parameters()), official_state_dict(below(truth, "model_s2/grads/"))
-    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
-    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
-    assert max(errors.values()) < 1e-4, errors
+    helpers.assert_official_gradients(model, official_state_dict(below(truth, "model_s2/grads/")))
 
 
 @pytest.mark.parametrize("run", ["", "2"], ids=["64x96", "40x56"])
-@torch.no_grad()
 def test_official_maps_pooling_and_logits(truth, run):
     """At 40 x 56 pixels the grids are 10 x 14, 5 x 7, 3 x 4 and 2 x 2. Maps for dense tasks have the release's norms."""
-    model, image, data = released(truth), truth[f"model_s2/x{run}"], below(truth, "model_s2/")
-    final, maps = model.forward_intermediates(image)
-    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
-    assert relative(model(image), data[f"logits{run}"]) < 1e-5
-    pyramid = build_pyramid("vmamba_nano_144", options=shape(truth)).eval()
-    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
-    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
-    pyramid.load_state_dict(norms | trunk)
-    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
-        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
-        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
+    helpers.assert_official_maps("vmamba_nano_144", released(truth), shape(truth), below(truth, "model_s2/"), run)
 
 
 @pytest.mark.parametrize(("size", "params", "fvcore"), [

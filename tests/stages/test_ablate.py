@@ -58,15 +58,7 @@ def record(folder: Path) -> dict:
 
 # Tables 3 and 4 by spec, in thousands: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position
 # are 2·D each; W0 of 12 blocks
-THOUSANDS = {
-    "ttt_layer": 5877,
-    "share_qk": 5435,
-    "gating": 5889,
-    "conv1d": 5900,
-    "dual": 6962,
-    "conv2d": 6983,
-    "max": 6983,
-}
+THOUSANDS = dict(ttt_layer=5877, share_qk=5435, gating=5889, conv1d=5900, dual=6962, conv2d=6983, max=6983)
 THOUSANDS |= {"head": 6983.116 + 0.384, "double": 6983.116 + 0.768}
 THOUSANDS |= {"w0_shared": 6983.116 - 147.456, "w0_frozen": 6983.116 - 2 * 147.456}
 THOUSANDS |= {"chunk4": 6983.116 - 24 * 0.012, "chunk_all": 6983.116 + 24 * 0.180}

@@ -232,9 +232,8 @@ def test_the_frechet_distance_is_its_formula():
 
 def test_the_inception_score_of_known_distributions():
     assert measures.inception_score(torch.zeros(20, 7)) == pytest.approx(1)
-    assert measures.inception_score(1e4 * torch.eye(7).repeat(3, 1)) == pytest.approx(
-        7
-    )  # sure of itself, of all classes alike
+    # sure of itself, of all classes alike
+    assert measures.inception_score(1e4 * torch.eye(7).repeat(3, 1)) == pytest.approx(7)
     # a part of 5,000 that knows one class scores 1, and the 2,000 after it, of two classes, 2
     labels = torch.cat((torch.zeros(5000, dtype=torch.long), torch.arange(2000) % 2))
     assert measures.inception_score(1e4 * nn.functional.one_hot(labels, 3).float()) == pytest.approx(1.5)
@@ -313,9 +312,8 @@ def test_features_are_those_of_the_file(inception):
     assert scores["fid"] > 0 and scores["sfid"] > 0
     assert scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
     with torch.no_grad():
-        expected = measures.inception_score(
-            pictures.float().mean(dim=(2, 3)) @ module.output.weight.T
-        )  # its bias is left out
+        logits = pictures.float().mean(dim=(2, 3)) @ module.output.weight.T  # its bias is left out
+        expected = measures.inception_score(logits)
     assert scores["inception_score"] == pytest.approx(expected)
     assert scores["precision"] is None and scores["recall_reason"] == "needs 4 pictures of each"
 

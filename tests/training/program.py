@@ -37,10 +37,8 @@ class Task:
             if self.losses and self.gradients is None:
                 self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
             drawn = [torch.Generator().manual_seed(index) for _, index in keys]
-            yield (
-                torch.stack([torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]),
-                torch.tensor([i % 10 for _, i in keys]),
-            )
+            images = [torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]
+            yield torch.stack(images), torch.tensor([i % 10 for _, i in keys])
 
     def split(self, batch, parts):
         return list(zip(*(x.chunk(parts) for x in batch), strict=True))
