@@ -28,12 +28,8 @@ from repro.tasks.generation.params import GenerateParams
 from tests.conftest import ROOT, run_python
 from tests.test_layout import import_graph
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "results/measured/README.md",
-    ROOT / "results/speed.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = [ROOT / name for name in ("README.md", "results/measured/README.md", "results/speed.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 REPRO = typer.main.get_command(app)
@@ -62,9 +58,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def find_verb(words: list[str]) -> Any:
-    """The command that words after `repro` call, and that is taken off them; None for a placeholder. Fails where there
-    is none.
-    """
+    """The command that words after `repro` call, and that is taken off them; None for a placeholder; else it fails."""
     command: Any = REPRO
     while hasattr(command, "get_command") and words and not words[0].startswith("-"):
         names = words.pop(0).split("|")
@@ -77,9 +71,8 @@ def find_verb(words: list[str]) -> Any:
 
 
 def options_of(command: Any) -> dict[str, Any]:
-    return {
-        option: parameter for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
-    }
+    pairs = ((name, each) for each in command.params for name in (*each.opts, *each.secondary_opts))
+    return dict(pairs)
 
 
 @functools.cache
@@ -158,9 +151,7 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 def constants() -> dict[str, object]:
-    """The names that tests/test_extension.py gives to plain values: the stage, the task and the family that it adds and
-    runs.
-    """
+    """The names that tests/test_extension.py gives to what it adds and runs: the stage, the task and the family."""
     found = {}
     for node in ast.parse((ROOT / "tests/test_extension.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):

@@ -20,12 +20,8 @@ from stages import load_stages
 FILES = {name: Path(__file__).parents[1] / "profiles" / f"{name}.yaml" for name in ("paper", "night")}
 PROFILES = {name: load_yaml(file) for name, file in FILES.items()}
 TRAINING = {name: stage for name, stage in load_stages().items() if stage.task is not None}
-CELLS = [
-    (profile, stage, cell)
-    for profile, sections in PROFILES.items()
-    for stage in TRAINING
-    for cell in sections.get(stage) or {}
-]
+STAGES = [(profile, stage) for profile in PROFILES for stage in TRAINING]
+CELLS = [(profile, stage, cell) for profile, stage in STAGES for cell in PROFILES[profile].get(stage) or {}]
 SIDE = 64
 
 

@@ -24,10 +24,8 @@ def run(tmp_path_factory):
         shutil.copy(ROOT / name, source / name)
     empty.mkdir()
     offline = "-m pip --disable-pip-version-check"
-    for command, where, what in (
-        ("wheel --no-build-isolation --wheel-dir", base, "source"),
-        ("install --target", installed, "*.whl"),
-    ):
+    build = "wheel --no-build-isolation --wheel-dir"
+    for command, where, what in ((build, base, "source"), ("install --target", installed, "*.whl")):
         (given,) = base.glob(what)
         done = run_python(*f"{offline} {command}".split(), str(where), "--no-deps", "--no-index", str(given))
         assert done.returncode == 0, done.stderr
@@ -42,12 +40,8 @@ def run(tmp_path_factory):
 
 
 def test_it_has_every_file_that_the_code_reads(run):
-    expected = {
-        file.relative_to(ROOT)
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*.*")
-        if file.suffix in (".yaml", ".html", ".py")
-    }
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.*")]
+    expected = {file.relative_to(ROOT) for file in files if file.suffix in (".yaml", ".html", ".py")}
     assert {file for file in expected if not (run.installed / file).is_file()} == set()
 
 

@@ -12,23 +12,10 @@ GATE |= {"family": "vim", "batch_size": 1, "dtype": "fp32"}
 
 
 def make_row(model, attention, side, latency, memory, *, status="ok", kernel="flash", batch_size=1, run=1):
-    return {
-        "model": model,
-        "attention": attention,
-        "attention_kernel": kernel,
-        "image_size": [side, side],
-        "batch_size": batch_size,
-        "dtype": "fp32",
-        "mode": "infer",
-        "compile": False,
-        "options": {},
-        "status": status,
-        "latency_ms": latency,
-        "latency_ms_ci95": None,
-        "peak_memory_mib": memory,
-        "macs_g": side**2 / 1e4,
-        "run": run,
-    }
+    row = {"model": model, "attention": attention, "attention_kernel": kernel, "image_size": [side, side]}
+    row |= {"batch_size": batch_size, "dtype": "fp32", "mode": "infer", "compile": False, "options": {}}
+    row |= {"status": status, "latency_ms": latency, "latency_ms_ci95": None, "peak_memory_mib": memory}
+    return row | {"macs_g": side**2 / 1e4, "run": run}
 
 
 @pytest.mark.parametrize(
@@ -75,20 +62,16 @@ def test_conclusions_by_hand():
     assert (unfused["against"], unfused["size"], unfused["image_size"]) == ("deit", "T", 640)
     assert unfused["speedup"] == pytest.approx(4) and unfused["memory_saved_percent"] == pytest.approx(75)
     assert (unfused["crossover"], unfused["crossover_image_size"]) == ("always", None)
-    assert vim["speedup"] is None and vim["reason"].startswith(
-        "selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are"
-    )
+    assert vim["speedup"] is None
+    assert vim["reason"].startswith("selective_scan_bidir reaches 2 % of the bandwidth of a copy, 20 % are")
     growth = {each["model"]: each for each in found["growth"]}
     assert growth[VITTT]["image_sizes"] == [512, 640, 1280] and growth[DEIT]["image_sizes"] == [512, 640]
-    assert growth[VITTT]["latency_exponent"] == pytest.approx(1) and growth[VITTT]["memory_exponent"] == pytest.approx(
-        1
-    )
+    assert [growth[VITTT][f"{what}_exponent"] for what in ("latency", "memory")] == pytest.approx([1, 1])
     assert growth[DEIT]["latency_exponent"] == pytest.approx(2) and growth[DEIT]["macs_exponent"] == pytest.approx(1)
     assert growth[VITTT]["latency_1280_over_640"] == pytest.approx(4) and growth[DEIT]["latency_1280_over_640"] is None
     assert growth[VIM]["latency_exponent"] is None and growth[VIM]["reason"]
-    assert (
-        found["repeated"]["rows"] == 1 and found["repeated"]["overlap_percent"] is None and found["repeated"]["reason"]
-    )
+    repeated = found["repeated"]
+    assert repeated["rows"] == 1 and repeated["overlap_percent"] is None and repeated["reason"]
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 2}, {"dtype": "bf16"}, {"family": "vrwkv"}, {"holds": False}, {}])
@@ -108,11 +91,8 @@ def test_other_batches_are_never_mixed_and_an_unfused_fusion_is_refused():
 
 
 def test_a_comparison_is_of_one_image_size():
-    rows = [
-        make_row("v", None, 224, 1.0, 1.0),
-        make_row("v", None, 1280, 2.0, 30.0),
-        make_row("d", "fused", 1280, 3.0, None),
-    ]
+    rows = [make_row("v", None, *sizes) for sizes in ((224, 1.0, 1.0), (1280, 2.0, 30.0))]
+    rows += [make_row("d", "fused", 1280, 3.0, None)]
     rows.append(make_row("d", "unfused", 1280, None, None, status="oom"))
     unfused = {"vs_deit_unfused": None, "vs_deit_unfused_reason": "at 1280: v ok, d oom"}
     assert compare_at(1280, {"T": ("v", "d")}, rows) == {
@@ -131,17 +111,11 @@ def noisy(row):
 
 
 def test_a_noisy_row_gives_no_time_and_keeps_its_memory():
-    rows = [
-        make_row("v", None, 1280, 2.0, 30.0),
-        noisy(make_row("d", "unfused", 1280, 3.0, 60.0)),
-        make_row("d", "fused", 1280, 3.0, 40.0),
-    ]
+    rows = [make_row("v", None, 1280, 2.0, 30.0), make_row("d", "fused", 1280, 3.0, 40.0)]
+    rows.insert(1, noisy(make_row("d", "unfused", 1280, 3.0, 60.0)))
     found = compare_at(1280, {"T": ("v", "d")}, rows)
-    assert found["speedup_at_1280"]["T"] == {
-        "vs_deit_fused": 1.5,
-        "vs_deit_unfused": None,
-        "vs_deit_unfused_reason": "at 1280: v ok, d noisy: spread",
-    }
+    reason = {"vs_deit_unfused": None, "vs_deit_unfused_reason": "at 1280: v ok, d noisy: spread"}
+    assert found["speedup_at_1280"]["T"] == {"vs_deit_fused": 1.5, **reason}
     assert found["memory_saved_at_1280_percent"]["T"] == {"vs_deit_unfused": 50.0, "vs_deit_fused": 25.0}
 
 

@@ -106,9 +106,7 @@ def test_equation_14():
     "size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)]
 )
 def test_vit3_by_hand_and_by_the_convention_of_its_paper(size, C, heads, giga):
-    """The paper counts with fvcore, which adds 5 per element of a LayerNorm and does not see the convolution's inner
-    gradient.
-    """
+    """The paper counts with fvcore: 5 per element of a LayerNorm, and not the convolution's inner gradient."""
     N, d = 196, C // heads
     linear = C * (3 * C + 3 * d) + (C + d) * C + 8 * C * C
     inner = 6 * C * d + 2 * 9 * d
@@ -193,18 +191,15 @@ def test_an_operator_that_cannot_be_counted_is_an_error(operation, named):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_grouped_convolutions(groups, transposed):
-    """By hand: an output position of a 4 -> 8 channel convolution (transposed: an input's) meets 3x3 taps of a group's
-    channels.
-    """
+    """By hand: an output position of a 4 -> 8 channel convolution (transposed: an input's) meets 3x3 taps."""
     x, w = torch.ones(2, 4, 5, 6), torch.ones((4, 8 // groups, 3, 3) if transposed else (8, 4 // groups, 3, 3))
     grad_out = torch.ones(2, 8, 7, 8) if transposed else torch.ones(2, 8, 3, 4)
     positions = 2 * (5 * 6 if transposed else 3 * 4)
     for mask in ([True, False, True], [False, True, False], [True, True, False]):
         counter = OperatorCounter()
         with counter:
-            torch.ops.aten.convolution_backward(
-                grad_out, x, w, [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask
-            )
+            shape = [8], [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups, mask
+            torch.ops.aten.convolution_backward(grad_out, x, w, *shape)
         assert counter.macs == sum(mask[:2]) * positions * 4 * 8 // groups * 9
 
 

@@ -37,11 +37,8 @@ def test_learners_that_reduce_have_two_forms_and_a_ratio(metrics):
         ("vision", LACT | {"vittt_own", "vittt_plain", "vittt_dot"}, ("infer", "train"), (6, 20)),
         ("paper", LACT, ("infer",), (16,)),
     ):
-        wanted = {
-            (name, form)
-            for name in learners
-            for form in (("recurrent", "parallel") if name in BOTH else ("recurrent",))
-        }
+        forms = {name: ("recurrent", "parallel") if name in BOTH else ("recurrent",) for name in learners}
+        wanted = {(name, form) for name in learners for form in forms[name]}
         for mode in modes:
             for count in tokens:
                 assert {row[1:3] for row in rows if (row[0], *row[3:]) == (setting, mode, count)} == wanted

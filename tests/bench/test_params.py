@@ -41,16 +41,13 @@ def test_refused_image_sizes(text, message):
 
 
 def test_names_come_in_the_order_of_the_table():
-    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim") and parse_names(
-        "--sizes", "B,T", SIZES
-    ) == ("T", "B")
+    assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim")
+    assert parse_names("--sizes", "B,T", SIZES) == ("T", "B")
 
 
 def test_rows_to_count_are_every_combination():
-    groups = [
-        {"models": ["a", "b"], "image_sizes": [32, 64]},
-        {"models": ["a"], "image_sizes": [32], "vary": {"x": [1, 2], "y": ["p", "q"]}},
-    ]
+    vary = {"x": [1, 2], "y": ["p", "q"]}
+    groups = [{"models": ["a", "b"], "image_sizes": [32, 64]}, {"models": ["a"], "image_sizes": [32], "vary": vary}]
     adapters = {"backbones": ["c"], "image_sizes": [{"height": 32, "width": 64}]}
     rows = list(build(ComplexityParams, {"sizes": {}, "groups": groups, "adapters": adapters}, "complexity").rows())
     assert rows[:4] == [(model, {}, (side, side)) for model in "ab" for side in (32, 64)]
@@ -61,11 +58,8 @@ def test_rows_to_count_are_every_combination():
 def test_the_grid_measures_what_is_compared_next_to_each_other():
     op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
     sizes = {"T": {"model": "v", "baseline": "d"}}
-    params = build(
-        EfficiencyParams,
-        {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op},
-        "efficiency",
-    )
+    section = {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op}
+    params = build(EfficiencyParams, section, "efficiency")
     specs = params.specs("cuda", threads=3)
     assert [(spec.image_size[0], spec.model, spec.attention) for spec in specs] == [
         (side, *model) for side in (64, 32) for model in (("v", None), ("d", "unfused"), ("d", "fused"), ("o", None))

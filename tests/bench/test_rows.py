@@ -27,16 +27,10 @@ def measured(monkeypatch):
 
     def measure(spec):
         specs.append(spec)
-        row = {
-            name: getattr(spec, name)
-            for name in ("model", "options", "attention", "batch_size", "dtype", "mode", "compile")
-        }
-        row |= {
-            "image_size": list(spec.image_size),
-            "device": spec.device,
-            "latency_ms_ci95": [9.0, 11.0],
-            "num_params": 5,
-        }
+        own = ("model", "options", "attention", "batch_size", "dtype", "mode", "compile")
+        row = {name: getattr(spec, name) for name in own}
+        row |= {"image_size": list(spec.image_size), "device": spec.device}
+        row |= {"latency_ms_ci95": [9.0, 11.0], "num_params": 5}
         if spec.batch_size > fits.get(spec.model, 64):
             return {**row, "status": "oom", "reason": "too large"}
         row |= {"latency_ms": 10.0, "samples_ms": [10.0] * 10, "throughput_img_per_s": 100.0, "peak_memory_mib": None}
@@ -49,11 +43,8 @@ def measured(monkeypatch):
 
 
 def make_specs(*sides, **changes):
-    return [
-        RowSpec(model=model, attention=attention, image_size=(side, side), **changes)
-        for side in sides
-        for model, attention in ((VITTT, None), (DEIT, "unfused"))
-    ]
+    pairs = [(side, *about) for side in sides for about in ((VITTT, None), (DEIT, "unfused"))]
+    return [RowSpec(model=m, attention=a, image_size=(side, side), **changes) for side, m, a in pairs]
 
 
 def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, capsys, monkeypatch):
@@ -65,9 +56,8 @@ def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, cap
     assert specs == make_specs(32, 64) and "2 of 4 rows are there from an earlier call" in capsys.readouterr().out
     store_module.measure_rows(make_specs(32), store, run=2)
     assert len(specs) == 6 and [row["run"] for row in store.rows] == [1, 1, 1, 1, 2, 2]
-    assert {row["device"] for row in store.rows} == {"cpu: made up"} and store.rows[1][
-        "row"
-    ] == f"{DEIT}[attention=unfused]@32"
+    assert {row["device"] for row in store.rows} == {"cpu: made up"}
+    assert store.rows[1]["row"] == f"{DEIT}[attention=unfused]@32"
     # the rows as a later call reads them
     spec = make_specs(32)[0]
     assert find_row(open_model_rows(tmp_path, "cpu: made up", store.rows), spec, 1) == store.rows[0]
@@ -119,9 +109,8 @@ def test_a_broken_process_is_a_row_or_the_end(measured, tmp_path, monkeypatch, k
         return
     store_module.measure_rows(make_specs(32), store)
     # counted all the same: DeiT-T's parameters less the positions of 14² - 2² patches
-    assert [row["status"] for row in store.rows] == ["failed"] * 2 and store.rows[1][
-        "num_params"
-    ] == 5_717_416 - 192 * 192
+    assert [row["status"] for row in store.rows] == ["failed"] * 2
+    assert store.rows[1]["num_params"] == 5_717_416 - 192 * 192
     assert {row["reason"] for row in store.rows} == {"the measuring process ended with signal 6: no message"}
 
 
@@ -134,14 +123,8 @@ def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, tmp_pat
 
 def test_a_gate_is_measured_for_families_with_an_operator(monkeypatch, capsys):
     def measure_gate(family, **about):
-        return {
-            "family": family,
-            **about,
-            "operator": "op",
-            "share_of_copy_percent": 7.0,
-            "at_least_percent": 20,
-            "holds": family == "vim",
-        }
+        peer = {"operator": "op", "share_of_copy_percent": 7.0, "at_least_percent": 20}
+        return {"family": family, **about, **peer, "holds": family == "vim"}
 
     monkeypatch.setattr(store_module, "measure_gate", measure_gate)
     gates = store_module.measure_gates(["vrwkv", "deit", "vim"], batch_size=2, dtype="fp32", device="cpu")
@@ -178,9 +161,8 @@ def test_a_noisy_row_is_measured_again_until_it_is_quiet(measured, tmp_path, cap
     assert (row["noisy"], row["attempts"], row["latency_ms_ci95"]) == ([], 2, [9.5, 10.5])
     assert [spec.model for spec in measured[0]] == [VITTT, DEIT, VITTT]
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("100.00 img/s; noisy: spread") and said[2].startswith(
-        f"[again, 2 of at most 3] {VITTT}@32: 10.0 ms"
-    )
+    assert said[0].endswith("100.00 img/s; noisy: spread")
+    assert said[2].startswith(f"[again, 2 of at most 3] {VITTT}@32: 10.0 ms")
 
 
 @pytest.mark.parametrize("quietest", [0, 1, 2])
@@ -188,9 +170,8 @@ def test_of_noisy_measurements_the_quietest_stays(measured, tmp_path, quietest):
     intervals = [[5.0, 15.0] for _ in range(3)]
     intervals[quietest] = [7.0, 13.0]
     row = measure_noisy(measured, tmp_path, *intervals, [9.9, 10.1])
-    assert (row["noisy"], row["attempts"], row["latency_ms_ci95"]) == (["spread"], 3, [7.0, 13.0]) and row[
-        "status"
-    ] == "ok"
+    assert (row["noisy"], row["attempts"], row["status"]) == (["spread"], 3, "ok")
+    assert row["latency_ms_ci95"] == [7.0, 13.0]
     again = open_model_rows(tmp_path, "cpu: made up", [row])
     store_module.measure_rows(make_specs(32)[:1], again)  # a later call measures it no more
     assert again.rows == [row] and len(measured[0]) == 4

@@ -13,11 +13,8 @@ def test_the_order_is_a_permutation_that_begins_with_the_ends_and_the_half():
     # every prefix of three or more leaves no gap untouched while a wider one is split
     order = order_by_importance(IMAGE_SIZES)
     for n in range(3, len(order)):
-        gaps = [
-            (high / low, low, high)
-            for low, high in itertools.pairwise(sorted(order[:n]))
-            if any(low < s < high for s in order[n:])
-        ]
+        pairs = itertools.pairwise(sorted(order[:n]))
+        gaps = [(high / low, low, high) for low, high in pairs if any(low < s < high for s in order[n:])]
         assert any(low < order[n] < high for _, low, high in gaps)
 
 
@@ -25,10 +22,8 @@ def test_a_row_and_its_spec_have_one_key():
     spec = RowSpec(model="m", options={"b": 1, "a": 2}, image_size=(64, 32), batch_size=3)
     row = {**vars(spec), "backend": "triton", "options": {"a": 2, "b": 1}, "image_size": [64, 32]}
     assert row_key(vars(spec)) == row_key(row)
-    assert all(
-        row_key({**row, **change}) != row_key(row)
-        for change in ({"image_size": [32, 64]}, {"batch_size": 4}, {"options": {}})
-    )
+    changes = {"image_size": [32, 64]}, {"batch_size": 4}, {"options": {}}
+    assert all(row_key({**row, **change}) != row_key(row) for change in changes)
 
 
 def make_spec(side, model="m", budget_s=600.0):
@@ -77,9 +72,7 @@ def test_a_schedule_without_a_limit_measures_everything():
 
 
 def test_rows_of_an_earlier_call_tell_what_is_left():
-    """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, which nobody has
-    measured yet.
-    """
+    """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, unmeasured so far."""
     schedule = RowSchedule([make_spec(32)], lambda spec: 1.0, clock=Clock())
     schedule.note(make_spec(16), make_row(1000.0))
     ((_, expected_s),) = list(schedule)

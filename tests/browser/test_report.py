@@ -1,6 +1,4 @@
-"""report.html in a real browser, `make test-browser`: what only a browser can show. Screenshots to look at lie in
-.runs/browser.
-"""
+"""report.html in a real browser, `make test-browser`: what only a browser can show. Screenshots: .runs/browser."""
 
 import json
 import os
@@ -18,9 +16,9 @@ from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import STATUSES
 from stages.report import ReportParams, run
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.browser
-ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / ".runs" / "browser"
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 
@@ -52,9 +50,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, folder):
-    """Opens the report at a size and a colour scheme; afterwards there must have been no error and no request but for
-    the file.
-    """
+    """Opens the report at a size and a colour scheme; no error and no request but for the file may come of it."""
     pages, messages, requests = [], [], []
 
     def opened(viewport=DESKTOP, scheme="light", **more):
@@ -166,14 +162,8 @@ def test_it_fits_reads_and_is_photographed(open_page, viewport, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 5 and min(contrasts.values()) >= 4.5, contrasts
-    for anchor in (
-        "content",
-        "the-ledger",
-        "table-1-imagenet-1k-classification",
-        "figures",
-        "example-pictures",
-        "not-measured-and-why",
-    ):
+    anchors = "content the-ledger table-1-imagenet-1k-classification figures example-pictures not-measured-and-why"
+    for anchor in anchors.split():
         page.evaluate("anchor => document.getElementById(anchor).scrollIntoView()", anchor)
         page.screenshot(path=SHOTS / f"{viewport['width']}_{scheme}_{anchor}.png")
     page.evaluate("document.getElementById('the-ledger').scrollIntoView()")

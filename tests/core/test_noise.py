@@ -2,14 +2,12 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise, pool_runs
 from repro.core.statistics import describe_sample
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 def make_row(side=224, latency=100.0, interval=(95.0, 105.0), **more):
@@ -52,9 +50,7 @@ def test_a_row_alone(changes, reasons):
 
 
 def test_a_small_image_that_took_longer_than_a_large_one_is_noisy():
-    """At 512 the steps took 125 to 135 ms and at 640 they took 115 to 124; 224 and 384 could be equal, by their
-    intervals.
-    """
+    """At 512 steps took 125 to 135 ms, at 640 115 to 124; 224 and 384 could be equal, by their intervals."""
     found = {224: (95.0, 100.0, 105.0), 384: (92.0, 96.0, 99.0), 512: (125.0, 130.0, 135.0), 640: (115.0, 120.0, 124.0)}
     rows = [make_row(side, latency, (low, high)) for side, (low, latency, high) in found.items()]
     assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], []]
@@ -92,10 +88,8 @@ def test_rows_by_an_older_version_are_judged_by_what_they_hold():
 
 def make_runs(*latencies, **more):
     by = {"code_hash": "a", "torch_version": "2", **more}
-    return [
-        make_row(latency=each, throughput_img_per_s=1e3 / each, run=run, peak_memory_mib=10.0 * run, **by)
-        for run, each in enumerate(latencies, 1)
-    ]
+    pairs = [(run, each, 1e3 / each) for run, each in enumerate(latencies, 1)]
+    return [make_row(latency=x, throughput_img_per_s=y, run=n, peak_memory_mib=10.0 * n, **by) for n, x, y in pairs]
 
 
 def test_few_processes_have_a_range_and_no_interval():

@@ -10,21 +10,11 @@ import llvmlite
 import numba
 import pytest
 
+from repro.core import record as records
 from repro.core.errors import RunError, UserError
 from repro.core.freshness import hash_number
 from repro.core.hashing import hash_code, hash_files, import_closure
-from repro.core.record import (
-    atomic,
-    find_command,
-    make_identity,
-    read_json,
-    read_record,
-    require_writable,
-    sweep,
-    write_json,
-    write_record,
-    write_text,
-)
+from repro.core.record import atomic, make_identity, read_json, read_record, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
 from tests.conftest import ROOT, run_python
 
@@ -70,7 +60,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path):
     others = [tmp_path / name for name in (".notes.tmp", ".a.12345678.txt", "a.12345678.tmp", "run.json")]
     for file in others:
         file.touch()
-    sweep(tmp_path, tmp_path / "missing")
+    records.sweep(tmp_path, tmp_path / "missing")
     assert not left.exists() and below.exists() and all(file.exists() for file in others)
     write_record(tmp_path / "below", {}, {}, 1.0)
     assert not below.exists()
@@ -82,11 +72,11 @@ def test_git_ignores_what_a_killed_process_left(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_and_another_left_as_it_is(tmp_path):
-    require_writable(tmp_path / "a" / "b")
+    records.require_writable(tmp_path / "a" / "b")
     assert not os.listdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=f"{tmp_path}/file: cannot be written"):
-        require_writable(tmp_path / "file" / "b")
+        records.require_writable(tmp_path / "file" / "b")
 
 
 @pytest.mark.parametrize("scores", [(), ("n",)])
@@ -262,7 +252,7 @@ def test_anyone_can_compute_the_code_hash_of_a_record_again(checkout):
     ],
 )
 def test_the_command_as_a_user_types_it(argv, command):
-    assert find_command(Path("/here"), argv) == command
+    assert records.find_command(Path("/here"), argv) == command
 
 
 def test_a_process_notes_its_own_command_and_needs_no_torch(checkout):

@@ -4,12 +4,8 @@ import pytest
 
 from repro.core.runtime import cpu_name, describe_cpu, describe_machine, describe_place, device_label, parse_blas
 
-INTEL = {
-    "cpu family": "6",
-    "model": "143",
-    "stepping": "8",
-    "flags": "fpu sse2 sse4_2 fma avx avx2 avx512f avx512_bf16 amx_tile avx_vnni",
-}
+INTEL = {"cpu family": "6", "model": "143", "stepping": "8"}
+INTEL["flags"] = "fpu sse2 sse4_2 fma avx avx2 avx512f avx512_bf16 amx_tile avx_vnni"
 ARM = {"Features": "fp asimd evtstrm aes asimddp sve sve2 sha1", "CPU part": "0xd40"}
 MKL = "  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) 64\n  - Build settings: BLAS_INFO=mkl, X=1"
 OLD_MKL = "  - Intel(R) Math Kernel Library Version 2019.0.5 Product Build 20190808\n"

@@ -58,9 +58,7 @@ def only(lines: list[str], level: str) -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small tree of class folders: 20 train and 20 val images of 16x16, each with a grey value of 10 times its place
-    in sorted order.
-    """
+    """20 train and 20 val images of 16x16 in class folders, each with a grey value of 10 times its place in order."""
     folder = tmp_path / "set"
     for split in ("train", "val"):
         place = 0

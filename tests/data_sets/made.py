@@ -45,21 +45,12 @@ def runs(mask: np.ndarray) -> dict[str, Any]:
     return {"size": list(mask.shape), "counts": counts}
 
 
-def annotation(
-    number: int, image_id: int, category_id: int, bbox: list[float], segmentation: Any = None, **more: Any
-) -> dict[str, Any]:
+def annotation(number: int, image_id: int, category_id: int, bbox: list[float], segmentation=None, **more) -> dict:
     """An instance; without a segmentation it is the box."""
     left, top, width, height = bbox
-    return {
-        "id": number,
-        "image_id": image_id,
-        "category_id": category_id,
-        "bbox": bbox,
-        "segmentation": segmentation or polygon(left, top, left + width, top + height),
-        "area": max(width * height, 0),
-        "iscrowd": 0,
-        **more,
-    }
+    mask = segmentation or polygon(left, top, left + width, top + height)
+    row = {"id": number, "image_id": image_id, "category_id": category_id, "bbox": bbox, "segmentation": mask}
+    return row | {"area": max(width * height, 0), "iscrowd": 0, **more}
 
 
 def image(number: int, width: int = WIDTH, height: int = HEIGHT) -> dict[str, Any]:
@@ -82,9 +73,7 @@ def write_coco(root: Path, content: dict[str, Any], split: str = "train2017") ->
     return root
 
 
-def write_ade20k(
-    root: Path, *, classes: int, split: str = "training", pairs: int = 4, size: tuple[int, int] = (40, 64)
-) -> Path:
+def write_ade20k(root: Path, *, classes: int, split: str = "training", pairs: int = 4, size=(40, 64)) -> Path:
     """Pairs of noise with blocks of labels 0..classes, one of them 0.
 
     Images are PNGs under JPEG's name, so that every decoder reads the same.

@@ -24,16 +24,13 @@ from repro.data.embedded.digits import write_digits
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
 from repro.data.tree import scan_tree
+from tests.conftest import ROOT
 from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
 from tests.data_sets.made import annotation, image, picture, write_ade20k, write_coco
 
-ROOT = Path(__file__).parents[2]
-
 
 def require_fault(check, root, table, fault, read, *, refused, expected) -> None:
-    """Plant a fault of a table: the check counts and names it. Training, which reads the same files, raises one of the
-    check's errors, or takes what it cannot know is wrong.
-    """
+    """Plant a fault: the check counts and names it; training raises one of the check's errors, or takes the data."""
     plant, errors, message = table[fault]
     plant(root)
     lines, found, _ = findings(check, root, expected=expected)
@@ -236,12 +233,8 @@ def test_a_folder_of_ones_own(imagenet):
 
 
 # COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
-COCO_SMALL = CocoCounts(
-    images={"train": 3, "val": 2},
-    instances={"train": 4, "val": 2},
-    empty_boxes={"train": 1, "val": 0},
-    category_ids=frozenset({1, 2, 90}),
-)
+COUNTS = {"images": {"train": 3, "val": 2}, "instances": {"train": 4, "val": 2}, "empty_boxes": {"train": 1, "val": 0}}
+COCO_SMALL = CocoCounts(**COUNTS, category_ids=frozenset({1, 2, 90}))
 TRAIN_JSON = "annotations/instances_train2017.json"
 
 
@@ -386,10 +379,8 @@ def ade(tmp_path: Path) -> Path:
 def test_a_complete_ade20k(ade, inside):
     (ade.parent / "ADE20K_2021_17_01").mkdir()  # the other release may lie beside it
     lines, errors, warnings = findings(check_ade20k, ade.parent if inside else ade, expected=ADE_SMALL)
-    assert (errors, warnings) == (0, 0) and [line.rpartition("ADEChallengeData2016")[2] for line in lines[::4]] == [
-        ": 150 classes",
-        ": images and label maps decode, all 5",
-    ]
+    said = [line.rpartition("ADEChallengeData2016")[2] for line in lines[::4]]
+    assert (errors, warnings, said) == (0, 0, [": 150 classes", ": images and label maps decode, all 5"])
     for line, words in zip(lines[1:4], ("training: 3 images", "validation: 2 images", "values in 0..150"), strict=True):
         assert words in line
 

@@ -20,9 +20,7 @@ CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "n
 
 
 def content():
-    """Image 12 has one target of each form and all sorts of non-targets; 5 has nothing; 30 is portrait; 31 too small;
-    40 has a crowd.
-    """
+    """Image 12 has a target of each form and all sorts of non-targets; 5 nothing; 30 portrait; 31 small; 40 a crowd."""
     return {
         "images": [image(12), image(5), image(30, 36, 50), image(31, 40, 31), image(40)],
         "annotations": [
@@ -105,11 +103,8 @@ def test_a_mask_of_nothing_is_no_target(tmp_path):
 )
 def test_sizes_by_hand(tmp_path, size, expected):
     height, width = size
-    found = {
-        "images": [image(1, width, height)],
-        "annotations": [annotation(1, 1, 7, [8, 16, 100, 120])],
-        "categories": CATEGORIES,
-    }
+    found = {"images": [image(1, width, height)], "categories": CATEGORIES}
+    found["annotations"] = [annotation(1, 1, 7, [8, 16, 100, 120])]
     settings = DetectionTransformSettings(min_size=(400, 800), max_size=1333)
     pixels, target = detection(write_coco(tmp_path, found), settings)[(0, 0)]
     assert tuple(pixels.shape) == (3, *expected) and target["original_size"] == size
@@ -131,9 +126,7 @@ def test_flip_by_hand(root):
 
 
 def test_crops_by_hand(root):
-    """A resize to a short side of 40, which this image has; a crop of 16 to 24 pixels each way; an enlargement that
-    shows the pixels.
-    """
+    """A resize to a short side of 40, as it is; a crop of 16 to 24 pixels each way; an enlargement."""
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
     boxes = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]])
@@ -185,10 +178,8 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(root):
 
 
 def test_loaders_batch_lists(root):
-    train, val = (
-        TrainLoader(detection(root, training=True), batch_size=2, seed=0),
-        EvalLoader(detection(root), batch_size=2),
-    )
+    train = TrainLoader(detection(root, training=True), batch_size=2, seed=0)
+    val = EvalLoader(detection(root), batch_size=2)
     ((images, targets),) = train.batches(0)
     # 50 x 36 with a short side of 40
     assert {tuple(pixels.shape) for pixels in images} == {(3, 40, 60), (3, 56, 40)}

@@ -22,9 +22,9 @@ from repro.data.kinds import PrepareData
 from repro.data.loader import EvalLoader, TrainLoader
 from repro.data.prepare import prepare
 from repro.data.settings import ConnectSettings, TransformSettings
+from tests.conftest import ROOT
 from tests.data_sets.conftest import hash_files
 
-ROOT = Path(__file__).parents[2]
 KEPT = load_section(PrepareData, ROOT / "params.yaml", "prepare_data", "connect").curves
 HARD = load_section(PrepareData, ROOT / "profiles/paper.yaml", "prepare_data", "connect_hard").curves
 SMALL = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": (1, 2)}

@@ -30,9 +30,7 @@ def scenes(tmp_path):
 
 @pytest.fixture
 def published(scenes):
-    """The parts of scenes as a COCO and an ADE20K have them, with a val in place of test; tune is left over, and
-    nothing reads it.
-    """
+    """The parts of scenes as a COCO and an ADE20K have them, with a val in place of test; nothing reads tune."""
     for test, val in (
         ("coco/test2017", "coco/val2017"),
         ("coco/annotations/instances_test2017.json", "coco/annotations/instances_val2017.json"),

@@ -105,10 +105,8 @@ def test_ranks_share_out_the_batches_of_one_process(root, loader_of):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_continuing_in_the_middle_equals_not_stopping(root, loader_of, workers):
-    reference, first, second = (
-        loader_of(TrainLoader, training(root, seed=7), batch_size=3, seed=7, workers=number)
-        for number in (0, workers, workers)
-    )
+    dataset, how = training(root, seed=7), {"batch_size": 3, "seed": 7}
+    reference, first, second = (loader_of(TrainLoader, dataset, **how, workers=n) for n in (0, workers, workers))
     expected = [batch for epoch in range(2) for batch in reference.batches(epoch)]
     got = [*first.batches(0), *itertools.islice(first.batches(1), 2), *second.batches(1, 2)]
     # and in a loader whose workers were left in the middle of an epoch
@@ -286,9 +284,7 @@ def test_preprocessing_travels_with_weights_and_is_read_from_timm():
 
 
 def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():
-    """As in the paper's recipe: after normalisation, each value of the rectangle is N(0, 1), in images chosen with
-    `re_prob`.
-    """
+    """After normalisation, each value of the rectangle is N(0, 1), in images chosen with `re_prob`."""
     settings, cpu = TransformSettings(image_size=32, re_prob=0.25), torch.device("cpu")
     images = torch.randint(0, 256, (400, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     plain = ToInput(settings, cpu)(images)

@@ -28,16 +28,10 @@ from repro.data.kinds import PrepareData, list_imagenet100, list_wnids
 from repro.data.prepare import prepare
 from tests.data_sets.conftest import FULL
 
-CIFAR = {
-    "kind": "cifar100",
-    "expected": {"classes": 2, "train": 8, "tune": 4, "test": 4},
-    "tune_split": {"images_per_class": 2, "seed": 0},
-}
-IMAGENET = {
-    "kind": "imagenet100",
-    "expected": {"classes": 100, "train": 200, "tune": 100, "test": 100},
-    "tune_split": {"images_per_class": 1, "seed": 0},
-}
+CIFAR = {"kind": "cifar100", "expected": {"classes": 2, "train": 8, "tune": 4, "test": 4}}
+CIFAR["tune_split"] = {"images_per_class": 2, "seed": 0}
+IMAGENET = {"kind": "imagenet100", "expected": {"classes": 100, "train": 200, "tune": 100, "test": 100}}
+IMAGENET["tune_split"] = {"images_per_class": 1, "seed": 0}
 
 
 def runtime_of(roots: dict[str, Path]) -> Runtime:

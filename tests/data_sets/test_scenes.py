@@ -113,9 +113,7 @@ def test_masks_lie_on_the_digits(root, settings):
 
 
 def test_calm_digits_lie_inside_and_hardly_on_one_another():
-    """Of what can be seen of a digit, which strokes over it can only make less, a box covers at most 15 %, and pixels
-    of anti-aliasing.
-    """
+    """A box covers at most 15 % of what can be seen of a digit, and pixels of anti-aliasing."""
     scans, targets = load_scans()
     lost = 0
     for seed in range(40):

@@ -133,9 +133,7 @@ class Campaign:
         return root
 
     def require(self, root: Path, command: tuple[str, ...], kill_at: int | None = None) -> tuple[int, float]:
-        """Run a command to its end; return how often it changed the file system, and its seconds. A RunError if it
-        fails.
-        """
+        """Run a command to its end, or raise a RunError: how often it changed the file system, and its seconds."""
         began = time.monotonic()
         code = wait(start(root, command, kill_at))
         if code:
@@ -183,9 +181,7 @@ class Campaign:
         return found or "equal"
 
     def try_flip(self, kind: str, number: int) -> str:
-        """Flip a byte of a file and open it: `refused`, `equal` if the content is the same all the same, or what is
-        wrong.
-        """
+        """Flip a byte of a file and open it: `refused`, `equal` if the content is the same, or what is wrong."""
         path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
         chosen = random.Random(f"{Settings.seed} {kind} {number}")
         damaged = self.folder / f"{kind}_{number}" / path.name
@@ -252,9 +248,7 @@ class Campaign:
 
 
 def start(root: Path, command: tuple[str, ...], kill_at: int | None = None) -> int:
-    """Fork a child that runs `repro COMMAND` in a checkout; it kills itself before its change number `kill_at`, from 0
-    on. Its id.
-    """
+    """Fork a child that runs `repro COMMAND`, and kills itself before its change number `kill_at` from 0. Its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -362,12 +356,11 @@ def are_equal(a: Any, b: Any) -> bool:
     pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=False))
     if len(pairs) != len(tree_leaves(b)) or len(pairs) != len(tree_leaves(a)):
         return False
-    return all(
-        x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes()
-        if isinstance(x, torch.Tensor)
-        else repr(x) == repr(y)
-        for x, y in pairs
-    )
+
+    def told(x: Any) -> Any:
+        return (x.dtype, x.numpy().tobytes()) if isinstance(x, torch.Tensor) else repr(x)
+
+    return all(told(x) == told(y) for x, y in pairs)
 
 
 def list_cases(kills: int, flips: int, files: int) -> list[str]:

@@ -58,9 +58,8 @@ class CommandResult:
         """Assert that the exit code is this one and, where it is not 0, that one line of error contains all `parts`."""
         lines = self.err.strip().splitlines()
         assert self.code == code, f"exit code {self.code} instead of {code}: {lines[-1] if lines else 'no message'}"
-        assert not code or (len(lines) == 1 and lines[0].startswith("repro: ")), (
-            f"{len(lines)} lines of error instead of one: {lines[-1:]}"
-        )
+        told = len(lines) == 1 and lines[0].startswith("repro: ")
+        assert not code or told, f"{len(lines)} lines of error instead of one: {lines[-1:]}"
         missing = [part for part in parts if part not in self.err]
         assert not missing, f"the error does not mention {missing[0]!r}: {self.err.strip()}"
 
@@ -106,16 +105,9 @@ class Checkout:
         environment = {name: value for name, value in os.environ.items() if name not in not_ours}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(self.root)}
         # in a session of its own: a Ctrl-C here must not be one of the faults
-        return subprocess.Popen(
-            [sys.executable, *program, *args],
-            cwd=self.root,
-            env=environment,
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, *program, *args]
+        return subprocess.Popen(command, cwd=self.root, env=environment, start_new_session=True, **pipes)
 
     def start_training(self, processes: int = 1, largest_file: int | None = None) -> subprocess.Popen:
         """Start the training; with `largest_file`, no file may grow beyond so many bytes."""
@@ -149,9 +141,7 @@ class Checkout:
 
 
 def make_base(folder: Path, code: Path, params: dict[str, Any]) -> Path:
-    """A checkout, folder/base, with these params, a copy of the code, so that nobody's edit comes between two runs, and a
-    folder for data; its copies share both.
-    """
+    """folder/base, with these params, a copy of the code, which nobody edits between runs, and a folder for data."""
     base = folder / "base"
     base.mkdir()
     for package in FIRST_PARTY:
@@ -182,9 +172,7 @@ class Lab:
         prepared.wait(prepared.start("prepare-data")).require(0)
 
     def make_checkout(self, like: Checkout | None = None) -> Checkout:
-        """A new checkout with the copied code and the data that all share; with `like`, also that one's results and
-        states.
-        """
+        """A new checkout with the code and the data that all share; with `like`, also its results and states."""
         root = Path(tempfile.mkdtemp(prefix="checkout_", dir=self.folder))
         shutil.copytree(like.root if like else self.folder / "base", root, symlinks=True, dirs_exist_ok=True)
         return Checkout(root)
@@ -201,9 +189,7 @@ class Lab:
 
     @functools.cached_property
     def begun_by_two(self) -> Checkout:
-        """A checkout with the first state of a run of two processes; that run itself goes on, as the uninterrupted one
-        of two.
-        """
+        """A checkout with the first state of a run of two processes, which itself goes on uninterrupted."""
         checkout, begun = self.make_checkout(), self.make_checkout()
         process, states = checkout.start_training(2), []
         began = checkout.wait_for_training(process)
@@ -263,9 +249,7 @@ class Lab:
         return checkout, checkout.wait(process)
 
     def finish_run(self, checkout: Checkout, processes: int = 1) -> int:
-        """Run to the end and compare with the uninterrupted run; return the step after which it continued, 0 if from
-        the beginning.
-        """
+        """Run to the end and compare with the uninterrupted run; the step after which it continued, or 0."""
         result = checkout.wait(checkout.start_training(processes))
         result.require(0)
         checkout.compare(self.whole[processes])
@@ -325,17 +309,13 @@ def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
 
 
 def _list_results(root: Path) -> set[str]:
-    """The files of the results; without those that have the date, and while nothing is finished the temporary ones do
-    not count.
-    """
+    """The files of the results, without those that have the date, and while unfinished without temporary ones."""
     found = (path for path in (root / "results").rglob("*") if path.is_file() and not path.name.endswith("run.json"))
     return {str(path.relative_to(root)) for path in found}
 
 
 def _describe_difference(ours: Path, theirs: Path) -> str:
-    """The largest difference of two weights files, as the end of a message; nothing for another file, or an unreadable
-    one.
-    """
+    """The largest difference of two weights files, as the end of a message; nothing for other or unreadable files."""
     with contextlib.suppress(Exception):
         a, b = load_file(ours), load_file(theirs)
         return f", by {max(float((a[name].double() - b[name].double()).abs().max()) for name in b):.3g} at most"

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.faults.campaign import FILES, GOOD, KILLED, Campaign, list_cases, summarise
 from tests.faults.lab import CommandResult, describe_damage
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -19,12 +19,10 @@ import pytest
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
 
-KILLS, FLIPS, SEED = (
-    int(os.environ.get(name, usual)) for name, usual in (("FAULT_KILLS", 1), ("FAULT_FLIPS", 5), ("FAULT_SEED", 0))
-)
-pytestmark = pytest.mark.skipif(
-    not Path("/proc").is_dir(), reason="the processes of a run are found in /proc, which this system lacks"
-)
+USUAL = {"FAULT_KILLS": 1, "FAULT_FLIPS": 5, "FAULT_SEED": 0}
+KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in USUAL.items())
+NO_PROC = "the processes of a run are found in /proc, which this system lacks"
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason=NO_PROC)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
-"""Tests that need a CUDA GPU: `make test-gpu`. A small checkout to train in, with a cell for every nano model and
-precision.
-"""
+"""Tests that need a CUDA GPU, `make test-gpu`: a small checkout with a cell for every nano model and precision."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
+
 DEVICE = "cuda"  # `cpu` shows how far these tests come without a GPU
 PRECISIONS = ("fp16", "bf16")
 SIDE = 80  # pixels: 5 × 5 tokens, which are no multiple of a chunk
@@ -60,30 +59,18 @@ def prepared(tmp_path_factory) -> Path:
     from repro.data.prepare import prepare
 
     def cell(model: str, precision: str) -> dict:
-        return {
-            "model": model,
-            "data": "digits",
-            "seeds": [0],
-            "epochs": 1,
-            "batch_size": 128,
-            "precision": precision,
-            "drop_path": 0.0,
-            "snapshot_epochs": [],
-            "optim": {"lr": 0.001, "lr_batch_size": 128, "warmup_epochs": 0},
-            "mix": {"mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.1},
-            "transform": {"image_size": SIDE, "hflip": 0.0, "crop_pct": 1.0},
-        }
+        lengths = {"seeds": [0], "epochs": 1, "batch_size": 128, "drop_path": 0.0, "snapshot_epochs": []}
+        made = {"model": model, "data": "digits", "precision": precision, **lengths}
+        made["optim"] = {"lr": 0.001, "lr_batch_size": 128, "warmup_epochs": 0}
+        made["mix"] = {"mixup": 0.0, "cutmix": 0.0, "label_smoothing": 0.1}
+        return made | {"transform": {"image_size": SIDE, "hflip": 0.0, "crop_pct": 1.0}}
 
     data = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}}
-    params = {
-        "runtime": {"device": DEVICE, "data_roots": {"digits": "data/digits"}, "log_every_steps": 1},
-        "prepare_data": {
-            "digits": data | {"generate": {"image_size": SIDE, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0}}
-        },
-        "pretrain": {
-            f"{model}_{precision}": cell(model, precision) for model in nano_models() for precision in PRECISIONS
-        },
-    }
+    data["generate"] = {"image_size": SIDE, "tune_fraction": 0.2, "test_fraction": 0.2, "seed": 0}
+    pairs = [(model, precision) for model in nano_models() for precision in PRECISIONS]
+    params = {"runtime": {"device": DEVICE, "data_roots": {"digits": "data/digits"}, "log_every_steps": 1}}
+    params["prepare_data"] = {"digits": data}
+    params["pretrain"] = {"_".join(pair): cell(*pair) for pair in pairs}
     root = tmp_path_factory.mktemp("prepared")
     (root / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
     (root / "dvc.yaml").write_text("stages: {}\n")

@@ -1,6 +1,4 @@
-"""Where tokens look: implicit attention against softmax weights, formulas and whole Jacobians, and its numbers against
-hand counts.
-"""
+"""Where tokens look: implicit attention against softmax weights, formulas, whole Jacobians and hand counts."""
 
 import math
 
@@ -10,14 +8,8 @@ import torch
 from torch import nn
 
 import repro.models  # noqa: F401
-from repro.inference.attention import (
-    Look,
-    choose_tokens,
-    measure_implicit_attention,
-    measure_shift_ratio,
-    observe_attention,
-    summarise_looks,
-)
+from repro.inference import attention
+from repro.inference.attention import Look, choose_tokens, measure_implicit_attention, observe_attention
 from repro.models.inner_mixer import InnerMixer
 from repro.models.registry import build_model
 
@@ -81,16 +73,13 @@ def test_that_of_an_inner_learner_is_the_norm_of_its_jacobian(inner, dwc, neighb
 def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
     """Rebuilt from the input of each attention; a ViT's class token is not among the patches."""
     torch.manual_seed(0)
-    model = (
-        build_model(name, depth=2, img_size=64 if name.startswith("vit") else 32).eval().double().requires_grad_(False)
-    )
-    images = torch.randn(
-        3, 3, *(2 * [model.patch_embed.img_size[0] if name.startswith("vit") else 32]), dtype=torch.float64
-    )
+    side = 64 if name.startswith("vit") else 32
+    model = build_model(name, depth=2, img_size=side).eval().double().requires_grad_(False)
+    sides = 2 * [model.patch_embed.img_size[0] if name.startswith("vit") else 32]
+    images = torch.randn(3, 3, *sides, dtype=torch.float64)
     inputs = []
-    hooks = [
-        block.attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0])) for block in model.blocks
-    ]
+    keep = lambda module, args: inputs.append(args[0])  # noqa: E731
+    hooks = [block.attn.register_forward_pre_hook(keep) for block in model.blocks]
     model(images)
     for hook in hooks:
         hook.remove()
@@ -134,10 +123,10 @@ def test_a_model_without_plain_attention_is_refused(name, options):
 def test_shift_ratios_of_known_keys():
     torch.manual_seed(0)
     keys = torch.randn(4, 1, 8).expand(4, 196, 8)
-    torch.testing.assert_close(measure_shift_ratio(keys), torch.ones(4))
+    torch.testing.assert_close(attention.measure_shift_ratio(keys), torch.ones(4))
     opposite = torch.cat([keys, -keys], 1)
-    torch.testing.assert_close(measure_shift_ratio(opposite), torch.zeros(4), atol=1e-6, rtol=0)
-    independent = measure_shift_ratio(torch.randn(64, 196, 192)).mean()
+    torch.testing.assert_close(attention.measure_shift_ratio(opposite), torch.zeros(4), atol=1e-6, rtol=0)
+    independent = attention.measure_shift_ratio(torch.randn(64, 196, 192)).mean()
     assert independent == pytest.approx(1 / 14, rel=0.05)  # the paper's 0.07
 
 
@@ -147,11 +136,9 @@ def test_numbers_of_looks_that_are_known_by_hand():
     assert tokens == [0, 1, 2]
     itself = torch.eye(3).view(1, 1, 1, 3, 3)
     first = torch.tensor([1.0, 0.0, 0.0]).expand(1, 1, 1, 3, 3)
-    looks = {
-        name: Look(share=share, shift_ratio=torch.tensor([0.5]), grid=(1, 3))
-        for name, share in {"a": itself, "b": first}.items()
-    }
-    found = summarise_looks(looks, "a")
+    how = {"shift_ratio": torch.tensor([0.5]), "grid": (1, 3)}
+    looks = {name: Look(share=share, **how) for name, share in {"a": itself, "b": first}.items()}
+    found = attention.summarise_looks(looks, "a")
     assert found["a"] == {"shift_ratio": [0.5], "reach_patches": [0.0], "peak_percent": [100.0]}
     assert found["b"]["reach_patches"] == [1.0]  # 0, 1 and 2 patches
     assert found["b"]["overlap_percent"] == [pytest.approx(100 / 3)]

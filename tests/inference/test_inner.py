@@ -1,6 +1,4 @@
-"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried from chunk to
-chunk.
-"""
+"""Gradient maps and reconstruction losses against autograd on the inner loss, with the state carried along."""
 
 import pytest
 import timm
@@ -9,23 +7,16 @@ import torch.nn.functional as F
 
 import repro.models  # noqa: F401
 from kernels.ttt_linear.reference import Arguments
-from repro.inference.inner import (
-    OverrideTTTLinear,
-    compute_gradient_maps,
-    compute_reconstruction_losses,
-    find_first_chunks,
-    mark_tokens,
-    select_top_tokens,
-)
+from repro.inference import inner
+from repro.inference.inner import OverrideTTTLinear, compute_gradient_maps, compute_reconstruction_losses
 from tests.slow import first
 
 
 def nano(**options):
     """A small model whose inner learners are far from their symmetrical start."""
     torch.manual_seed(0)
-    model = timm.create_model(
-        "vittt_nano_patch16_144", **{"depth": 2, "num_classes": 3, "num_heads": 2, **options}
-    ).eval()
+    options = {"depth": 2, "num_classes": 3, "num_heads": 2, **options}
+    model = timm.create_model("vittt_nano_patch16_144", **options).eval()
     with torch.no_grad():
         for block in model.blocks:
             for parameter in (block.mixer.ln_weight, block.mixer.ln_bias, block.mixer.b0):
@@ -42,9 +33,7 @@ def calls_of(model, images):
 
 
 def by_autograd(o: Arguments, image: int, r: int, h: int):
-    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head: loss by definition, gradient by autograd, in
-    fp64.
-    """
+    """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head, by autograd in fp64."""
     k, v, lr = (x.double() for x in (o.k[image, :, r, h], o.v[image, :, r, h], o.lr[image, :, h]))
     W, b, gamma, mu = (x[r, h].double() for x in (o.W0, o.b0, o.ln_weight, o.ln_bias))
     c, order = o.token_scale[r].double(), list(range(len(k)))
@@ -75,19 +64,14 @@ def test_maps_and_losses_are_those_of_autograd(options):
     model, images = nano(**options), torch.randn(2, 3, 64, 80)
     calls = calls_of(model, images)
     directions, heads = calls[0].q.shape[2:4]
-    found = [
-        [[by_autograd(o, image, r, h) for h in range(heads)] for r in range(directions)]
-        for o in calls
-        for image in range(2)
-    ]
-    norms = (
-        torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found]).view(2, 2, -1).transpose(0, 1)
-    )
+    calls = [(o, image) for o in calls for image in range(2)]
+    found = [[[by_autograd(*call, r, h) for h in range(heads)] for r in range(directions)] for call in calls]
+    norms = torch.stack([sum(n for of_head in each for n, _ in of_head) for each in found])
+    norms = norms.view(2, 2, -1).transpose(0, 1)
     forward = torch.stack([sum(l for _, l in each[0]) / heads for each in found]).view(2, 2, -1)
     patches = [t for t in range(norms.shape[-1]) if t not in model.prefix_positions(20)]
-    torch.testing.assert_close(
-        compute_gradient_maps(model, images), norms[..., patches].view(2, 2, 4, 5), rtol=1e-5, atol=1e-5
-    )
+    expected = norms[..., patches].view(2, 2, 4, 5)
+    torch.testing.assert_close(compute_gradient_maps(model, images), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(compute_reconstruction_losses(model, images), forward.mean(1), rtol=1e-5, atol=1e-5)
     assert norms.max() > 2 * norms.min()  # otherwise a constant map would pass
 
@@ -119,11 +103,11 @@ def test_a_model_without_inner_learner_is_refused():
 def test_the_marked_tokens():
     maps = torch.tensor([[5.0, 1, 2, 3, 9], [4, 8, 7, 6, 0]])
     everywhere = torch.ones(2, 5, dtype=torch.bool)
-    assert select_top_tokens(maps, everywhere).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]
+    assert inner.select_top_tokens(maps, everywhere).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]
     within = everywhere.clone()
     within[1, 1:] = False
-    assert select_top_tokens(maps, within).nonzero().tolist() == [[0, 0], [0, 4]]
-    assert not select_top_tokens(maps, ~everywhere).any()
+    assert inner.select_top_tokens(maps, within).nonzero().tolist() == [[0, 0], [0, 4]]
+    assert not inner.select_top_tokens(maps, ~everywhere).any()
 
 
 @pytest.mark.parametrize(
@@ -137,9 +121,9 @@ def test_the_marked_tokens():
 )
 def test_first_chunks_are_counted_from_both_ends_with_class_tokens(options, expected):
     model = nano(**options)
-    first = find_first_chunks(model, (3, 5))
+    first = inner.find_first_chunks(model, (3, 5))
     assert first.int().tolist() == expected
-    later = mark_tokens(model, torch.rand(1, 2, 3, 5))["later"]
+    later = inner.mark_tokens(model, torch.rand(1, 2, 3, 5))["later"]
     assert not (later & first).any() and int(later.sum()) == round(0.3 * int((~first).sum()))
 
 

@@ -37,9 +37,7 @@ def test_one_step_is_the_operator(arguments):
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_more_steps_are_descent_on_the_chunk(arguments, steps):
-    """By autograd on Σ c[n−1] lr_t ℓ_t; the outputs are the operator's for the chunk, from the state before the last
-    step.
-    """
+    """By autograd on Σ c[n−1] lr_t ℓ_t; outputs are the operator's for the chunk, from the state before its end."""
     o = arguments
     out, before, after = inner_loop(o, steps)
     for image, r, h in ((0, 0, 0), (1, 1, 2)):

@@ -1,6 +1,4 @@
-"""What the bench times and how it counts: the peers get the work that ours get, bytes and FLOPs are those of the
-tensors.
-"""
+"""What the bench times and counts: peers get the same work, bytes and FLOPs are those of the tensors."""
 
 import json
 import sys
@@ -23,9 +21,7 @@ ROUTES = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32, **selective
 
 
 def run_step(cases, sizes, name, passes, **changed):
-    """What a call of the named implementation returns: the output, or the gradients by the names of the inputs.
-    `changed`: some inputs.
-    """
+    """The output of the named implementation, or the gradients by the inputs' names, with some inputs changed."""
 
     given = cases.layer_inputs
 
@@ -57,9 +53,7 @@ def test_what_is_timed_runs(name):
 
 @pytest.mark.parametrize("kind", ["chunk", "fused_chunk"])
 def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
-    """With ours in place of its kernels: one call with both directions as heads, which both scan forward, and lr
-    constant in a chunk.
-    """
+    """With ours in its place: one call with both directions as heads, both forward, and lr constant in a chunk."""
 
     def stands_in(q, k, v, w, b, eta, scale, eps, chunk_size, initial_state, initial_state_bias, output_final_state):
         assert {x.dtype for x in (q, k, v, w, b, eta)} == {torch.bfloat16} and scale == 1.0 and not output_final_state
@@ -69,9 +63,8 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
         return ttt_linear(q, k, v, lr.bfloat16(), *shared, chunk_size=chunk_size, eps=eps, backend="torch"), None, None
 
     def ours(q, k, v, lr, *shared):
-        outs = [
-            ttt_linear(q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in shared), backend="torch") for r in (0, 1)
-        ]
+        pairs = [([x[:, :, r] for x in (q, k, v)], [x[r] for x in shared]) for r in (0, 1)]
+        outs = [ttt_linear(*own, lr, *more, backend="torch") for own, more in pairs]
         return torch.stack(outs, 2)
 
     module = SimpleNamespace(chunk_ttt_linear=stands_in, fused_chunk_ttt_linear=stands_in)

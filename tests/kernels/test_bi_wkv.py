@@ -1,6 +1,4 @@
-"""What is Bi-WKV's own among its tests: exponents of any size, blocks of images and channels, NaN
-in a channel.
-"""
+"""What is Bi-WKV's own among its tests: exponents of any size, blocks of images and channels, NaN in a channel."""
 
 import pytest
 import torch

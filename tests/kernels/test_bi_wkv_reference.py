@@ -1,6 +1,4 @@
-"""The reference of Bi-WKV against a softmax by hand, against the official release's tensors, and against its kernel's
-semantics.
-"""
+"""The reference of Bi-WKV against a softmax by hand, the release's tensors and its kernel's semantics."""
 
 import math
 from pathlib import Path

@@ -63,9 +63,7 @@ def test_the_record_is_of_these_kernels(record, name):
 
 
 def test_the_default_configs_in_the_record_have_no_spills(record):
-    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, for which 255 registers
-    are a few too few.
-    """
+    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, short of registers."""
     rows = [row for row in record["rows"] if row["default"]]
     expected = []
     for row in rows:
@@ -173,10 +171,8 @@ def test_configs_differ(name):
 # Kernel -> target -> stack bytes of a default config in two-byte elements at D = 64 and chunk size 16. In one pass
 # three programs share a multiprocessor for that, and there is one wave where there were two; the pass BACK loads three
 # stages ahead, which fits sm_90.
-MOST_SPILLED = {
-    "ttt_linear_backward": dict.fromkeys(resources.TARGETS, 288),
-    "ttt_linear_backward_back": {80: 176, 89: 104},
-}
+MOST_SPILLED = {"ttt_linear_backward_back": {80: 176, 89: 104}}
+MOST_SPILLED["ttt_linear_backward"] = dict.fromkeys(resources.TARGETS, 288)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -210,9 +206,7 @@ def test_ttt_linear_compiles(kernel, dtype, target):
 )
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_shared_memory_of_other_sizes_is_what_the_table_says(kernel, dtype, width, chunk_size):
-    """In two-byte elements the default fits the 99 KiB of the smallest GPUs, so that `auto` may take it anywhere; in
-    fp32 `SHARED_KIB` says which sizes need more in the backward pass, and how much.
-    """
+    """In two-byte elements it fits 99 KiB, the smallest GPUs'; `SHARED_KIB` has fp32's backward pass."""
     one = OPERATORS["ttt_linear"].compilation(kernel, dtype, chunk_size=chunk_size, width=width)
     found = one.read(89)["shared_bytes"]
     needed = dtype == "fp32" and kernel.endswith("backward") and triton_fwd.SHARED_KIB.get((width, chunk_size))
@@ -275,10 +269,8 @@ def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
 
 def test_a_token_of_a_segment_costs_what_others_do():
     """The state that it starts from comes in the layout of the decays, which would else be exchanged at every token."""
-    whole, segment = (
-        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90)["loops"][0]
-        for name in ("forward", "forward_segments")
-    )
+    one, names = OPERATORS["selective_scan"].compilation, ("selective_scan_forward", "selective_scan_forward_segments")
+    whole, segment = (one(name, "bf16").read(90)["loops"][0] for name in names)
     assert segment["instructions"] <= 1.02 * whole["instructions"] and segment["BAR"] == whole["BAR"]
 
 
@@ -287,10 +279,8 @@ def test_sums_of_the_selective_scan_take_few_shuffles():
     token has three
     sums over states, two steps for each of four values a thread, and two over channels, three steps each.
     """
-    forward, backward = (
-        OPERATORS["selective_scan"].compilation(f"selective_scan_{name}", "bf16").read(90)
-        for name in ("forward", "backward")
-    )
+    one = OPERATORS["selective_scan"].compilation
+    forward, backward = (one(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward"))
     assert forward["loops"][0]["SHFL"] <= 8
     assert max(loop["SHFL"] for loop in backward["loops"]) == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
 
@@ -350,9 +340,7 @@ def test_slices_are_loaded_by_sixteen_bytes(kernel):
 
 @pytest.mark.parametrize("channels", [192, slow(384), slow(768)])
 def test_the_convolution_on_the_grid_loads_its_taps_once(channels):
-    """Before its loop, and in the layout in which they are used, so that nothing passes between threads: what barriers
-    there are are the norm's, where several warps share a row.
-    """
+    """Before its loop, in the layout of their use, so that nothing passes between threads: barriers are the norm's."""
     one = OPERATORS["conv_norm"].compilation("conv_norm_forward", "bf16", channels=channels)
     found = one.read(90)
     # three columns and one in the loop, of three rows; nine taps, gamma and beta, 32 bytes of each

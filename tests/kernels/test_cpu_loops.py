@@ -1,6 +1,4 @@
-"""What numba's loops share: functions against fp64, results that no number of threads changes, and machines without
-numba.
-"""
+"""What numba's loops share: functions against fp64, results for any number of threads, machines without numba."""
 
 import dataclasses
 import math
@@ -85,11 +83,8 @@ def test_functions(name, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_functions_at_what_is_no_number(dtype):
     x = np.array([math.nan, math.inf, -math.inf, 5000.0, -5000.0], dtype)
-    for name, expected in {
-        "exp2": [math.inf, 0, math.inf, 0],
-        "sigmoid": [1, 0, 1, 0],
-        "softplus": [math.inf, 0, 5000, 0],
-    }.items():
+    wanted = {"exp2": [math.inf, 0, math.inf, 0], "sigmoid": [1, 0, 1, 0], "softplus": [math.inf, 0, 5000, 0]}
+    for name, expected in wanted.items():
         out = np.empty_like(x)
         FUNCTIONS[name][0](x, out)
         assert np.isnan(out[0]) and out[1:].tolist() == pytest.approx(expected, abs=1e-37), name
@@ -99,9 +94,8 @@ def test_functions_at_what_is_no_number(dtype):
 def test_no_number_of_threads_changes_a_bit(name):
     """One thread has all channels of a task; many threads share them where there are fewer tasks than threads."""
     cases = OPERATORS[name]
-    sizes = dataclasses.replace(
-        cases.TYPICAL, batch=1, **({"channels": 200} if hasattr(cases.TYPICAL, "channels") else {})
-    )
+    channels = {"channels": 200} if hasattr(cases.TYPICAL, "channels") else {}
+    sizes = dataclasses.replace(cases.TYPICAL, batch=1, **channels)
     given = check.cast(cases, cases.draw(0, sizes), torch.float32)
     before, results = torch.get_num_threads(), []
     try:
@@ -139,9 +133,7 @@ def test_without_numba_torch_runs(reason, monkeypatch, tmp_path):
 
 
 def test_where_numba_cannot_run():
-    with pytest.raises(
-        ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or reference"
-    ):
+    with pytest.raises(ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or"):
         selected_backend("numba", "cuda")
     cases = OPERATORS["ms_deform_attn"]
     with pytest.raises(ValueError, match="backend 'numba': this operator has no loops for it"):
@@ -151,9 +143,7 @@ def test_where_numba_cannot_run():
 
 
 def test_a_block_of_vittt():
-    """Inference around the scan by loops is the plain path but for rounding; hooks, training and gradients see the
-    modules.
-    """
+    """Inference by loops is the plain path but for rounding; hooks, training and gradients see the modules."""
     torch.manual_seed(0)
     model = timm.create_model("vittt_nano_patch16_144", depth=2, embed_dim=32, num_heads=2, img_size=80).eval()
     for parameter in model.parameters():  # away from the zeros and ones of the start

@@ -8,9 +8,8 @@ from kernels.decompositions import DECOMPOSITIONS, bi_wkv_by_scan
 from kernels.tools.bi_wkv_cases import CASES, Sizes
 from kernels.tools.operators import OPERATORS
 
-SCANS = {
-    name: cases for name, cases in OPERATORS.items() if getattr(torch.ops.vision_ttt, name).default in DECOMPOSITIONS
-}
+OPS = torch.ops.vision_ttt
+SCANS = {name: cases for name, cases in OPERATORS.items() if getattr(OPS, name).default in DECOMPOSITIONS}
 
 
 EVERY_SIZE = [

@@ -1,6 +1,4 @@
-"""The reference of multi-scale deformable attention, and the torch backend beside it, against numbers and rules from
-elsewhere.
-"""
+"""The reference of deformable attention, and the torch backend beside it, against numbers and rules from elsewhere."""
 
 import pytest
 import torch
@@ -12,11 +10,8 @@ from kernels.tools.ms_deform_attn_cases import draw_points
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 # sides of two levels, and what the equation gives for the inputs of `fixture`, computed elsewhere by explicit loops
 SHAPES = ((4, 6), (2, 3))
-EXPECTED = [
-    [0.28087756, 0.15436048, -0.29950334, -0.35414631],
-    [0.16073304, 0.16679308, -0.21483559, -0.33336349],
-    [0.03331726, 0.10855848, 0.30952757, 0.22544672],
-]
+EXPECTED = [[0.28087756, 0.15436048, -0.29950334, -0.35414631], [0.16073304, 0.16679308, -0.21483559, -0.33336349]]
+EXPECTED += [[0.03331726, 0.10855848, 0.30952757, 0.22544672]]
 
 
 def fixture():

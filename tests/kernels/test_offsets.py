@@ -13,16 +13,8 @@ from kernels.tools.operators import OPERATORS
 
 TOKENS = 2**24  # of an image, 65,535 segments of 256
 # the largest size or stride that each argument has; B·T is 16 times T
-LARGEST = {
-    "T": TOKENS,
-    "width": TOKENS,
-    "count": 16 * TOKENS,
-    "R": 2,
-    "H": 16,
-    "E": 4096,
-    "v_rows": 2**10,
-    "reverse": 15,
-}
+LARGEST = {"T": TOKENS, "width": TOKENS, "count": 16 * TOKENS, "R": 2, "H": 16, "E": 4096}
+LARGEST |= {"v_rows": 2**10, "reverse": 15}
 LARGEST |= {"segments": 65535, "S": TOKENS, "Q": TOKENS, "cells": 2 * TOKENS, "first": TOKENS, "first_cell": 2 * TOKENS}
 LARGEST |= dict.fromkeys(("h", "w", *(f"{side}{level}" for side in "hw" for level in range(4))), 2**10)
 STRIDE = 2**31 // LARGEST["R"] - 1  # of a route, see `selective_scan.triton_fwd.shared_arguments`
@@ -96,9 +88,8 @@ def compute(operation, rest, arguments, programs):
         "arith.minsi": min,
         "arith.maxsi": max,
     }.get(operation)
-    return (
-        (min(all_ends), max(all_ends)) if ends and (all_ends := [ends(x, y) for x in (a, b) for y in (c, d)]) else None
-    )
+    all_ends = [ends(x, y) for x in (a, b) for y in (c, d)] if ends else []
+    return (min(all_ends), max(all_ends)) if all_ends else None
 
 
 @pytest.mark.parametrize(("name", "kernel", "options"), COMPILED)

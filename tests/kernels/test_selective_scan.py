@@ -1,6 +1,4 @@
-"""What is the selective scan's own among its tests: the official releases' tensors, routes, the gate, tiles, large
-steps, its errors.
-"""
+"""What is the selective scan's own: the releases' tensors, routes, the gate, tiles, large steps, its errors."""
 
 from pathlib import Path
 
@@ -32,14 +30,9 @@ def assert_near_reference(sizes, inputs=None, limit=1e-9):
 
 @pytest.mark.parametrize(("release", "routes"), [("vmamba", 4), ("mambavision", 1)])
 def test_scan_of_hierarchical_releases(release, routes):
-    """VMamba's four routes of one state, MambaVision's one of eight: the output and every gradient. There, routes lie
-    in the channels.
-    """
-    data = {
-        key.removeprefix("scan/"): torch.from_numpy(x)
-        for key, x in np.load(DATA / f"{release}.npz").items()
-        if key.startswith("scan/")
-    }
+    """VMamba's four routes of one state, MambaVision's one of eight: output and gradients. Routes are channels."""
+    stored = {key: torch.from_numpy(x) for key, x in np.load(DATA / f"{release}.npz").items() if key[:5] == "scan/"}
+    data = {key.removeprefix("scan/"): x for key, x in stored.items()}
 
     def by_route(name, x):
         if name in ("u", "delta", "out"):
@@ -51,11 +44,8 @@ def test_scan_of_hierarchical_releases(release, routes):
     out = selective_scan_routes(*inputs, reverse=[False] * routes, backend="reference")
     assert relative_error(out, by_route("out", data["out"])) < 1e-6
     out.backward(by_route("out", data["grad_out"]))
-    errors = {
-        name: relative_error(x.grad, by_route(name, data[f"grads/{name}"]))
-        for name, x in zip(INPUTS, inputs, strict=True)
-        if x is not None
-    }
+    given = {name: x.grad for name, x in zip(INPUTS, inputs, strict=True) if x is not None}
+    errors = {name: relative_error(x, by_route(name, data[f"grads/{name}"])) for name, x in given.items()}
     assert len(errors) == 7 and max(errors.values()) < 2e-6, errors
 
 

@@ -1,6 +1,4 @@
-"""The reference of the selective scan against what was written elsewhere: the official release, a closed form, a sum by
-hand.
-"""
+"""The reference of the selective scan against the official release, a closed form, and a sum by hand."""
 
 from pathlib import Path
 
@@ -22,9 +20,8 @@ def test_official_release():
     data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items()}
     assert data["delta_softplus"]
     u, delta, B, C, z = (data[name].mT for name in ("u", "delta", "B", "C", "z"))
-    out, last = selective_scan_recurrence(
-        u, delta, data["A"], B, C, data["D"], z, data["delta_bias"], return_last_state=True
-    )
+    rest = data["D"], z, data["delta_bias"]
+    out, last = selective_scan_recurrence(u, delta, data["A"], B, C, *rest, return_last_state=True)
     assert relative_error(out, data["out"].mT) < 1e-6
     assert relative_error(last, data["last_state"]) < 1e-6
 

@@ -8,11 +8,8 @@ from kernels.tools.operators import OPERATORS
 
 def cells(table: str) -> list[list[str]]:
     """The cells of a Markdown table, the line under its header left out."""
-    lines = [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in table.splitlines()
-        if not line.startswith("|---")
-    ]
+    rows = [line for line in table.splitlines() if not line.startswith("|---")]
+    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows]
     assert len({len(line) for line in lines}) == 1, table
     return lines
 
@@ -26,11 +23,8 @@ def bench_row(implementation, median_ms, operator="ttt_linear", **more):
 def test_a_line_for_each_verdict_of_a_check():
     shared = {"operator": "ttt_linear", "check": "a config", "tokens": 17, "dtype": "fp32", "head_dim": 64}
     errors = {"errors": {"out": 1e-7, "q": 2e-6}, "limits": {"out": 1e-5, "q": 1e-3}, "not_finite": []}
-    given = (
-        {**errors, "passed": True},
-        {**errors, "not_finite": ["k"], "passed": False},
-        {"passed": None, "reason": "not installed"},
-    )
+    failed = {**errors, "not_finite": ["k"], "passed": False}
+    given = {**errors, "passed": True}, failed, {"passed": None, "reason": "not installed"}
     lines = [text.format_check({**shared, **more}) for more in given]
     assert [line.split(": ")[0] for line in lines] == ["ok", "FAILED", "not run"]
     # out is at 1 % of its limit, q at 0.2 %
@@ -100,9 +94,8 @@ def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
 
 def test_other_versions_stand_beside_the_locked_one():
     """A row of another version of Triton is found whatever its config; what it lacks is a dash."""
-    rows = [
-        compiled(target=target, loops=[{"instructions": 400, "BAR": 0, "SHFL": 0}]) for target in ("sm_80", "sm_90")
-    ]
+    loop = {"instructions": 400, "BAR": 0, "SHFL": 0}
+    rows = [compiled(target=target, loops=[loop]) for target in ("sm_80", "sm_90")]
     other = {**rows[1], "registers": 160, "stack_bytes": 8, "config": {"chunk_size": 16, "num_warps": 8}}
     other |= {"instructions": {"LDL": 3, "STL": 1}}
     header, *found = cells(text.resources_table(rows, {"3.6.0": [other]}))

@@ -1,6 +1,4 @@
-"""What is TTT-Linear's own among its tests: the official release's tensors, directions, chunks and segments, its FLOPs,
-its errors.
-"""
+"""What is TTT-Linear's own: the release's tensors, directions, chunks and segments, its FLOPs, its errors."""
 
 from pathlib import Path
 
@@ -24,9 +22,8 @@ FASTER = pytest.mark.parametrize("backend", ["torch", "numba"])
 
 def draw_one(tokens, chunk_size, heads=2, batch=2):
     """The nine arguments of `ttt_linear`, fp64, of heads of 8."""
-    return one_direction(
-        draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=8, chunk_size=chunk_size))[:-1]
-    )
+    sizes = Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=8, chunk_size=chunk_size)
+    return one_direction(draw(0, sizes)[:-1])
 
 
 def assert_near_reference(sizes, backend, limit=1e-9):

@@ -12,14 +12,8 @@ def drawn(T: int, chunk_size: int, D: int = 6) -> list[torch.Tensor]:
     torch.manual_seed(T + chunk_size)
     options = {"dtype": torch.float64}
     q, k, v = (torch.randn(2, T, 3, D, **options) for _ in range(3))
-    inputs = [
-        q,
-        k,
-        v,
-        torch.rand(2, T, 3, **options) / D,
-        torch.rand(chunk_size, **options),
-        torch.randn(3, D, D, **options),
-    ]
+    inputs = [q, k, v, torch.rand(2, T, 3, **options) / D, torch.rand(chunk_size, **options)]
+    inputs += [torch.randn(3, D, D, **options)]
     return [x.requires_grad_() for x in inputs]
 
 
@@ -38,9 +32,7 @@ def test_with_the_squared_error_it_is_the_plain_reference(T, chunk_size, reverse
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel"])
 def test_with_the_dot_product_it_is_a_masked_attention(form):
-    """out_t = q_t W0 + Σ_s w_ts (q_t·k_s) v_s: a token of an earlier chunk counts with the scale of its chunk's end,
-    one of its own with t's.
-    """
+    """out_t = q_t W0 + Σ_s w_ts (q_t·k_s) v_s: the scale of an earlier chunk is its end's, of t's own it is t's."""
     T, n = 23, 5
     q, k, v, lr, c, W0 = (x.detach() for x in drawn(T, n))
     weight = torch.zeros(T, T, dtype=q.dtype)
@@ -61,10 +53,8 @@ def test_both_forms_have_the_same_outputs_and_gradients(T, chunk_size, reverse, 
         out = ttt_linear_plain(*inputs, loss=loss, chunk_size=chunk_size, reverse=reverse, form=form)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
         gradients = torch.autograd.grad((out * cotangent).sum(), inputs, allow_unused=True)
-        found[form] = [
-            out,
-            *(torch.zeros_like(x) if each is None else each for x, each in zip(inputs, gradients, strict=True)),
-        ]
+        pairs = zip(inputs, gradients, strict=True)
+        found[form] = [out, *(torch.zeros_like(x) if each is None else each for x, each in pairs)]
     assert all(close(ours, stated) for ours, stated in zip(found["parallel"], found["recurrent"], strict=True))
 
 

@@ -17,9 +17,8 @@ T = 21
 
 def draw_inputs(batch, tokens, heads, head_dim, chunk_size):
     """The nine arguments of one direction, fp64."""
-    return one_direction(
-        draw(0, Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size))[:-1]
-    )
+    sizes = Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size)
+    return one_direction(draw(0, sizes)[:-1])
 
 
 @pytest.mark.parametrize("inner", ["ln", "plain"])

@@ -10,22 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
+from repro.models.pyramid import build_pyramid
 from repro.models.registry import build_model
 from repro.models.weights import adapt_to_size, load_state, save_weights, translate_official
 
 # families of `Hierarchy`, and those whose tokens have one grid but for timm's own: all that have a nano for these tests
 HIERARCHICAL = tuple(name.removesuffix("_nano_144") for name in timm.list_models("*_nano_144"))
-OWN = tuple(
-    name.removesuffix("_nano_patch16_144")
-    for name in timm.list_models("*_nano_patch16_144", exclude_filters=["deit_*", "t5_softmax_*"])
-)
-PREPROCESSING = {
-    "input_size": [3, 144, 144],
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-    "mean": [0.5] * 3,
-    "std": [0.5] * 3,
-}
+PLAIN = "_nano_patch16_144"
+OWN = tuple(n.removesuffix(PLAIN) for n in timm.list_models(f"*{PLAIN}", exclude_filters=["deit_*", "t5_softmax_*"]))
+PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0}
+PREPROCESSING |= dict.fromkeys(("mean", "std"), [0.5] * 3)
 
 
 def nano_name(family: str) -> str:
@@ -109,9 +103,7 @@ def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tupl
     load_state(model, state, f"official weights do not fit {type(model).__name__} as built")
 
 
-def save_model(
-    path: Path, name: str, *, model: nn.Module | None = None, side: int = 144, classes=10, task=None, **options
-):
+def save_model(path: Path, name: str, *, model=None, side: int = 144, classes=10, task=None, **options) -> nn.Module:
     """Write the file that a training leaves, of random weights or of a model built so; returns the model."""
     names = [f"class {i}" for i in range(classes)] if isinstance(classes, int) else classes
     options = {**options, "num_classes": len(names), "img_size": side}
@@ -121,3 +113,27 @@ def save_model(
     preprocessing = PREPROCESSING | {"input_size": [3, side, side]}
     save_weights(path, model, name=name, options=options, preprocessing=preprocessing, classes=names, task=task)
     return model
+
+
+@torch.no_grad()
+def assert_official_maps(name: str, model: nn.Module, options: dict, data: dict[str, Tensor], run: str) -> None:
+    """Maps, pooled features and logits are the release's, and with its norms the maps for dense tasks."""
+    image = data[f"x{run}"]
+    final, maps = model.forward_intermediates(image)
+    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
+    assert relative(model(image), data[f"logits{run}"]) < 1e-5
+    pyramid = build_pyramid(name, options=options).eval()
+    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
+    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
+    pyramid.load_state_dict(norms | trunk)
+    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
+        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
+        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
+
+
+def assert_official_gradients(model: nn.Module, gradients: dict[str, Tensor]) -> None:
+    """After a backward pass these, which are of each part of a hierarchy, are those of the parameters."""
+    parameters = dict(model.named_parameters())
+    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
+    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
+    assert max(errors.values()) < 1e-4, errors

@@ -8,15 +8,8 @@ import torch.nn.functional as F
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
-from repro.models.adapter import (
-    AdapterSize,
-    ConvFFN,
-    DeformableAttention,
-    Extractor,
-    SpatialPrior,
-    ViTAdapter,
-    reference_points,
-)
+from repro.models import adapter as parts
+from repro.models.adapter import AdapterSize, DeformableAttention, Extractor, ViTAdapter, reference_points
 from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
 from tests.models.helpers import shaken
@@ -54,11 +47,9 @@ def test_parameters_as_published(size, width, own):
             adapter = build_pyramid(f"{family}_{shell}_patch16_224")
         assert adapter.embed_dim == width and count(adapter) - count(adapter.backbone) == own
         totals[family] = count(adapter)
-    vittt, vrwkv, vit = {
-        "tiny": (9_227_924, 8.40, 7_966_640),
-        "small": (31_809_368, 29.26, 27_503_888),
-        "base": (115_239_152, 106.56, 99_495_392),
-    }[size]
+    published = {"tiny": (9_227_924, 8.40, 7_966_640), "small": (31_809_368, 29.26, 27_503_888)}
+    published["base"] = 115_239_152, 106.56, 99_495_392
+    vittt, vrwkv, vit = published[size]
     assert (totals["vittt"], round(totals["vrwkv"] / 1e6, 2), totals["deit"]) == (vittt, vrwkv, vit)
 
 
@@ -156,9 +147,7 @@ def test_deformable_attention_by_grid_sample():
 def test_deformable_attention_starts_on_rays():
     layer = DeformableAttention(12, 3, AdapterSize(num_heads=6))
     layer.init_weights()
-    assert (
-        not layer.offset_proj.weight.any() and not layer.weight_proj.weight.any() and not layer.weight_proj.bias.any()
-    )
+    assert not any(p.any() for p in (layer.offset_proj.weight, layer.weight_proj.weight, layer.weight_proj.bias))
     y = 1 / math.sqrt(3)
     rays = torch.tensor([[1, 0], [y, 1], [-y, 1], [-1, 0], [-y, -1], [y, -1]])
     expected = (rays[:, None, None] * torch.tensor([1, 2, 3, 4])[:, None]).expand(6, 3, 4, 2)
@@ -169,7 +158,7 @@ def test_deformable_attention_starts_on_rays():
 
 def test_spatial_prior_layer_by_layer():
     torch.manual_seed(0)
-    prior = shaken(SpatialPrior(8, 4)).eval()
+    prior = shaken(parts.SpatialPrior(8, 4)).eval()
     convs = [m for m in prior.stages.modules() if isinstance(m, nn.Conv2d)]
     norms = [m for m in prior.stages.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
@@ -193,7 +182,7 @@ def test_spatial_prior_layer_by_layer():
 
 def test_conv_ffn_splits_tokens_into_their_maps():
     torch.manual_seed(0)
-    ffn, c = shaken(ConvFFN(8, 3)).double(), torch.randn(2, 4 * 8 + 8 + 2, 8, dtype=torch.float64)
+    ffn, c = shaken(parts.ConvFFN(8, 3)).double(), torch.randn(2, 4 * 8 + 8 + 2, 8, dtype=torch.float64)
     hidden = c @ ffn.fc1.weight.T + ffn.fc1.bias
     pieces = []
     for start, (h, w) in zip((0, 32, 40), [(4, 8), (2, 4), (1, 2)], strict=True):
@@ -218,9 +207,8 @@ def test_drop_path_rates():
     """The full rate in every extractor, none in an injector, and rising from 0 to it over the backbone's blocks."""
     adapter = nano(drop_path_rate=0.3)
     rates = {name: module.drop_prob for name, module in adapter.named_modules() if hasattr(module, "drop_prob")}
-    assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | {
-        f"backbone.blocks.{i}.drop_path": pytest.approx(0.1 * i) for i in range(1, 4)
-    }
+    blocks = {f"backbone.blocks.{i}.drop_path": pytest.approx(0.1 * i) for i in range(1, 4)}
+    assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | blocks
 
 
 def test_which_tokens_are_added_to_the_maps():
@@ -233,9 +221,8 @@ def test_which_tokens_are_added_to_the_maps():
         a, b = last(image), each(image)
     images = [tokens.transpose(1, 2).reshape(1, 64, 4, 6) for tokens in found]
     for i, scale in enumerate((4.0, 2.0, 1.0, 0.5)):
-        resized = [
-            F.interpolate(x, scale_factor=scale, mode="bilinear", align_corners=False) for x in (images[i], images[3])
-        ]
+        shown = {"scale_factor": scale, "mode": "bilinear", "align_corners": False}
+        resized = [F.interpolate(x, **shown) for x in (images[i], images[3])]
         torch.testing.assert_close(b[i] - a[i], resized[0] - resized[1], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(a[3], b[3], atol=1e-5, rtol=1e-4)
 
@@ -274,9 +261,8 @@ def test_layer_decay(family, wrapped):
     with torch.device("meta"):
         adapter = build_pyramid(f"{family}_tiny_patch16_224")
     model = _Detector(adapter) if wrapped else adapter
-    scales = {
-        id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.85) for p in group["params"]
-    }
+    groups = param_groups_layer_decay(model, layer_decay=0.85)
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     depth = adapter.depth
     for name, parameter in model.named_parameters():
         parts = name.removeprefix("body.adapter.").removeprefix("backbone.").removeprefix("model.").split(".")

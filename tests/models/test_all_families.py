@@ -13,18 +13,8 @@ from repro.models.backbone import PlainBackbone, remove_tokens
 from repro.models.hierarchy import Hierarchy
 from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams
-from tests.models.helpers import (
-    HIERARCHICAL,
-    OWN,
-    assert_recomputing_changes_nothing,
-    frozen_statistics,
-    gradients,
-    nano,
-    nano_name,
-    relative,
-    shaken,
-    state_unchanged,
-)
+from tests.models import helpers
+from tests.models.helpers import HIERARCHICAL, OWN, gradients, nano, nano_name, relative, shaken
 from tests.slow import first
 
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
@@ -52,9 +42,8 @@ VARIANTS = [*PLAIN_VARIANTS, *((family, {}) for family in HIERARCHICAL)]
 
 
 def named(cases):
-    return [
-        pytest.param(family, options, id="-".join(map(str, (family, *options.values())))) for family, options in cases
-    ]
+    names = ["-".join(map(str, (family, *options.values()))) for family, options in cases]
+    return [pytest.param(*case, id=name) for case, name in zip(cases, names, strict=True)]
 
 
 each_hierarchy = pytest.mark.parametrize("family", HIERARCHICAL)
@@ -138,8 +127,8 @@ def test_features_only_agrees_with_feature_info(family, options):
 
 @each_variant
 def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(family, options):
-    model = frozen_statistics(shaken(nano(family, **options)))
-    found = assert_recomputing_changes_nothing(model, torch.randn(2, 3, 64, 80))
+    model = helpers.frozen_statistics(shaken(nano(family, **options)))
+    found = helpers.assert_recomputing_changes_nothing(model, torch.randn(2, 3, 64, 80))
     # delta of tokens beyond the longest chunk has no effect
     assert not [name for name, gradient in found.items() if not gradient.any() and "token_scale" not in name]
 
@@ -151,9 +140,8 @@ def test_every_parameter_has_a_layer(family, options):
     names = [name for name, _ in model.named_parameters()]
     groups = timm.models.group_parameters(model, model.group_matcher())
     assert sorted(name for group in groups.values() for name in group) == sorted(names)
-    assert set(groups[0]) == {
-        name for name in names if name.startswith(("cls_token", "cls_pos_embed", "pos_embed", "patch_embed"))
-    }
+    first = ("cls_token", "cls_pos_embed", "pos_embed", "patch_embed")
+    assert set(groups[0]) == {name for name in names if name.startswith(first)}
 
 
 FAMILIES_OF_OURS = (*OWN, *HIERARCHICAL)
@@ -179,11 +167,8 @@ def test_stochastic_depth_grows_over_the_blocks_and_spares_what_is_no_branch(fam
 
 
 # by name, what does not decay though it has more than one dimension
-EXEMPT = {
-    "vittt": r"^(pos_embed|cls_token|cls_pos_embed)$|mixer\.(ln_weight|ln_bias|b0|token_scale)$",
-    "vim": r"^(pos_embed|cls_token)$",
-    **dict.fromkeys(HIERARCHICAL, "^$"),
-}
+EXEMPT = dict.fromkeys(HIERARCHICAL, "^$") | {"vim": r"^(pos_embed|cls_token)$"}
+EXEMPT["vittt"] = r"^(pos_embed|cls_token|cls_pos_embed)$|mixer\.(ln_weight|ln_bias|b0|token_scale)$"
 EXEMPT["ladder_vittt"] = EXEMPT["vittt"]
 
 
@@ -219,7 +204,7 @@ def test_an_image_alone_and_in_a_batch(family, options):
     images = torch.randn(3, 3, 144, 144)
     if family == "lact":  # Newton–Schulz makes singular values that are rounding alone a thousand times larger
         model, images = model.double(), images.double()
-    with torch.no_grad(), state_unchanged(model):
+    with torch.no_grad(), helpers.state_unchanged(model):
         together = model(images)
         alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
     assert (together - alone).abs().max() <= 4e-6 * together.abs().max()
@@ -236,7 +221,7 @@ def test_no_gradient_crosses_from_image_to_image(family, options):
 @each_family
 def test_gradients_of_one_image_are_half_of_those_of_two(family, options):
     """Kernels take other paths at a batch of 1, whose strides are arbitrary."""
-    model = frozen_statistics(shaken(nano(family, **options))).double()
+    model = helpers.frozen_statistics(shaken(nano(family, **options))).double()
     image = torch.randn(1, 3, 64, 80, dtype=torch.double)
     of_one, of_two = gradients(model, image), gradients(model, torch.cat([image, image]))
     for name, gradient in of_one.items():
@@ -270,15 +255,14 @@ def test_compiled_by_inductor_equals_eager():
 @each_variant
 def test_forward_mode_agrees_with_reverse_mode(family, options):
     torch.manual_seed(0)
-    model = frozen_statistics(shaken(nano(family, **options))).double()
+    model = helpers.frozen_statistics(shaken(nano(family, **options))).double()
     values = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
     values |= {"image": torch.randn(1, 3, 48, 64, dtype=torch.float64).requires_grad_()}
     changes = {name: torch.randn_like(x) for name, x in values.items()}
 
     def run(values):
-        return torch.func.functional_call(
-            model, {name: x for name, x in values.items() if name != "image"}, values["image"]
-        )
+        parameters = {name: x for name, x in values.items() if name != "image"}
+        return torch.func.functional_call(model, parameters, values["image"])
 
     with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other attentions have no forward mode, and say so
         _, slopes = torch.func.jvp(run, ({name: x.detach() for name, x in values.items()},), (changes,))

@@ -1,6 +1,4 @@
-"""Inference can be captured as a CUDA graph, as far as tensors without data tell: nothing waits for the device or
-leaves it.
-"""
+"""Inference can be captured as a CUDA graph, as tensors without data tell: nothing waits for or leaves it."""
 
 import pytest
 import timm
@@ -31,21 +29,15 @@ def move(model):
     """Give the model parameters and buffers on a GPU that need not exist."""
     for module in model.modules():
         for key, x in list(module.named_parameters(recurse=False)):
-            setattr(
-                module,
-                key,
-                torch.nn.Parameter(torch.empty(x.shape, dtype=torch.bfloat16, device="cuda"), requires_grad=False),
-            )
+            x = torch.empty(x.shape, dtype=torch.bfloat16, device="cuda")
+            setattr(module, key, torch.nn.Parameter(x, requires_grad=False))
         for key, x in list(module.named_buffers(recurse=False)):
-            module.register_buffer(
-                key, torch.empty(x.shape, dtype=torch.bfloat16 if x.is_floating_point() else x.dtype, device="cuda")
-            )
+            dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
+            module.register_buffer(key, torch.empty(x.shape, dtype=dtype, device="cuda"))
 
 
 def watch(name, harm=lambda x: None):
-    """What the second call of a model in bf16 inference does that a graph cannot hold; `harm` changes what its norm
-    gives.
-    """
+    """What a model's second call in bf16 inference does that a graph cannot hold; `harm` changes its norm's output."""
     model = timm.create_model(name).eval()
     model.norm.register_forward_hook(lambda module, inputs, out: harm(out))
     side = int(name.rpartition("_")[2])
@@ -59,18 +51,9 @@ def watch(name, harm=lambda x: None):
     return seen.found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vittt_tiny_patch16_224",
-        "vim_tiny_patch16_224",
-        "vrwkv_tiny_patch16_224",
-        "vit3_tiny_patch16_224",
-        "t5_tiny_patch16_224",
-    ],
-)
-def test_a_warm_model_stays_on_its_device(name):
-    assert watch(name) == []
+@pytest.mark.parametrize("family", ["vittt", "vim", "vrwkv", "vit3", "t5"])
+def test_a_warm_model_stays_on_its_device(family):
+    assert watch(f"{family}_tiny_patch16_224") == []
 
 
 @pytest.mark.parametrize(

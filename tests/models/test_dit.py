@@ -10,18 +10,14 @@ from repro.bench.build import create
 from repro.bench.flops import OperatorCounter, cost
 from repro.core.errors import UserError
 from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, official_state_dict
-from repro.models.registry import build_denoiser, family_module
+from repro.models.registry import build_denoiser
 from repro.models.weights import load_state, save_weights
 from repro.tasks.generation.data import fill
 from tests.models.helpers import assert_recomputing_changes_nothing, below, read_data, relative, shaken
 from tests.slow import first
 
-VARIANTS = [
-    ("dit_nano_patch4", {}),
-    ("dit_nano_patch4", {"cpe": True, "learn_sigma": True}),
-    ("dit3_nano_patch4", {}),
-    ("dit5_nano_patch4", {}),
-]
+MORE = {"cpe": True, "learn_sigma": True}
+VARIANTS = [(f"{name}_nano_patch4", {}) for name in ("dit", "dit3", "dit5")] + [("dit_nano_patch4", MORE)]
 each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
 
 
@@ -38,11 +34,7 @@ def make_inputs(batch: int = 2, channels: int = 1, size: tuple[int, int] = (12, 
 def test_block_equals_the_official_release():
     truth = read_data("dit3.npz", "block/")
     block = DiTBlock(32, 4, "ttt", cpe=True)
-    state = {
-        key.removeprefix("state_dict/").replace("adaLN_modulation.1.", "modulation."): v
-        for key, v in truth.items()
-        if "dict/" in key
-    }
+    state = {key.replace("adaLN_modulation.1.", "modulation."): v for key, v in below(truth, "state_dict/").items()}
     block.load_state_dict(state)
     x, c = (truth[name].clone().requires_grad_() for name in "xc")
     out = block(x, (4, 4), c)
@@ -59,9 +51,8 @@ def test_block_equals_the_official_release():
 def official_model(truth: dict[str, Tensor]) -> Denoiser:
     given = {name: int(value) for name, value in below(truth, "config/").items()}
     sizes = {"patch_size": given["patch_size"], "in_channels": given["in_channels"], "embed_dim": given["hidden_size"]}
-    model = Denoiser(
-        **sizes, depth=given["depth"], num_heads=given["num_heads"], num_classes=given["num_classes"], mixer="ttt"
-    )
+    shape = {name: given[name] for name in ("depth", "num_heads", "num_classes")}
+    model = Denoiser(**sizes, **shape, mixer="ttt")
     state = official_state_dict(below(truth, "state_dict/"))
     assert set(load_state(model, state, "file").values()) == {"used"}
     return model
@@ -137,10 +128,8 @@ def test_counts_of_the_sizes(name):
 @pytest.mark.parametrize("name", ["dit_small_patch8", "dit3_small_patch8", "dit5_small_patch8"])
 def test_the_closed_form_is_what_the_counter_counts(name):
     model = create(name, {"depth": 2}, (32, 32), fused=False, device="meta")
-    inputs = (
-        torch.empty(1, 4, 32, 32, device="meta"),
-        *(torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2)),
-    )
+    numbers = (torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2))
+    inputs = (torch.empty(1, 4, 32, 32, device="meta"), *numbers)
     with torch.no_grad(), OperatorCounter() as counter:
         model(*inputs)
     assert counter.macs == sum(model.mac_terms((32, 32)).values())
@@ -168,9 +157,7 @@ def test_the_pixels_of_a_patch_come_back_to_their_places():
         model.head.weight.zero_()
         model.head.bias.copy_(torch.arange(16.0))
         out = model(*make_inputs())
-    assert torch.equal(out[0, 0, :4, :4], torch.arange(16.0).view(4, 4)) and torch.equal(
-        out[1, 0, 8:, 16:], torch.arange(16.0).view(4, 4)
-    )
+    assert all(torch.equal(x, torch.arange(16.0).view(4, 4)) for x in (out[0, 0, :4, :4], out[1, 0, 8:, 16:]))
 
 
 @each_variant
@@ -183,9 +170,8 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(name,
 def test_every_parameter_has_a_layer(name, options):
     model = small(name, **options)
     groups = timm.models.group_parameters(model, model.group_matcher())
-    assert sorted(key for group in groups.values() for key in group) == sorted(
-        key for key, _ in model.named_parameters()
-    )
+    listed = sorted(key for group in groups.values() for key in group)
+    assert listed == sorted(key for key, _ in model.named_parameters())
 
 
 @each_variant
@@ -249,15 +235,9 @@ def test_the_mixer_of_a_dit5_is_the_releases():
     truth = read_data("t5.npz", "dit5_mixed_nat5/")
     state = {f"blocks.0.attn.{key}": value for key, value in below(truth, "state_dict/").items()}
     mixer = build_mixer("t5", 36, 3)
-    mixer.load_state_dict(
-        {key.removeprefix("blocks.0.attn."): value for key, value in official_state_dict(state).items()}
-    )
+    ours = official_state_dict(state).items()
+    mixer.load_state_dict({key.removeprefix("blocks.0.attn."): value for key, value in ours})
     assert relative(mixer(truth["x"], (6, 6)), truth["out"]) < 1e-5
     del state["blocks.0.attn.qk_offset_ttt"]
     with pytest.raises(UserError, match="qk_scale_ttt has no qk_offset_ttt beside it"):
         official_state_dict(state)
-
-
-def test_denoisers_have_their_own_register():
-    assert family_module("dit3_small_patch2") == family_module("dit_base_patch8") == "repro.models.dit"
-    assert not timm.is_model("dit3_small_patch2")

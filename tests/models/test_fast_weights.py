@@ -123,9 +123,8 @@ def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
     q, k, v = F.silu(x @ state["to_qkv.weight"].mT).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
     q, k = (each / (each.norm(dim=-1, keepdim=True) + 1e-5) for each in (q, k))
     shift = 0.01 + math.log(-math.expm1(-0.01))
-    rates = (
-        F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift).unflatten(2, (3, 3)).permute(0, 3, 1, 2)
-    )
+    rates = F.softplus(x @ state["lr_fc.weight"].mT + state["lr_fc.bias"] + shift)
+    rates = rates.unflatten(2, (3, 3)).permute(0, 3, 1, 2)
     weights = [state[f"w{place}"] for place in RELEASED]
     loop = lact(momentum=False, muon=muon, norm="detached")
     k, v, rates = (each[:, :, :count] for each in (k, v, rates[..., RELEASED]))
@@ -146,10 +145,8 @@ def test_a_step_is_the_gradient_of_the_inner_loss(changes):
     expected = list(weights)
     losses = (read_out(loop, weights, k, GRID) * v).sum(-1)  # (B, h, T)
     for index, place in enumerate(loop.learned):
-        slopes = [
-            torch.autograd.grad((loss * rate[..., index]).sum(), weights[place], retain_graph=True)[0]
-            for loss, rate in zip(losses, rates, strict=True)
-        ]
+        pairs = [((loss * rate[..., index]).sum(), weights[place]) for loss, rate in zip(losses, rates, strict=True)]
+        slopes = [torch.autograd.grad(*pair, retain_graph=True)[0] for pair in pairs]
         expected[place] = weights[place] + torch.stack(slopes)
     found = learn_recurrently(loop, weights, q, k, v, GRID, rates)
     torch.testing.assert_close(found, read_out(loop, expected, q, GRID), rtol=1e-10, atol=1e-10)
@@ -172,9 +169,8 @@ def test_parallel_is_recurrent(name, order, tokens, steps):
         options = {"allow_unused": True, "materialize_grads": True}
         # Newton–Schulz multiplies the rounding of singular values that are zero, as a single token's are
         limit = {"rtol": 1e-10, "atol": 1e-10} if loop.muon == "none" else {"rtol": 1e-7, "atol": 1e-6}
-        for a, b in zip(
-            *(torch.autograd.grad((out * cot).sum(), leaves, **options) for out in (one, other)), strict=True
-        ):
+        found = [torch.autograd.grad((out * cot).sum(), leaves, **options) for out in (one, other)]
+        for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, **limit)
 
 

@@ -1,6 +1,4 @@
-"""Launches and bytes of a block of Vittt-T at 1280 x 1280 pixels, against counts by hand: on tensors without data, so
-without a GPU.
-"""
+"""Launches and bytes of a block of Vittt-T at 1280 x 1280 pixels, against counts by hand: on tensors without data."""
 
 import math
 import weakref
@@ -65,9 +63,8 @@ def run_block(mode, fused, side=80, batch=64):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
         for module in block.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                setattr(
-                    module, key, torch.nn.Parameter(torch.empty_like(parameter, device="cuda"), requires_grad=False)
-                )
+                empty = torch.empty_like(parameter, device="cuda")
+                setattr(module, key, torch.nn.Parameter(empty, requires_grad=False))
         tokens = torch.empty(batch, side * side, block.mixer.dim, dtype=torch.bfloat16)
         if fused:
             fused_block.freeze(block, side * side)
@@ -93,17 +90,13 @@ def test_a_plain_block():
 
 
 def test_a_fused_block_moves_half_of_it_in_a_quarter_of_the_launches():
-    """Convolution and norm 3, projection 6.3, convolutions 6, scan 8, gate and norm 4, output 3, norm 2, SwiGLU 3.7 and
-    4.7, rates 0.1.
-    """
+    """Convolution and norm 3, projection 6.3, convolutions 6, scan 8, gate and norm 4, output 3, norm 2, SwiGLU 8.4."""
     launches, units = count_block(fused=True)
     assert units == pytest.approx(40.9, abs=0.1) and launches == 11
 
 
 def test_what_a_fused_block_holds_at_once():
-    """While it scans: the tokens, what convolution and norm make of them 2, the projection 5.3, keys and queries 4, the
-    result 2; and the weights, a hundredth.
-    """
+    """Tokens, what convolution and norm make of them 2, the projection 5.3, keys and queries 4, the result 2."""
     peak = Peak()
     unit = run_block(peak, fused=True)
     assert peak.most / unit == pytest.approx(14.4, abs=0.15)

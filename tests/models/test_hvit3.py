@@ -65,12 +65,10 @@ def test_dense_maps_equal_the_official_detector(truth):
     norms = {f"norms.{key.removeprefix('norm')}": value for key, value in weights.items() if key.startswith("norm")}
     trunk = official_state_dict({key: value for key, value in weights.items() if not key.startswith("norm")})
     pyramid = build_pyramid("hvit3_nano_144", options=shape).eval()
-    missing, unused = pyramid.load_state_dict(
-        norms | {f"backbone.{key}": value for key, value in trunk.items()}, strict=False
-    )
-    assert not unused and all(
-        name.startswith(("backbone.stages.2.downsample", "backbone.stages.3", "norms.3")) for name in missing
-    )
+    trunk = {f"backbone.{key}": value for key, value in trunk.items()}
+    missing, unused = pyramid.load_state_dict(norms | trunk, strict=False)
+    fourth = ("backbone.stages.2.downsample", "backbone.stages.3", "norms.3")
+    assert not unused and all(name.startswith(fourth) for name in missing)
     with torch.no_grad():
         maps = pyramid(truth["dense/x"])
     assert [tuple(level.shape[2:]) for level in maps] == [(18, 26), (9, 13), (5, 7), (3, 4)]
@@ -107,18 +105,13 @@ def count(module: torch.nn.Module) -> int:
 
 
 # parameters of the published detector and segmenter; multiply-adds of their backbone at 800 x 1280 and 512 x 2048 pixels
-DENSE = {
-    "tiny": (48_358_992, 57_903_094, 100.06, 102.46),
-    "small": (74_017_488, 83_561_590, 178.19, 182.47),
-    "base": (113_987_296, 124_407_942, 340.44, 348.61),
-}
+DENSE = {"tiny": (48_358_992, 57_903_094, 100.06, 102.46), "small": (74_017_488, 83_561_590, 178.19, 182.47)}
+DENSE["base"] = 113_987_296, 124_407_942, 340.44, 348.61
 
 
 @pytest.mark.parametrize("size", DENSE)
 def test_dense_models_are_those_that_are_published(size):
-    """torchvision's heads also have a box and a mask of the background, 4 (1024 + 1) and 256 + 1 parameters; the
-    published counts leave out the segmenter's auxiliary head.
-    """
+    """Without torchvision's box and mask of the background, and without the segmenter's auxiliary head."""
     detector_params, segmenter_params, *gigas = DENSE[size]
     with torch.device("meta"):
         pyramid = build_pyramid(f"hvit3_{size}_224").eval()

@@ -39,9 +39,8 @@ SETTINGS = [
     {"batches": 5, "lr": 0.3},  # ragged: 2, 2, 3, 2, 3
     {"only": "last", "epochs": 2, "batches": 2},
 ]
-each_model = pytest.mark.parametrize(
-    ("model", "width", "depth"), TWELVE, ids=["-".join(map(str, case)) for case in TWELVE]
-)
+NAMES = ["-".join(map(str, case)) for case in TWELVE]
+each_model = pytest.mark.parametrize(("model", "width", "depth"), TWELVE, ids=NAMES)
 
 
 def predict(model: str, W: list[Tensor], x: Tensor) -> Tensor:
@@ -164,14 +163,11 @@ def test_multiply_adds_by_hand(model, width, depth):
     assert build(model, width, depth).count_macs(196, 64) == products * 196 * 64**2
     # ten inner batches change nothing, and a loss that needs v̂ adds the last linear layer
     assert build(model, width, depth, batches=10).count_macs(196, 64) == products * 196 * 64**2
-    last = {"fc": 1, "swiglu": 1, "mlp": width, "mlp_residual": 1, "mlp_identity": 1, "conv": 9, "dwconv": 9 / 64}.get(
-        model, 0
-    )
-    assert build(model, width, depth, loss="mae").count_macs(196, 64) == (products + last) * 196 * 64**2
+    last = {"fc": 1, "swiglu": 1, "mlp": width, "mlp_residual": 1, "mlp_identity": 1, "conv": 9, "dwconv": 9 / 64}
+    assert build(model, width, depth, loss="mae").count_macs(196, 64) == (products + last.get(model, 0)) * 196 * 64**2
     # a further epoch repeats all but the queries' part: 4 products of the two-layer MLP
-    queries = {"fc": 1, "silu_fc": 1, "glu": 2, "swiglu": 3, "conv": 9, "dwconv": 9 / 64}.get(
-        model, width * 2 if depth == 2 else 3
-    )
+    queries = {"fc": 1, "silu_fc": 1, "glu": 2, "swiglu": 3, "conv": 9, "dwconv": 9 / 64}
+    queries = queries.get(model, width * 2 if depth == 2 else 3)
     assert build(model, width, depth, epochs=3).count_macs(196, 64) == (3 * products - 2 * queries) * 196 * 64**2
 
 
@@ -221,11 +217,10 @@ def test_learning_is_fp32_under_autocast_and_for_low_precision(dtype):
     loop = InnerLoop(model="glu", damping=True)
     weights, q, k, v, _ = draw(loop)
     low = [each.detach().to(dtype) for each in (q, k, v)]
-    exact = learn(
-        loop, [weight.detach().float().double() for weight in weights], *(each.double() for each in low), GRID
-    )
+    own = [weight.detach().float() for weight in weights]
+    exact = learn(loop, [weight.double() for weight in own], *(each.double() for each in low), GRID)
     with torch.autocast("cpu", dtype=dtype):
-        out = learn(loop, [weight.detach().float() for weight in weights], *low, GRID)
+        out = learn(loop, own, *low, GRID)
     assert out.dtype == dtype and (out == exact.to(dtype)).double().mean() > 0.98
 
 
@@ -233,9 +228,8 @@ def test_inner_batches_cover_the_tokens_once_in_order():
     for tokens, batches in itertools.product((7, 12, 196), (1, 2, 3, 4, 7)):
         parts = InnerLoop(batches=batches).split(tokens)
         assert [token for first, end in parts for token in range(first, end)] == list(range(tokens))
-        assert {end - first for first, end in parts} <= {tokens // batches, -(-tokens // batches)} and len(
-            parts
-        ) == batches
+        assert {end - first for first, end in parts} <= {tokens // batches, -(-tokens // batches)}
+        assert len(parts) == batches
 
 
 def test_what_a_learner_cannot_run_is_refused():

@@ -71,9 +71,8 @@ def test_a_step_as_derived_follows_its_loss(step, steps):
         for place, G in zip(learned, gradients, strict=True):
             G = G / (G.norm(dim=-2, keepdim=True) + 1) if is_damped else G
             weights[place] = weights[place] - sign * G
-        (G,) = torch.autograd.grad(
-            -(F.conv2d(k2, kernel, padding=1, groups=d) * v2).sum() / (3 * N), kernel, retain_graph=True
-        )
+        read_loss = -(F.conv2d(k2, kernel, padding=1, groups=d) * v2).sum() / (3 * N)
+        (G,) = torch.autograd.grad(read_loss, kernel, retain_graph=True)
         kernel = kernel - G / (torch.linalg.vector_norm(G, dim=(1, 2, 3), keepdim=True) + 1)
     read = heads(weights, q).transpose(0, 1).reshape(N, C), F.conv2d(q2, kernel, padding=1, groups=d).view(d, N).T
     stated = training.proj(torch.cat(read, -1))[None]
@@ -106,9 +105,8 @@ def test_a_mixer_that_reduces_computes_the_learner_that_its_step_says(step):
         q, k, v = (t[:, :, r] for t in (o.q, o.k, o.v))
         lr = o.lr if o.lr.ndim == 3 else o.lr[:, :, r]
         if step == "plain":
-            scan = ttt_linear_dual(
-                q, k, v - k, lr, o.token_scale[r], o.W0[r], inner="plain", chunk_size=o.chunk_size, reverse=reverse
-            )
+            how = {"inner": "plain", "chunk_size": o.chunk_size, "reverse": reverse}
+            scan = ttt_linear_dual(q, k, v - k, lr, o.token_scale[r], o.W0[r], **how)
         else:
             order = range(80, -1, -1) if reverse else range(81)
             W, scan = o.W0[r].expand(2, -1, -1, -1), torch.zeros_like(q)
@@ -162,8 +160,5 @@ def test_parallel_says_what_is_in_the_way(step):
     if step in ("plain", "dot"):
         model(torch.randn(1, 3, 144, 144))
         return
-    with pytest.raises(
-        ValueError,
-        match="the LayerNorm of the inner learner stands between a step and the state; use step plain or dot",
-    ):
+    with pytest.raises(ValueError, match="the LayerNorm of the inner learner stands .*; use step plain or dot"):
         model(torch.randn(1, 3, 144, 144))

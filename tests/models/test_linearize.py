@@ -6,22 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from repro.core.errors import UserError
-from repro.models.linearize import (
-    CLASS_TOKEN,
-    PARTLY,
-    REGISTERS,
-    SECOND_HEAD,
-    choose_student,
-    freeze_inherited,
-    inherit,
-    read_shell,
-)
+from repro.models import linearize
+from repro.models.linearize import choose_student, freeze_inherited, inherit, read_shell
 from repro.models.registry import build_model
 from repro.models.t5 import SHELLS
 from tests.models.helpers import relative, shaken
 
 SMALL = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
 NEW = {"attn.w1", "attn.w2", "attn.w3", *(f"attn.dwc_{x}.{part}" for x in "qk" for part in ("weight", "bias"))}
+# what of a teacher is left, and why
+TOKEN = {"cls_token": linearize.CLASS_TOKEN}
+TOKENS = TOKEN | {"reg_token": linearize.REGISTERS}
+DISTILLED = dict.fromkeys(("cls_token", "dist_token"), linearize.CLASS_TOKEN)
+DISTILLED |= dict.fromkeys(("head_dist.weight", "head_dist.bias"), linearize.SECOND_HEAD)
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options) -> nn.Module:
@@ -46,26 +43,14 @@ def same_place(key: str) -> str:
 @pytest.mark.parametrize(
     ("name", "options", "left"),
     [
-        ("vit_tiny_patch16_224", {}, {"cls_token": CLASS_TOKEN}),
-        ("deit_tiny_patch16_224", {}, {"cls_token": CLASS_TOKEN}),
-        (
-            "deit_tiny_distilled_patch16_224",
-            {},
-            {
-                "cls_token": CLASS_TOKEN,
-                "dist_token": CLASS_TOKEN,
-                "head_dist.weight": SECOND_HEAD,
-                "head_dist.bias": SECOND_HEAD,
-            },
-        ),
-        ("vit_tiny_patch16_224", {"reg_tokens": 3}, {"cls_token": CLASS_TOKEN, "reg_token": REGISTERS}),
-        (
-            "vit_tiny_patch16_224",
-            {"reg_tokens": 2, "no_embed_class": True, "init_values": 1e-5},
-            {"cls_token": CLASS_TOKEN, "reg_token": REGISTERS},
-        ),
+        ("vit_tiny_patch16_224", {}, TOKEN),
+        ("deit_tiny_patch16_224", {}, TOKEN),
+        ("deit_tiny_distilled_patch16_224", {}, DISTILLED),
+        ("vit_tiny_patch16_224", {"reg_tokens": 3}, TOKENS),
+        ("vit_tiny_patch16_224", {"reg_tokens": 2, "no_embed_class": True, "init_values": 1e-5}, TOKENS),
         ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg", "mlp_ratio": 3}, {}),
-        ("vit_tiny_patch16_224", {"patch_size": 8}, {"cls_token": CLASS_TOKEN}),
+        ("vit_tiny_patch16_224", {"patch_size": 8}, TOKEN),
+        ("vit_small_patch16_36x1_224", {}, TOKEN),
     ],
 )
 def test_what_is_inherited_is_equal_bit_by_bit(name, options, left):
@@ -79,7 +64,7 @@ def test_what_is_inherited_is_equal_bit_by_bit(name, options, left):
             continue
         if key == "pos_embed":
             value = value[:, value.shape[1] - student.pos_embed.shape[1] :]
-        assert fates[key] in ("used", PARTLY) and torch.equal(after[same_place(key)], value), key
+        assert fates[key] in ("used", linearize.PARTLY) and torch.equal(after[same_place(key)], value), key
     new = {key for key, fate in fates.items() if fate == "expected: new"}
     assert new == student.new_parameters() and {key.split(".", 2)[-1] for key in new} == NEW
     assert all(torch.equal(after[key], before[key]) for key in new)
@@ -91,15 +76,12 @@ def test_without_a_class_token_only_the_mixer_is_another(fc_norm):
     """With softmax put back into its place, a student of a class-free ViT is that ViT."""
     teacher = vit(class_token=False, global_pool="avg", fc_norm=fc_norm)
     shell = read_shell(teacher, "vit")
-    twin = build_model(
-        "t5_tiny_patch16_224", **shell.options, num_classes=5, inner="softmax", key_norm="none", dwc="none"
-    ).eval()
+    plain = {"inner": "softmax", "key_norm": "none", "dwc": "none"}
+    twin = build_model("t5_tiny_patch16_224", **shell.options, num_classes=5, **plain).eval()
     twin.load_state_dict(shell.state)
     x = torch.randn(2, 3, 64, 64)
-    tokens = [
-        model.forward_intermediates(x, norm=False, output_fmt="NLC", intermediates_only=True)[-1]
-        for model in (twin, teacher)
-    ]
+    how = {"norm": False, "output_fmt": "NLC", "intermediates_only": True}
+    tokens = [model.forward_intermediates(x, **how)[-1] for model in (twin, teacher)]
     assert relative(*tokens) < 1e-5
     if not fc_norm:  # a norm after the mean and one before it are two things
         assert relative(twin(x), teacher(x)) < 1e-5
@@ -184,7 +166,3 @@ def test_what_is_no_teacher_is_named(make, line):
         teacher = make()
     with pytest.raises(UserError, match=f"^w.pth: {line}"):
         read_shell(teacher, "w.pth")
-
-
-def test_a_vit_of_another_depth_is_a_teacher():
-    read_shell(vit("vit_small_patch16_36x1_224", depth=2), "w.pth")

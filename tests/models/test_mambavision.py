@@ -8,17 +8,12 @@ from torch import Tensor
 
 from repro.bench.flops import cost
 from repro.core.errors import UserError
+from repro.models import mambavision
 from repro.models.checkpoints import open_weights
-from repro.models.mambavision import (
-    ConvBlock,
-    MambaVision,
-    MambaVisionMixer,
-    WindowStage,
-    official_state_dict,
-    scan_blocks,
-)
+from repro.models.mambavision import MambaVision, MambaVisionMixer, official_state_dict
 from repro.models.pyramid import build_pyramid, load_backbone
 from repro.models.weights import read_official
+from tests.models import helpers
 from tests.models.helpers import below, load_official, nano, read_data, relative, save_model
 
 MODEL = "model_layer_scale/"
@@ -46,8 +41,8 @@ def released(truth) -> MambaVision:
 PARTS = {
     "mixer": lambda: MambaVisionMixer(32),
     "attention": lambda: Attention(24, num_heads=3, qkv_bias=True),
-    "conv_block": lambda: ConvBlock(6, 0.0).eval(),
-    "conv_block_train": lambda: ConvBlock(6, 0.0).train(),
+    "conv_block": lambda: mambavision.ConvBlock(6, 0.0).eval(),
+    "conv_block_train": lambda: mambavision.ConvBlock(6, 0.0).train(),
 }
 
 
@@ -61,9 +56,8 @@ def test_official_parts(truth, name):
     out.backward(data["grad_out"])
     errors = {"out": relative(out.detach(), data["out"]), "x": relative(x.grad, data["grad_x"])}
     # the gradient of a bias before the statistics of a batch is zero in theory, and not compared
-    errors |= {
-        key: relative(p.grad, data[f"grads/{key}"]) for key, p in part.named_parameters() if f"grads/{key}" in data
-    }
+    given = {key: p.grad for key, p in part.named_parameters() if f"grads/{key}" in data}
+    errors |= {key: relative(gradient, data[f"grads/{key}"]) for key, gradient in given.items()}
     assert len(errors) >= len(list(part.parameters())) + (2 if name != "conv_block_train" else 0)
     assert max(errors.values()) < 1e-5, errors
     after = below(data, "after/")
@@ -79,28 +73,15 @@ def test_official_model(truth):
     parameters, gradients = dict(model.named_parameters()), below(truth, f"{MODEL}grads/")
     gradients = {key: value for key, value in official_state_dict(gradients).items() if key in parameters}
     assert len(gradients) == 16
-    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
-    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
-    assert max(errors.values()) < 1e-4, errors
+    helpers.assert_official_gradients(model, gradients)
     with torch.no_grad():
         assert relative(model.train()(truth[f"{MODEL}x"]), truth[f"{MODEL}logits_train"]) < 1e-5
 
 
 @pytest.mark.parametrize("run", ["", "2"], ids=["64x64", "64x96"])
-@torch.no_grad()
 def test_official_maps_pooling_and_logits(truth, run):
     """Windows of 7 and 3 on grids of 4 x 4 or 4 x 6, and 2 x 2 or 2 x 3, so that all are padded."""
-    model, image, data = released(truth), truth[f"{MODEL}x{run}"], below(truth, MODEL)
-    final, maps = model.forward_intermediates(image)
-    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
-    assert relative(model(image), data[f"logits{run}"]) < 1e-5
-    pyramid = build_pyramid("mambavision_nano_144", options=shape(truth)).eval()
-    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
-    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
-    pyramid.load_state_dict(norms | trunk)
-    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
-        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
-        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
+    helpers.assert_official_maps("mambavision_nano_144", released(truth), shape(truth), below(truth, MODEL), run)
 
 
 class Count(torch.nn.Module):
@@ -116,7 +97,7 @@ class Count(torch.nn.Module):
 def test_windows_by_hand(size):
     """In row-major order; what is padded is zero on the way in, and cut off on the way out."""
     h, w = size
-    stage, x = WindowStage([Count()], None, 3), torch.randn(2, 5, h, w)
+    stage, x = mambavision.WindowStage([Count()], None, 3), torch.randn(2, 5, h, w)
     found = stage(x)
     rows, columns = -(-h // 3), -(-w // 3)
     assert stage.blocks[0].seen.shape == (2 * rows * columns, 9, 5) and found.shape == x.shape
@@ -133,7 +114,7 @@ def test_windows_by_hand(size):
 def test_which_blocks_scan(depth, kinds):
     model = nano("mambavision", depths=(1, 1, depth, 2))
     found = ["M" if isinstance(block.mixer, MambaVisionMixer) else "A" for block in model.stages[2].blocks]
-    assert "".join(found) == kinds and scan_blocks(depth) == kinds.count("M")
+    assert "".join(found) == kinds and mambavision.scan_blocks(depth) == kinds.count("M")
 
 
 @pytest.mark.parametrize(("size", "params", "buffers", "entries", "giga", "left_out"), [

@@ -39,13 +39,9 @@ CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
 
 
 def mmcls(weights: dict) -> dict:
-    names = {
-        name: name.replace("head.", "head.fc.") if name.startswith("head.") else f"backbone.{name}" for name in weights
-    }
-    return {
-        "meta": {"epoch": 300, "CLASSES": ("tench", "goldfish")},
-        "state_dict": {names[k]: v for k, v in weights.items()},
-    }
+    names = {k: k.replace("head.", "head.fc.") if k.startswith("head.") else f"backbone.{k}" for k in weights}
+    meta = {"epoch": 300, "CLASSES": ("tench", "goldfish")}
+    return {"meta": meta, "state_dict": {names[k]: v for k, v in weights.items()}}
 
 
 CONTAINERS = {
@@ -95,10 +91,7 @@ def without(weights, *names):
     [
         (lambda w: without(w, "blocks.1.attn.w3"), r"as built: blocks\.1\.attn\.w3 missing$"),
         (lambda w: w | {"pos_embed": torch.zeros(1, 16, 48)}, r"as built: pos_embed not used$"),
-        (
-            lambda w: w | {"head.weight": torch.zeros(1000, 48)},
-            r"as built: head\.weight is \(1000, 48\), expected \(11, 48\)$",
-        ),
+        (lambda w: w | {"head.weight": torch.zeros(9, 48)}, r"built: head\.weight is \(9, 48\), expected \(11, 48\)$"),
         (
             lambda w: {"spare": torch.zeros(1)} | without(w, "norm.bias", "norm.weight", "head.bias"),
             r"head\.bias missing; norm\.weight missing; norm\.bias missing; and 1 more$",
@@ -112,11 +105,6 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(release, change, mess
     with pytest.raises(UserError, match=message):
         load_official(model, change(release["weights"]))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_family_without_official_weights():
-    with pytest.raises(UserError, match="no official weights are known"):
-        load_official(nano("vittt", depth=1), {})
 
 
 @pytest.mark.parametrize(
@@ -144,17 +132,10 @@ def test_files_cut_short_are_one_line(release, tmp_path, zipped, kept):
     torch.save({"model": release["weights"]}, path, _use_new_zipfile_serialization=zipped)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
-    with pytest.raises(
-        UserError, match=f"^{path}: not a readable checkpoint of PyTorch.*; it may have been cut short"
-    ) as caught:
+    message = f"^{path}: not a readable checkpoint of PyTorch.*; it may have been cut short"
+    with pytest.raises(UserError, match=message) as caught:
         read_official(path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_file_is_one_line(tmp_path):
-    for name in ("none.pth", "none.safetensors"):
-        with pytest.raises(UserError, match="no such weights file"):
-            read_official(tmp_path / name)
 
 
 class Attack:

@@ -1,6 +1,4 @@
-"""Vittt's fused blocks under torch.compile: one graph, of the launches alone, on a made-up GPU and tensors without
-data.
-"""
+"""Vittt's fused blocks under torch.compile, on a made-up GPU and without data: one graph, of the launches alone."""
 
 from types import SimpleNamespace
 
@@ -14,9 +12,8 @@ from kernels import dispatch
 from tests.models.test_capture import move
 from tests.models.test_fused_traffic import Traffic
 
-H100 = SimpleNamespace(
-    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 * 1024
-)
+SIZES = {"multi_processor_count": 132, "shared_memory_per_block_optin": 227 * 1024}
+H100 = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, **SIZES)
 
 
 @pytest.fixture

@@ -15,16 +15,11 @@ from repro.models.adapter import ViTAdapter
 from repro.models.checkpoints import open_weights
 from repro.models.pyramid import NativePyramid, build_pyramid, load_backbone
 from repro.models.vittt import POOLS
-from tests.models.helpers import (
-    assert_recomputing_changes_nothing,
-    frozen_statistics,
-    save_model,
-    shaken,
-    state_unchanged,
-)
+from tests.models import helpers
+from tests.models.helpers import frozen_statistics, save_model, shaken
 from tests.slow import first
 
-NANO = "vittt_nano_patch16_144"
+NANO, DEIT = "vittt_nano_patch16_144", "deit_nano_patch16_144"
 SWIN, CONVNEXT = "swin_tiny_patch4_window7_224", "convnext_tiny"
 SMALL_SWIN = {"embed_dim": 8, "depths": (1, 2, 2, 1), "num_heads": (1, 1, 2, 2), "window_size": 4}
 SMALL_CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 12, 16, 24)}
@@ -34,11 +29,8 @@ NATIVE = [
     ("resnet_nano", {}, (8, 16, 32, 64)),
     ("swinv2_tiny_window8_256", SMALL_SWIN, (8, 16, 32, 64)),
 ]
-OURS = [
-    ("hvit3_nano_144", {}, (16, 32, 64, 96)),
-    ("vmamba_nano_144", {}, (16, 32, 64, 128)),
-    ("mambavision_nano_144", {}, (16, 32, 64, 128)),
-]
+WIDTHS = {"hvit3": (16, 32, 64, 96), "vmamba": (16, 32, 64, 128), "mambavision": (16, 32, 64, 128)}
+OURS = [(f"{family}_nano_144", {}, widths) for family, widths in WIDTHS.items()]
 ALL_NATIVE = [*NATIVE, *OURS]
 ADAPTED = [(NANO, {}, (64,) * 4), ("deit_nano_patch16_144", {}, (64,) * 4)]
 
@@ -67,9 +59,8 @@ def test_channels_and_strides(name, options, channels, height, width):
     with torch.no_grad():
         maps, of_padded = pyramid(image), pyramid(padded)
     h, w = padded.shape[-2:]
-    assert [tuple(m.shape) for m in maps] == [
-        (2, c, h // s, w // s) for c, s in zip(channels, (4, 8, 16, 32), strict=True)
-    ]
+    expected = [(2, c, h // s, w // s) for c, s in zip(channels, pyramid.strides, strict=True)]
+    assert [tuple(m.shape) for m in maps] == expected
     assert all(torch.equal(a, b) for a, b in zip(maps, of_padded, strict=True))
 
 
@@ -92,9 +83,8 @@ def test_native_maps_are_timms_with_a_norm(name, options, channels):
     # where the last maps of a Swin are smaller than its windows
     pyramid = native(name, {**options, **({"img_size": 64} if swin else {})})
     size = {"img_size": 128, "always_partition": True} if swin else {}
-    theirs = timm.create_model(
-        name, **options, **size, features_only=True, feature_cls="getter", out_indices=pyramid.indices
-    ).eval()
+    how = {"features_only": True, "feature_cls": "getter", "out_indices": pyramid.indices}
+    theirs = timm.create_model(name, **options, **size, **how).eval()
     own = {f"model.{key}": value for key, value in pyramid.backbone.state_dict().items()}
     theirs.load_state_dict(own | {key: value for key, value in theirs.state_dict().items() if "head." in key})
     image = torch.randn(1, 3, 128, 128)
@@ -117,21 +107,19 @@ def test_every_parameter_gets_a_gradient_and_a_frozen_backbone_none(name, option
     for frozen in (False, True):
         # statistics of a batch would take its gradient from the bias before them
         pyramid = frozen_statistics(shaken(native(name, options, freeze_backbone=frozen)))
-        assert pyramid.backbone.training != frozen and not (
-            frozen and any(m.training for m in pyramid.backbone.modules())
-        )
+        assert pyramid.backbone.training != frozen
+        assert not (frozen and any(m.training for m in pyramid.backbone.modules()))
         sum((m * torch.randn_like(m)).sum() for m in pyramid(image)).backward()
         trained = {name for name, p in pyramid.named_parameters() if p.grad is not None and p.grad.any()}
-        assert trained == {
-            name for name, _ in pyramid.named_parameters() if not (frozen and name.startswith("backbone."))
-        }
+        learning = {n for n, _ in pyramid.named_parameters() if not (frozen and n.startswith("backbone."))}
+        assert trained == learning
 
 
 @pytest.mark.parametrize(("name", "options", "channels"), [*ALL_NATIVE, *ADAPTED])
 def test_recomputing_blocks_changes_nothing(name, options, channels):
     rate = 0.5 if (name, options, channels) in ADAPTED else 0.0
     pyramid = frozen_statistics(shaken(native(name, options, drop_path_rate=rate)))
-    assert_recomputing_changes_nothing(pyramid, torch.randn(2, 3, 64, 64))
+    helpers.assert_recomputing_changes_nothing(pyramid, torch.randn(2, 3, 64, 64))
 
 
 @pytest.mark.parametrize(
@@ -164,19 +152,11 @@ class Model(torch.nn.Module):
 def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
     """By hand: the embedding, six blocks (a stage's merging belongs to its first block), then everything else."""
     model = Model(native(SWIN, SMALL_SWIN))
-    scales = {
-        id(p): group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5) for p in group["params"]
-    }
+    groups = param_groups_layer_decay(model, layer_decay=0.5)
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     found = {name: scales[id(p)] for name, p in model.named_parameters()}
-    layers = [
-        "patch_embed",
-        "layers.0.blocks.0",
-        "layers.1.blocks.0",
-        "layers.1.blocks.1",
-        "layers.2.blocks.0",
-        "layers.2.blocks.1",
-    ]
-    layers += ["layers.3.blocks.0"]
+    blocks = "0.blocks.0 1.blocks.0 1.blocks.1 2.blocks.0 2.blocks.1 3.blocks.0"
+    layers = ["patch_embed", *(f"layers.{block}" for block in blocks.split())]
     for number, layer in enumerate(layers):
         own = {scale for name, scale in found.items() if name.startswith(f"backbone.backbone.{layer}.")}
         assert own == {0.5 ** (len(layers) - number)}, layer
@@ -195,9 +175,8 @@ def test_exemptions_from_weight_decay_are_the_backbones():
 def test_a_size_that_a_swin_does_not_take_is_one_line():
     pyramid = native(SWIN, {**SMALL_SWIN, "strict_img_size": True, "img_size": 64})
     pyramid(torch.zeros(1, 3, 64, 64))
-    with pytest.raises(
-        UserError, match=r"SwinTransformer does not take images of 96x64 pixels: Input height \(96\)"
-    ) as caught:
+    message = r"SwinTransformer does not take images of 96x64 pixels: Input height \(96\)"
+    with pytest.raises(UserError, match=message) as caught:
         pyramid(torch.zeros(1, 3, 90, 64))
     assert "\n" not in str(caught.value)
 
@@ -243,9 +222,8 @@ def test_every_key_of_a_classifier_is_accounted_for(tmp_path, name, options, kin
     if "deit" in name:
         not_needed.add("cls_token")
         scales = {f"blocks.{i}.ls{j}.gamma" for i in range(4) for j in (1, 2)}
-    assert (
-        not_needed and {key for key in state if report[key] == "used"} == set(state) - not_needed == set(own) - scales
-    )
+    assert {key for key in state if report[key] == "used"} == set(state) - not_needed == set(own) - scales
+    assert not_needed
     assert {key for key in state if report[key] == "expected: not needed"} == not_needed
     new |= {f"backbone.model.{key}" for key in scales}
     assert {key for key, line in report.items() if line == "expected: new"} == new
@@ -262,10 +240,10 @@ def test_a_final_norm_that_is_kept_is_loaded(tmp_path, name):
     assert torch.equal(adapter.trunk.norm.weight, model.norm.weight)
 
 
-def lost_key(path, key="blocks.1.attn.qkv.weight", **options):
+def lost_key(key, **options):
     state = timm.create_model("deit_nano_patch16_144", **options).state_dict()
     del state[key]
-    save_file(state, path)
+    return state
 
 
 @pytest.mark.parametrize(
@@ -274,27 +252,17 @@ def lost_key(path, key="blocks.1.attn.qkv.weight", **options):
         ("vim_nano_patch16_144", {}, None, "holds weights of vittt_nano_patch16_144, not of vim_nano_patch16_144"),
         (NANO, {"chunk_size": 8}, None, "built with no options, but it is wanted with {'chunk_size': 8}"),
         (NANO, {"img_size": 96}, None, r"pos_embed is \(1, 81, 64\), expected \(1, 36, 64\); build it"),
-        ("deit_nano_patch16_144", {}, lost_key, "blocks.1.attn.qkv.weight missing"),
-        (
-            "deit_nano_patch16_144",
-            {},
-            lambda path: lost_key(path, "blocks.2.ls1.gamma", init_values=0.1),
-            "blocks.2.ls1.gamma missing",
-        ),
-        (
-            "deit_nano_patch16_144",
-            {},
-            lambda path: save_file({"x": torch.zeros(1)}, path),
-            "pos_embed missing; .*; and 49 more",
-        ),
+        (DEIT, {}, lambda: lost_key("blocks.1.attn.qkv.weight"), "blocks.1.attn.qkv.weight missing"),
+        (DEIT, {}, lambda: lost_key("blocks.2.ls1.gamma", init_values=0.1), "blocks.2.ls1.gamma missing"),
+        (DEIT, {}, lambda: {"x": torch.zeros(1)}, "pos_embed missing; .*; and 49 more"),
     ],
 )
 def test_what_is_refused_leaves_the_adapter_as_it_was(tmp_path, name, options, change, message):
     path, _ = trained(tmp_path)
     if change:
-        change(path)
+        save_file(change(), path)
     adapter = build_pyramid(name, options=options)
-    with state_unchanged(adapter), pytest.raises(UserError, match=message):
+    with helpers.state_unchanged(adapter), pytest.raises(UserError, match=message):
         load_backbone(adapter, open_weights(path, model=name))
 
 

@@ -80,9 +80,8 @@ def test_every_value_of_every_switch_is_tried():
 )
 def test_parameters_and_multiply_adds_by_hand(options, text, params, macs):
     with torch.device("meta"):
-        plain, model = (
-            timm.create_model("vittt_tiny_patch16_224", **options, reading=reading) for reading in ("", text)
-        )
+        name = "vittt_tiny_patch16_224"
+        plain, model = (timm.create_model(name, **options, reading=reading) for reading in ("", text))
     counts = [sum(p.numel() for p in each.parameters()) for each in (plain, model)]
     totals = [sum(each.mac_terms((224, 224)).values()) for each in (plain, model)]
     assert counts[1] - counts[0] == params and totals[1] - totals[0] == macs
@@ -122,11 +121,8 @@ def test_block_in_every_order_of_convolution_norm_and_residual(place, residual, 
     y = torch.randn(2, 12, 64, dtype=torch.float64)
 
     def convolve(t):
-        out = (
-            F.conv2d(t.mT.reshape(2, 64, 3, 4), block.dwconv.weight, block.dwconv.bias, padding=1, groups=64)
-            .flatten(2)
-            .mT
-        )
+        image = t.mT.reshape(2, 64, 3, 4)
+        out = F.conv2d(image, block.dwconv.weight, block.dwconv.bias, padding=1, groups=64).flatten(2).mT
         return out + t if residual else out
 
     def norm(t):
@@ -206,7 +202,6 @@ def test_a_reading_that_this_version_does_not_know_is_refused(tmp_path):
     metadata, state = read_parts(tmp_path / "w.safetensors")
     metadata["reading"]["gate_activation"] = "relu"
     save_file(state, tmp_path / "w.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
-    with pytest.raises(
-        UserError, match=r"w\.safetensors: reading: gate_activation=relu: expected one of gelu, sigmoid"
-    ):
+    message = r"w\.safetensors: reading: gate_activation=relu: expected one of gelu, sigmoid"
+    with pytest.raises(UserError, match=message):
         open_weights(tmp_path / "w.safetensors")

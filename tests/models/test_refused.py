@@ -54,12 +54,7 @@ PYRAMIDS = [
     (VITTT, {"patch_size": 8}, {}, "patches of 8 pixels and 4 blocks"),
     (VITTT, {}, {"features": "every"}, "'every'"),
     ("deit_nano_patch16_144", {"reg_tokens": 2}, {}, "register tokens"),
-    (
-        "vit_tiny_patch16_224",
-        {"global_pool": "avg"},
-        {"final_norm": True},
-        "it has no final norm; leave out final_norm",
-    ),
+    ("vit_tiny_patch16_224", {"global_pool": "avg"}, {"final_norm": True}, "no final norm; leave out final_norm"),
     (SWIN, {}, {"final_norm": True}, "its maps have norms of their own; leave out final_norm"),
     ("xcit_nano_12_p16_224", {}, {}, "its maps have the strides 16; a pyramid also needs 4"),
     ("hrnet_w18_small", {}, {}, "neither a plain backbone nor one with timm's forward_intermediates"),

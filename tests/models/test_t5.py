@@ -37,9 +37,8 @@ ROWS = [
 
 def ours(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a block of the release, or gradients of them, under the names of `InnerMixer`."""
-    renamed = official_state_dict(
-        {f"blocks.0.attn.{key}": value for key, value in official.items() if "_ttt" not in key}
-    )
+    named = {f"blocks.0.attn.{key}": value for key, value in official.items() if "_ttt" not in key}
+    renamed = official_state_dict(named)
     renamed = {key.removeprefix("blocks.0.attn."): value for key, value in renamed.items()}
     if "qk_scale_ttt" in official and "qk_offset_ttt" in official:  # each (1, 1, C, 2)
         both = torch.stack([official[name][0, 0] for name in ("qk_scale_ttt", "qk_offset_ttt")], dim=-1)
@@ -105,9 +104,8 @@ def test_counts_are_those_that_the_paper_prints(inner, key_norm, dwc, window, pa
 def test_multiply_adds_of_the_release_by_hand():
     """As the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the keys' norm."""
     assert sum(fvcore_terms(TINY, {}, (224, 224)).values()) == pytest.approx(1.3443e9, rel=1e-4)
-    assert sum(fvcore_terms(TINY, {"inner": "2layer", "dwc": "none"}, (224, 224)).values()) == pytest.approx(
-        1.2495e9, rel=1e-4
-    )
+    two_layers = fvcore_terms(TINY, {"inner": "2layer", "dwc": "none"}, (224, 224))
+    assert sum(two_layers.values()) == pytest.approx(1.2495e9, rel=1e-4)
     assert cost(TINY, {"neighbours": 5}, (224, 224)).macs - cost(TINY, {}, (224, 224)).macs == 12 * 196 * 2 * 25 * 192
 
 
@@ -149,11 +147,8 @@ def test_neighbourhood_attention_by_loops(grid, window):
     for i in range(rows):
         for j in range(columns):
             top, left = (max(0, min(p - window // 2, n - window)) for p, n in ((i, rows), (j, columns)))
-            near = [
-                y * columns + x
-                for y in range(top, min(top + window, rows))
-                for x in range(left, min(left + window, columns))
-            ]
+            ys, xs = (range(first, min(first + window, n)) for first, n in ((top, rows), (left, columns)))
+            near = [y * columns + x for y in ys for x in xs]
             assert find_neighbours(grid, window)[i * columns + j].tolist() == near
             query = q[:, :, i * columns + j, None]
             expected[:, :, i * columns + j] = ((query @ k[:, :, near].mT / 2).softmax(-1) @ v[:, :, near])[:, :, 0]

@@ -1,7 +1,5 @@
 """timm's contract: what its test_models.py asks of every model, for the nano and the T size of every family."""
 
-import fnmatch
-
 import pytest
 import timm
 import torch
@@ -9,14 +7,9 @@ from safetensors.torch import save_file
 
 from tests.models.helpers import HIERARCHICAL, OWN, frozen_statistics, shaken
 
-MODELS = [
-    name
-    for name in timm.list_models()
-    if name.startswith((*OWN, *HIERARCHICAL, "deit_nano", "resnet_nano")) and fnmatch.filter([name], "*_nano*")
-]
-TINY = [name for name in timm.list_models("*tiny*") if name.startswith((*OWN, *HIERARCHICAL))] + [
-    "study_small_patch16_224"
-]
+EVERY = (*OWN, *HIERARCHICAL)
+MODELS = [name for name in timm.list_models("*_nano*") if name.startswith((*EVERY, "deit_nano", "resnet_nano"))]
+TINY = ["study_small_patch16_224", *(name for name in timm.list_models("*tiny*") if name.startswith(EVERY))]
 TIMM_CLASSES = ("deit_nano_patch16_144", "resnet_nano")  # built from classes of timm, which decide for themselves
 OURS = [name for name in MODELS if name not in TIMM_CLASSES]
 each = pytest.mark.parametrize("name", MODELS)

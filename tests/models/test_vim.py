@@ -69,22 +69,11 @@ def test_official_names():
     with torch.device("meta"):
         model = timm.create_model("vim_tiny_patch16_224")
     mixer = ["A_log", "A_b_log", "D", "D_b", "in_proj.weight", "out_proj.weight"]
-    mixer += [
-        f"{part}{direction}.{kind}"
-        for part in ("conv1d", "dt_proj")
-        for direction in ("", "_b")
-        for kind in ("weight", "bias")
-    ]
+    kinds = [f"{direction}.{kind}" for direction in ("", "_b") for kind in ("weight", "bias")]
+    mixer += [f"{part}{kind}" for part in ("conv1d", "dt_proj") for kind in kinds]
     mixer += ["x_proj.weight", "x_proj_b.weight"]
-    names = [
-        "cls_token",
-        "pos_embed",
-        "patch_embed.proj.weight",
-        "patch_embed.proj.bias",
-        "norm_f.weight",
-        "head.weight",
-        "head.bias",
-    ]
+    names = ["cls_token", "pos_embed", "norm_f.weight"]
+    names += [f"{part}.{kind}" for part in ("patch_embed.proj", "head") for kind in ("weight", "bias")]
     names += [f"layers.{i}.{name}" for i in range(24) for name in (*(f"mixer.{x}" for x in mixer), "norm.weight")]
     renamed = official_state_dict(dict.fromkeys(names))
     assert set(renamed) == set(model.state_dict()) and len(renamed) == len(names)

@@ -76,7 +76,6 @@ def test_rows_and_columns_are_told_apart():
             if parameter.ndim == 4 and not name.endswith(("w1", "w2")):
                 parameter.copy_((parameter + parameter.mT) / 2)
         image = torch.randn(1, 3, 48, 80, dtype=torch.float64)
-        (straight,), (turned,) = (
-            model.forward_intermediates(i, indices=1, intermediates_only=True) for i in (image, image.mT)
-        )
+        how = {"indices": 1, "intermediates_only": True}
+        (straight,), (turned,) = (model.forward_intermediates(i, **how) for i in (image, image.mT))
     torch.testing.assert_close(straight, turned.mT)

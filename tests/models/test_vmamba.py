@@ -12,6 +12,7 @@ from repro.models.vmamba import REVERSE, SS2D, VMamba, add_routes, official_stat
 from repro.models.weights import read_official
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
+from tests.models import helpers
 from tests.models.helpers import below, load_official, read_data, relative
 
 SIZES = ("tiny", "small", "base")
@@ -25,11 +26,8 @@ def truth() -> dict[str, Tensor]:
 def shape(truth) -> dict:
     config = {key: value.tolist() for key, value in below(truth, "model_s2/config/").items()}
     assert (config["d_state"], config["mlp_ratio"]) == (1, 4)
-    return {
-        "widths": [config["embed_dim"] << i for i in range(4)],
-        "depths": config["depths"],
-        "expand": int(config["ssm_ratio"]),
-    }
+    widths = [config["embed_dim"] << i for i in range(4)]
+    return {"widths": widths, "depths": config["depths"], "expand": int(config["ssm_ratio"])}
 
 
 def released(truth) -> VMamba:
@@ -73,27 +71,13 @@ def test_official_model(truth):
     model = released(truth)
     logits = model(truth["model_s2/x"])
     logits.backward(truth["model_s2/grad_out"])
-    parameters, gradients = dict(model.named_parameters()), official_state_dict(below(truth, "model_s2/grads/"))
-    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
-    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
-    assert max(errors.values()) < 1e-4, errors
+    helpers.assert_official_gradients(model, official_state_dict(below(truth, "model_s2/grads/")))
 
 
 @pytest.mark.parametrize("run", ["", "2"], ids=["64x96", "40x56"])
-@torch.no_grad()
 def test_official_maps_pooling_and_logits(truth, run):
     """At 40 x 56 pixels the grids are 10 x 14, 5 x 7, 3 x 4 and 2 x 2. Maps for dense tasks have the release's norms."""
-    model, image, data = released(truth), truth[f"model_s2/x{run}"], below(truth, "model_s2/")
-    final, maps = model.forward_intermediates(image)
-    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
-    assert relative(model(image), data[f"logits{run}"]) < 1e-5
-    pyramid = build_pyramid("vmamba_nano_144", options=shape(truth)).eval()
-    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
-    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
-    pyramid.load_state_dict(norms | trunk)
-    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
-        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
-        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
+    helpers.assert_official_maps("vmamba_nano_144", released(truth), shape(truth), below(truth, "model_s2/"), run)
 
 
 @pytest.mark.parametrize(("size", "params", "fvcore"), [
@@ -106,12 +90,8 @@ def test_published_counts(size, params, fvcore):
     counted = cost(f"vmamba_{size}_224", {}, (224, 224))
     assert (counted.num_params, sum(counted.paper_terms.values())) == (params, fvcore)
     assert counted.macs_g_paper_convention == fvcore / 1e9
-    own = (
-        fvcore
-        - counted.paper_terms["layer_norm"]
-        - counted.paper_terms["pooling"]
-        - counted.paper_terms["scan"] * 6 // 10
-    )
+    of = counted.paper_terms
+    own = fvcore - of["layer_norm"] - of["pooling"] - of["scan"] * 6 // 10
     assert counted.macs == own and counted.method == "analytic"
 
 
@@ -146,9 +126,8 @@ def test_an_official_file_loads_with_linear_layers_as_convolutions(truth, tmp_pa
     linear = ("in_proj.weight", "out_proj.weight", "fc1.weight", "fc2.weight")
     as_convs = {key: x[..., None, None] if key.endswith(linear) else x for key, x in state.items()}
     averaged = {key: torch.zeros_like(x) for key, x in state.items()}
-    torch.save(
-        {"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}, tmp_path / "official.pth"
-    )
+    content = {"model": as_convs, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 263}
+    torch.save(content, tmp_path / "official.pth")
     model, image = VMamba(num_classes=7, **shape(truth)).eval(), truth["model_s2/x2"]
     load_official(model, read_official(tmp_path / "official.pth"))
     with torch.no_grad():
@@ -163,11 +142,12 @@ def test_the_sum_of_the_routes_stays_in_fp32_under_autocast(monkeypatch):
 
     seen = []
     scan = vmamba.selective_scan_routes
-    monkeypatch.setattr(
-        vmamba,
-        "selective_scan_routes",
-        lambda u, *rest, **options: seen.append((u, scan(u, *rest, **options))) or seen[-1][1],
-    )
+
+    def noted(u, *rest, **options):
+        seen.append((u, scan(u, *rest, **options)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(vmamba, "selective_scan_routes", noted)
     mixer, x = SS2D(8, 1), torch.randn(1, 3, 4, 8)
     for dtype in (torch.float16, torch.bfloat16):
         with torch.no_grad(), torch.autocast("cpu", dtype):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from kernels.bi_wkv.reference import bi_wkv_formula
 from repro.bench.flops import counted_macs
-from repro.core.errors import UserError
-from repro.models.vrwkv import VRWKV, official_state_dict, q_shift
+from repro.models.vrwkv import VRWKV, q_shift
 from tests.models.helpers import below, load_official, nano, read_data, relative, shaken
 
 OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: in the operator's formula, and in the paper's script
@@ -50,23 +49,14 @@ def test_official_feature_map(backend):
     assert relative(feature_map, data["feature_map"]) < 2e-6
 
 
-def test_official_names():
-    theirs = ("layers.0.ln1.weight", "patch_embed.projection.bias", "ln1.bias", "pos_embed", "head.weight")
-    ours = ("blocks.0.ln1.weight", "patch_embed.bias", "norm.bias", "pos_embed", "head.weight")
-    assert tuple(official_state_dict(dict.fromkeys(theirs, torch.zeros(1)))) == ours
-    with pytest.raises(UserError, match="cls_token not used"):
-        load_official(model := nano("vrwkv"), model.state_dict() | {"cls_token": torch.zeros(1)})
-
-
 @pytest.mark.parametrize("C", [8, 10])
 def test_q_shift_by_hand(C):
     h, w = 3, 4
     x = torch.randn(2, h * w, C)
     out = q_shift(x, (h, w))
     for c in range(C):
-        down, across = next(
-            step for j, step in enumerate([(0, -1), (0, 1), (-1, 0), (1, 0)]) if c < int(C * (j + 1) / 4)
-        )
+        steps = [(0, -1), (0, 1), (-1, 0), (1, 0)]
+        down, across = next(step for j, step in enumerate(steps) if c < int(C * (j + 1) / 4))
         for row in range(h):
             for column in range(w):
                 a, b = row + down, column + across
@@ -85,9 +75,8 @@ def spatial_by_hand(att, x, grid):
 
 def channel_by_hand(ffn, x, grid):
     mixed_k, mixed_r = (m * x + (1 - m) * q_shift(x, grid) for m in (ffn.spatial_mix_k, ffn.spatial_mix_r))
-    return torch.sigmoid(mixed_r @ ffn.receptance.weight.T) * (
-        F.relu(mixed_k @ ffn.key.weight.T) ** 2 @ ffn.value.weight.T
-    )
+    value = F.relu(mixed_k @ ffn.key.weight.T) ** 2 @ ffn.value.weight.T
+    return torch.sigmoid(mixed_r @ ffn.receptance.weight.T) * value
 
 
 @pytest.mark.parametrize("post_norm", [False, True])

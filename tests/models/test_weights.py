@@ -12,17 +12,9 @@ from safetensors.torch import save_file
 import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.core.hashing import require_hash
+from repro.models import weights
 from repro.models.checkpoints import open_weights
-from repro.models.weights import (
-    METADATA_KEY,
-    is_foreign,
-    load_state,
-    read_metadata,
-    read_official,
-    read_state,
-    save_weights,
-    translate_official,
-)
+from repro.models.weights import METADATA_KEY, read_metadata, read_official, read_state, save_weights
 from tests.models.helpers import PREPROCESSING
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
@@ -58,12 +50,12 @@ def test_missing_and_foreign_files_are_told_apart(saved, tmp_path):
     with pytest.raises(UserError, match="no such weights file"):
         read_metadata(tmp_path / "none.safetensors")
     with pytest.raises(UserError, match="no such weights file"):
-        is_foreign(tmp_path / "none.pth")
+        weights.is_foreign(tmp_path / "none.pth")
     foreign = tmp_path / "foreign.safetensors"
     save_file({"x": torch.zeros(1)}, foreign)
     with pytest.raises(UserError, match="none of this project's metadata"):
         read_metadata(foreign)
-    assert is_foreign(foreign) and not is_foreign(saved[0])
+    assert weights.is_foreign(foreign) and not weights.is_foreign(saved[0])
 
 
 class Holder(torch.nn.Module):
@@ -144,11 +136,11 @@ def test_a_sparse_tensor_is_refused(tmp_path):
 def test_integers_stand_only_where_the_model_has_some(dtype):
     model = torch.nn.BatchNorm1d(2)
     state = model.state_dict()
-    load_state(model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in state.items()}, "w")
+    weights.load_state(model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in state.items()}, "w")
     for key in ("weight", "num_batches_tracked"):
         wrong = state[key].long() if key == "weight" else state[key].float()
         with pytest.raises(UserError, match=rf"w: {key} is \w+, expected \w+"):
-            load_state(model, state | {key: wrong}, "w")
+            weights.load_state(model, state | {key: wrong}, "w")
 
 
 @pytest.mark.parametrize(
@@ -166,10 +158,10 @@ def test_integers_stand_only_where_the_model_has_some(dtype):
 )
 @pytest.mark.parametrize("swapped", [False, True])
 def test_two_keys_that_become_one_are_refused(family, theirs, ours, swapped):
-    assert "unknown.weight" in translate_official({"unknown.weight": torch.zeros(1)}, f"repro.models.{family}")
+    assert "unknown.weight" in weights.translate_official({"unknown.weight": torch.zeros(1)}, f"repro.models.{family}")
     keys = (ours, theirs) if swapped else (theirs, ours)
     with pytest.raises(UserError) as caught:
-        translate_official({key: torch.zeros(2) for key in keys}, f"repro.models.{family}")
+        weights.translate_official({key: torch.zeros(2) for key in keys}, f"repro.models.{family}")
     assert theirs in str(caught.value) and ours in str(caught.value)
 
 
@@ -188,11 +180,8 @@ def test_a_flipped_byte_of_a_tensor_in_a_zip_is_one_line(tmp_path):
 def test_a_hash_in_a_files_name_is_that_of_its_content(tmp_path):
     torch.save({"x": torch.zeros(1)}, tmp_path / "w.pth")
     digits = hashlib.sha256((tmp_path / "w.pth").read_bytes()).hexdigest()
-    for name, right in (
-        (f"net-{digits[:8]}.pth", True),
-        (f"net-{digits[:8]}.pth.tar", True),
-        (f"net-{digits[1:9]}.pth", False),
-    ):
+    first, second = digits[:8], digits[1:9]
+    for name, right in ((f"net-{first}.pth", True), (f"net-{first}.pth.tar", True), (f"net-{second}.pth", False)):
         (tmp_path / name).write_bytes((tmp_path / "w.pth").read_bytes())
         if right:
             assert read_official(tmp_path / name).keys() == {"x"}
@@ -207,11 +196,8 @@ def test_a_stated_hash_is_that_of_the_file(tmp_path):
     require_hash(path, "ba7816bf")  # FIPS 180-4, example B.1
     require_hash(path, "BA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD")
     require_hash(path, None)
-    for stated, message in (
-        ("ba7816bf0", "w.pth: has SHA-256"),
-        ("ba7816b", "8 hex digits"),
-        ("ba7816bg", "8 hex digits"),
-    ):
+    wrong = {"ba7816bf0": "w.pth: has SHA-256", "ba7816b": "8 hex digits", "ba7816bg": "8 hex digits"}
+    for stated, message in wrong.items():
         with pytest.raises(UserError, match=message):
             require_hash(path, stated)
     with pytest.raises(UserError, match="no such file"):

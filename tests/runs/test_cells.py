@@ -30,9 +30,8 @@ def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded
     transform = SimpleNamespace(image_size=32, hflip=0.5)
     params = SimpleNamespace(model="m", options={"depth": 1}, transform=transform, batch_size=16, ema_decay=0.9)
     params.needs_even_parts = False
-    cell = SimpleNamespace(
-        params=params, ranks=Ranks(world_size=2), paths=Paths(tmp_path), stage="pretrain", name="nano", where="p.nano"
-    )
+    about = {"paths": Paths(tmp_path), "stage": "pretrain", "name": "nano", "where": "p.nano"}
+    cell = SimpleNamespace(params=params, ranks=Ranks(world_size=2), **about)
     cell.runtime = SimpleNamespace(micro_batch=4)
     record_speed(cell, speeds, "gpu", {"device": "cuda: GPU"}, 1.0)
     folder = tmp_path / "results/measured/gpu/pretrain"
@@ -52,9 +51,8 @@ def list_files(folder):
 def two_runs(tmp_path):
     """A cell whose folder has an earlier run's files, and the outcome of a new run."""
     cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)))
-    outcome = SimpleNamespace(
-        folder=tmp_path / "result", curve=[{"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}]
-    )
+    row = {"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}
+    outcome = SimpleNamespace(folder=tmp_path / "result", curve=[row])
     old = ("weights.safetensors", "metrics.json", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
     new = ("weights.safetensors", "load_report.txt", "snapshots/epoch_002.safetensors")
     for folder, names, text in ((cell.folder, old, "old"), (outcome.folder, new, "new")):
@@ -96,11 +94,8 @@ def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatc
     monkeypatch.setattr(Cell, "state_folder", lambda self, seed: tmp_path / f".runs/seed_{seed}")
     shared = {"paths": Paths(tmp_path), "runtime": runtime, "folder": folder}
     cell = Cell(stage="pretrain", name="nano", params=params, spec=None, **shared)
-    for file in (
-        cell.state_folder(0) / "step_1.pt",
-        cell.state_folder(1) / "step_1.pt",
-        folder / "snapshots/.epoch_001.safetensors.abcdefgh.tmp",
-    ):
+    names = [cell.state_folder(seed) / "step_1.pt" for seed in (0, 1)]
+    for file in (*names, folder / "snapshots/.epoch_001.safetensors.abcdefgh.tmp"):
         file.parent.mkdir(parents=True)
         file.touch()
     monkeypatch.setattr(cells, "find_finished_seeds", lambda cell: {0: {}})

@@ -1,6 +1,4 @@
-"""`repro ablate` as a user runs it: the grid counted by hand, cells that are killed and continue, and every wrong input
-as one line.
-"""
+"""`repro ablate` as a user runs it: the grid counted by hand, and cells that are killed and continue."""
 
 import csv
 import dataclasses
@@ -60,21 +58,10 @@ def record(folder: Path) -> dict:
 
 # Tables 3 and 4 by spec, in thousands: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position
 # are 2·D each; W0 of 12 blocks
-THOUSANDS = {
-    "ttt_layer": 5877,
-    "share_qk": 5435,
-    "gating": 5889,
-    "conv1d": 5900,
-    "dual": 6962,
-    "conv2d": 6983,
-    "head": 6983.116 + 0.384,
-    "double": 6983.116 + 0.768,
-    "max": 6983,
-    "w0_shared": 6983.116 - 147.456,
-    "w0_frozen": 6983.116 - 2 * 147.456,
-    "chunk4": 6983.116 - 24 * 0.012,
-    "chunk_all": 6983.116 + 24 * 0.180,
-}
+THOUSANDS = dict(ttt_layer=5877, share_qk=5435, gating=5889, conv1d=5900, dual=6962, conv2d=6983, max=6983)
+THOUSANDS |= {"head": 6983.116 + 0.384, "double": 6983.116 + 0.768}
+THOUSANDS |= {"w0_shared": 6983.116 - 147.456, "w0_frozen": 6983.116 - 2 * 147.456}
+THOUSANDS |= {"chunk4": 6983.116 - 24 * 0.012, "chunk_all": 6983.116 + 24 * 0.180}
 
 
 @pytest.mark.parametrize("name", THOUSANDS)
@@ -155,19 +142,15 @@ def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
 
 
 def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
-    params, own = (
-        vary_recipe(choose_variants("vision_ttt"), "head", Paths(ready), data=data, seeds=(0,), epochs=epochs)
-        for data, epochs in (("imagenet", None), (None, 7))
-    )
+    chosen, pairs = choose_variants("vision_ttt"), (("imagenet", None), (None, 7))
+    params, own = (vary_recipe(chosen, "head", Paths(ready), data=d, seeds=(0,), epochs=n) for d, n in pairs)
     assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
     assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
     assert own.transform.re_prob == 0.25 and own.epochs == 7
 
 
 def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
-    """`pretrain` has no model of the study here; the results do not meet those of Vittt's variants, nor its names in
-    .runs.
-    """
+    """`pretrain` has no model of the study here; its results and names do not meet those of Vittt's variants."""
     arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
     out = repro_cli.run(*arguments)
     assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out

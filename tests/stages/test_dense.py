@@ -1,6 +1,4 @@
-"""`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results, continuation, and wrong inputs
-as one line.
-"""
+"""`repro detect`, `segment` and `predict` as a user runs them, on small scenes: results and continuation."""
 
 import csv
 import json

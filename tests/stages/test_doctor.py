@@ -14,9 +14,8 @@ from tests.conftest import ROOT, run_python
 from tests.slow import first
 from tests.stages.helpers import edit
 
-SECTIONS = (
-    "machine|packages|name clashes|PyTorch and TTT-Linear|segmentation|parameters and data|disk and shared memory"
-)
+SECTIONS = "machine|packages|name clashes|PyTorch and TTT-Linear|segmentation|parameters and data"
+SECTIONS += "|disk and shared memory"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -108,9 +107,8 @@ def test_needed_packages(tmp_path, monkeypatch):
     assert {name: mark for mark, name, _ in lines} == {**expected, "made-up-extra": "error"}
     assert line(lines, "made-up-old")[1].startswith("1.2, >=1.10 is needed")  # as versions, not as text
     assert line(lines, "made-up-absent")[1].startswith("not installed, any version is needed")
-    lock.write_text(
-        "# pins\nmade-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n"
-    )
+    pins = "made-up-old==1.3\nmade-up-new==2.0\nmade-up-absent==1\nmade-up-other==1 ; sys_platform == 'none'\n"
+    lock.write_text(f"# pins\n{pins}")
     differ, absent = (text for _, _, text in doctor.check_lock(lock))
     assert differ.startswith("1 of 3 packages differ: made-up-old 1.2 (pinned: 1.3): ")
     assert absent.startswith("1 of 3 packages are not installed: made-up-absent: ")

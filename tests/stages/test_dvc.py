@@ -1,6 +1,4 @@
-"""dvc.yaml is true: it is a data-flow diagram, sections exist, code dependencies are import closures, nothing depends
-on raw data.
-"""
+"""dvc.yaml is true: a data-flow diagram, sections that exist, code as import closures, and no raw data."""
 
 import csv
 import json

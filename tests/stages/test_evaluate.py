@@ -139,9 +139,7 @@ def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli
 
 @pytest.fixture
 def official(checkout, tmp_path):
-    """A ViT3 in the form its authors publish, with random weights for ten classes, and the same in a file of this
-    project.
-    """
+    """A ViT3 as its authors publish it, with random weights for ten classes, and the same in a file of this project."""
     name = "vit3_nano_patch16_144"
     model = save_official(tmp_path / "vit3.pth", name)
     preprocessing = TransformSettings(image_size=144, crop_pct=0.875).preprocessing()
@@ -230,9 +228,7 @@ def test_table1_takes_the_weights_of_imagenet_1k_at_the_tables_size():
 
 @pytest.mark.slow
 def test_table1_without_a_network(checkout, tmp_path):
-    """The real client of the hub in a process of its own, with an endpoint that nobody serves and an empty cache, on a
-    tree with ImageNet-1K's thousand class folders and one small image in each.
-    """
+    """The hub's real client, with an endpoint that nobody serves and an empty cache, on an ImageNet of small images."""
     for split in ("train", "val"):
         for wnid in ImageNetInfo("imagenet-1k").label_names():
             folder = Path("data/imagenet") / split / wnid

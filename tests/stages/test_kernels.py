@@ -45,9 +45,7 @@ PASSED = {**SIZES, "errors": {"out": 1e-7}, "not_finite": [], "limits": {"out": 
 
 
 def test_a_failed_check_is_recorded_and_fails(bare_checkout, check_rows, capsys):
-    """Rows over their limits, as broken kernels would give them: the record says so, the exit code is 1, and bench
-    would stop there.
-    """
+    """Rows over their limits: the record says so, the exit code is 1, and bench would stop there."""
     from kernels.tools import check
 
     spoilt = {"errors": {"out": 1e-3}, "not_finite": ["q"], "passed": False}
@@ -90,9 +88,7 @@ def compiled(monkeypatch):
 
 
 def test_with_an_operator_the_rows_of_the_others_stay(bare_checkout, monkeypatch, compiled):
-    """`resources --op` of the second operator: its rows are new, in their place between the others', which are not
-    compiled.
-    """
+    """`resources --op` of the second operator: its rows are new, the others' are kept and not compiled."""
     names = list(operators.OPERATORS)
     again, last = names[1], 2 * len(names)
     kernels.run_resources(find_root())
@@ -108,9 +104,7 @@ def test_with_an_operator_the_rows_of_the_others_stay(bare_checkout, monkeypatch
 
 
 def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(bare_checkout, monkeypatch, compiled):
-    """Ctrl-C in the second operator: its first row and the first operator are kept, and the next call compiles the
-    rest, each once.
-    """
+    """Ctrl-C in the second operator: what was done is kept, and the next call compiles the rest, each once."""
     from kernels.tools import resources
 
     names, compile_row = list(operators.OPERATORS), resources.compile_row
@@ -151,9 +145,7 @@ def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_row
 
 
 def test_documented_tables_are_of_committed_records():
-    """results/speed.md: each generated block is what the records under results/measured give; `repro report` writes
-    them.
-    """
+    """results/speed.md: each generated block is what the records give; `repro report` writes them."""
     page = (ROOT / kernels.PAGE).read_text()
     for name, block, text in kernels.make_passages(find_root(ROOT)):
         assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block

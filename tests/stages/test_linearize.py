@@ -1,6 +1,4 @@
-"""`repro linearize` as a lab runs it: cells, files of timm, frozen and fine-tuned, stopped and continued, and wrong
-inputs as one line.
-"""
+"""`repro linearize` as a lab runs it: cells, files of timm, frozen and fine-tuned, stopped and continued."""
 
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """`repro plan`: what it prints, that it covers a whole profile, and every wrong input as one line."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,10 @@ from repro.papers.variants import load_variants
 from repro.planning.planner import Rates, plan_costs
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
+from tests.conftest import ROOT
 from tests.stages.helpers import NANO, edit
 
 VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
-ROOT = Path(__file__).parents[2]
 
 PAPER = load_yaml(ROOT / "profiles" / "paper.yaml")
 
@@ -101,9 +100,7 @@ def test_a_cpu_is_planned_by_what_ran_on_one(checkout, trained, repro_cli):
     assert minutes == "unknown" and basis.startswith("not measured")
 
 
-def test_a_fresh_clone_plans_by_the_committed_seconds_and_another_machines_are_an_estimate(
-    checkout, trained, repro_cli
-):
+def test_a_fresh_clone_plans_by_committed_seconds_and_another_machines_are_an_estimate(checkout, trained, repro_cli):
     (trained / "run.json").unlink()
     file, noted = checkout / "results" / "pipeline.json", read_json(ROOT / "results" / "pipeline.json")
     write_json(file, noted | {"stages": {"pretrain@nano": 60.0}})

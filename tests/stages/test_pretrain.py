@@ -1,6 +1,4 @@
-"""`repro pretrain` and `repro evaluate` as a user runs them: results, and every wrong input as one line; tests/faults
-interrupts them.
-"""
+"""`repro pretrain` and `repro evaluate` as a user runs them; tests/faults interrupts them."""
 
 import csv
 import re

@@ -1,15 +1,13 @@
 """`repro profile`: what it shows; and it never loses edited parameters."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from repro.core.config import load_yaml
 from repro.core.errors import UserError
 from stages import profile
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 @pytest.fixture

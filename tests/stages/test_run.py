@@ -1,6 +1,4 @@
-"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what runs alone, what fails, what a
-signal does.
-"""
+"""`repro run` on a graph of shell commands, with DVC itself: what runs at once, what alone, what fails, what stops."""
 
 import json
 import os
@@ -72,9 +70,7 @@ def test_two_run_at_once_one_alone_and_a_second_call_has_nothing_to_do(project, 
 
 
 def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd):
-    """And a stage that a signal killed says so, and where its output is: the last line of its log is about something
-    else; the second shell outlives the killed one, and gives 137.
-    """
+    """A stage that a signal killed says so, and where its output is; a shell that outlives the killed one gives 137."""
     write(
         project,
         wrong=("echo repro: no such file >&2; exit 3", []),
@@ -187,9 +183,7 @@ def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(proj
 
 
 @pytest.mark.parametrize(("threads", "given", "expected"), [(4, "2", 2), (4, "8", 4), (4, None, 4), (None, "2", None)])
-def test_the_threads_that_a_process_is_given_limit_those_of_the_parameters(
-    project, monkeypatch, threads, given, expected
-):
+def test_the_threads_of_a_process_limit_those_of_the_parameters(project, monkeypatch, threads, given, expected):
     project.params.write_text(f"runtime: {{threads: {'null' if threads is None else threads}, data_roots: {{}}}}\n")
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -222,9 +216,8 @@ def test_stale_chooses_the_steps_whose_records_are_old_or_missing(measured):
     def chosen(*stale):
         return [step.words[-1] for step in choose_steps(measured, steps, {f"{HERE}/{name}" for name in stale})]
 
-    scores, times, weights = (
-        measured.root / name for name in (f"{HERE}/train/a/metrics.json", f"{HERE}/time/x.json", "c.safetensors")
-    )
+    names = f"{HERE}/train/a/metrics.json", f"{HERE}/time/x.json", "c.safetensors"
+    scores, times, weights = (measured.root / name for name in names)
     weights.touch()
     assert chosen() == []
     assert chosen("train/b/metrics.json") == ["b"]

@@ -84,9 +84,7 @@ def test_each_state(project):
 
 
 def make_records(root):
-    """Records of two modules: their own cells, a seed's, one with a name, one of an older version, and files that are
-    no records.
-    """
+    """Records of two modules: cells, a seed's, one with a name, one of an older version, and files that are none."""
     for name, text in (("__init__", ""), ("a", "x = 1\n"), ("b", "x = 1\n")):
         (root / "repro" / "models").mkdir(parents=True, exist_ok=True)
         (root / "repro" / "models" / f"{name}.py").write_text(text)

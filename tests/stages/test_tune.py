@@ -13,9 +13,9 @@ from repro.core.record import read_json, write_json
 from repro.papers.grid import build_variant, choose_variants, find_variant_searches, use_own_rates
 from repro.runs.tune import STAGE, TuneParams, _list_open, _trial_file, choose, find_searches, widen
 from repro.tasks.classification.spec import SPEC
+from tests.conftest import ROOT
 from tests.stages.helpers import accept_data, edit
 
-ROOT = Path(__file__).parents[2]
 # the second rate is so high that its training ends
 SEARCH = "tune: {lr: [3.0e-3, 1.0e+30], warmup_epochs: [0], seed: 7}\n"
 

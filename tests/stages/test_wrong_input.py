@@ -12,24 +12,11 @@ from PIL import Image
 
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
-from tests.stages.helpers import (
-    ABLATE,
-    DIGITS,
-    GENERATE,
-    NANO,
-    SHELL,
-    T5,
-    WEIGHTS,
-    add_dense,
-    add_params,
-    save_denoiser,
-    save_model,
-    save_official,
-    write_student,
-)
+from tests.conftest import ROOT
+from tests.stages import helpers
+from tests.stages.helpers import ABLATE, DIGITS, GENERATE, NANO, SHELL, T5, WEIGHTS, add_params, save_model
 from tests.stages.test_own import draw_scenes
 
-ROOT = Path(__file__).parents[2]
 OTHERS = f"""
 resolution:
   {{data: digits, models: {{vittt: vittt.safetensors, deit: deit.safetensors}}, image_sizes: [32, 64], repeats: 3}}
@@ -57,18 +44,18 @@ def lab(prepared, tmp_path_factory) -> Path:
         save_model(root / f"{name}.safetensors", about[0], **{"img_size": 32, **about[1]})
     shown = {"image_size": 16, "channels": 1, "hflip": 0.0}
     task = {"name": "generate", "transform": shown, "sampling": {"sampler": "ddim", "steps": 4, "guidance": 2.0}}
-    save_denoiser(root / "own.safetensors", "dit3_nano_patch4", task=task)
+    helpers.save_denoiser(root / "own.safetensors", "dit3_nano_patch4", task=task)
     save_others(root)
     for text in (ABLATE, GENERATE, OTHERS):
         add_params(root, text)
-    add_dense(root)
-    write_student(root)
+    helpers.add_dense(root)
+    helpers.write_student(root)
     return root
 
 
 def save_others(root: Path) -> None:
     """A classifier by its authors, one without a head, a detector, one of a model that is unknown, and pictures."""
-    save_official(root / "vit3.pth", "vit3_nano_patch16_144")
+    helpers.save_official(root / "vit3.pth", "vit3_nano_patch16_144")
     torch.save({"patch_embed.proj.bias": torch.zeros(64)}, root / "headless.pth")
     torch.save({"model": timm.create_model("deit_tiny_patch16_224", depth=1).state_dict()}, root / "short.pth")
     options = {"depth": 1, "img_size": 32, "num_classes": 10}

@@ -7,12 +7,9 @@ from repro.tasks.segmentation.params import UperNetParams
 
 NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
 # name in timm, options, and the widths of the four maps
+SWIN = {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}
 HIERARCHICAL = [
-    (
-        "swin_tiny_patch4_window7_224",
-        {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)},
-        (8, 16, 32, 64),
-    ),
+    ("swin_tiny_patch4_window7_224", SWIN, (8, 16, 32, 64)),
     ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
     ("hvit3_nano_144", {}, (16, 32, 64, 96)),
     ("vmamba_nano_144", {}, (16, 32, 64, 128)),
@@ -38,8 +35,5 @@ class Pyramid(nn.Module):
 
 def list_unreached(model: nn.Module, *exempt: str) -> list[str]:
     """The parameters without a gradient, or with one that is zero or not finite; those that end in `exempt` may be."""
-    return [
-        name
-        for name, p in model.named_parameters()
-        if not name.endswith(exempt) and (p.grad is None or not p.grad.isfinite().all() or not p.grad.any())
-    ]
+    own = {name: p for name, p in model.named_parameters() if not name.endswith(exempt)}
+    return [name for name, p in own.items() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]

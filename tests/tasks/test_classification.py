@@ -33,18 +33,14 @@ def task(mix, mesa=None):
 
 
 def test_accuracy_counts_every_image_once():
-    batches = [
-        (image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), torch.tensor([0, 0])),
-        (image_of([9, 8, 7, 6, 5, 4]), torch.tensor([5])),
-    ]
+    three = image_of([3, 2, 1, 0, 0, 0], [-1, 0, 1, 2, 3, 4]), image_of([9, 8, 7, 6, 5, 4])
+    batches = list(zip(three, (torch.tensor([0, 0]), torch.tensor([5])), strict=True))
     numbers = accuracy(Table(), batches, lambda images: images)
     assert numbers["held_out_images"] == 3
     assert numbers["top1_percent"] == pytest.approx(100 / 3)
     assert numbers["top5_percent"] == pytest.approx(100 / 3)  # the other two targets are ranked last of six
-    by_hand = sum(
-        math.log(sum(math.exp(v) for v in row)) - row[target]
-        for row, target in (([3, 2, 1, 0, 0, 0], 0), ([-1, 0, 1, 2, 3, 4], 0), ([9, 8, 7, 6, 5, 4], 5))
-    )
+    rows = ([3, 2, 1, 0, 0, 0], 0), ([-1, 0, 1, 2, 3, 4], 0), ([9, 8, 7, 6, 5, 4], 5)
+    by_hand = sum(math.log(sum(math.exp(v) for v in row)) - row[target] for row, target in rows)
     assert numbers["held_out_loss"] == pytest.approx(by_hand / 3, rel=1e-5)
 
 

@@ -11,16 +11,8 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 
 from repro.models.pyramid import build_pyramid
-from repro.tasks.detection.mask_rcnn import (
-    Anchors,
-    IouMatcher,
-    MaskRcnn,
-    ProposalNetwork,
-    PyramidRoiAlign,
-    box_losses,
-    mask_targets,
-    paste_masks,
-)
+from repro.tasks.detection import mask_rcnn
+from repro.tasks.detection.mask_rcnn import Anchors, IouMatcher, MaskRcnn, ProposalNetwork, PyramidRoiAlign
 from repro.tasks.detection.params import MaskRcnnParams
 from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, Pyramid, list_unreached
 
@@ -53,9 +45,8 @@ def test_parameters_are_those_of_the_published_models(embed_dim, fpn):
     parts = ([model.fpn], [model.rpn], [heads.box_head, heads.box_predictor], [heads.mask_head, heads.mask_predictor])
     counts = [sum(p.numel() for part in group for p in part.parameters()) for group in parts]
     assert counts == [fpn, 593_935, 14_310_805, 2_643_537]
-    assert sum(p.numel() for p in model.parameters()) == sum(counts) + sum(
-        p.numel() for p in model.backbone.parameters()
-    )
+    backbone = sum(p.numel() for p in model.backbone.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(counts) + backbone
 
 
 def test_one_box_for_all_classes_is_the_same_box_for_each():
@@ -98,16 +89,13 @@ def test_initialisation():
     ]
     for layer, std in normal:
         assert layer.weight.std().item() == pytest.approx(std, rel=0.02)
-    xavier = [
-        (model.fpn.inner_blocks[0][0], 192 + 256),
-        (model.fpn.layer_blocks[0][0], 9 * 512),
-        (heads.box_head.fc6, 256 * 49 + 1024),
-    ]
+    fpn = model.fpn
+    xavier = [(fpn.inner_blocks[0][0], 192 + 256), (fpn.layer_blocks[0][0], 9 * 512)]
+    xavier += [(heads.box_head.fc6, 256 * 49 + 1024)]
     for layer, fans in xavier:  # U(-b, b), b² = 6 / (fan_in + fan_out)
         assert layer.weight.abs().max().item() == pytest.approx(math.sqrt(6 / fans), rel=0.01)
-    assert all(
-        not p.any() for name, p in model.named_parameters() if name.endswith("bias") and not name.startswith("backbone")
-    )
+    own = {name: p for name, p in model.named_parameters() if not name.startswith("backbone")}
+    assert not any(p.any() for name, p in own.items() if name.endswith("bias"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,9 +108,8 @@ def test_anchors_by_hand(dtype):
     flat, square, tall = of_images[1][:3].tolist()
     w, h = 32 * math.sqrt(2), 32 / math.sqrt(2)
     assert square == [-16, -16, 16, 16]
-    assert flat == pytest.approx([-w / 2, -h / 2, w / 2, h / 2]) and tall == pytest.approx(
-        [-h / 2, -w / 2, h / 2, w / 2]
-    )
+    assert flat == pytest.approx([-w / 2, -h / 2, w / 2, h / 2])
+    assert tall == pytest.approx([-h / 2, -w / 2, h / 2, w / 2])
     assert of_images[0][4].tolist() == [4 - 16, -16, 4 + 16, 16]  # the next one is a stride to the right
     assert of_images[0][-2].tolist() == [20 * 64 - 256, 12 * 64 - 256, 20 * 64 + 256, 12 * 64 + 256]
 
@@ -147,9 +134,8 @@ def test_proposal_losses_by_hand():
     network = ProposalNetwork(SMALL)
     labels = [torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.0, 1.0, 0.0])]
     wanted = [torch.zeros(3, 4), torch.ones(3, 4)]
-    deltas = torch.tensor(
-        [[0.5, -0.5, 0.0, 2.0], [9, 9, 9, 9], [9, 9, 9, 9], [9, 9, 9, 9], [1.0, 1.0, 1.0, 0.0], [9, 9, 9, 9]]
-    )
+    nines = [9.0] * 4
+    deltas = torch.tensor([[0.5, -0.5, 0.0, 2.0], nines, nines, nines, [1.0, 1.0, 1.0, 0.0], nines])
     objectness = torch.tensor([0.0, 0.0, 9.0, 0.0, math.log(3), 0.0])[:, None]
     loss_cls, loss_box = network.compute_loss(objectness, deltas, labels, wanted)
     assert float(loss_cls) == pytest.approx((4 * math.log(2) + math.log(4 / 3)) / 5)
@@ -162,7 +148,7 @@ def test_box_losses_by_hand():
     deltas = torch.full((3, 12), 9.0)
     deltas[1, 4:8] = torch.tensor([1.0, 0.0, -3.0, 0.0])
     deltas[2, 8:12] = 0.25
-    loss_cls, loss_box = box_losses(logits, deltas, torch.tensor([0, 1, 2]), torch.zeros(3, 4))
+    loss_cls, loss_box = mask_rcnn.box_losses(logits, deltas, torch.tensor([0, 1, 2]), torch.zeros(3, 4))
     assert float(loss_cls) == pytest.approx((2 * math.log(3) + math.log(2)) / 3)
     assert float(loss_box) == pytest.approx((4.0 + 1.0) / 3)
 
@@ -183,22 +169,19 @@ def test_pooled_values_are_of_the_pixels_under_the_bins():
     """A map whose cells hold the x (y) of their centres pools to the x (y) of the bins' centres."""
     centres = 4 * (torch.arange(64) + 0.5)
     x, y = centres.expand(64, 64), centres[:, None].expand(64, 64)
-    maps = {
-        str(level): torch.stack([x, y])[None] if level == 0 else torch.zeros(1, 2, 64 >> level, 64 >> level)
-        for level in range(5)
-    }
+    maps = {str(level): torch.zeros(1, 2, 64 >> level, 64 >> level) for level in range(5)}
+    maps["0"] = torch.stack([x, y])[None]
     pooled = PyramidRoiAlign(7)(maps, [torch.tensor([[30.0, 21.0, 100.0, 105.0]])], [(256, 256)])[0]
     bins = (torch.arange(7) + 0.5) / 7
-    torch.testing.assert_close(
-        pooled, torch.stack([(30 + 70 * bins).expand(7, 7), (21 + 84 * bins)[:, None].expand(7, 7)])
-    )
+    expected = torch.stack([(30 + 70 * bins).expand(7, 7), (21 + 84 * bins)[:, None].expand(7, 7)])
+    torch.testing.assert_close(pooled, expected)
 
 
 def test_mask_targets_are_the_mask_under_the_box():
     """Bins of one pixel see that pixel; bins of 2 x 2 are 1 where at least two are."""
     masks = torch.randint(0, 2, (2, 80, 90), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     boxes = torch.tensor([[4.0, 6.0, 32.0, 34.0], [10.0, 20.0, 66.0, 76.0]])
-    one, two = mask_targets(masks, boxes, torch.tensor([1, 0]), 28)
+    one, two = mask_rcnn.mask_targets(masks, boxes, torch.tensor([1, 0]), 28)
     assert torch.equal(one, masks[1, 6:34, 4:32].float())
     blocks = masks[0, 20:76, 10:66].float().reshape(28, 2, 28, 2).sum((1, 3))
     assert torch.equal(two, (blocks >= 2).float())
@@ -206,9 +189,7 @@ def test_mask_targets_are_the_mask_under_the_box():
 
 
 def test_pasted_masks_are_sampled_at_pixel_centres():
-    """Bilinear sampling in loops on the grid of the mask, with zeros around it; boxes between pixels and beyond the
-    picture.
-    """
+    """Bilinear sampling in loops on the grid of the mask, with zeros around it, for boxes anywhere."""
     masks = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)) ** 0.3
     boxes = torch.tensor([[2.0, 3.0, 10.0, 7.0], [-3.3, 4.6, 7.7, 13.1], [11.2, -2.0, 18.0, 9.4]])
     expected = np.zeros((3, 12, 15), dtype=bool)
@@ -222,12 +203,11 @@ def test_pasted_masks_are_sampled_at_pixel_centres():
                 if 0 <= i < 5 and 0 <= j < 5:
                     a, b = v - i, u - j
                     corners = padded[i : i + 2, j : j + 2]
-                    value = (1 - a) * ((1 - b) * corners[0, 0] + b * corners[0, 1]) + a * (
-                        (1 - b) * corners[1, 0] + b * corners[1, 1]
-                    )
+                    upper, lower = ((1 - b) * row[0] + b * row[1] for row in corners)
+                    value = (1 - a) * upper + a * lower
                     expected[number, row, column] = value >= 0.5
     assert expected.any((1, 2)).all() and not expected.all((1, 2)).any()
-    np.testing.assert_array_equal(paste_masks(masks, boxes, (12, 15)).numpy(), expected)
+    np.testing.assert_array_equal(mask_rcnn.paste_masks(masks, boxes, (12, 15)).numpy(), expected)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -262,9 +242,8 @@ def test_images_are_normalised_and_padded():
     images, _ = samples()
     batch, maps = model._features(images)
     assert batch.tensors.shape == (2, 3, 96, 96) and batch.image_sizes == [(70, 90), (33, 64)]
-    assert float(batch.tensors[1, 2, 32, 63]) == pytest.approx(
-        (float(images[1][2, 32, 63]) / 255 - 0.406) / 0.225, abs=1e-5
-    )
+    pixel = float(images[1][2, 32, 63])
+    assert float(batch.tensors[1, 2, 32, 63]) == pytest.approx((pixel / 255 - 0.406) / 0.225, abs=1e-5)
     for padding in (batch.tensors[0, :, 70:], batch.tensors[0, :, :, 90:], batch.tensors[1, :, 33:]):
         assert not padding.any()
     assert [tuple(level.shape[-2:]) for level in maps.values()] == [(24, 24), (12, 12), (6, 6), (3, 3), (2, 2)]

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,18 +17,16 @@ from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
+from tests.conftest import ROOT
 from tests.data_sets.made import annotation, block, compressed, image
 from tests.tasks.backbones import Pyramid
 from tests.tasks.test_detection_model import sample
 
-ROOT = Path(__file__).parents[2]
 IDS = (7, 3)  # the file's ids of label 1 and 2
 
 
 def write(path, objects, size=100):
-    """An annotation file of two images; objects are (image id, category id, x, y, w, h, iscrowd), their masks full boxes.
-    Image ids count from 1.
-    """
+    """Annotations of two images; objects are (image id from 1, category id, x, y, w, h, iscrowd), masks full boxes."""
     annotations = []
     for number, (image_id, category, x, y, w, h, crowd) in enumerate(objects, 1):
         mask = compressed(block(x, y, x + w, y + h, size, size)) if crowd else None
@@ -96,23 +93,19 @@ BY_HAND = {
 
 @pytest.mark.parametrize(("objects", "found", "expected"), BY_HAND.values(), ids=BY_HAND)
 def test_metrics_by_hand(tmp_path, objects, found, expected):
-    results = [
-        row for number, of_image in enumerate(found, 1) for row in to_results(number, detections(*of_image), IDS)
-    ]
+    shown = [(number, detections(*of_image)) for number, of_image in enumerate(found, 1)]
+    results = [row for number, each in shown for row in to_results(number, each, IDS)]
     metrics = coco_metrics(write(tmp_path / "truth.json", objects), results)
     for name, numbers in expected.items():
         assert [metrics[key] for key in both(name)] == pytest.approx(numbers), name
 
 
 def test_confusion_by_hand(tmp_path):
-    """Label 1 found as 2 and missed once, label 2 found twice (the second time it is no object); what lies in a crowd
-    counts nowhere.
-    """
+    """Label 1 found as 2 and missed once, label 2 found twice, once wrongly; what lies in a crowd counts nowhere."""
     crowd = (2, 7, 50, 50, 50, 50, 1)
     file = write(tmp_path / "truth.json", [*TRUTH, crowd])
-    first = detections(
-        (2, 0.9, 12, 10, 20, 20), (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50), (1, 0.4, 10, 10, 20, 20)
-    )
+    right = (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50)
+    first = detections((2, 0.9, 12, 10, 20, 20), *right, (1, 0.4, 10, 10, 20, 20))
     second = detections((1, 0.9, 60, 60, 30, 30), (1, 0.9, 20, 10, 20, 20))  # half of the object, an IoU of a third
     results = to_results(1, first, IDS) + to_results(2, second, IDS)
     assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 1], [0, 1, 0], [1, 1, 0]]
@@ -152,20 +145,9 @@ def test_results_of_other_images_are_refused(tmp_path, image_id, ids, said):
         coco_metrics(tmp_path / "other.json", [])
 
 
-TINY = MaskRcnnParams(
-    fpn_channels=16,
-    box_channels=64,
-    mask_channels=16,
-    mask_layers=1,
-    anchor_scale=4,
-    rpn_samples=64,
-    roi_samples=32,
-    train_candidates=100,
-    test_candidates=100,
-    train_proposals=50,
-    test_proposals=50,
-    min_score=0.0,
-)
+TINY = {"fpn_channels": 16, "box_channels": 64, "mask_channels": 16, "mask_layers": 1, "anchor_scale": 4}
+TINY |= {"rpn_samples": 64, "roi_samples": 32, "train_candidates": 100, "test_candidates": 100}
+TINY = MaskRcnnParams(**TINY, train_proposals=50, test_proposals=50, min_score=0.0)
 PICTURES = [(1, [(1, 8, 8, 28, 24), (2, 34, 30, 60, 58)]), (2, [(2, 4, 30, 32, 60)])]
 
 
@@ -197,10 +179,8 @@ class Batches:
 
 def annotated(path):
     found = [(image_id, *shown) for image_id, objects in PICTURES for shown in objects]
-    doubled = [
-        (image_id, IDS[label - 1], 2 * x1, 2 * y1, 2 * (x2 - x1), 2 * (y2 - y1), 0)
-        for image_id, label, x1, y1, x2, y2 in found
-    ]
+    corners = [(number, IDS[label - 1], *(2 * each for each in box)) for number, label, *box in found]
+    doubled = [(number, kind, x1, y1, x2 - x1, y2 - y1, 0) for number, kind, x1, y1, x2, y2 in corners]
     return write(path, doubled, size=128)
 
 
@@ -250,9 +230,7 @@ def shown():
 
 
 def test_a_drawing_shows_detections(shown):
-    """Masks above the score colour their pixels and no others; the picture is enlarged; nothing is drawn below the
-    score.
-    """
+    """Masks above the score colour their pixels and no others; the picture is enlarged."""
     grey = torch.randint(0, 256, (1, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     drawn = draw(grey.expand(3, -1, -1), shown, ["square", "disc"], min_score=0.5)
     assert drawn.size == (512, 512)
@@ -314,14 +292,8 @@ def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for command in ([sys.executable], torchrun):
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, tmp_path / "program.py", tmp_path],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
+        how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 1800}
+        done = subprocess.run([*command, tmp_path / "program.py", tmp_path], **how)
         assert done.returncode == 0, done.stderr[-3000:]
     one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]
     assert one["held_out_images"] == 2 and one["ap_box_percent"] > 10

@@ -164,9 +164,7 @@ def assert_finite(model, loss):
 
 
 def odd_maps(labels):
-    """Label maps as PNG that a user may give in place of (40, 64) uint8 with values up to 5: those to take, and those
-    to refuse.
-    """
+    """Label maps as PNG in place of (40, 64) uint8 with values up to 5: those to take, and those to refuse."""
     deep, beyond = labels.astype(np.uint16), np.where(labels > 3, 255, labels).astype(np.uint8)
     taken = [labels, np.zeros_like(labels), np.full_like(labels, 5)]
     refused = [np.full_like(labels, 6), beyond, deep, deep * 257 + 60000, labels > 2, np.dstack([labels] * 3)]

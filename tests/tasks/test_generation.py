@@ -1,6 +1,4 @@
-"""Diffusion against the official release, against a distribution whose denoiser is known, and against sums by hand;
-scores.
-"""
+"""Diffusion against the official release, a distribution whose denoiser is known, and sums by hand; scores."""
 
 import math
 from collections import OrderedDict
@@ -19,19 +17,11 @@ from repro.data.settings import TransformSettings
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from repro.tasks.classification.task import accuracy
+from repro.tasks.generation import scores as measures
 from repro.tasks.generation.diffusion import Diffusion, guide, make_generator
 from repro.tasks.generation.params import InputSettings, LatentSettings, SamplingParams
 from repro.tasks.generation.reference import KNOWN, ReferenceBatch
-from repro.tasks.generation.scores import (
-    Inception,
-    Judge,
-    Moments,
-    Tally,
-    compare,
-    frechet_distance,
-    inception_score,
-    precision_recall,
-)
+from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, precision_recall
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
 from tests.models.helpers import read_data, relative
 from tests.models.test_dit import official_model
@@ -84,9 +74,7 @@ def test_guidance_by_hand():
 
 
 class Gaussian(nn.Module):
-    """The best denoiser of independent values that are normal with the mean of their class and one deviation: E[ε |
-    x_t].
-    """
+    """The best denoiser of independent normal values with their class's mean and one deviation: E[ε | x_t]."""
 
     num_classes = 2
     means, deviation = torch.tensor([-0.5, 0.8, 0.0]), 0.3
@@ -236,18 +224,19 @@ def test_the_frechet_distance_is_its_formula():
     root = scipy.linalg.sqrtm(np.cov(ours, rowvar=False) @ np.cov(theirs, rowvar=False)).real
     means = (ours.mean(0) - theirs.mean(0)).square().sum().item()
     expected = means + np.trace(np.cov(ours, rowvar=False) + np.cov(theirs, rowvar=False) - 2 * root)
-    assert frechet_distance(moments(ours), moments(theirs)) == pytest.approx(expected, rel=1e-9)
-    assert frechet_distance(moments(ours), moments(ours)) == pytest.approx(0, abs=1e-9)
+    assert measures.frechet_distance(moments(ours), moments(theirs)) == pytest.approx(expected, rel=1e-9)
+    assert measures.frechet_distance(moments(ours), moments(ours)) == pytest.approx(0, abs=1e-9)
     few = torch.randn(3, 5)  # fewer samples than features, and a root of a singular matrix
-    assert frechet_distance(moments(few), moments(few + 1)) == pytest.approx(5, abs=1e-5)
+    assert measures.frechet_distance(moments(few), moments(few + 1)) == pytest.approx(5, abs=1e-5)
 
 
 def test_the_inception_score_of_known_distributions():
-    assert inception_score(torch.zeros(20, 7)) == pytest.approx(1)
-    assert inception_score(1e4 * torch.eye(7).repeat(3, 1)) == pytest.approx(7)  # sure of itself, of all classes alike
+    assert measures.inception_score(torch.zeros(20, 7)) == pytest.approx(1)
+    # sure of itself, of all classes alike
+    assert measures.inception_score(1e4 * torch.eye(7).repeat(3, 1)) == pytest.approx(7)
     # a part of 5,000 that knows one class scores 1, and the 2,000 after it, of two classes, 2
     labels = torch.cat((torch.zeros(5000, dtype=torch.long), torch.arange(2000) % 2))
-    assert inception_score(1e4 * nn.functional.one_hot(labels, 3).float()) == pytest.approx(1.5)
+    assert measures.inception_score(1e4 * nn.functional.one_hot(labels, 3).float()) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("rows", [4, 512])
@@ -323,7 +312,8 @@ def test_features_are_those_of_the_file(inception):
     assert scores["fid"] > 0 and scores["sfid"] > 0
     assert scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
     with torch.no_grad():
-        expected = inception_score(pictures.float().mean(dim=(2, 3)) @ module.output.weight.T)  # its bias is left out
+        logits = pictures.float().mean(dim=(2, 3)) @ module.output.weight.T  # its bias is left out
+        expected = measures.inception_score(logits)
     assert scores["inception_score"] == pytest.approx(expected)
     assert scores["precision"] is None and scores["recall_reason"] == "needs 4 pictures of each"
 

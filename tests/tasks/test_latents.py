@@ -62,9 +62,8 @@ def test_archives_hold_the_same_latents(latents, tmp_path):
         with tarfile.open(tmp_path / "packed" / split / "0.tar", "w") as archive:
             for file in sorted((latents / split).rglob("*.npy")):
                 archive.add(file, file.relative_to(latents / split).as_posix())
-    folders, packed = (
-        LatentFolder(scan_tree(root, "latents"), "val", (4, 2, 2), scale=1.0) for root in (latents, tmp_path / "packed")
-    )
+    trees = [scan_tree(root, "latents") for root in (latents, tmp_path / "packed")]
+    folders, packed = (LatentFolder(tree, "val", (4, 2, 2), scale=1.0) for tree in trees)
     assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
 
 
@@ -74,18 +73,10 @@ def archive_of_arrays() -> bytes:
     return stream.getvalue()
 
 
-NO_LATENTS = {
-    "empty": b"",
-    "text": b"no array",
-    "several": archive_of_arrays(),
-    "fp64": np.zeros((4, 2, 2), np.float64),
-    "integers": np.zeros((4, 2, 2), np.int16),
-    "width": np.zeros((4, 2, 3), np.float32),
-    "three": np.zeros((3, 4, 2, 2), np.float32),
-    "channels": np.zeros((8, 2, 2), np.float32),
-    "nan": np.full((4, 2, 2), np.nan, np.float32),
-    "objects": np.array(None),
-}
+NO_LATENTS = {"empty": b"", "text": b"no array", "several": archive_of_arrays(), "objects": np.array(None)}
+NO_LATENTS |= {"fp64": np.zeros((4, 2, 2), np.float64), "integers": np.zeros((4, 2, 2), np.int16)}
+NO_LATENTS |= {"width": np.zeros((4, 2, 3), np.float32), "three": np.zeros((3, 4, 2, 2), np.float32)}
+NO_LATENTS |= {"channels": np.zeros((8, 2, 2), np.float32), "nan": np.full((4, 2, 2), np.nan, np.float32)}
 
 
 @pytest.mark.parametrize("content", NO_LATENTS.values(), ids=NO_LATENTS)
@@ -112,9 +103,7 @@ def test_sound_latents_pass_their_check_and_are_no_pictures(latents):
 
 
 class Vae(nn.Module):
-    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, with a constant as the
-    fourth channel.
-    """
+    """As diffusers' AutoencoderKL is called: latents are the means of patches of eight pixels, and a constant."""
 
     def __init__(self):
         super().__init__()

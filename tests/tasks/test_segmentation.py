@@ -1,12 +1,9 @@
-"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, and a configuration of
-one's own.
-"""
+"""The segmentation task: metrics by hand, training and evaluation through the loaders, drawings, mmsegmentation."""
 
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +20,10 @@ from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.spec import Segment
 from repro.tasks.segmentation.task import Segmentation, label_map, measure
 from repro.tasks.segmentation.upernet import build_upernet
+from tests.conftest import ROOT
 from tests.data_sets.made import write_ade20k
 from tests.tasks.backbones import NARROW, Pyramid
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SETTINGS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
 
@@ -51,9 +48,7 @@ def test_perfect_predictions_score_everything():
 
 
 def test_areas_are_added_up_over_images_before_any_quotient():
-    """Two images of 32x32. First: 0 and 1 part at column 20, predicted at 16; second: all 1, but eight columns are
-    predicted as 2.
-    """
+    """First image: 0 and 1 part at column 20, predicted at 16; second: all 1, eight columns predicted as 2."""
     labels, predicted = np.zeros((2, 2, 32, 32), dtype=np.int64)
     labels[0, :, 20:], predicted[0, :, 16:] = 1, 1
     labels[1], predicted[1] = 1, 1
@@ -79,9 +74,8 @@ def tree(tmp_path_factory):
 
 def make_task(tree, **rank):
     torch.manual_seed(0)
-    train, val = (
-        AdeSegmentation(AdePairs(tree, split), SETTINGS, training=split == "train") for split in ("train", "val")
-    )
+    splits = (AdePairs(tree, "train"), True), (AdePairs(tree, "val"), False)
+    train, val = (AdeSegmentation(pairs, SETTINGS, training=training) for pairs, training in splits)
     model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
     loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1, **rank)}
     return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)

@@ -18,9 +18,8 @@ SMALL = {"scale": (128, 64), "crop_size": 64, "stride": 43}
 
 
 def samples(root, training=True, seed=0, split="train", **settings):
-    return AdeSegmentation(
-        AdePairs(root, split), SegmentationTransformSettings(**SMALL | settings), training=training, seed=seed
-    )
+    settings = SegmentationTransformSettings(**SMALL | settings)
+    return AdeSegmentation(AdePairs(root, split), settings, training=training, seed=seed)
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,8 @@ def small(classes=3, window=32, stride=21):
 
 
 def sample(labels):
-    return [
-        mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None])) for label in labels
-    ]
+    maps = [mmengine.structures.PixelData(data=label[None]) for label in labels]
+    return [mmseg.structures.SegDataSample(gt_sem_seg=each) for each in maps]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,8 @@ import torch
 from repro.tasks.dense.otsu import OtsuBaseline, _otsu
 
 # a frame, a cross and a bar
-SHAPES = {
-    4: np.pad(np.zeros((4, 4)), 2, constant_values=1),
-    5: np.maximum(*np.indices((8, 8)) // 3 == 1),
-    6: np.ones((8, 3)),
-}
+SHAPES = {4: np.pad(np.zeros((4, 4)), 2, constant_values=1)}
+SHAPES |= {5: np.maximum(*np.indices((8, 8)) // 3 == 1), 6: np.ones((8, 3))}
 
 
 def enlarged(label, factor):
@@ -20,9 +17,8 @@ def enlarged(label, factor):
 
 @pytest.fixture(scope="module")
 def baseline():
-    return OtsuBaseline(
-        (torch.nn.functional.pad(enlarged(label, factor), (3, 5, 2, 1)), label) for label in SHAPES for factor in (2, 5)
-    )
+    pairs = [(label, factor) for label in SHAPES for factor in (2, 5)]
+    return OtsuBaseline((torch.nn.functional.pad(enlarged(*pair), (3, 5, 2, 1)), pair[0]) for pair in pairs)
 
 
 def picture():

@@ -1,6 +1,4 @@
-"""Run by test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without any randomness; rank 0
-writes what it saw.
-"""
+"""For test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without randomness; rank 0 writes."""
 
 import sys
 from pathlib import Path
@@ -39,10 +37,8 @@ class Task:
             if self.losses and self.gradients is None:
                 self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
             drawn = [torch.Generator().manual_seed(index) for _, index in keys]
-            yield (
-                torch.stack([torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]),
-                torch.tensor([i % 10 for _, i in keys]),
-            )
+            images = [torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]
+            yield torch.stack(images), torch.tensor([i % 10 for _, i in keys])
 
     def split(self, batch, parts):
         return list(zip(*(x.chunk(parts) for x in batch), strict=True))
@@ -61,13 +57,9 @@ if __name__ == "__main__":
     with joined("cpu") as ranks:
         task = Task(ranks)
         optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
-        fit(
-            task,
-            TrainParams(model="", data="", epochs=1, batch_size=BATCH, drop_path=0.0, optim=optim),
-            save_every_steps=200,
-            checkpointer=Checkpointer(folder / "state", lambda line: None),
-            snapshot=lambda epoch, model: None,
-            watch=Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks),
-        )
+        watch = Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks)
+        params = TrainParams(model="", data="", epochs=1, batch_size=BATCH, drop_path=0.0, optim=optim)
+        how = {"checkpointer": Checkpointer(folder / "state", lambda line: None), "watch": watch}
+        fit(task, params, save_every_steps=200, snapshot=lambda epoch, model: None, **how)
         if ranks.first:
             torch.save({"losses": task.losses, "gradients": task.gradients}, folder / "seen.pt")

@@ -3,15 +3,13 @@
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from repro.core.errors import UserError
 from repro.training.checkpoint import Checkpointer
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 def test_one_flipped_byte_anywhere_is_noticed(tmp_path):
@@ -56,15 +54,10 @@ checkpointer.save(2, {"x": torch.zeros(100_000)})
 
 
 def test_a_full_disk_leaves_the_earlier_state(tmp_path):
-    """A file may not grow beyond 20 kB here, as on a disk that has no more: one line, the old state loads, nothing is
-    left over.
-    """
+    """A file may not grow beyond 20 kB, as on a full disk: one line, the old state loads, nothing is left over."""
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert (
-        "RunError" in last
-        and "the state after step 2 cannot be written" in last
-        and "the state after step 1 is intact" in last
-    )
+    words = "RunError", "the state after step 2 cannot be written", "the state after step 1 is intact"
+    assert all(word in last for word in words)
     assert Checkpointer(tmp_path, lambda line: None).restore()["x"].shape == (10,)
     assert len(list(tmp_path.iterdir())) == 1

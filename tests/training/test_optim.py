@@ -12,9 +12,8 @@ import repro.models  # noqa: F401  registers the models
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
 
-PARAMS = OptimParams(
-    lr=1e-3, warmup_lr=1e-5, min_lr=1e-4, lr_batch_size=16, weight_decay=0.05, warmup_epochs=1, clip_grad_norm=None
-)
+PARAMS = OptimParams(lr=1e-3, warmup_lr=1e-5, min_lr=1e-4, lr_batch_size=16, warmup_epochs=1, clip_grad_norm=None)
+PARAMS = dataclasses.replace(PARAMS, weight_decay=0.05)
 
 
 class Small(nn.Module):
@@ -28,9 +27,8 @@ class Small(nn.Module):
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
     names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        names[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
-    }
+    groups = optimizer.param_groups
+    return {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
 
 
 @pytest.mark.parametrize("decay_all", [True, False])
@@ -59,10 +57,8 @@ def test_frozen_parameters_are_in_no_group():
 def test_without_a_factor_the_groups_are_timms():
     model = Small()
     found = groups_of(model, build_optimizer(model, PARAMS, 16))
-    assert (
-        found == {name: (1e-3, 0.05 if name in ("old.weight", "new.weight") else 0.0) for name in found}
-        and len(found) == 5
-    )
+    assert len(found) == 5
+    assert found == {name: (1e-3, 0.05 if name in ("old.weight", "new.weight") else 0.0) for name in found}
 
 
 def test_every_parameter_of_vrwkv_but_norms_and_biases_decays():

@@ -1,10 +1,5 @@
-"""Several processes: what they compute is what one computes, and what they agree on. Real gloo processes under
-torchrun.
-"""
+"""Several gloo processes under torchrun: what they compute is what one computes, and what they agree on."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +7,20 @@ import torch
 
 from repro.core.errors import UserError
 from repro.core.ranks import Ranks, joined, require_gpus
+from tests.conftest import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
-def start(command, **environment):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+def start(command):
+    return run_python(*command, PYTHONPATH=str(ROOT))
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     """2 × batch 32 against 1 × batch 64 in fp64: the averaged gradients of the first step and the losses of five steps."""
     program = str(Path(__file__).parent / "program.py")
     seen = []
-    for name, command in (("one", [sys.executable]), ("two", [*TORCHRUN, "--nproc-per-node=2"])):
+    for name, command in (("one", []), ("two", [*TORCHRUN, "--nproc-per-node=2"])):
         (tmp_path / name).mkdir()
         done = start([*command, program, str(tmp_path / name)])
         assert done.returncode == 0, done.stderr[-3000:]
@@ -68,10 +62,9 @@ def test_a_failed_rank_ends_all(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_tells_that_a_rank_was_killed(tmp_path):
-    (tmp_path / "die.py").write_text(
-        "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)"
-    )
-    wrapped = [sys.executable, "-m", "repro.core.children", *TORCHRUN[2:]]
+    program = "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)"
+    (tmp_path / "die.py").write_text(program)
+    wrapped = ["-m", "repro.core.children", *TORCHRUN[1:]]
     assert start([*wrapped, "--nproc-per-node=2", str(tmp_path / "die.py")]).returncode == 128 + 9
 
 

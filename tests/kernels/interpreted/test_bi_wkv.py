@@ -32,9 +32,8 @@ def test_any_sign_and_size(decay, keys, limit, sign):
 def test_other_configs(number):
     sizes = Sizes(batch=1, tokens=19, channels=35)
     configs = [triton_fwd.configs()[number]] * 2
-    default, other = (
-        check.run_kernels(cases, draw(0, sizes), torch.float32, sizes, *chosen) for chosen in ((), configs)
-    )
+    how = cases, draw(0, sizes), torch.float32, sizes
+    default, other = (check.run_kernels(*how, *chosen) for chosen in ((), configs))
     assert max(check.relative_errors(other, default, cases.FLOOR).values()) < 2e-6
 
 

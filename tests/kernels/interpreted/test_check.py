@@ -1,6 +1,4 @@
-"""The check of each operator as `repro kernels check` runs it: right kernels pass, wrong ones do not, nothing is left
-out.
-"""
+"""The check of each operator as `repro kernels check` runs it: right kernels pass, wrong ones do not, all are tried."""
 
 import functools
 import sys
@@ -73,9 +71,7 @@ def test_a_check_that_breaks_is_a_row(monkeypatch):
 
 @pytest.mark.slow
 def test_mamba_ssm_against_the_kernels(monkeypatch):
-    """With ours in its place they agree in the output and every gradient; with a wrong one they do not; without one, no
-    verdict.
-    """
+    """With ours in its place they agree in output and gradients; a wrong one does not; without one, no verdict."""
     sizes = selective_scan_cases.SMALL
     assert selective_scan_cases.peer("cpu", sizes)["passed"] is None
 

@@ -1,6 +1,4 @@
-"""A block of Vittt in few launches: output and every gradient are those of the plain path, and what it is not for takes
-that path.
-"""
+"""A block of Vittt in few launches: its output and gradients are the plain path's, which everything else takes."""
 
 import pytest
 import timm
@@ -15,11 +13,8 @@ from tests.slow import slow
 
 def make(seed=0, **options):
     torch.manual_seed(seed)
-    model = timm.create_model(
-        "vittt_nano_patch16_144",
-        num_classes=5,
-        **{"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options,
-    )
+    options = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options
+    model = timm.create_model("vittt_nano_patch16_144", num_classes=5, **options)
     with torch.no_grad():
         for parameter in model.parameters():  # away from the zeros and ones of the start
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -76,12 +71,8 @@ def load(model):
     model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()}, assign=True)
 
 
-CHANGES = {
-    "a write to .data": write_data,
-    "a fused optimiser": step_fused,
-    "loading": load,
-    "casting": lambda model: model.half().float(),
-}
+CHANGES = {"a write to .data": write_data, "a fused optimiser": step_fused, "loading": load}
+CHANGES["casting"] = lambda model: model.half().float()
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -99,9 +90,7 @@ def test_new_weights_are_used_at_once(change):
 
 
 def test_a_frozen_model_keeps_its_constants():
-    """The bits of one that is not, and nothing is made again until it is trained, cast or loaded; gradients never see
-    what is kept.
-    """
+    """The bits of one that is not; nothing is made again until it is trained, cast or loaded, or seen by gradients."""
     model, images = make().eval(), torch.randn(1, 3, 80, 80)
     model.set_backend("triton")
     with torch.inference_mode():
@@ -138,9 +127,7 @@ def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
 
 
 def test_a_frozen_block_repeats_its_launches(monkeypatch):
-    """For other images, sides, batches and dtypes of products; each as it computes them anew. What is not frozen
-    repeats nothing of the block, and another weight is seen there.
-    """
+    """For other images, sides, batches and dtypes, each as it computes them anew; another weight is seen."""
     model = make(img_size=48).eval()
     model.set_backend("triton")
     calls = [torch.randn(batch, 3, *sides) for batch, sides in ((2, (48, 48)), (1, (32, 64)))]

@@ -1,6 +1,4 @@
-"""What is the selective scan's own among the tests of its kernels: groups and segments of tokens, small steps, strides that
-are not copied.
-"""
+"""What is the selective scan's own: groups and segments of tokens, small steps, strides that are not copied."""
 
 import functools
 import itertools
@@ -40,9 +38,7 @@ def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dt
     [(1, 53, 33, {}), *itertools.starmap(slow, [(2, 48, 8, {}), (1, 79, 40, VMAMBA), (2, 49, 8, MAMBAVISION)])],
 )
 def test_segments_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
-    """Three to five segments, the last one full, short or of one token, each with two groups: the output, and by the
-    states kept at the groups every gradient.
-    """
+    """Three to five segments, the last full, short or of one token, with two groups each: output and every gradient."""
     monkeypatch.setattr(triton_fwd, "GROUP", 8)
     monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
     sizes = Sizes(batch=batch, tokens=tokens, channels=channels, **options)
@@ -68,19 +64,15 @@ def count_programs(monkeypatch, images, tokens):
     """The programs of each launch of Vim-T's forward pass, at sizes for which no memory is taken."""
     grids = []
     monkeypatch.setattr(triton_fwd, "launch", lambda *arguments: grids.append(math.prod(arguments[3])))
-    u, z, B, A, D = (
-        torch.empty(shape, device="meta")
-        for shape in ((images, tokens, 2, 384), (images, tokens, 384), (images, tokens, 2, 16), (2, 384, 16), (2, 384))
-    )
+    of_tokens = [(images, tokens, *rest) for rest in ((2, 384), (384,), (2, 16))]
+    u, z, B, A, D = (torch.empty(shape, device="meta") for shape in (*of_tokens, (2, 384, 16), (2, 384)))
     _, states = triton_fwd.forward(Arguments(u, u, A, B, B, D, z, D, [False, True], False), True)
     assert states.shape == triton_fwd.states_shape(u.shape, 16, True)
     return grids
 
 
 def test_one_large_image_fills_a_gpu_and_many_images_are_not_cut(monkeypatch):
-    """6,400 tokens of 1,280 pixels: 2 directions of 12 blocks of channels, in 25 segments, of which the last state is
-    not needed; the states between them, 2 · 384 · 16, are a thread each.
-    """
+    """1,280 pixels: 2 directions of 12 blocks of channels in 25 segments; 2 · 384 · 16 states between."""
     assert count_programs(monkeypatch, 1, 6400) == [24 * 24, 2 * 384 * 16 // 32, 24 * 25]
     assert count_programs(monkeypatch, 64, 6400) == [64 * 24]
     assert count_programs(monkeypatch, 21, 6400)[-1] == 21 * 24 * 25 and count_programs(monkeypatch, 22, 6400) == [528]
@@ -144,10 +136,8 @@ def test_layers_train_on_the_kernels(make, shape):
 def test_routes_by_the_strides_of_a_layer():
     """u's two sequences as they lie, one memory for four routes; delta, B and C by their strides."""
     sizes = Sizes(batch=2, tokens=3, channels=32, **VMAMBA)
-    inputs = [
-        x if x is None else x.half() if x.dtype == torch.bfloat16 else x
-        for x in cases.layer_inputs(sizes, torch.device("cpu"))
-    ]
+    inputs = cases.layer_inputs(sizes, torch.device("cpu"))
+    inputs = [x.half() if x is not None and x.dtype == torch.bfloat16 else x for x in inputs]
     given = dict(zip(INPUTS, inputs, strict=True))
     taken = triton_fwd.shared_arguments(cases.arguments(inputs, sizes))
     assert all(taken[f"{name}_ptr"] is given[name] for name in ("u", "delta", "B", "C")) and taken["K"] == 2

@@ -1,6 +1,4 @@
-"""What is TTT-Linear's own among the tests of its kernels: groups of chunks, strides of v, tuning, memory, and the
-layers that use it.
-"""
+"""What is TTT-Linear's own among its kernels: groups of chunks, strides of v, tuning, memory, layers that use it."""
 
 import itertools
 from types import SimpleNamespace
@@ -66,9 +64,7 @@ SPLIT += [slow(*case) for case in ((1, {}), (700, {}), (150, {"head_dim": 16}), 
 
 @pytest.mark.parametrize(("tokens", "options"), [*SPLIT, slow(81, {"chunk_size": 4})])
 def test_the_backward_pass_in_two_launches(tokens, options):
-    """With a program for every group of chunks in the first: as exact as in one launch, and the same bits where both
-    add up alike.
-    """
+    """With a program for every group of chunks: as exact as one launch, the same bits where both add up alike."""
     sizes = small(tokens, 2, **options)
     assert_passes(sizes, backward_config=TWO_PASSES)
     inputs, _ = check.draw_case(cases, sizes, 1)
@@ -91,9 +87,7 @@ def test_tokens_that_are_alike():
 
 
 def test_two_launches_where_programs_are_few(monkeypatch):
-    """Forward up to one program a multiprocessor, in the sizes that models have; backward up to two; never without a
-    GPU.
-    """
+    """Forward up to one program a multiprocessor, in the sizes of models; backward up to two; never without a GPU."""
 
     def takes(batch, dtype=torch.float16, **options):
         sizes = Sizes(**({"batch": batch, "tokens": 2, "heads": 1} | options))
@@ -138,9 +132,7 @@ def test_tuning_once_per_bucket_of_length_and_programs(monkeypatch, deterministi
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 21), slow(2, 21), slow(2, 1)])
 def test_v_as_a_part_of_a_wider_projection(batch, tokens):
-    """v with its own strides, as the layer has it, and with ones that only a copy can serve: the bits of a contiguous
-    v. In two phases too, with states that are kept and without.
-    """
+    """v with its own strides, as in the layer, and with ones that need a copy: a contiguous bits, in 1 or 2 phases."""
     given, dout = draw_arguments(Sizes(batch=batch, tokens=tokens, heads=3), torch.float16)
     expected = cases.kernels(given, dout)
     two_phases, kept = triton_phases.forward(given, True, TWO_PHASES)
@@ -168,9 +160,7 @@ def test_nan_stays_where_it_belongs():
 
 
 def test_memory_kept_for_the_backward_pass():
-    """What autograd holds after a forward pass, each storage once, without parameters: at most 1.25 times q, k, v and
-    out.
-    """
+    """What autograd holds after a forward pass without parameters: at most 1.25 times q, k, v and out."""
     *inputs, _ = check.cast(cases, draw(0, Sizes(batch=1, tokens=300, heads=2)), torch.float16)
     leaves = [x.contiguous().requires_grad_() for x in inputs]
     parameters, held = {x.untyped_storage().data_ptr() for x in leaves[4:]}, {}
