@@ -20,7 +20,7 @@ def command(
     older code made.
 
     A record is fresh while the files that its numbers depend on are as they were, or while the
-    present code repeats it, here or on another machine, whole or its first epoch.
+    present code repeats it, here or on another machine, whole or its first epochs.
     """
     from repro.core.freshness import STALE
     from repro.core.paths import describe_missing_results, find_root

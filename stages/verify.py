@@ -21,14 +21,14 @@ def command(
     first_epochs: Annotated[
         bool,
         typer.Option(
-            "--first-epochs", help="Train the first epoch of what older code trained outside the pipeline, instead."
+            "--first-epochs", help="Train the first epochs of what older code trained outside the pipeline, instead."
         ),
     ] = False,
 ) -> None:
     """Compare the scores under results/ with those that a commit holds; exit 1 where the 95 % intervals do not meet.
 
-    Speeds and times are not compared. With --first-epochs, a stale record whose loss the code here repeats is stale no
-    more.
+    Speeds and times are not compared. With --first-epochs, a stale record whose beginning the code here repeats is stale
+    no more.
     """
     if first_epochs:
         _follow_records()

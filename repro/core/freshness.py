@@ -16,7 +16,7 @@ OTHER_CODE = "made by older code"
 REPEATED = "made by older code, of which the code here has trained a seed again to the same weights, bit by bit"
 OLDER_VERSION = "made by an older version, which does not name the code of its numbers"
 RENEWED = "made by older code, and renewed by the code here on another machine"
-FOLLOWED = "made by older code, whose first epoch the code here trains again to the same loss"
+FOLLOWED = "made by older code, whose first epochs the code here trains again alike"
 STALE = (OTHER_CODE, OLDER_VERSION)  # the reasons for which a record is made again
 # how a record keeps which trainings the code here follows, see `repro.papers.first_epochs`
 FIRST_EPOCHS = "first_epochs"

@@ -1,4 +1,4 @@
-"""The first epoch of recorded trainings, trained again: whether the code here still computes what older code did.
+"""The first epochs of recorded trainings, trained again: whether the code here still computes what older code did.
 
 After so few steps, computations that are equal but for rounding still have nearly one mean loss and one mean norm of
 gradients. Later they part, since training amplifies what rounding changed, and only means over seeds can be compared.
@@ -8,7 +8,7 @@ How near is near enough is said by other trainings: those of the same variants, 
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,33 +34,43 @@ Means = Mapping[str, float]
 MEANS = ("train_loss", "train_grad_norm")  # as in curve.csv
 # relative: of the mean loss, and what a curve's digits and sums in another order may change
 TOLERANCE, ROUNDING = 1e-3, 1e-6
+EPOCHS = 6  # at most
 # a cell's folder under results/measured, as `read_cells` names it
 _CELL = re.compile(r"(?P<cell>.+?)(?P<random>_random)?(?P<epochs>_\d+epochs)?(?:_\d+seeds)?")
 _OF_CODE = ("code_hash", "code_modules", "number_hash")
 
 
-class _Trained(Exception):
-    """The first epoch is trained; its argument is the state of the run."""
+class _Judged(Exception):
+    """A training is judged; its arguments are the number of epochs, their last means and the verdict."""
 
 
-class _UntilFirstEpoch(Checkpointer):
-    """Keeps nothing, and ends a run after so many steps."""
+class _UntilJudged(Checkpointer):
+    """Keeps nothing, and ends a run at the end of an epoch by which it can be judged.
 
-    def __init__(self, steps: int):
-        self.steps = steps
+    Args:
+        steps: of an epoch.
+        judge: gives an epoch's verdict by its number, from 1 on, and its means; None goes on.
+    """
+
+    def __init__(self, steps: int, judge: Callable[[int, Means], bool | None]):
+        self.steps, self.judge = steps, judge
 
     def restore(self) -> None:
         return None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        if step == self.steps:  # a signal asks for it before
-            raise _Trained(state["run"])
+        (epoch, rest), run = divmod(step, self.steps), state["run"]
+        if rest:  # a signal asks for it
+            return
+        means = {name: run["epoch_sums"][name.removeprefix("train_")] / run["epoch_steps"] for name in MEANS}
+        if (verdict := self.judge(epoch, means)) is not None:
+            raise _Judged(epoch, means, verdict)
 
 
 def follow_records(
     paths: Paths, names: Iterable[str], grids: Iterable[VariantSet], tasks: Mapping[str, TaskSpec]
 ) -> Iterator[str]:
-    """Compare the first epoch of recorded trainings with that of the code here; yield a line for each.
+    """Compare the first epochs of recorded trainings with those of the code here; yield a line for each.
 
     What is found goes to results/measured/<device>/first_epochs.json as it comes, by the hash of the weights that the
     record names; what is there of the present code is not trained again.
@@ -99,34 +109,37 @@ def follow_records(
         entry = found[seed["weights_hash"]]
         means = (f"{mean} {entry[f'recorded_{mean}']:.6f} -> {entry[mean]:.6f}" for mean in MEANS)
         verdict = "" if entry["follows"] else ", which does not tell it from others"
-        yield f"{name}: {', '.join(means)}{verdict}"
+        yield f"{name}: epoch {entry['epoch']}, {', '.join(means)}{verdict}"
 
 
-def train_first_epoch(job: Job) -> Means:
-    """The means of the finite steps of a job's first epoch; nothing is written. Raises as `fit`."""
-    cell, steps = job.cell, job.task.steps_per_epoch
-    logs = cell.paths.logs(cell.stage, cell.name)
-    watch = Watch(logs, device=job.task.device, jsonl=False, tensorboard=False, every=steps)
-    cadence = {"accumulate": job.accumulate, "save_every_steps": steps, "snapshot": lambda epoch, model: None}
-    try:
-        fit(job.task, job.params, checkpointer=_UntilFirstEpoch(steps), watch=watch, **cadence)
-    except _Trained as trained:
-        run = trained.args[0]
-        return {name: run["epoch_sums"][name.removeprefix("train_")] / run["epoch_steps"] for name in MEANS}
-    raise RunError(f"{cell.where}: no epoch was trained")
-
-
-def judge(now: Means, recorded: Means, others: Iterable[Means]) -> bool:
-    """Whether means are those of a record, and three times nearer to them than to those of any other training, by their
-    loss or by their gradients' norm.
+def judge(now: Means, recorded: Means, others: Iterable[Means]) -> bool | None:
+    """Whether the means of an epoch are those of a record: False where the loss is another; True where they are three
+    times nearer than to any other training, by loss or by the gradients' norm; None where that is open.
     """
 
     def is_nearer(name: str, other: Means) -> bool:
         here = max(abs(now[name] - recorded[name]), ROUNDING * abs(recorded[name]))
         return abs(now[name] - other[name]) >= 3 * here
 
-    is_near = abs(now["train_loss"] - recorded["train_loss"]) <= TOLERANCE * abs(recorded["train_loss"])
-    return is_near and all(any(is_nearer(name, other) for name in MEANS) for other in others)
+    if abs(now["train_loss"] - recorded["train_loss"]) > TOLERANCE * abs(recorded["train_loss"]):
+        return False
+    return all(any(is_nearer(name, other) for name in MEANS) for other in others) or None
+
+
+def train_until_judged(job: Job, judge: Callable[[int, Means], bool | None]) -> tuple[int, Means, bool]:
+    """Train a job's first epochs, for `_UntilJudged`'s `judge`; what it ended with. Nothing is written.
+
+    Raises as `fit`.
+    """
+    cell, steps = job.cell, job.task.steps_per_epoch
+    logs = cell.paths.logs(cell.stage, cell.name)
+    watch = Watch(logs, device=job.task.device, jsonl=False, tensorboard=False, every=steps)
+    cadence = {"accumulate": job.accumulate, "save_every_steps": steps, "snapshot": lambda epoch, model: None}
+    try:
+        fit(job.task, job.params, checkpointer=_UntilJudged(steps, judge), watch=watch, **cadence)
+    except _Judged as judged:
+        return judged.args
+    raise RunError(f"{cell.where}: no epoch was judged")
 
 
 def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -137,20 +150,30 @@ def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
     ):
         raise UserError("its recipe or its data are others now; train it again")
     curve = job.cell.folder / "curve.csv"
-    recorded = _read_first_epochs(curve)
-    others = [means for number, means in recorded.items() if number != seed]  # the record's other seeds
-    for file in sorted(curve.parent.parent.glob("*/curve.csv")):
-        if file != curve and (means := _read_first_epochs(file).get(seed)):
-            others.append(means)
-    now = train_first_epoch(job)
-    given = {f"recorded_{name}": value for name, value in recorded[seed].items()}
-    return {"seed": seed, **given, **now, "others": len(others), "follows": judge(now, recorded[seed], others)}
+    every = {file: _read_epochs(file) for file in sorted(curve.parent.parent.glob("*/curve.csv"))}
+    recorded = every[curve]
+
+    def judge_epoch(epoch: int, now: Means) -> bool | None:
+        # of the record's other seeds, and of the same seed of what lies beside it
+        others = [
+            means
+            for file, epochs in every.items()
+            for (number, of), means in epochs.items()
+            if of == epoch and (file == curve) != (number == seed)
+        ]
+        verdict = judge(now, recorded[seed, epoch], others)
+        is_last = epoch == EPOCHS or (seed, epoch + 1) not in recorded
+        return False if verdict is None and is_last else verdict
+
+    epoch, now, follows = train_until_judged(job, judge_epoch)
+    given = {f"recorded_{name}": value for name, value in recorded[seed, epoch].items()}
+    return {"seed": seed, "epoch": epoch, **given, **now, "follows": follows}
 
 
-def _read_first_epochs(curve: Path) -> dict[int, Means]:
-    """Seed -> the means of its first epoch."""
-    rows = [row for row in read_csv(curve) if row["epoch"] == 1 and all(name in row for name in MEANS)]
-    return {row["seed"]: {name: row[name] for name in MEANS} for row in rows}
+def _read_epochs(curve: Path) -> dict[tuple[int, int], Means]:
+    """(seed, epoch) -> its means, as far as a curve has them."""
+    rows = [row for row in read_csv(curve) if all(name in row for name in MEANS)]
+    return {(row["seed"], row["epoch"]): {name: row[name] for name in MEANS} for row in rows}
 
 
 def _find_cell(paths: Paths, name: str, grids: Mapping[str, VariantSet], tasks: Mapping[str, TaskSpec]) -> Cell | None:
