@@ -50,12 +50,8 @@ def plan_contest(report: Report) -> Drawings:
     contest = report.paper.contest
     if contest is None or (speeds := find_speeds(contest, report.results)) is None:
         return {}
-    of_model = group_by(speeds.rows, lambda key: key[:2])
-    series = {
-        family: [speeds.rows[key] for key in of_model[model]]
-        for family, model in contest.series.items()
-        if model in of_model
-    }
+    rows = {line: [row for key, row in speeds.rows.items() if key[:2] == of] for line, of in contest.series.items()}
+    series = {line: own for line, own in rows.items() if own}
     title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
 
     def draw(path: Path) -> None:
@@ -74,7 +70,7 @@ def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
 
     The best has most of the contest's image sizes; among equals it has most rows, is fresh.
     """
-    models = _models(contest)
+    models = set(contest.series.values())
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
     for group, rows in results.speed_rows.items():
         for row, source in rows:
@@ -83,7 +79,7 @@ def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
             if group.mode == "infer" and key in models and height == width:
                 found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
                 found.rows[(*key, height)] = row
-                if not source.is_fresh:
+                if source.age:
                     candidates[group, source.path] = dataclasses.replace(found, source=source)
     names = {contest.ours[0], contest.theirs[0]}
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
@@ -92,9 +88,5 @@ def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
 
 
 def _rank(contest: Contest, speeds: Speeds) -> tuple:
-    wanted = sum((*model, size) in speeds.rows for model in _models(contest) for size in contest.sizes)
-    return wanted, len(speeds.rows), speeds.source.is_fresh, speeds.is_gpu, speeds.source.path
-
-
-def _models(contest: Contest) -> set[tuple[str, str | None]]:
-    return {(contest.ours[0], None), *((contest.theirs[0], attention) for attention in ATTENTIONS)}
+    wanted = sum((*model, size) in speeds.rows for model in contest.series.values() for size in contest.sizes)
+    return wanted, len(speeds.rows), not speeds.source.age, speeds.is_gpu, speeds.source.path

@@ -176,7 +176,7 @@ def list_machines(report: Report) -> list[Block]:
         scores = [each for _, twin in twins for each in twin.differences.values()]
         farthest, twin = max(twins, key=lambda each: each[1].largest)
         largest = "–" if not twin.largest else (number(twin.largest, ".2g"), " in ", code(farthest.path))
-        old = sum(not (source.is_fresh and twin.is_fresh) for source, twin in twins)
+        old = sum(bool(source.age) or not twin.is_fresh for source, twin in twins)
         equal = f"{sum(each == 0 for each in scores)} of {len(scores)}"
         rows.append([device, number(len(twins)), number(old), equal, largest])
     header = ["machine", "records", "of them by older code", "scores equal to the last digit", "largest difference"]

@@ -88,7 +88,7 @@ def list_denoisers(report: Report) -> list[Block]:
         "measured on": lambda source: describe_origin([source], report.named),
     }
     trained = report.results.require(
-        lambda source: source.is_trained and HELD_OUT in source.metrics,
+        lambda source: source.most_seeds and HELD_OUT in source.metrics,
         "no denoiser is trained yet",
         "repro generate --cell dit3_nano_digits --seeds 3",
     )
