@@ -267,9 +267,7 @@ class Planner:
             "gives": frozenset({("accuracy", kind, key)}),
         }
 
-    def _find_speed(
-        self, stage: str, model: str, key: str, macs: int, records: Sequence[Source]
-    ) -> tuple[float, str, str]:
+    def _find_speed(self, stage: str, model: str, key: str, macs: int, records: list[Source]) -> tuple[float, str, str]:
         """Training images per second, the mark of their hours, and their source: given, measured or estimated."""
         rates = self.rates
         if stage in CLASSIFIERS:
@@ -374,10 +372,8 @@ def find_input_size(transform: Any) -> tuple[int, int]:
         return tuple(transform.shape[1:])
     if not _is_dense(transform):
         return transform.image_size, transform.image_size
-    if hasattr(transform, "max_size"):
-        sides = transform.min_size[-1], transform.max_size
-    else:
-        sides = transform.crop_size, transform.crop_size
+    is_detector = hasattr(transform, "max_size")
+    sides = (transform.min_size[-1], transform.max_size) if is_detector else (transform.crop_size,) * 2
     return -(-sides[0] // STRIDE) * STRIDE, -(-sides[1] // STRIDE) * STRIDE
 
 

@@ -13,12 +13,11 @@ from ..core.noise import describe_noise
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
-from .contest import ATTENTIONS, Speeds, find_all_speeds, find_speeds
 from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
-from .gallery import OUTSIDE, describe_origin, picture_blocks
+from .gallery import OUTSIDE, Speeds, describe_origin, find_all_speeds, find_speeds, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
-from .paper import Contest, Question
+from .paper import ATTENTIONS, Contest, Question
 from .records import describe_age, describe_seeds, group_by
 from .results import Results
 from .variants import judge_variants
@@ -195,12 +194,10 @@ def _answer(question: Question, report: Report) -> Fact:
 
 def _orderings(report: Report) -> list[Fact]:
     """How many of the paper's ordered pairs are seen, by data set; of each table in the best group: own rates, seeds."""
-    judged = group_by(judge_variants(report), lambda each: (each[0].common["data"], each[1].place))
     facts: list[Fact] = []
-    for data, keys in group_by(judged, lambda key: key[0]).items():
-        best = {
-            place: max(judged[data, place], key=lambda it: (it[0].has_own_rates, it[0].most_seeds)) for _, place in keys
-        }
+    for data, judged in group_by(judge_variants(report), lambda each: each[0].common["data"]).items():
+        own = group_by(judged, lambda each: each[1].place)
+        best = {place: max(of, key=lambda it: (it[0].has_own_rates, it[0].most_seeds)) for place, of in own.items()}
         words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, _, found) in best.items())
         sources = [source for group, *_ in best.values() for source in group.variants.values()]
         rates = "; each variant at its own best rate" if all(source.has_own_rate for source in sources) else ""

@@ -50,9 +50,7 @@ def write_report(
     folder = results.paths.results
     sweep(folder, folder / "figures", folder / "papers")
     pages, documents, built = _build_pages(papers, results, judge, folder / "figures")
-    html = (
-        render_html(pages) if with_html else None
-    )  # a picture that cannot be read ends this before anything is written
+    html = render_html(pages) if with_html else None  # a damaged picture ends this before anything is written
     _write_pages([report for report, _ in pages], documents, [*built, *passages], results.paths)
     if html is not None:
         write_text(folder / "report.html", html)
@@ -71,11 +69,9 @@ def find_outdated(
                 write_text(written.root / file.relative_to(results.paths.root), file.read_text(encoding="utf-8"))
         pages, documents, built = _build_pages(papers, results, judge, Path(folder) / "figures")
         _write_pages([report for report, _ in pages], documents, [*built, *passages], written)
-        outdated = []
-        for file in sorted(file for file in written.root.rglob("*") if file.is_file()):
-            name = file.relative_to(written.root).as_posix()
-            outdated += _compare_files(results.paths.root / name, file, name)
-        return outdated
+        files = sorted(file for file in written.root.rglob("*") if file.is_file())
+        names = [file.relative_to(written.root).as_posix() for file in files]
+        return [each for name in names for each in _compare_files(results.paths.root / name, written.root / name, name)]
 
 
 def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
@@ -153,10 +149,9 @@ def build_runs(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
 
 
 def _point_to_runs(report: Report) -> list[Block]:
-    if not build_runs(report):
-        return []
     what = Link("A page of their own", report.paper.runs_page)
-    return [(what, " has these runs, how their learning rates were chosen, and what the models see in pictures.")]
+    says = " has these runs, how their learning rates were chosen, and what the models see in pictures."
+    return [(what, says)] if build_runs(report) else []
 
 
 def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable]:
@@ -167,7 +162,7 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
         "name": lambda report: paper.name,
         # the `places` where the paper ablates, or what its numbers are `about`, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
-        "links": lambda report: link_pages([each.paper for each in reports or (report,)]),
+        "links": lambda report: _link_pages(reports or (report,)),
         "settings": lambda report: report.named,
         "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
@@ -175,9 +170,9 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
     }
 
 
-def link_pages(papers: Iterable[Paper]) -> Line:
+def _link_pages(reports: Iterable[Report]) -> Line:
     """The links on top of each page: the front page, the page of each paper, the documentation."""
-    pages = {"README": "README.md"} | {paper.name: paper.page for paper in papers}
+    pages = {"README": "README.md"} | {each.paper.name: each.paper.page for each in reports}
     pages |= {"errata": ERRATA_PAGE, "one page for a browser": "results/report.html", "documentation": "docs/README.md"}
     return join([(Link(text, file),) for text, file in pages.items()], " · ")
 

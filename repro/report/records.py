@@ -18,8 +18,6 @@ from .document import show_interval
 
 Item = TypeVar("Item")
 Trained = TypeVar("Trained")  # has `most_seeds`
-
-
 VERIFIED_FILE = "verify.json"
 # how old a record is, as pages say it
 OLD = "made by older code"
@@ -120,9 +118,10 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
         for name in ("metrics.json", "speed.json"):
             files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
             files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
-    for file in sorted(root.glob("measured/**/*.json")):
-        if not file.name.endswith(("run.json", DETAILS_FILE)):
-            files.append((file, None, None))
+    others = (
+        file for file in sorted(root.glob("measured/**/*.json")) if not file.name.endswith(("run.json", DETAILS_FILE))
+    )
+    files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
     old, ages = find_old(paths.root, records), {None: "", REPEATED: "", FOLLOWED: BEGUN_ALIKE}
@@ -243,8 +242,12 @@ def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, d
 
 def average_curves(curves: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     """Epoch -> the mean over the seeds, for the epochs that all of them have."""
-    epochs = sorted(set.intersection(*map(set, curves.values()))) if curves else ()
-    return {epoch: statistics.mean(points[epoch] for points in curves.values()) for epoch in epochs}
+    return {epoch: statistics.mean(points[epoch] for points in curves.values()) for epoch in find_common(curves)}
+
+
+def find_common(values: Mapping[Any, Mapping[int, Any]]) -> list[int]:
+    """The seeds or epochs that all of some curves or variants have, in order."""
+    return sorted(set.intersection(*map(set, values.values()))) if values else []
 
 
 def name_keys(value: Any, where: str) -> Any:

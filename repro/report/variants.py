@@ -277,10 +277,8 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
         theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        needed: Piece = "–"
-        if not pair.is_learnt:
-            needed = "– (at chance)"
-        elif not pair.side:
+        needed: Piece = "–" if pair.is_learnt else "– (at chance)"
+        if pair.is_learnt and not pair.side:
             needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
         rows.append([f"{pair.better} > {pair.worse}", theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)
