@@ -24,7 +24,7 @@ from ..data.kinds import KINDS
 from ..data.manifest import read_manifest
 from ..papers import load_papers, load_primary
 from ..report.answer import PIPELINE_FILE
-from ..report.demands import Measurement, demands
+from ..report.ledger import Ledger
 from ..report.records import Source
 from ..report.results import Results
 
@@ -36,6 +36,10 @@ BYTES_PER_VALUE = 4  # fp32
 COPIES = 4  # of the weights while AdamW steps: themselves, their gradients and two moments
 SHORTENED = ("pretrain", "detect", "segment")  # the stages whose cells --epochs shortens
 STRIDE = 32  # to multiples of which images of dense tasks are padded
+# ("accuracy", data set, model), (one of the counts, "model@size", "") or ("fps" | "memory_mib", model, "")
+Measurement = tuple[str, str, str]
+_COUNTS = {"params_m", "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"}
+_MEASURED = {*_COUNTS, "accuracy", "fps", "memory_mib"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class PlanRow:
         memory_gib: the measured peak of a training of these sizes on a GPU; None where there is none.
         least_memory_gib: what a training holds for certain; None for other work.
         measure: the command that measures the hours and the memory of a training; empty for other work.
-        gives: the measurements that it yields, see `repro.report.demands`.
+        gives: the measurements that it yields, see `demands`.
     """
 
     command: str
@@ -91,7 +95,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class CostPlan:
-    """The costs of all stages, and what the paper asks for: `needs`, see `repro.report.demands`."""
+    """The costs of all stages, and what the paper asks for: `needs`, see `demands`."""
 
     rows: list[PlanRow]
     needs: Mapping[str, list[set[Measurement]]]
@@ -263,9 +267,7 @@ class Planner:
             "gives": frozenset({("accuracy", kind, key)}),
         }
 
-    def _find_speed(
-        self, stage: str, model: str, key: str, macs: int, records: Sequence[Source]
-    ) -> tuple[float, str, str]:
+    def _find_speed(self, stage: str, model: str, key: str, macs: int, records: list[Source]) -> tuple[float, str, str]:
         """Training images per second, the mark of their hours, and their source: given, measured or estimated."""
         rates = self.rates
         if stage in CLASSIFIERS:
@@ -309,7 +311,7 @@ class Planner:
             if (not outside and (source.stage, source.cell) != (stage, cell)) or source.device.startswith("cuda"):
                 continue
             run, like, times = results.paths.root / source.run_file, params, 1.0
-            if source.is_trained:
+            if source.most_seeds:
                 seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
                 times = params.epochs * len(params.seeds) / (epochs * len(seeds))
                 like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)
@@ -322,6 +324,22 @@ class Planner:
             basis += "" if times == 1 else f", × {times:.3g} by epochs"
             return {"hours": seconds * times / 3600, "basis": basis, "mark": "" if is_here else "~", "note": ""}
         return {"hours": None, "basis": "not measured; this command measures it", "mark": "", "note": ""}
+
+
+def demands(ledger: Ledger) -> dict[str, list[set[Measurement]]]:
+    """Table or figure -> for each number or statement there, the measurements that our counterpart is computed from.
+
+    A set is empty where there is no counterpart, or where it needs no measurement.
+    """
+    found: dict[str, list[set[Measurement]]] = {}
+    for entry in ledger.entries.values():
+        calls = (call for each in ledger.trace(entry) if each.ours for call in each.ours.calls)
+        asked = [(call.name, *call.args, None)[:3] for call in calls if call.name in _MEASURED]
+        needs = {(name, str(first), second if isinstance(second, str) else "") for name, first, second in asked}
+        for place in entry.places:
+            if place.startswith(("Table", "Fig.")):
+                found.setdefault(place, []).append(needs)
+    return found
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
@@ -354,10 +372,8 @@ def find_input_size(transform: Any) -> tuple[int, int]:
         return tuple(transform.shape[1:])
     if not _is_dense(transform):
         return transform.image_size, transform.image_size
-    if hasattr(transform, "max_size"):
-        sides = transform.min_size[-1], transform.max_size
-    else:
-        sides = transform.crop_size, transform.crop_size
+    is_detector = hasattr(transform, "max_size")
+    sides = (transform.min_size[-1], transform.max_size) if is_detector else (transform.crop_size,) * 2
     return -(-sides[0] // STRIDE) * STRIDE, -(-sides[1] // STRIDE) * STRIDE
 
 

@@ -12,10 +12,7 @@ from ..report.answer import PIPELINE_FILE
 from .planner import PASSES, CostPlan, PlanRow, Rates
 
 WIDTH = 120  # of what is printed, in characters
-MARKS = {
-    "≥": "≥ the same for a detector or segmenter, without its heads",
-    "≤": "≤ the time after which every row is stopped",
-}
+MARKS = "≥ the same for a detector or segmenter, without its heads", "≤ the time after which every row is stopped"
 
 
 def print_plan(plans: Sequence[CostPlan], devices: Sequence[Rates], count: int, paths: Paths) -> None:
@@ -28,7 +25,7 @@ def print_plan(plans: Sequence[CostPlan], devices: Sequence[Rates], count: int, 
         print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once")
     free_gb = shutil.disk_usage(paths.root).free / 1e9
     print(f"disk: {_format(plans[0].total('disk_gb'))} GB; free here: {free_gb:.0f} GB")
-    if unknown := [_shorten(command) for command in plans[0].unknown]:
+    if unknown := [command.removeprefix("dvc repro ") for command in plans[0].unknown]:
         named = ", ".join(unknown) if len(unknown) <= 3 else f"{len(unknown)} of {len(plans[0].rows)} rows"
         print(f"of unknown time or disk, not in the total: {named}")
     print()
@@ -39,13 +36,14 @@ def _print_rows(plans: Sequence[CostPlan], gpus: Sequence[str], count: int) -> N
     """A line for each row of the plans, with its hours on each GPU or its minutes on the CPU, and the totals."""
     table = []
     for rows in zip(*(plan.rows for plan in plans), strict=True):
-        times = [_mark(row.mark, _format(_scale(row.hours, gpus))) for row in rows]
+        times = [_format_time(row.hours, gpus, row.mark) for row in rows]
         memory = [_format_memory(rows[0])] if gpus else []
-        table.append([_shorten(rows[0].command), *times, *memory, _format(rows[0].disk_gb), rows[0].basis])
+        name = rows[0].command.removeprefix("dvc repro ")
+        table.append([name, *times, *memory, _format(rows[0].disk_gb), rows[0].basis])
     totals = [plan.total("hours") for plan in plans]
     blank = [""] if gpus else []
     disk = _format(plans[0].total("disk_gb"))
-    table.append(["total of what is known", *(_format(_scale(hours, gpus)) for hours in totals), *blank, disk, ""])
+    table.append(["total of what is known", *(_format_time(hours, gpus) for hours in totals), *blank, disk, ""])
     if gpus:
         named = "days on one GPU" if count == 1 else f"days on {count} GPUs"
         ideal = "" if count == 1 else f"if {count} are {count} times as fast"
@@ -65,7 +63,7 @@ def _print_legend(plans: Sequence[CostPlan], devices: Sequence[Rates]) -> None:
             passes = f"the multiply-adds of {PASSES} forward passes a step at {share} of the bf16 peak"
             print(f"~ estimated, not measured: {passes}")
             print(f"  (TFLOP/s: {peaks}); at half that share, twice the hours; small models may reach less")
-        for line in (MARKS[mark] for mark in MARKS if mark in marks):
+        for line in (each for each in MARKS if each[0] in marks):
             print(line)
         if any(row.basis.endswith("images") for row in rows):
             print("images: seeds × epochs × images of an epoch; evaluations are not counted")
@@ -83,7 +81,7 @@ def _print_places(plans: Sequence[CostPlan], gpus: Sequence[str]) -> None:
     for place, (ours, every) in plans[0].count_covered().items():
         hours = [sum(row.hours or 0.0 for row in plan.find_rows(place)) for plan in plans]
         if ours or any(hours):
-            table.append([place, f"{ours} of {every}", *(_format(_scale(each, gpus)) for each in hours)])
+            table.append([place, f"{ours} of {every}", *(_format_time(each, gpus) for each in hours)])
         else:
             without.append(place)
     header = [f"{gpu} h" for gpu in gpus] if gpus else ["CPU minutes"]
@@ -93,17 +91,10 @@ def _print_places(plans: Sequence[CostPlan], gpus: Sequence[str]) -> None:
         print(textwrap.fill(f"without any such number: {', '.join(without)}", WIDTH))
 
 
-def _shorten(command: str) -> str:
-    return command.removeprefix("dvc repro ")
-
-
-def _scale(hours: float | None, gpus: Sequence[str]) -> float | None:
-    """Hours on GPUs, minutes on a CPU."""
-    return hours if gpus or hours is None else hours * 60
-
-
-def _mark(mark: str, number: str) -> str:
-    return number if number.startswith(("<", "u")) else mark + number
+def _format_time(hours: float | None, gpus: Sequence[str], mark: str = "") -> str:
+    """Hours on GPUs, minutes on a CPU; what is below 0.01 or unknown has no mark."""
+    text = _format(hours if gpus or hours is None else hours * 60)
+    return text if text.startswith(("<", "u")) else mark + text
 
 
 def _format_memory(row: PlanRow) -> str:

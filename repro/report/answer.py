@@ -13,15 +13,14 @@ from ..core.noise import describe_noise
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
-from .contest import ATTENTIONS, Speeds, find_all_speeds, find_speeds
 from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
-from .gallery import OUTSIDE, describe_origin, picture_blocks
+from .gallery import OUTSIDE, Speeds, describe_origin, find_all_speeds, find_speeds, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
-from .paper import Contest, Question
+from .paper import ATTENTIONS, Contest, Question
 from .records import describe_age, describe_seeds, group_by
 from .results import Results
-from .variants import Group, judge_variants
+from .variants import judge_variants
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
@@ -53,9 +52,8 @@ def verdict_blocks(report: Report) -> list[Block]:
     lines: list[Line] = []
     for question, own in _said_questions(report):
         verb, detail = judge_question(own)
-        said = f"{question.says} {verb}"
         why = f": {question.why}." if question.why else "."
-        lines.append((strong(said[0].upper() + said[1:]), f" ({detail})", why))
+        lines.append((strong(f"{question.says[0].upper()}{question.says[1:]} {verb}"), f" ({detail})", why))
     contest = report.paper.contest
     measured = find_all_speeds(contest, report.results) if contest else []
     return [Bullets(lines), *([_compare_speeds(contest, measured)] if measured else [])]
@@ -63,12 +61,22 @@ def verdict_blocks(report: Report) -> list[Block]:
 
 def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
     """The questions that the verdict speaks of, with their verdicts; one that matches has no reason to give."""
-    said = []
-    for question in report.paper.questions:
-        own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
-        matches = judge_question(own)[0] == "reproduce"
-        said += [(dataclasses.replace(question, why="") if matches else question, own)] if question.says else []
-    return said
+    asked = [(each, _find_own(each, report)) for each in report.paper.questions if each.says]
+    matching = [judge_question(own)[0] == "reproduce" for _, own in asked]
+    pairs = zip(asked, matching, strict=True)
+    return [(dataclasses.replace(each, why="") if matches else each, own) for (each, own), matches in pairs]
+
+
+def _find_own(question: Question, report: Report) -> list[Verdict]:
+    """The verdicts on the entries that a question names."""
+    return [report.verdicts[name] for name in question.find(report.paper.ledger)]
+
+
+def _count_matches(own: Sequence[Verdict], by_truncation: str = "") -> str:
+    """How many match, and how many agree by a fitted convention, where some do."""
+    counts = count_statuses(own)
+    fitted = f", {counts[Status.FITTED]} agree by a fitted convention" if counts[Status.FITTED] else ""
+    return f"{counts[Status.MATCHED] + counts[Status.TRUNCATED]} of {len(own)} match{by_truncation}{fitted}"
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
@@ -80,7 +88,7 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     fitted = counts[Status.FITTED]
     failing = Status.EXPLAINED, Status.UNEXPLAINED, Status.INCONSISTENT, Status.NOT_MEASURABLE
     bad = sum(counts[status] for status in failing)
-    detail = f"{good} of {len(own)} match" + (f", {fitted} agree by a fitted convention" if fitted else "")
+    detail = _count_matches(own)
     if good == len(own):
         return "reproduce", detail
     if contradicted := counts[Status.INCONSISTENT]:
@@ -117,11 +125,8 @@ def _papers_table(reports: Sequence[Report]) -> Table:
 def _describe_run(pipeline: Path) -> str:
     """The commands of a first visit, with the time that the pipeline took."""
     took = f": {read_json(pipeline)['seconds'] / 60:.0f} minutes" if pipeline.is_file() else ""
-    lines = (
-        f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}",
-        "make test        # the tests",
-    )
-    return "\n".join(["```", *lines, "```"])
+    first = f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}"
+    return f"```\n{first}\nmake test        # the tests\n```"
 
 
 def note_pipeline(results: Results) -> None:
@@ -157,10 +162,7 @@ def note_pipeline(results: Results) -> None:
 def answer_blocks(report: Report) -> tuple[Table, Line]:
     """A table of facts, each with what it was measured on, and how many entries have each status."""
     paper, results = report.paper, report.results
-    facts: list[Fact] = []
-    for question in paper.questions:
-        facts.append(_answer(question, [report.verdicts[name] for name in question.find(paper.ledger)], report))
-    facts += _orderings(report)
+    facts = [*(_answer(question, report) for question in paper.questions), *_orderings(report)]
     if paper.contest:
         facts += _contest_facts(paper.contest, results)
     if not any(source.device.startswith("cuda") for source in results.sources):
@@ -169,22 +171,19 @@ def answer_blocks(report: Report) -> tuple[Table, Line]:
     return table(["", "ours", "measured on"], facts), (counts,)
 
 
-def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
+def _answer(question: Question, report: Report) -> Fact:
     """How many of a question's verdicts match, after the numbers that it shows."""
+    own = _find_own(question, report)
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
-    is_measured = any(verdict.ours is not None for verdict in own)
-    reason = next((verdict.reason for verdict in own if verdict.reason), "–")
-    origin = "computed from the equations" if is_measured else reason
+    if all(verdict.ours is None for verdict in own):
+        text, origin = f"not measured ({len(own)})", next((each.reason for each in own if each.reason), "–")
+    else:
+        truncated = count_statuses(own)[Status.TRUNCATED]
+        by_truncation = f", {truncated} of them by truncation" if truncated else ""
+        text, origin = _count_matches(own, by_truncation), "computed from the equations"
     if sources:
         origin = describe_origin(sources, report.named)
-    counts = count_statuses(own)
-    truncated, fitted = counts[Status.TRUNCATED], counts[Status.FITTED]
-    matched = counts[Status.MATCHED] + truncated
-    text = f"{matched} of {len(own)} match" + (f", {truncated} of them by truncation" if truncated else "")
-    text += f", {fitted} agree by a fitted convention" if fitted else ""
-    if not is_measured:
-        text = f"not measured ({len(own)})"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
         ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
@@ -194,21 +193,17 @@ def _answer(question: Question, own: list[Verdict], report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the paper's ordered pairs are seen, by data set; of each table in the best group by `_rank`."""
-    judged = group_by(judge_variants(report), lambda each: (each[0].common["data"], each[1].place))
+    """How many of the paper's ordered pairs are seen, by data set; of each table in the best group: own rates, seeds."""
     facts: list[Fact] = []
-    for data, keys in group_by(judged, lambda key: key[0]).items():
-        best = {place: max(judged[data, place], key=lambda each: _rank(each[0])) for _, place in keys}
+    for data, judged in group_by(judge_variants(report), lambda each: each[0].common["data"]).items():
+        own = group_by(judged, lambda each: each[1].place)
+        best = {place: max(of, key=lambda it: (it[0].has_own_rates, it[0].most_seeds)) for place, of in own.items()}
         words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, _, found) in best.items())
         sources = [source for group, *_ in best.values() for source in group.variants.values()]
         rates = "; each variant at its own best rate" if all(source.has_own_rate for source in sources) else ""
         scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}{rates}"
         facts.append((f"pairs that the paper orders, seen on embedded {data}", words, scope))
     return facts
-
-
-def _rank(group: Group) -> tuple[bool, int]:
-    return group.has_own_rates, group.most_seeds
 
 
 def _count_pairs(found: Ordering) -> str:

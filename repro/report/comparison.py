@@ -1,10 +1,10 @@
 """What sets a paper next to ours: counts, tables, claims, contradictions, and what is missing."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .claims import Report
-from .demands import COUNTS
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry
 from .records import group_by
@@ -17,11 +17,6 @@ ERRATA = (
     "writes it from the ledgers, which also hold the dates and the answers (`errata` in repro/papers/*/ledger.yaml)."
 )
 _EVIDENCE = ["where", "it prints", "but"]
-# how a number of a paper can be made again
-_DEFAULT_RUN = "made again by the default run"
-_OUTSIDE = "made again by runs outside the pipeline"
-_RERUNNABLE = "can be made again with the papers' data and GPUs"
-_PAPER_ALONE = "known from the paper alone"
 # function of a ledger -> how it counts a model as it is classified, with its head
 _COUNTED = {
     "params_m": "every parameter",
@@ -46,20 +41,20 @@ def count_ways(report: Report) -> list[Block]:
     """How many of the paper's numbers and statements are made again here, can be with its data and GPUs, or neither."""
     graph = {source.path for source in report.results.sources if source.stage is not None}
 
-    def find_way(verdict: Verdict) -> str:
+    def find_way(verdict: Verdict) -> int:
         if verdict.ours is not None:
-            return _DEFAULT_RUN if graph.issuperset(verdict.sources) else _OUTSIDE
-        return _PAPER_ALONE if verdict.command is None or _is_remark(verdict.command) else _RERUNNABLE
+            return 0 if graph.issuperset(verdict.sources) else 1
+        return 3 if verdict.command is None or _is_remark(verdict.command) else 2
 
-    ways = group_by(report.all, find_way)
-    plan = code("repro plan --profile paper")
+    plan = code("repro plan --profile paper"), " says the hours and the memory of GPUs"
     said = {
-        _DEFAULT_RUN: (code("make reproduce"),),
-        _OUTSIDE: (code("make measure-cpu"), ", in hours"),
-        _RERUNNABLE: ("the commands under “Not measured, and why”; ", plan, " says the hours and the memory of GPUs"),
-        _PAPER_ALONE: ("–",),
+        "made again by the default run": (code("make reproduce"),),
+        "made again by runs outside the pipeline": (code("make measure-cpu"), ", in hours"),
+        "can be made again with the papers' data and GPUs": ("the commands under “Not measured, and why”; ", *plan),
+        "known from the paper alone": ("–",),
     }
-    rows = [[way, number(len(ways[way])), said[way]] for way in said if way in ways]
+    counts = Counter(map(find_way, report.all))
+    rows = [[way, number(counts[place]), how] for place, (way, how) in enumerate(said.items()) if counts[place]]
     return [table(["the paper's numbers and statements", "", "how"], rows)]
 
 
@@ -86,12 +81,11 @@ def count_kinds(report: Report) -> list[Block]:
 
 def count_relations(report: Report, what: str) -> int:
     """How many relations are `checked`, `hold` or are `broken`; how many entries are `unmeasured` or `consistent`."""
-    checks = sum(verdict.checks for verdict in report.all)
-    violations = sum(verdict.violations for verdict in report.all)
     own = _find_status(report, Status.NOT_MEASURED)
-    consistent = sum(bool(verdict.checks) and not verdict.violations for verdict in own)
-    found = {"checked": checks, "hold": checks - violations, "broken": violations}
-    return (found | {"unmeasured": len(own), "consistent": consistent})[what]
+    if what in ("unmeasured", "consistent"):
+        return len(own) if what == "unmeasured" else sum(bool(each.checks) and not each.violations for each in own)
+    checks, broken = (sum(getattr(each, name) for each in report.all) for name in ("checks", "violations"))
+    return {"checked": checks, "hold": checks - broken, "broken": broken}[what]
 
 
 def list_headlines(report: Report) -> list[Block]:
@@ -126,7 +120,7 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
         for verdict in report.all:
             expression = verdict.entry.plain or verdict.entry.ours
             calls = expression.calls if expression and verdict.entry.kind == "count" else ()
-            if len(calls) == 1 and calls[0].name in COUNTS:
+            if len(calls) == 1 and calls[0].name in _COUNTED:
                 what = "parameters (M)" if calls[0].name == "params_m" else "FLOPs (G)"
                 found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.id, verdict)
     shared = {key: own for key, own in found.items() if len(own) > 1}
@@ -155,7 +149,7 @@ def list_claims(report: Report) -> list[Block]:
 
 def list_contradictions(report: Report) -> list[Block]:
     """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
-    return [_evidence_table((_prints(alike[-1].entry), alike) for alike in _group_contradictions(report))]
+    return [table(_EVIDENCE, [_evidence_row(_prints(own[-1].entry), own) for own in _group_contradictions(report)])]
 
 
 def list_errata(reports: Sequence[Report]) -> list[Section]:
@@ -163,17 +157,14 @@ def list_errata(reports: Sequence[Report]) -> list[Section]:
     sections = [Section("Errata", [(ERRATA,)])]
     for report in reports:
         about, errata = report.paper.ledger.paper, report.paper.ledger.errata
-        asked = [*_group_contradictions(report), *_group_unmeasurable(report)]
-        if not asked:
-            continue
         sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
         intro = f"{about.title}, {about.version}. As of {errata.as_of}. {sent}"
         rows = []
-        for place, alike in enumerate(asked, 1):
-            answers = dict.fromkeys(errata.answers.get(each.entry.id, "") for each in alike)
-            said = "; ".join(filter(None, answers))
-            rows.append([number(place), *_evidence_row(_prints(alike[-1].entry), alike), said])
-        sections.append(Section(report.paper.name, [(intro,), table(["", *_EVIDENCE, "the authors' answer"], rows)]))
+        for place, alike in enumerate([*_group_contradictions(report), *_group_unmeasurable(report)], 1):
+            answers = filter(None, dict.fromkeys(errata.answers.get(each.entry.id) for each in alike))
+            rows.append([number(place), *_evidence_row(_prints(alike[-1].entry), alike), "; ".join(answers)])
+        shown = [(intro,), table(["", *_EVIDENCE, "the authors' answer"], rows)]
+        sections += [Section(report.paper.name, shown)] if rows else []
     return sections
 
 
@@ -190,7 +181,7 @@ def list_differences(report: Report) -> list[Block]:
     """Every number of ours that differs, with the reason; entries of one reason share a row."""
     differing = (each for each in report.all if each.compared in (Status.EXPLAINED, Status.UNEXPLAINED))
     groups = group_by((each for each in differing if each.status != Status.INCONSISTENT), lambda each: each.explanation)
-    rows: list[list[Piece | Line]] = []
+    rows = []
     for why, own in sorted(groups.items(), key=lambda item: not item[0]):
         shown = [(f"{each.entry.printed or each.entry.says} → ", format_ours(each)) for each in own]
         rows.append([", ".join(each.entry.id for each in own), join(shown, "; "), why or strong("unexplained")])
@@ -199,20 +190,17 @@ def list_differences(report: Report) -> list[Block]:
 
 def not_measurable(report: Report) -> list[Section]:
     """What nobody can have measured as the paper describes it; no section without such entries."""
-    shown = [(join([_prints(each.entry) for each in alike], "; "), alike) for alike in _group_unmeasurable(report)]
-    return [Section("Not measurable as described", [_evidence_table(shown)])] if shown else []
+    groups = _group_unmeasurable(report)
+    rows = [_evidence_row(join([_prints(each.entry) for each in alike], "; "), alike) for alike in groups]
+    return [Section("Not measurable as described", [table(_EVIDENCE, rows)])] if rows else []
 
 
 def _find_status(report: Report, word: str) -> list[Verdict]:
     return [verdict for verdict in report.all if verdict.status == word]
 
 
-def _evidence_table(groups: Iterable[tuple[Line, Sequence[Verdict]]]) -> Block:
-    """A row for each group of verdicts that share their evidence, with what is shown of their numbers."""
-    return table(_EVIDENCE, [_evidence_row(prints, alike) for prints, alike in groups])
-
-
 def _evidence_row(prints: Line, alike: Sequence[Verdict]) -> list[Piece | Line]:
+    """The row of verdicts that share their evidence, with what is shown of their numbers."""
     return ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
 
 
@@ -222,9 +210,8 @@ def list_unmeasured(report: Report) -> list[Block]:
     # what nothing would measure is apart
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    rows: list[list[Piece | Line]] = []
-    for (reason, _), alike in ranked:
-        rows.append([number(len(alike)), reason, _first_command([each.command for each in alike], report)])
+    commands = [_first_command([each.command for each in alike], report) for _, alike in ranked]
+    rows = [[number(len(of)), reason, how] for ((reason, _), of), how in zip(ranked, commands, strict=True)]
     return [table(["entries", "reason", "what would measure it"], rows)]
 
 

@@ -68,7 +68,10 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
             text, m = f"{first} weights, {describe_seeds([source])}", source.metrics
             style = {"color": colour, "marker": marker, "linewidth": 2, "markersize": 4}
             panel.plot(list(means), list(means.values()), **style, label=text)
-            _mark_score(panel, m["epochs"], m[key], find_score_interval(m, key), colour)
+            interval = find_score_interval(m, key)
+            spread = None if interval is None else [[m[key] - interval[0]], [interval[1] - m[key]]]
+            style = {"color": colour, "markeredgecolor": "black", "markersize": 12, "capsize": 4, "zorder": 3}
+            panel.errorbar(m["epochs"], m[key], yerr=spread, fmt="*", **style)
         reference = sources[0].metrics["without_learning"][key]
         panel.axhline(reference, color="black", linestyle="--", linewidth=1.2, label="without learning")
         panel.set(xlabel="epoch", ylabel=f"{label} (%)", ylim=(0, None))
@@ -83,12 +86,6 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
     figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
-
-
-def _mark_score(panel: Any, epoch: int, score: float, interval: Sequence[float] | None, colour: str) -> None:
-    spread = None if interval is None else [[score - interval[0]], [interval[1] - score]]
-    style = {"color": colour, "markeredgecolor": "black", "markersize": 12, "capsize": 4, "zorder": 3}
-    panel.errorbar(epoch, score, yerr=spread, fmt="*", **style)
 
 
 def _draw_confusion(path: Path, source: Source) -> Path:

@@ -116,14 +116,25 @@ _MARKUP = re.compile(r"`([^`]+)`|\*\*([^*]+)\*\*|\*(\w[^*]*)\*|\[([^]]+)\]\(([^)
 
 def prose(text: str) -> Line:
     """A line of our own words with the markup of Markdown: code, strong, emphasis and `[text](file of a checkout)`."""
-    line: list[Piece] = []
-    place = 0
-    for match in _MARKUP.finditer(text):
+
+    def read(match: re.Match) -> Line:
         typed, stressed, emphatic, linked, file = match.groups()
         found = code(typed) if typed else strong(stressed) if stressed else Text(emphatic, "emphasis")
-        line += [text[place : match.start()], Link(linked, file) if linked else found]
+        return (Link(linked, file) if linked else found,)
+
+    return replace_matches(_MARKUP, text, read, lambda between: (between,))
+
+
+def replace_matches(
+    pattern: re.Pattern, text: str, read: Callable[[re.Match], Line], read_between: Callable[[str], Line]
+) -> Line:
+    """A line of what is read from each match of a pattern and from the text between matches."""
+    line: list[Piece] = []
+    place = 0
+    for match in pattern.finditer(text):
+        line += [*read_between(text[place : match.start()]), *read(match)]
         place = match.end()
-    return tuple(piece for piece in (*line, text[place:]) if piece != "")
+    return tuple(piece for piece in (*line, *read_between(text[place:])) if piece != "")
 
 
 def number(value: object, form: str = "", unit: str = "") -> Piece:

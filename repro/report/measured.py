@@ -8,21 +8,8 @@ from typing import Any
 from ..core.noise import find_interval
 from ..core.statistics import measure_rise
 from .claims import Report
-from .document import (
-    Block,
-    Bullets,
-    Heading,
-    Line,
-    Picture,
-    Piece,
-    Section,
-    code,
-    cross,
-    number,
-    prose,
-    table,
-    tabulate,
-)
+from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
+from .paper import ATTENTIONS
 from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, read_curves
 from .results import Missing, SpeedGroup
 from .variants import find_shown
@@ -73,15 +60,13 @@ def list_runs(report: Report) -> list[Block]:
     own = (source for source in smaller if results.stands_on(paper, source.metrics["model"]))
     # a task with other scores has a place of its own
     runs = [source for source in own if labels.keys() & source.metrics.keys()]
-    if not runs:
-        if paper.primary:
-            raise Missing("there are none yet", "repro pretrain")
-        return []
-    rows: list[list[Piece]] = []
-    unlearned: set[tuple[str, str]] = set()
-    for source in sorted(runs, key=lambda each: -len(each.metrics.get("by_seed", ()))):
-        m, run = source.metrics, code(_shorten(source.folder))
-        images, seeds = number(m.get("held_out_images"), ".0f"), number(len(m.get("by_seed", ())) or None)
+    if not runs and paper.primary:
+        raise Missing("there are none yet", "repro pretrain")
+    rows, unlearned = [], set()
+    for source in sorted(runs, key=lambda each: -each.most_seeds):
+        m, folder = source.metrics, source.folder.split("/")  # below results/, or results/measured/<device>/
+        run = code("/".join(folder[3 if folder[1] == "measured" else 1 :]))
+        images, seeds = number(m.get("held_out_images"), ".0f"), number(source.most_seeds or None)
         about = [m["data"], number(m.get("epochs")), seeds, images]
         score = next(key for key in labels if key in m)
         curve = _describe_curve(read_curves(results.paths, source, score))
@@ -98,13 +83,7 @@ def list_runs(report: Report) -> list[Block]:
         "as a mean over the seeds, on the split of the curve: such a run says what a model learns in so many epochs, not "
         "what it can learn. A run outside the pipeline lies in results/measured, in the folder of its device."
     )
-    return [table(header, rows), legend]
-
-
-def _shorten(folder: str) -> str:
-    """The folder of a record below results/, or below that of its device."""
-    _, *parts = folder.split("/")
-    return "/".join(parts[2:] if parts[0] == "measured" else parts)
+    return [table(header, rows), legend] if rows else []
 
 
 def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
@@ -150,7 +129,7 @@ def list_searches(report: Report) -> list[Block]:
     found = [each for each in results.sources if each.metrics.get("split") == "tune" and "trials" in each.metrics]
     if not found or not report.paper.primary:
         return []
-    rows: list[list[Piece | Line]] = []
+    rows = []
     for source in found:
         m, chosen = source.metrics, source.metrics["chosen"]
         tried = group_by(sorted(m["trials"], key=lambda trial: trial["lr"]), lambda trial: trial["lr"])
@@ -171,12 +150,12 @@ def list_machines(report: Report) -> list[Block]:
     found = [(source, twin) for source in report.results.sources for twin in source.twins]
     if not found:
         raise Missing("no other machine has made a record again", "repro verify --save")
-    rows: list[list[Piece | Line]] = []
+    rows = []
     for device, twins in group_by(found, lambda each: each[1].device.partition(", ")[0]).items():
         scores = [each for _, twin in twins for each in twin.differences.values()]
         farthest, twin = max(twins, key=lambda each: each[1].largest)
         largest = "–" if not twin.largest else (number(twin.largest, ".2g"), " in ", code(farthest.path))
-        old = sum(not (source.is_fresh and twin.is_fresh) for source, twin in twins)
+        old = sum(bool(source.age) or not twin.is_fresh for source, twin in twins)
         equal = f"{sum(each == 0 for each in scores)} of {len(scores)}"
         rows.append([device, number(len(twins)), number(old), equal, largest])
     header = ["machine", "records", "of them by older code", "scores equal to the last digit", "largest difference"]
@@ -230,12 +209,8 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
         blocks += [(f"Ours against each other family {largest}",), table(header, map(_compared_row, compared))]
     grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group]
     if grown := [each for each in grown if len(each["image_sizes"]) > 1]:
-        columns = {
-            "model": _with_attention,
-            "multiply-adds": lambda each: number(significant(each["macs_exponent"])),
-            "time": lambda each: number(significant(each["latency_exponent"])),
-            "memory": lambda each: number(significant(each["memory_exponent"])),
-        }
+        exponents = {"multiply-adds": "macs_exponent", "time": "latency_exponent", "memory": "memory_exponent"}
+        columns = {"model": _with_attention} | {name: partial(_show, key=key) for name, key in exponents.items()}
         text = "Growth with the number of tokens from 512 pixels on, as fitted exponents (1 is linear, 2 is quadratic):"
         blocks += [(text,), tabulate(columns, grown)]
     return blocks
@@ -247,21 +222,24 @@ def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
     if row["status"] != "ok":
         return row["status"]
     is_noisy = row["noisy"] and key in ("latency_ms", "throughput_img_per_s")
-    return number(significant(row[key]), unit=" (noisy)" if is_noisy else "")
+    return _show(row, key, " (noisy)" if is_noisy else "")
+
+
+def _show(row: Mapping[str, Any], key: str, unit: str = "") -> Piece:
+    return number(significant(row[key]), unit=unit)
 
 
 def _with_attention(row: Mapping[str, Any]) -> str:
-    return f"{row['model']}, {row['attention']}" if row["attention"] in ("fused", "unfused") else row["model"]
+    return f"{row['model']}, {row['attention']}" if row["attention"] in ATTENTIONS else row["model"]
 
 
 def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
     if found["speedup"] is None and "reason" in found:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
-    place, saved = found["crossover_image_size"], found["memory_saved_percent"]
+    place, why = found["crossover_image_size"], found.get("speedup_reason")
     faster = (found["crossover"] or "–") if place is None else f"{found['crossover']} {place:.0f}²"
-    why = found.get("speedup_reason")
-    speedup = f"no ratio: {why}" if found["speedup"] is None else number(significant(found["speedup"]), unit="×")
-    memory = "–" if saved is None else number(significant(saved), unit=" %")
+    speedup = f"no ratio: {why}" if found["speedup"] is None else _show(found, "speedup", "×")
+    memory = "–" if found["memory_saved_percent"] is None else _show(found, "memory_saved_percent", " %")
     return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, faster]
 
 
@@ -269,24 +247,24 @@ _SPEEDS: dict[str, Callable[[Mapping[str, Any]], Piece]] = {
     "model": lambda row: row["model"],
     "attention": lambda row: row["attention"] or "–",
     "pixels": lambda row: "{}×{}".format(*row["image_size"]),
-    "images/s": lambda row: _cell(row, "throughput_img_per_s"),
-    "step (ms)": lambda row: number(significant(row["latency_ms"])),
+    "images/s": partial(_cell, key="throughput_img_per_s"),
+    "step (ms)": partial(_show, key="latency_ms"),
     "range (ms)": lambda row: number(" – ".join(map(significant, find_interval(row) or ()))),
-    "peak memory (MiB)": lambda row: number(significant(row["peak_memory_mib"])),
-    "multiply-adds (G)": lambda row: number(significant(row["macs_g"])),
+    "peak memory (MiB)": partial(_show, key="peak_memory_mib"),
+    "multiply-adds (G)": partial(_show, key="macs_g"),
 }
+
+
+_RATIOS = {"speedup_at_1280": ("speed-up", "×"), "memory_saved_at_1280_percent": ("memory saved", " %")}
 
 
 def _ratios(rows: Rows) -> list[Block]:
     """The ratios that a record gives of its own rows, each size against the baseline of that size."""
     lines = []
     for source in {source.path: source for _, source in rows}.values():
-        for key, label, unit in (
-            ("speedup_at_1280", "speed-up", "×"),
-            ("memory_saved_at_1280_percent", "memory saved", " %"),
-        ):
+        for key, (label, unit) in _RATIOS.items():
             for size, compared in sorted((source.metrics.get(key) or {}).items()):
-                shown = ", ".join(_ratio(compared, attention, unit) for attention in ("unfused", "fused"))
+                shown = ", ".join(_ratio(compared, attention, unit) for attention in ATTENTIONS)
                 lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
         share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
         if share is not None:

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from .document import show_interval
+from .records import find_common
 
 Word = Literal["ordering seen", "ordering contradicted", "not separated", "insufficient budget"]
 ALPHA = 0.05
 MOST_SEEDS = 1000
 NOT_SEPARATED = "not separated"
 TOP1 = "top1_percent"
-Top1 = Mapping[int, float]  # seed -> percent
+Order = tuple[str, str]  # (better, worse), or any first and second variant
+Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
+End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +68,19 @@ class Ordering:
 
 
 def judge_ordering(
-    top1: Mapping[str, Top1],
-    ends: Mapping[str, Mapping[int, tuple[float | None, float]]],
-    orders: Sequence[tuple[str, str]],
-    images: int,
-    classes: int,
+    top1: Scores, ends: Mapping[str, Mapping[int, End]], orders: Sequence[Order], images: int, classes: int
 ) -> Ordering:
     """Judge whether the paper's order is seen.
 
     Args:
-        top1: variant -> seed -> accuracy in percent, on the reported split.
-        ends: variant -> seed -> accuracies at the last two evaluations of the curve; None first where there was one.
+        top1: the accuracies in percent, on the reported split.
+        ends: variant -> seed -> the end of its curve.
         orders: (better, worse) by the paper. Pairs with a variant that was not trained are left out.
         images: size of the reported split.
         classes: of the data set.
     """
     orders = [(better, worse) for better, worse in orders if better in top1 and worse in top1]
-    seeds = find_seeds(top1)
+    seeds = find_common(top1)
     if not orders:
         return Ordering("insufficient budget", "there are no two variants that the paper orders")
     if len(seeds) < 2:
@@ -94,15 +93,13 @@ def judge_ordering(
     return Ordering(word, why, pairs, tau)
 
 
-def compare_accuracies(
-    top1: Mapping[str, Top1], pairs: Sequence[tuple[str, str]], images: int, classes: int
-) -> tuple[Pair, ...]:
+def compare_accuracies(top1: Scores, pairs: Sequence[Order], images: int, classes: int) -> tuple[Pair, ...]:
     """`compare_pairs` of accuracies in percent on so many images; two variants at chance are not separated."""
     floor = 100 / classes + sampling_noise(100 / classes, images)
     return compare_pairs(top1, pairs, round_off(images), floor)
 
 
-def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> tuple[Pair, ...]:
+def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[Order]) -> tuple[Pair, ...]:
     """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images."""
     m = next(iter(trained.values())).metrics
     top1 = {name: source.by_seed(TOP1) for name, source in trained.items()}
@@ -115,21 +112,17 @@ def round_off(images: int) -> float:
 
 
 def compare_pairs(
-    values: Mapping[str, Mapping[int, float]],
-    pairs: Sequence[tuple[str, str]],
-    least_spread: float,
-    floor: float = -math.inf,
+    values: Scores, pairs: Sequence[Order], least_spread: float, floor: float = -math.inf
 ) -> tuple[Pair, ...]:
     """Paired t tests of first − second over the seeds that all variants have; none without such seeds.
 
     Args:
-        values: variant -> seed -> its value.
         least_spread: the standard deviation of differences that are closer to each other than the values are written.
         floor: the mean that one variant of a pair must reach before they can be separated.
     """
     from scipy.stats import t as student
 
-    seeds = find_seeds(values)
+    seeds = find_common(values)
     differences = [[values[first][seed] - values[second][seed] for seed in seeds] for first, second in pairs]
     if len(seeds) < 2:
         return tuple(Pair(*pair, *found) for pair, found in zip(pairs, differences, strict=True) if found)
@@ -145,11 +138,6 @@ def compare_pairs(
         needed = seeds_needed(mean, spread, ALPHA / len(pairs))
         found.append(Pair(*pair, mean, (mean - half, mean + half), float(p), side, is_learnt, needed))
     return tuple(found)
-
-
-def find_seeds(values: Mapping[str, Mapping[int, float]]) -> list[int]:
-    """The seeds that all variants have."""
-    return sorted(set.intersection(*map(set, values.values()))) if values else []
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -180,11 +168,7 @@ def sampling_noise(percent: float, images: int) -> float:
 
 
 def _conclude(
-    pairs: Sequence[Pair],
-    means: Mapping[str, float],
-    ends: Sequence[tuple[float | None, float]],
-    images: int,
-    classes: int,
+    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[End], images: int, classes: int
 ) -> tuple[Word, str]:
     """The word of a table and the sentence behind it: the first case that applies."""
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes

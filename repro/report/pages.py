@@ -18,7 +18,6 @@ from .html import render_html
 from .markdown import render_blocks, render_markdown
 from .paper import Paper, list_functions
 from .prose import read_page
-from .records import Source
 from .results import Results
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
@@ -27,7 +26,7 @@ RUNS_PAGE = Path(__file__).with_name("runs.md")
 ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
-Pages = list[tuple[Report, list[Section]]]
+Built = tuple[list[tuple[Report, list[Section]]], dict[str, str], list[Passage]]
 Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
 # what a value of another type or form than today's leads to
 RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
@@ -50,10 +49,11 @@ def write_report(
     note_pipeline(results)  # README says how long it took
     folder = results.paths.results
     sweep(folder, folder / "figures", folder / "papers")
-    pages, documents, built, html = _build_pages(papers, results, judge, folder / "figures", with_html=with_html)
-    _write_pages(pages, documents, [*built, *passages], results.paths)
+    pages, documents, built = _build_pages(papers, results, judge, folder / "figures")
+    html = render_html(pages) if with_html else None  # a damaged picture ends this before anything is written
+    _write_pages([report for report, _ in pages], documents, [*built, *passages], results.paths)
     if html is not None:
-        write_text(results.paths.results / "report.html", html)
+        write_text(folder / "report.html", html)
     counts = count_statuses(pages[0][0].all)
     return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
 
@@ -67,61 +67,58 @@ def find_outdated(
         for pattern in ("README.md", "docs/*.md", "results/*.md"):
             for file in sorted(results.paths.root.glob(pattern)):
                 write_text(written.root / file.relative_to(results.paths.root), file.read_text(encoding="utf-8"))
-        pages, documents, built, _ = _build_pages(papers, results, judge, Path(folder) / "figures", with_html=False)
-        _write_pages(pages, documents, [*built, *passages], written)
-        outdated = []
-        for file in sorted(file for file in written.root.rglob("*") if file.is_file()):
-            name = file.relative_to(written.root).as_posix()
-            outdated += _compare_files(results.paths.root / name, file, name)
-        return outdated
+        pages, documents, built = _build_pages(papers, results, judge, Path(folder) / "figures")
+        _write_pages([report for report, _ in pages], documents, [*built, *passages], written)
+        files = sorted(file for file in written.root.rglob("*") if file.is_file())
+        names = [file.relative_to(written.root).as_posix() for file in files]
+        return [each for name in names for each in _compare_files(results.paths.root / name, written.root / name, name)]
 
 
-def _build_pages(
-    papers: Sequence[Paper], results: Results, judge: Judge, figures: Path, *, with_html: bool
-) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
-    """Judge, draw into `figures`, and build the pages, the further ones by file, the passages and the HTML."""
-
-    def build(results: Results, figures: Path) -> tuple[Pages, dict[str, str], list[Passage], str | None]:
-        figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-        pages, whole, documents, passages = [], [], {}, []
-        reports = [judge(paper, results) for paper in papers]
-        for report in reports:
-            paper = report.paper
-            for name, (_, draw) in list_drawings(report).items():
-                draw(figures / name)
-            page, runs = build_document(report, reports), build_runs(report, reports)
-            pages.append((report, page))
-            whole.append((report, [*page, *runs[1:]]))
-            if runs:
-                documents[paper.runs_page] = render_markdown(runs, _find_results(paper.runs_page))
-            for each in paper.documents:
-                further = read_page(each.text, report, paper.parts)
-                documents[each.file] = render_markdown(further, _find_results(each.file))
-            passages += build_passages(report)
-        documents[ERRATA_PAGE] = render_markdown(comparison.list_errata(reports), _find_results(ERRATA_PAGE))
-        passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
-        return pages, documents, passages, render_html(whole) if with_html else None
-
+def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
+    """What `_build` gives; a UserError names the record without which that succeeds, where there is one."""
     try:
-        return build(results, figures)
+        return _build(papers, results, judge, figures)
     except RECORD_ERRORS as error:
-        broken = find_broken_record(results, build)
-        if broken is None:
-            raise
-        reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
-        raise UserError(f"{broken.path}: {reason}") from error
+        for source in results.sources:
+            try:
+                with TemporaryDirectory() as others:
+                    _build(papers, results.without(source), judge, Path(others))
+            except RECORD_ERRORS:
+                continue
+            reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
+            raise UserError(f"{source.path}: {reason}") from error
+        raise
 
 
-def _write_pages(pages: Pages, documents: Mapping[str, str], passages: Iterable[Passage], paths: Paths) -> None:
-    """Write what Git keeps, but for pictures, into the checkout at `paths`."""
-    folder = paths.results
-    for report, page in pages:
+def _build(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
+    """Judge, draw into `figures`, and build the pages for a browser, those of Markdown by file, and the passages."""
+    figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
+    pages, documents, passages = [], {}, []
+    reports = [judge(paper, results) for paper in papers]
+    for report in reports:
         paper = report.paper
-        write_text(paths.root / paper.page, render_markdown(page, _find_results(paper.page)))
+        for name, (_, draw) in list_drawings(report).items():
+            draw(figures / name)
+        page, runs = build_document(report, reports), build_runs(report, reports)
+        pages.append((report, [*page, *runs[1:]]))
+        documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
+        documents |= {each.file: read_page(each.text, report, paper.parts) for each in paper.documents}
+        passages += build_passages(report)
+    documents[ERRATA_PAGE] = comparison.list_errata(reports)
+    passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
+    return pages, {file: render_markdown(page, _find_results(file)) for file, page in documents.items()}, passages
+
+
+def _write_pages(
+    reports: Iterable[Report], documents: Mapping[str, str], passages: Iterable[Passage], paths: Paths
+) -> None:
+    """Write what Git keeps, but for pictures, into the checkout at `paths`."""
+    for report in reports:
+        paper = report.paper
         file = "claims.json" if paper.primary else f"papers/{paper.id}.claims.json"
-        write_json(folder / file, export_json(paper.ledger.paper.version, report.all))
+        write_json(paths.results / file, export_json(paper.ledger.paper.version, report.all))
         if paper.primary:
-            write_csv(folder / "claims.csv", export_rows(report.all))
+            write_csv(paths.results / "claims.csv", export_rows(report.all))
     for name, text in documents.items():
         write_text(paths.root / name, text)
     for name, marker, text in passages:
@@ -152,10 +149,9 @@ def build_runs(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
 
 
 def _point_to_runs(report: Report) -> list[Block]:
-    if not build_runs(report):
-        return []
     what = Link("A page of their own", report.paper.runs_page)
-    return [(what, " has these runs, how their learning rates were chosen, and what the models see in pictures.")]
+    says = " has these runs, how their learning rates were chosen, and what the models see in pictures."
+    return [(what, says)] if build_runs(report) else []
 
 
 def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable]:
@@ -164,7 +160,9 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
     return {
         **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
-        "links": lambda report: link_pages([each.paper for each in reports or (report,)]),
+        # the `places` where the paper ablates, or what its numbers are `about`, in words
+        "find_words": lambda report, what: getattr(paper.ablations, what),
+        "links": lambda report: _link_pages(reports or (report,)),
         "settings": lambda report: report.named,
         "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
@@ -172,9 +170,9 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
     }
 
 
-def link_pages(papers: Iterable[Paper]) -> Line:
+def _link_pages(reports: Iterable[Report]) -> Line:
     """The links on top of each page: the front page, the page of each paper, the documentation."""
-    pages = {"README": "README.md"} | {paper.name: paper.page for paper in papers}
+    pages = {"README": "README.md"} | {each.paper.name: each.paper.page for each in reports}
     pages |= {"errata": ERRATA_PAGE, "one page for a browser": "results/report.html", "documentation": "docs/README.md"}
     return join([(Link(text, file),) for text, file in pages.items()], " · ")
 
@@ -192,15 +190,3 @@ def _find_results(file: str) -> str:
     """The way from a page, a file relative to the checkout, to results/."""
     inside = file.startswith("results/")
     return "../" * (file.count("/") - inside) + ("" if inside else "results/")
-
-
-def find_broken_record(results: Results, build: Callable[[Results, Path], object]) -> Source | None:
-    """The record without which `build(results, folder for figures)` succeeds; None where there is no such one."""
-    for source in results.sources:
-        try:
-            with TemporaryDirectory() as figures:
-                build(results.without(source), Path(figures))
-        except RECORD_ERRORS:
-            continue
-        return source
-    return None

@@ -12,6 +12,8 @@ from ..core.config import build, load_yaml
 from .document import Block
 from .ledger import Ledger, load_ledger
 
+ATTENTIONS = "unfused", "fused"  # of a baseline
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:

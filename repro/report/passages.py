@@ -31,10 +31,10 @@ def compare_without_learning(report: Report) -> list[Block]:
     for (stage, data, _), own in runs.items():
         labels = results.scores[stage]
         reference = own[0].metrics["without_learning"]
-        rows: list[list[Piece | Line]] = []
+        rows = []
         for source in own:
             m = source.metrics
-            counts = (number(count, ".0f") for count in (m["epochs"], len(m["by_seed"]), m["held_out_images"]))
+            counts = (number(count, ".0f") for count in (m["epochs"], source.most_seeds, m["held_out_images"]))
             scores = (format_scores(m, {key: ""}, 1) for key in labels)
             origin = describe_origin([source], report.named)
             rows.append([_name(source), name_first_weights(source), *counts, *scores, origin])
@@ -76,27 +76,22 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
         interval = find_score_interval(m, key) or [m[key]] * 2
         word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
-    parts = []
-    for word, names in said.items():
-        if names:
-            *others, last = names
-            parts.append(f"{word} in {' and '.join(filter(None, (', '.join(others), last)))}")
+    joined = ((word, " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))) for word, of in said.items())
+    parts = [f"{word} in {names}" for word, names in joined if names]
     return _name(source), f", against the method without learning: {'; '.join(parts)} ({describe_seeds([source])})."
 
 
 def _class_scores(sources: Sequence[Source]) -> list[Block]:
     """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
     key = "class_iou_percent"
-    found = {source.path: [run[key] for run in source.metrics["by_seed"] if key in run] for source in sources}
-    own = [(source, found[source.path]) for source in sources if found[source.path]]
-    if not own:
-        return []
-    names = [name for name in own[0][1][0] if not name.endswith("_reason")]
-    rows: list[list[Piece | Line]] = []
-    for source, runs in own:
+    found = [(source, [run[key] for run in source.metrics["by_seed"] if key in run]) for source in sources]
+    names: list[str] = []
+    rows = []
+    for source, runs in ((source, runs) for source, runs in found if runs):
+        names = names or [name for name in runs[0] if not name.endswith("_reason")]
         scores = [[run[name] for run in runs if isinstance(run.get(name), int | float)] for name in names]
         rows.append([_name(source), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])
-    return [table(["IoU (%) by class", *names], rows)]
+    return [table(["IoU (%) by class", *names], rows)] if rows else []
 
 
 def _name(source: Source) -> Piece:

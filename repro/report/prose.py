@@ -14,7 +14,7 @@ from typing import Any
 
 from .arithmetic import Number
 from .claims import Report
-from .document import Block, Bullets, Heading, Line, Section, plain, prose
+from .document import Block, Bullets, Heading, Line, Section, plain, prose, replace_matches
 from .expressions import Expression
 from .results import Missing
 from .verdicts import significant
@@ -76,13 +76,7 @@ class _Filler:
     def fill_line(self, text: str) -> Line:
         """A line of text, whose own line breaks are spaces."""
         text = re.sub(r"\s*\n\s*", " ", text)
-        line: list[Any] = []
-        place = 0
-        for match in _PLACEHOLDER.finditer(text):
-            line += prose(text[place : match.start()])
-            line += self._show(self._evaluate(match[1]), match[2])
-            place = match.end()
-        return tuple(piece for piece in (*line, *prose(text[place:])) if piece != "")
+        return replace_matches(_PLACEHOLDER, text, lambda it: self._show(self._evaluate(it[1]), it[2]), prose)
 
     def _evaluate(self, text: str) -> Any:
         return Expression.parse(text).evaluate(self._find_ours, self.functions)

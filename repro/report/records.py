@@ -18,8 +18,6 @@ from .document import show_interval
 
 Item = TypeVar("Item")
 Trained = TypeVar("Trained")  # has `most_seeds`
-
-
 VERIFIED_FILE = "verify.json"
 # how old a record is, as pages say it
 OLD = "made by older code"
@@ -56,11 +54,6 @@ class Source:
     cell: str | None = None
     age: str = ""  # empty where the code here gives the same numbers
     twins: tuple[Twin, ...] = ()
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the code here gives the same numbers."""
-        return not self.age
 
     @property
     def device(self) -> str:
@@ -108,11 +101,6 @@ class Source:
         """Whether it is of a variant that was trained at a rate of its own, which a search chose."""
         return OWN_RATES in PurePosixPath(self.path).parts
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether it records trainings, one for each seed."""
-        return "by_seed" in self.metrics
-
     def by_seed(self, key: str) -> dict[int, Any]:
         """Seed -> a number of its training."""
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
@@ -130,18 +118,22 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
         for name in ("metrics.json", "speed.json"):
             files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
             files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
-    for file in sorted(root.glob("measured/**/*.json")):
-        if not file.name.endswith(("run.json", DETAILS_FILE)):
-            files.append((file, None, None))
+    others = (
+        file for file in sorted(root.glob("measured/**/*.json")) if not file.name.endswith(("run.json", DETAILS_FILE))
+    )
+    files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
-    ages = {
-        name: {REPEATED: "", FOLLOWED: BEGUN_ALIKE}.get(why, OLD) for name, why in find_old(paths.root, records).items()
-    }
-    aged = [dataclasses.replace(source, age=ages.get(source.path, "")) for source in sources]
+    old, ages = find_old(paths.root, records), {None: "", REPEATED: "", FOLLOWED: BEGUN_ALIKE}
+    aged = [dataclasses.replace(source, age=ages.get(old.get(source.path), OLD)) for source in sources]
     verified = [source for source in aged if source.path.endswith(f"/{VERIFIED_FILE}")]
-    merged = group_by(aged, lambda source: _name_experiment(source) or source.path)
-    return [_merge(alike, verified) for alike in merged.values()]
+
+    def name_experiment(source: Source) -> Hashable:
+        """What records of one experiment on several machines have in common; the path of what is of one alone."""
+        name = find_shared_name(source.path, source.metrics)
+        return source.path if name is None else (name, source.recipe)
+
+    return [_merge(alike, verified) for alike in group_by(aged, name_experiment).values()]
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
@@ -159,44 +151,31 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
     return missing
 
 
-def _name_experiment(source: Source) -> tuple[str, Any] | None:
-    """What records of one experiment on several machines have in common; None for what is of one machine alone."""
-    name = find_shared_name(source.path, source.metrics)
-    return None if name is None else (name, source.recipe)
-
-
-def _merge(alike: Sequence[Source], verified: Iterable[Source]) -> Source:
+def _merge(alike: Sequence[Source], verified: Sequence[Source]) -> Source:
     """The one of some records of one experiment that stands for them, with what other machines made of it."""
-    first, *others = sorted(
-        alike, key=lambda source: (["", BEGUN_ALIKE, OLD].index(source.age), -source.most_seeds, source.path)
-    )
-    twins = [_compare(first, other, _find_scores(first, other)) for other in others]
-    for source in verified:
-        held, scores = first.metrics, source.metrics["scores"].get(first.folder)
+    ranks = "", BEGUN_ALIKE, OLD
+    first, *others = sorted(alike, key=lambda source: (ranks.index(source.age), -source.most_seeds, source.path))
+    made = [(other, _compare_scores(first, other)) for other in others]
+    cpus = [(source.identity.get("machine") or {}).get("cpu") for source in (first, *verified)]
+    for source, cpu in zip(verified, cpus[1:], strict=True):
+        held, scores = first.metrics, source.metrics["scores"].get(first.folder, {})
         is_alike = source.metrics["params_hash"].get(first.folder) == first.identity.get("params_hash")
-        if scores is not None and is_alike and not _is_same_machine(first, source):
-            twins.append(_compare(first, source, {name: (held[name], scores[name]) for name in scores if name in held}))
-    return dataclasses.replace(first, twins=tuple(twin for twin in twins if twin.differences)) if twins else first
+        if is_alike and cpu != cpus[0]:
+            made.append((source, {name: scores[name] - held[name] for name in scores if name in held}))
+    twins = [Twin(other.device, not other.age, differences) for other, differences in made if differences]
+    return dataclasses.replace(first, twins=tuple(twins)) if twins else first
 
 
-def _find_scores(first: Source, other: Source) -> dict[str, tuple[float, float]]:
-    """Score -> (the mean over the seeds that both records have, the same of the other); none for a search."""
+def _compare_scores(first: Source, other: Source) -> dict[str, float]:
+    """Score -> the mean of the other record minus that of the first, over the seeds of both; none for a search."""
     found = {}
-    for name in first.metrics["by_seed"][0] if first.is_trained else ():
+    for name in first.metrics["by_seed"][0] if first.most_seeds else ():
         if f"{name.removesuffix('_percent')}_ci95_percent" in first.metrics:  # a score, also of one seed
             ours, theirs = first.by_seed(name), other.by_seed(name)
             if seeds := ours.keys() & theirs.keys():
-                found[name] = tuple(statistics.mean(each[seed] for seed in seeds) for each in (ours, theirs))
+                means = [statistics.mean(each[seed] for seed in seeds) for each in (theirs, ours)]
+                found[name] = means[0] - means[1]
     return found
-
-
-def _compare(first: Source, other: Source, scores: Mapping[str, tuple[float, float]]) -> Twin:
-    return Twin(other.device, other.is_fresh, {name: theirs - ours for name, (ours, theirs) in scores.items()})
-
-
-def _is_same_machine(first: Source, other: Source) -> bool:
-    machines = [(source.identity.get("machine") or {}).get("cpu") for source in (first, other)]
-    return machines[0] == machines[1]
 
 
 def describe_twins(sources: Iterable[Source]) -> str:
@@ -263,8 +242,12 @@ def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, d
 
 def average_curves(curves: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     """Epoch -> the mean over the seeds, for the epochs that all of them have."""
-    epochs = sorted(set.intersection(*map(set, curves.values()))) if curves else ()
-    return {epoch: statistics.mean(points[epoch] for points in curves.values()) for epoch in epochs}
+    return {epoch: statistics.mean(points[epoch] for points in curves.values()) for epoch in find_common(curves)}
+
+
+def find_common(values: Mapping[Any, Mapping[int, Any]]) -> list[int]:
+    """The seeds or epochs that all of some curves or variants have, in order."""
+    return sorted(set.intersection(*map(set, values.values()))) if values else []
 
 
 def name_keys(value: Any, where: str) -> Any:

@@ -91,22 +91,18 @@ def describe_scores(scores: list[Score], commit: str) -> list[str]:
         if score.made is None:
             lines.append(f"{known}: missing here")
             continue
-        if score.interval is None:
-            judged = "one seed, no interval"
-        else:
-            low, high = score.interval
-            judged = f"{'beyond' if score.has_left else 'within'} chance, {low:.2f} to {high:.2f}"
+        judged = "one seed, no interval"
+        if score.interval is not None:
+            judged = "{} chance, {:.2f} to {:.2f}".format("beyond" if score.has_left else "within", *score.interval)
         lines.append(f"{known} -> {score.made:.2f} ({score.made - score.held:+.2f}), {judged}")
     return lines
 
 
 def _find_interval(name: str, metrics: Mapping[str, Any]) -> tuple[float, float] | None:
-    if name not in metrics:
-        return None
-    if interval := find_score_interval(metrics, name):
-        return interval
-    is_share = name.startswith("top") and len(metrics["seeds"]) == 1
-    return share_interval(metrics[name], metrics["held_out_images"]) if is_share else None
+    interval = find_score_interval(metrics, name) if name in metrics else None
+    if interval is None and name in metrics and name.startswith("top") and len(metrics["seeds"]) == 1:
+        return share_interval(metrics[name], metrics["held_out_images"])
+    return interval
 
 
 def _git(root: Path, *arguments: str) -> str:

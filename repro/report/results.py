@@ -2,9 +2,10 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
@@ -12,10 +13,8 @@ from ..core.freshness import hash_row
 from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
-from .drawn import find_drawn
 from .paper import Paper
 from .records import OLD, Missing, Source, check_mapping, name_keys, read_sources
-from .trainings import Training
 
 
 class Benchmark(NamedTuple):
@@ -34,6 +33,8 @@ BENCHMARKS = {
 }
 PROFILE = "profiles/paper.yaml"
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
+# of published scores of drawn pictures: how many are drawn, and what they are compared with
+DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
 # of two rows that measure the same, the one of the first backend counts, then a quiet one
@@ -57,6 +58,55 @@ class SpeedGroup:
         """The group of a row, or of what a sweep concludes about rows."""
         mode = f"{row['mode']}, compiled" if row.get("compile") else row["mode"]
         return cls(device, row["batch_size"], row["dtype"], mode)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training must have been; None where any will do.
+
+    `mesa`: whether the moving average of the weights taught the model. `frozen`: whether a linearization left the
+    weights of its softmax model as they are.
+    """
+
+    image_size: int | None = None
+    epochs: int | None = None
+    mesa: bool | None = None
+    frozen: bool | None = None
+
+    @classmethod
+    def parse(cls, asked: Sequence[int | str]) -> Self:
+        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or
+        `linearized, frozen`; another one is a `ValueError`.
+        """
+        found: dict[str, Any] = {}
+        for each in asked:
+            if isinstance(each, int):
+                found["image_size"] = each
+            elif match := re.fullmatch(r"(\d+) epochs", each):
+                found["epochs"] = int(match[1])
+            elif each in ("MESA", "no MESA"):
+                found["mesa"] = each == "MESA"
+            elif each in ("linearized", "linearized, frozen"):
+                found["frozen"] = each != "linearized"
+            else:
+                words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
+                raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
+        return cls(**found)
+
+    @property
+    def is_of_recipe(self) -> bool:
+        """Whether more is asked than an evaluation of a file of weights can say."""
+        return any(each is not None for each in (self.epochs, self.mesa, self.frozen))
+
+    def fits(self, about: Mapping[str, Any]) -> bool:
+        """Whether a record of trainings, or a cell, is of such a training; `mesa` and `freeze` are there where used."""
+        if self.epochs is not None and about.get("epochs") != self.epochs:
+            return False
+        if self.mesa is not None and bool(about.get("mesa")) != self.mesa:
+            return False
+        if self.frozen is not None and (about.get("init") is None or bool(about.get("freeze")) != self.frozen):
+            return False
+        return self.image_size is None or about.get("image_size", self.image_size) == self.image_size
 
 
 class Results:
@@ -132,11 +182,11 @@ class Results:
             "macs_saved_percent": partial(self._read, "complexity", "counted", "saved_at_1280_percent"),
             "complexity": partial(self._read, "complexity", "counted"),
             "accuracy": self._score,
-            "drawn": partial(find_drawn, self),
+            "drawn": self._drawn,
             "raised_percent": self._raised,
             "images": self._images,
             "profile": self._profile,
-            "profile_setting": self._profile_setting,
+            "profile_setting": lambda section, key: self._state(f" does not state {section}.{key}", section, key),
             "expected": self._expected,
             "theory": partial(self._read, "theory", "computed", "theorems"),
             "operator": self._operator,
@@ -243,7 +293,7 @@ class Results:
         record = source.metrics
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
             return False
-        if not source.is_trained:  # a training evaluates in fp32, `repro evaluate` in what it is told
+        if not source.most_seeds:  # a training evaluates in fp32, `repro evaluate` in what it is told
             fits = dataclasses.replace(training, epochs=None, mesa=None, frozen=None).fits(record)
             return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training; and other first weights are another experiment
@@ -293,34 +343,54 @@ class Results:
                 return name
         return None
 
-    def _state(self, *path: str) -> Any:
-        """What profiles/paper.yaml states at a key path; None where it states nothing."""
+    def _state(self, absent: str, *path: str | None) -> Any:
+        """What profiles/paper.yaml states at a key path; `Missing` where it states nothing, for a reason in words."""
         value: Any = self.paper_profile
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            self.used.add(PROFILE)
+        if value is None:
+            raise Missing(f"{PROFILE}{absent}", "repro profile show paper")
+        self.used.add(PROFILE)
         return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        cell, command = self.find_cell(section, model, kind), "repro profile show paper"
-        if cell is None:
-            raise Missing(f"{PROFILE} has no {section} cell for it", command)
-        if (value := self._state(section, cell, *key.split("."))) is None:
-            raise Missing(f"{PROFILE}: {section}.{cell} does not state {key}, so the code's default holds", command)
+        cell, absent = self.find_cell(section, model, kind), f" has no {section} cell for it"
+        if cell is not None:
+            absent = f": {section}.{cell} does not state {key}, so the code's default holds"
+        value = self._state(absent, section, cell, *key.split("."))
         # of several sizes in training, evaluation takes the last
         return value[-1] if isinstance(value, list) else value
 
-    def _profile_setting(self, section: str, key: str) -> float:
-        if (value := self._state(section, key)) is None:
-            raise Missing(f"{PROFILE} does not state {section}.{key}", "repro profile show paper")
-        return value
-
     def _expected(self, kind: str, split: str) -> int:
-        for name, cell in (self.paper_profile.get("prepare_data") or {}).items():
-            if cell.get("kind") == kind and (value := self._state("prepare_data", name, "expected", split)) is not None:
-                return value
-        raise Missing(f"{PROFILE} has no data set of kind {kind}", "repro profile show paper")
+        prepared = self.paper_profile.get("prepare_data") or {}
+        of_kind = (name for name, cell in prepared.items() if cell.get("kind") == kind)
+        name = next((each for each in of_kind if split in (prepared[each].get("expected") or {})), None)
+        return self._state(f" has no data set of kind {kind}", "prepare_data", name, "expected", split)
+
+    def _drawn(self, model: str, key: str) -> float:
+        """A score against ADM's reference batch, of pictures by weights of a whole training by the profile's cell."""
+        cell = self.find_cell("generate", model, "latents")
+        if cell is None:
+            raise Missing(f"{PROFILE} has no generate cell for it", "none")
+        asked = self.paper_profile["generate"][cell]
+        about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
+        about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
+        about |= {"split": "val", "held_out_images": BENCHMARKS["imagenet"].val_images}
+        alike = (source for source in self.score_sources if about.items() <= source.metrics.items())
+        own = (source for source in alike if self.model_key(source.metrics, source.path) == model)
+        trained = {run["weights_hash"] for source in own for run in source.metrics.get("by_seed", ())}
+        drawn = {"protocol": REFERENCE, "samples": DRAWN, "image_size": 256, "sampling": asked["sampling"]}
+        for source in self.sources:
+            m = source.metrics
+            is_alike = all(m.get(name) == value for name, value in drawn.items()) and m.get(key) is not None
+            if is_alike and m["weights_hash"] in trained and len(m["classes"]) == about["classes"]:
+                self.used.add(source.path)
+                return m[key]
+        files = "--vae DECODER --inception inception-2015-12-05.pt"
+        draw = f"repro generate --weights WEIGHTS --samples {DRAWN} {files} --data {REFERENCE}"
+        why = f"no {DRAWN:,} pictures by a whole training were scored against ADM's reference batch"
+        train = f"repro profile use paper && repro generate --cell {cell}"
+        raise Missing(f"{why}; others are never compared", f"{train} && {draw}")
 
     def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Mapping[str, Any]:
         """The row that gives a field; `Missing` where none may."""

@@ -14,7 +14,7 @@ from .document import Block, Heading, Picture, Piece, Table, code, number, stron
 from .ledger import Column, Ledger
 from .ordering import MOST_SEEDS, TOP1, Ordering, judge_ordering
 from .paper import Drawings, VariantTable
-from .records import Source, describe_age, describe_seeds, describe_twins, group_by, read_curves
+from .records import Source, describe_age, describe_seeds, describe_twins, group_by, keep_best, read_curves
 from .results import Missing, Results
 
 
@@ -71,19 +71,20 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
 
     A variant that several records of a group hold is taken from the one with the most seeds.
     """
-    trained: list[tuple[str, tuple, Source]] = []
-    for source in results.sources:
+
+    def name_recipe(source: Source) -> tuple:
         m = source.metrics
-        if source.is_trained and TOP1 in m and (name := find_variant(results, variants, m)):
-            unchanged = {key: str(value) for key, value in m["options"].items() if key not in variants.changed}
-            rest = tuple(sorted(unchanged.items()))
-            trained.append((name, (source.stage is None, m["data"], m["model"], rest, _hash_recipe(source)), source))
+        unchanged = {key: str(value) for key, value in m["options"].items() if key not in variants.changed}
+        return source.stage is None, m["data"], m["model"], tuple(sorted(unchanged.items())), _hash_recipe(source)
+
+    classifiers = [each for each in results.sources if each.most_seeds and TOP1 in each.metrics]
+    names = {each.path: find_variant(results, variants, each.metrics) for each in classifiers}
+    trained = [each for each in classifiers if names[each.path]]
     has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
     speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
     groups = []
-    for alike in group_by(trained, lambda each: each[1]).values():
-        best = [max(own, key=lambda each: each[2].most_seeds) for own in group_by(alike, lambda each: each[0]).values()]
-        members = {name: source for name, _, source in best}
+    for alike in group_by(trained, name_recipe).values():
+        members = {names[each.path]: each for each in keep_best(alike, lambda each: names[each.path])}
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
         groups.append(Group(variants=ordered, speeds=measured, paths=results.paths))
@@ -146,11 +147,6 @@ def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]
     tables = report.paper.compared
     pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
-
-
-def find_words(report: Report, what: str) -> str:
-    """The `places` where the paper ablates, or what its numbers are `about`, in words."""
-    return getattr(report.paper.ablations, what)
 
 
 def list_ablations(report: Report) -> list[Block]:
@@ -281,10 +277,8 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
         theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        needed: Piece = "–"
-        if not pair.is_learnt:
-            needed = "– (at chance)"
-        elif not pair.side:
+        needed: Piece = "–" if pair.is_learnt else "– (at chance)"
+        if pair.is_learnt and not pair.side:
             needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
         rows.append([f"{pair.better} > {pair.worse}", theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

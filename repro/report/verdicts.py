@@ -12,50 +12,39 @@ from .document import Line, Mark, Piece, number
 from .ledger import Entry
 from .results import SpeedGroup
 
+# word of a status -> a sentence for the legend
+_MEANINGS = {
+    "matched": "ours, rounded to the paper's printed digits, is the paper's number",
+    "matched, truncated": "ours is the paper's number when its further digits are cut off",
+    "fitted": "ours agrees by a convention that was fitted to such rows, so that it is no evidence",
+    "declared": "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
+    "differs, explained": "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
+    "differs, unexplained": "ours is another number, and nobody has shown why",
+    "paper inconsistent": "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
+    "not measurable as described": "nobody can have measured this under the conditions that the paper names; the page lists the computation",
+    "not measured": "we have no number under the paper's conditions, and the page lists reasons and commands",
+    "out of scope": "it needs a model of another field than vision, which this project does not build",
+}
+
 
 class Status(enum.StrEnum):
-    """A status of an entry: its word as claims.csv has it; with its mark in a table, and a sentence for the legend."""
+    """A status of an entry: its word as claims.csv has it, with its mark in a table, and what it means."""
 
-    MATCHED = ("✓", "matched", "ours, rounded to the paper's printed digits, is the paper's number")
-    TRUNCATED = ("✓", "matched, truncated", "ours is the paper's number when its further digits are cut off")
-    FITTED = ("≈", "fitted", "ours agrees by a convention that was fitted to such rows, so that it is no evidence")
-    DECLARED = (
-        "≈",
-        "declared",
-        "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
-    )
-    EXPLAINED = (
-        "≠ᵉ",
-        "differs, explained",
-        "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
-    )
-    UNEXPLAINED = ("≠", "differs, unexplained", "ours is another number, and nobody has shown why")
-    INCONSISTENT = (
-        "⚠",
-        "paper inconsistent",
-        "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
-    )
-    NOT_MEASURABLE = (
-        "–",
-        "not measurable as described",
-        "nobody can have measured this under the conditions that the paper names; the page lists the computation",
-    )
-    NOT_MEASURED = (
-        "–",
-        "not measured",
-        "we have no number under the paper's conditions, and the page lists reasons and commands",
-    )
-    OUT_OF_SCOPE = (
-        "○",
-        "out of scope",
-        "it needs a model of another field than vision, which this project does not build",
-    )
+    MATCHED = "matched", "✓"
+    TRUNCATED = "matched, truncated", "✓"
+    FITTED = "fitted", "≈"
+    DECLARED = "declared", "≈"
+    EXPLAINED = "differs, explained", "≠ᵉ"
+    UNEXPLAINED = "differs, unexplained", "≠"
+    INCONSISTENT = "paper inconsistent", "⚠"
+    NOT_MEASURABLE = "not measurable as described", "–"
+    NOT_MEASURED = "not measured", "–"
+    OUT_OF_SCOPE = "out of scope", "○"
 
-    def __new__(cls, text: str, word: str, means: str) -> Self:
+    def __new__(cls, word: str, mark: str) -> Self:
         status = str.__new__(cls, word)
         status._value_ = word
-        status.mark = Mark(text, word)
-        status.means = means
+        status.mark, status.means = Mark(mark, word), _MEANINGS[word]
         return status
 
 
@@ -103,14 +92,7 @@ class Elsewhere:
         """`value` in words."""
         return self._format(self.value, self.ends)
 
-    @property
-    def found_fused(self) -> str:
-        """`fused` in words."""
-        return self._format(self.fused, self.fused_ends)
-
-    def _format(self, value: float | bool | str | None, ends: tuple[float, float] | None) -> str:
-        if value is None:
-            return "–"
+    def _format(self, value: float | bool | str, ends: tuple[float, float] | None) -> str:
         if isinstance(value, bool | str):
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
@@ -119,7 +101,8 @@ class Elsewhere:
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
 
     def __str__(self) -> str:
-        fused = "" if self.fused is None else f"; against fused {self.baseline} {self.found_fused}"
+        found = "" if self.fused is None else self._format(self.fused, self.fused_ends)
+        fused = f"; against fused {self.baseline} {found}" if found else ""
         return f"{self.found} ({self.group}{fused})"
 
 

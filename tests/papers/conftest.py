@@ -9,8 +9,8 @@ from typing import Any
 
 from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
+from repro.planning.planner import demands
 from repro.report.claims import Report
-from repro.report.demands import demands
 from repro.report.paper import Paper
 from repro.report.results import Results
 from tests.report.conftest import JUDGE, SCORES, Checkout, checkout, paper

@@ -17,7 +17,7 @@ from repro.core.runtime import RUN_BEGAN
 from repro.papers import load_papers
 from repro.report.answer import answer_blocks, judge_question, readme_blocks, verdict_blocks
 from repro.report.claims import Report, judge_paper
-from repro.report.contest import find_all_speeds, find_speeds
+from repro.report.gallery import find_all_speeds, find_speeds
 from repro.report.markdown import render_blocks
 from repro.report.pages import build_passages
 from repro.report.results import Results

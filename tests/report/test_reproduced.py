@@ -75,7 +75,7 @@ def train(checkout, machine, *top1, **more):
 
 
 def list_twins(checkout):
-    sources = [source for source in read_sources(checkout.paths, ["pretrain"]) if source.is_trained]
+    sources = [source for source in read_sources(checkout.paths, ["pretrain"]) if source.most_seeds]
     return {source.path.split("/")[2]: [twin.differences for twin in source.twins] for source in sources}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.report.trainings import Training
+from repro.report.results import Training
 
 MESA = {"weight": 1.0}
 INIT = {"weights": "results/pretrain/teacher/weights.safetensors"}

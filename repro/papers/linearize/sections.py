@@ -20,7 +20,7 @@ def list_students(report: Report) -> list[Block]:
     """For each softmax model the accuracies of its students, best first; then the same models from random weights."""
     sources = report.results.sources
     found = report.results.require(
-        lambda each: each.is_trained and UNTRAINED in each.metrics and each.metrics.get("init"),
+        lambda each: each.most_seeds and UNTRAINED in each.metrics and each.metrics.get("init"),
         "no model is linearised yet",
         "repro linearize --cell t5_nano_digits",
     )
@@ -49,7 +49,7 @@ def list_students(report: Report) -> list[Block]:
 def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list[Source]:
     """The trainings of the students' models from random weights on the same data, the shortest first."""
     shared = {(each.metrics["model"], each.metrics["data"]) for each in students}
-    trained = (each for each in sources if each.is_trained and not each.metrics.get("init"))
+    trained = (each for each in sources if each.most_seeds and not each.metrics.get("init"))
     found = (each for each in trained if (each.metrics.get("model"), each.metrics.get("data")) in shared)
     return sorted(found, key=lambda each: each.metrics["steps"])
 
@@ -138,7 +138,7 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
 def weigh_inheritance(report: Report) -> list[Block]:
     """How far a student is from its model from random weights, a line for each such training over several seeds."""
     sources = report.results.sources
-    students = [each for each in sources if each.is_trained and UNTRAINED in each.metrics and each.most_seeds > 1]
+    students = [each for each in sources if each.most_seeds > 1 and UNTRAINED in each.metrics]
     lines: list[Line] = []
     for source in _find_scratch(students, sources):
         for student, pair in _compare_scratch(source, students):

@@ -10,7 +10,7 @@ from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
 from ...report.gallery import describe_origin, find_pictures
 from ...report.ordering import compare_pairs
-from ...report.records import Source, average_curves, describe_seeds, group_by, keep_best, show_mean
+from ...report.records import Source, average_curves, describe_seeds, find_common, group_by, keep_best, show_mean
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants
@@ -88,7 +88,7 @@ def list_denoisers(report: Report) -> list[Block]:
         "measured on": lambda source: describe_origin([source], report.named),
     }
     trained = report.results.require(
-        lambda source: source.is_trained and HELD_OUT in source.metrics,
+        lambda source: source.most_seeds and HELD_OUT in source.metrics,
         "no denoiser is trained yet",
         "repro generate --cell dit3_nano_digits --seeds 3",
     )
@@ -134,4 +134,4 @@ def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> Li
     if pair.interval is None:
         return *said, f": the loss is lower by {shown}; one seed has no interval, and another may say otherwise."
     word = "the loss is lower by" if pair.side > 0 else "the losses are not separated; they differ by"
-    return *said, f": {word} {shown} over {len(set.intersection(*map(set, losses.values())))} seeds."
+    return *said, f": {word} {shown} over {len(find_common(losses))} seeds."
