@@ -21,7 +21,7 @@ Trained = TypeVar("Trained")  # has `most_seeds`
 VERIFIED_FILE = "verify.json"
 # how old a record is, as pages say it
 OLD = "made by older code"
-BEGUN_ALIKE = "made by older code, whose first epochs the present code repeats"
+BEGUN_ALIKE = "made by older code, its first epochs repeated"
 
 
 class Missing(Exception):
