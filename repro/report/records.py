@@ -109,8 +109,8 @@ class Source:
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
 
-    Of trainings that several machines ran, one record stands for all: a fresh one, then one that the code here follows,
-    then one with the most seeds.
+    Of trainings that several machines ran, one record stands for all: one that the code here made or begins alike, with
+    the most seeds.
     """
     root = paths.results
     files = []
@@ -153,8 +153,7 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
 
 def _merge(alike: Sequence[Source], verified: Sequence[Source]) -> Source:
     """The one of some records of one experiment that stands for them, with what other machines made of it."""
-    ranks = "", BEGUN_ALIKE, OLD
-    first, *others = sorted(alike, key=lambda source: (ranks.index(source.age), -source.most_seeds, source.path))
+    first, *others = sorted(alike, key=lambda each: (each.age == OLD, -each.most_seeds, each.age, each.path))
     made = [(other, _compare_scores(first, other)) for other in others]
     cpus = [(source.identity.get("machine") or {}).get("cpu") for source in (first, *verified)]
     for source, cpu in zip(verified, cpus[1:], strict=True):
