@@ -7,7 +7,7 @@ from PIL import Image
 
 from repro.papers import load_primary
 from repro.report.gallery import describe_origin
-from repro.report.records import find_missing_records
+from repro.report.records import BEGUN_ALIKE, find_missing_records
 
 from .conftest import visualized
 
@@ -95,3 +95,24 @@ def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
     assert describe() == ""
     assert describe(a="of other files") == "; 1 of 2 made by older code"
     assert describe(b="of other files") == "; made by older code"
+
+
+def test_many_seeds_that_the_present_code_begins_alike_stand_before_one_new_seed(checkout):
+    many, one = (f"measured/{device}/pretrain/a" for device in ("old", "new"))
+    shared = {"held_out_images": 8, "top1_ci95_percent": [80.0, 95.0]}
+    checkout.train(many, "vittt_nano_patch16_144", "digits", top1=(90.0, 80.0), **shared)
+    checkout.train(one, "vittt_nano_patch16_144", "digits", top1=90.0, **shared)
+    file = checkout.paths.results / many / "metrics.json"
+    record = json.loads(file.read_text())
+    present, record["identity"]["number_hash"] = record["identity"]["number_hash"], "of other files"
+    record["metrics"]["by_seed"][0]["weights_hash"] = "w"
+    file.write_text(json.dumps(record))
+
+    def find_standing():
+        return [(source.path.split("/")[2], source.age) for source in checkout.results().sources if source.most_seeds]
+
+    assert find_standing() == [("new", "")]
+    followed = {"first_epochs": {"w": {"number_hash": present, "follows": True}}}
+    begun = {"metrics": followed, "identity": {"device": "cpu"}}
+    checkout.write("results/measured/new/first_epochs.json", json.dumps(begun))
+    assert find_standing() == [("old", BEGUN_ALIKE)]
