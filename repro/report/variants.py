@@ -93,10 +93,10 @@ def find_groups(results: Results, variants: Any) -> list[Group]:
 
 def _hash_recipe(source: Source) -> str:
     """What is the same for records that were trained alike: with rates of their own, the rest of their recipes."""
-    if not source.has_own_rate:
+    if source.recipe is None:
         return source.metrics["recipe_hash"]
-    recipe = json.loads(source.recipe or "{}")
-    return json.dumps({name: value for name, value in recipe.items() if name not in ("learning_rate", "options")})
+    varied = {"options", "learning_rate"} if source.has_own_rate else {"options"}
+    return json.dumps({name: value for name, value in json.loads(source.recipe).items() if name not in varied})
 
 
 def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) -> str | None:
