@@ -109,7 +109,8 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         identity, metrics = record["identity"], record["metrics"]
         if "code_hash" not in identity:  # that of the machine itself
             entries = metrics.get(FIRST_EPOCHS, {}) if isinstance(metrics, Mapping) else {}
-            followed |= {(weights, entry["number_hash"]) for weights, entry in entries.items() if entry["follows"]}
+            found = entries.values()
+            followed |= {(entry["weights_hash"], entry["number_hash"]) for entry in found if entry["follows"]}
             continue
         modules = tuple(identity.get("code_modules") or ())
         if not modules or "number_hash" not in identity:

@@ -72,8 +72,8 @@ def follow_records(
 ) -> Iterator[str]:
     """Compare the first epochs of recorded trainings with those of the code here; yield a line for each.
 
-    What is found goes to results/measured/<device>/first_epochs.json as it comes, by the hash of the weights that the
-    record names; what is there of the present code is not trained again.
+    What is found goes to results/measured/<device>/first_epochs.json as it comes, by the record's name; what is there of
+    its weights and the present code is not trained again.
 
     Args:
         names: the records, relative to the checkout; those of no training are left out.
@@ -92,21 +92,22 @@ def follow_records(
         if cell is None:
             continue
         identity, metrics = (read_record(paths.root / name)[part] for part in ("identity", "metrics"))
-        number_hash, seed = hash_number(paths.root, identity["code_modules"]), metrics["by_seed"][0]
-        if found.get(seed["weights_hash"], {}).get("number_hash") != number_hash:
+        first, now = metrics["by_seed"][0], {"number_hash": hash_number(paths.root, identity["code_modules"])}
+        now["weights_hash"] = first["weights_hash"]
+        if not now.items() <= found.get(name, {}).items():
             try:
-                job = build_job(cell, seed["seed"])
+                job = build_job(cell, first["seed"])
                 with contextlib.closing(job):
-                    entry, place = _follow(job, identity, seed["seed"]), find_place(job)
+                    entry, place = _follow(job, identity, first["seed"]), find_place(job)
             except (UserError, RunError) as error:
                 yield f"{name}: {error}"
                 continue
-            found[seed["weights_hash"]] = {"record": name, "number_hash": number_hash, **entry}
+            found[name] = now | entry
             about = make_identity(paths.root, identity["code_modules"], cell.params, **place)
             # no code makes it old: each entry names its own
             about = {key: value for key, value in about.items() if key not in _OF_CODE}
             write_record(file.parent, {FIRST_EPOCHS: found}, about, 0.0, name=FIRST_EPOCHS)
-        entry = found[seed["weights_hash"]]
+        entry = found[name]
         means = (f"{mean} {entry[f'recorded_{mean}']:.6f} -> {entry[mean]:.6f}" for mean in MEANS)
         verdict = "" if entry["follows"] else ", which does not tell it from others"
         yield f"{name}: epoch {entry['epoch']}, {', '.join(means)}{verdict}"

@@ -103,9 +103,9 @@ def test_old_records_and_why(tmp_path):
         "begun": {
             "metrics": {
                 "first_epochs": {
-                    "w11": {"number_hash": now, "follows": True},
-                    "w12": {"number_hash": "1", "follows": True},
-                    "w13": {"number_hash": now, "follows": False},
+                    "of w11": {"weights_hash": "w11", "number_hash": now, "follows": True},
+                    "of w12": {"weights_hash": "w12", "number_hash": "1", "follows": True},
+                    "of w13": {"weights_hash": "w13", "number_hash": now, "follows": False},
                 }
             },
             "identity": {},

@@ -112,7 +112,7 @@ def test_many_seeds_that_the_present_code_begins_alike_stand_before_one_new_seed
         return [(source.path.split("/")[2], source.age) for source in checkout.results().sources if source.most_seeds]
 
     assert find_standing() == [("new", "")]
-    followed = {"first_epochs": {"w": {"number_hash": present, "follows": True}}}
+    followed = {"first_epochs": {"of w": {"weights_hash": "w", "number_hash": present, "follows": True}}}
     begun = {"metrics": followed, "identity": {"device": "cpu"}}
     checkout.write("results/measured/new/first_epochs.json", json.dumps(begun))
     assert find_standing() == [("old", BEGUN_ALIKE)]
