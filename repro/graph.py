@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .core.config import load_section, load_sections, load_yaml
 from .core.errors import RunError, UserError
-from .core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, REPEATED, find_old
+from .core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, find_old
 from .core.hashing import hash_sources, import_closure, short_hash
 from .core.paths import Paths
 from .core.record import DETAILS_FILE, read_record, write_json
@@ -148,7 +148,7 @@ def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
         content = {} if file.name == DETAILS_FILE else read_record(file)
         if isinstance(content, dict) and isinstance(content.get("identity"), dict):
             records[file.relative_to(paths.root).as_posix()] = {"metrics": None, **content}
-    found: dict[str, list[OldRecord]] = {why: [] for why in (OTHER_CODE, FOLLOWED, REPEATED, RENEWED, OLDER_VERSION)}
+    found: dict[str, list[OldRecord]] = {why: [] for why in (OTHER_CODE, FOLLOWED, RENEWED, OLDER_VERSION)}
     for name, why in find_old(paths.root, records).items():
         found[why].append(OldRecord(name, records[name]["identity"].get("command")))
     return {why: listed for why, listed in found.items() if listed}

@@ -19,8 +19,8 @@ def command(
     """Show each stage and cell: fresh, stale, missing or interrupted, the command to run next, and the records that
     older code made.
 
-    A record is fresh while the files that its numbers depend on are as they were, or while the
-    present code repeats it, here or on another machine, whole or its first epochs.
+    A record is stale when the files that its numbers depend on have changed, unless the present code has made it again
+    on another machine, or begins its training alike.
     """
     from repro.core.freshness import STALE
     from repro.core.paths import describe_missing_results, find_root

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from repro.core.errors import RunError
+from repro.core.errors import RunError, UserError
 from repro.core.paths import find_root
 
 from . import Stage, load_stages
@@ -31,6 +31,8 @@ def command(
     no more.
     """
     if first_epochs:
+        if save or commit != "HEAD":
+            raise UserError("verify: --first-epochs goes alone; leave --commit and --save out")
         _follow_records()
         return
     from repro.core.runtime import load_runtime

@@ -13,7 +13,6 @@ from .hashing import hash_sources, import_closure
 
 # why a record is old
 OTHER_CODE = "made by older code"
-REPEATED = "made by older code, of which the code here has trained a seed again to the same weights, bit by bit"
 OLDER_VERSION = "made by an older version, which does not name the code of its numbers"
 RENEWED = "made by older code, and renewed by the code here on another machine"
 FOLLOWED = "made by older code, whose first epochs the code here trains again alike"
@@ -94,15 +93,12 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     """Name -> why it is old, for the old ones of some records, {metrics, identity}; what has no code hash is no record.
 
     A record is old where the files that its numbers depend on have another content now, or where it does not name them.
-    If a record that is not old has a training with the same weights, then the change of code did not change that
-    training, and the old one is `REPEATED`. If a record of another machine with the same shared name, see
-    `find_shared_name`, and with as many seeds is not old, the old one is `RENEWED`. If the code here was found to begin
-    its training alike, it is `FOLLOWED`.
+    An old record is `RENEWED` where another machine's with the same shared name, see `find_shared_name`, and as many seeds
+    is not old; and `FOLLOWED` where the code here was found to begin its training alike.
     """
     now: dict[tuple[str, ...], str] = {}
     old: dict[str, str] = {}
-    present: set[str] = set()  # the weights of seeds that the code here trained
-    seeds: dict[str | None, int] = {}  # shared name -> the most seeds of a record that is not old
+    seeds: dict[str, int] = {}  # shared name -> the most seeds of a record that is not old
     followed: set[tuple[str, str]] = set()  # the weights of a training, and the hash of the code that begins it alike
     shared = {name: find_shared_name(name, record["metrics"]) for name, record in records.items()}
     for name, record in records.items():
@@ -119,19 +115,17 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         if modules not in now:
             now[modules] = hash_number(root, modules)
         if identity["number_hash"] == now[modules]:
-            present |= _list_weights(metrics)
-            seeds[shared[name]] = max(seeds.get(shared[name], 0), len(_list_seeds(metrics)))
+            if (experiment := shared[name]) is not None:
+                seeds[experiment] = max(seeds.get(experiment, 0), len(_list_seeds(metrics)))
         else:
             old[name] = OTHER_CODE
 
     def explain(name: str, why: str) -> str:
-        metrics, code = records[name]["metrics"], now.get(tuple(records[name]["identity"].get("code_modules") or ()))
-        weights, experiment = _list_weights(metrics), shared[name]
-        if weights & present:
-            return REPEATED
-        if experiment in seeds and experiment is not None and seeds[experiment] >= len(_list_seeds(metrics)):
+        runs, identity = _list_seeds(records[name]["metrics"]), records[name]["identity"]
+        if seeds.get(shared[name], -1) >= len(runs):
             return RENEWED
-        return FOLLOWED if any((each, code) in followed for each in weights) else why
+        code = now.get(tuple(identity.get("code_modules") or ()))
+        return FOLLOWED if any((run.get("weights_hash"), code) in followed for run in runs) else why
 
     return {name: explain(name, why) for name, why in old.items()}
 
@@ -151,8 +145,3 @@ def _list_seeds(metrics: Any) -> list[Mapping[str, Any]]:
     """What the record of a training has of each seed; empty for another record."""
     runs = metrics.get("by_seed") if isinstance(metrics, Mapping) else None
     return [run for run in runs or () if isinstance(run, Mapping)]
-
-
-def _list_weights(metrics: Any) -> set[str]:
-    """The hashes of the weights of each seed of a training's record; empty for another record."""
-    return {str(run["weights_hash"]) for run in _list_seeds(metrics) if run.get("weights_hash")}

@@ -1,4 +1,4 @@
-"""The first epochs of recorded trainings, trained again: whether the code here still computes what older code did.
+"""The first epochs of recorded trainings, trained again: whether the code here begins them as older code did.
 
 After so few steps, computations that are equal but for rounding still have nearly one mean loss and one mean norm of
 gradients. Later they part, since training amplifies what rounding changed, and only means over seeds can be compared.
@@ -152,7 +152,9 @@ def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
         raise UserError("its recipe or its data are others now; train it again")
     curve = job.cell.folder / "curve.csv"
     every = {file: _read_epochs(file) for file in sorted(curve.parent.parent.glob("*/curve.csv"))}
-    recorded = every[curve]
+    recorded = every.get(curve, {})
+    if (seed, 1) not in recorded:
+        raise UserError("its curve does not say how its first epoch went; train it again")
 
     def judge_epoch(epoch: int, now: Means) -> bool | None:
         # of the record's other seeds, and of the same seed of what lies beside it
@@ -181,8 +183,8 @@ def _find_cell(paths: Paths, name: str, grids: Mapping[str, VariantSet], tasks: 
     """The cell of the first seed of a record, with the record's folder; None for what is neither a variant nor a cell of
     params.yaml.
     """
-    _, _, _, *parts, file = PurePosixPath(name).parts  # results, measured, device, and what follows
-    if file != "metrics.json":
+    parts = PurePosixPath(name).parts[3:-1]  # behind results, measured and the device
+    if not (parts and name.startswith("results/measured/") and name.endswith("/metrics.json")):
         return None
     epochs = read_record(paths.root / name)["metrics"].get("epochs")
     if len(parts) > 2:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..core.config import load_yaml
 from ..core.csvfile import read_csv
 from ..core.errors import UserError
-from ..core.freshness import FOLLOWED, REPEATED, find_old, find_shared_name
+from ..core.freshness import FOLLOWED, find_old, find_shared_name
 from ..core.paths import OWN_RATES, Paths
 from ..core.record import DETAILS_FILE, describe_recipe, read_record
 from ..core.statistics import clip_share, describe_sample
@@ -124,7 +124,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
     records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
-    old, ages = find_old(paths.root, records), {None: "", REPEATED: "", FOLLOWED: BEGUN_ALIKE}
+    old, ages = find_old(paths.root, records), {None: "", FOLLOWED: BEGUN_ALIKE}
     aged = [dataclasses.replace(source, age=ages.get(old.get(source.path), OLD)) for source in sources]
     verified = [source for source in aged if source.path.endswith(f"/{VERIFIED_FILE}")]
 

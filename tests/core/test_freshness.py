@@ -5,16 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.freshness import (
-    FOLLOWED,
-    OLDER_VERSION,
-    OTHER_CODE,
-    RENEWED,
-    REPEATED,
-    find_kind,
-    find_old,
-    hash_number,
-)
+from repro.core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, find_kind, find_old, hash_number
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -85,10 +76,8 @@ def test_old_records_and_why(tmp_path):
 
     records = {
         "old": record("0", "w9"),
-        "repeated": record("0", "w8", "w1"),
         "fresh": record(now, "w1", "w2"),
         "nameless": record(None),
-        "nameless, repeated": record(None, "w2"),
         "no modules": record(now, code_modules=None),
         "machine": record(None, code_hash=None),
         "results/measured/a/ablate/x/metrics.json": record("0", "w7"),
@@ -113,9 +102,7 @@ def test_old_records_and_why(tmp_path):
     }
     assert find_old(tmp_path, records) == {
         "old": OTHER_CODE,
-        "repeated": REPEATED,
         "nameless": OLDER_VERSION,
-        "nameless, repeated": REPEATED,
         "no modules": OLDER_VERSION,
         "results/measured/a/ablate/x/metrics.json": RENEWED,
         "results/measured/a/ablate/y/metrics.json": OTHER_CODE,

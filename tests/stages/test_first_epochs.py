@@ -8,7 +8,8 @@ import pytest
 from repro.core.freshness import FOLLOWED, OTHER_CODE
 from repro.core.paths import Paths
 from repro.graph import find_old_records
-from repro.papers.first_epochs import judge
+from repro.papers.first_epochs import follow_records, judge
+from repro.tasks.classification.spec import SPEC
 from tests.stages.helpers import edit
 
 
@@ -75,6 +76,19 @@ def test_a_training_is_known_by_what_others_do_not_have(loss, norm, follows):
 
     assert judge(means(loss, norm), means(2.0, 1.0), [means(2.0002, 1.002), means(2.1, 3.0)]) is follows
     assert not judge(means(loss, norm), means(2.0, 1.0), [means(2.0, 1.0)])  # two records are alike
+
+
+def test_records_of_the_graph_and_of_no_training_are_left_out(checkout):
+    names = [
+        "count/metrics.json",
+        "pretrain/nano/metrics.json",
+        "measured/cpu/faults/metrics.json",
+        "measured/cpu/x.json",
+    ]
+    for name in names:
+        Path("results", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("results", name).write_text(json.dumps({"metrics": {}, "identity": {}}))
+    assert not list(follow_records(Paths(Path.cwd()), [f"results/{name}" for name in names], [], {"pretrain": SPEC}))
 
 
 def test_a_cell_of_the_parameters_that_was_trained_outside_the_pipeline(checkout, repro_cli):
