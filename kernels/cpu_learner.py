@@ -99,6 +99,13 @@ def _multiply_transposed(constant, A, rows, B, columns, causal, C):
 
 
 @numba.njit(**INLINE)
+def _copy(constant, source, target):
+    """target = source, two matrices."""
+    for i in range(len(source)):
+        copy_row(constant, source[i], target[i])
+
+
+@numba.njit(**INLINE)
 def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
     """X = n rows of a tensor (B,T,R,H,D), by `threads.lay_flat`, from token `origin` on, then zeros."""
     for j in range(len(X)):
@@ -210,10 +217,10 @@ def learn(
     for task in range(first, last):
         b, r, h = task // (R * H), task // H % R, task % H
         weight, bias, forth = gamma[r, h], mu[r, h], 1 - 2 * back[r]
-        S[:] = state[r, h]
+        _copy(constant, state[r, h], S)
         for start in range(0, T, chunk):
             if states.size and start and start % span == 0:
-                states[b, r, h, start // span - 1] = S
+                _copy(constant, S, states[b, r, h, start // span - 1])
             n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
             rows = (n + _ROWS - 1) // _ROWS * _ROWS
             K, Q = X[:rows], X[rows : 2 * rows]
@@ -303,7 +310,7 @@ def learn_backward(
         weight, bias, forth, scales = gamma[r, h], mu[r, h], 1 - 2 * back[r], scale[r]
         dS, of_scale = dstate[b, r, h], dscale[b, r, h]
         for begin in range((T - 1) // span * span, -1, -span):
-            kept[0] = states[b, r, h, begin // span - 1] if begin else state[r, h]
+            _copy(constant, states[b, r, h, begin // span - 1] if begin else state[r, h], kept[0])
             end = min(T, begin + span)
             for m, start in enumerate(range(begin, end, chunk)):
                 n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
@@ -315,7 +322,7 @@ def learn_backward(
                 _apply(constant, kept[m], X, rows, xs[m])
                 _descend(constant, rows, X, V, weight, bias, ones, eps, xs[m], Gs[m], norms[m], alongs[m])
                 if start + chunk < end:
-                    kept[m + 1] = kept[m]
+                    _copy(constant, kept[m], kept[m + 1])
                     _update(constant, X, Gs[m], rows, scales[n - 1], rates[m], u, kept[m + 1])
             for m in range((end - begin - 1) // chunk, -1, -1):
                 start = begin + m * chunk

@@ -9,12 +9,11 @@ Here are what loops share and the selective scan; `cpu_wkv` and `cpu_learner` ha
 Arrays are contiguous, of one dtype, fp32 or fp64. Shape letters as in the operators' references.
 """
 
-import functools
 import hashlib
 import inspect
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,11 @@ LANES = 16  # numbers of a vector
 GROUP = 32  # tokens from one kept state to the next
 # a division by zero is what IEEE says, not an error, for which the loop would have to look
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
+OPTIONS |= {"no_cfunc_wrapper": True}  # C calls no loop, and each wrapper is compiled
 # What loops call is inlined. A loop with a call in it is not vectorised; and a function that is called has one body in
 # the process that compiles it and another, with other last bits, in those that load the loop from the cache.
-INLINE = OPTIONS | {"forceinline": True}
+# Neither assigns arrays to arrays: the message for shapes that do not fit would bring numba's strings, seconds to compile.
+INLINE = OPTIONS | {"forceinline": True, "no_cpython_wrapper": True}
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -52,22 +53,53 @@ class Loop:
         source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()[:12]
         function.__qualname__ += f"_{source}_{_SOURCE}"
         self.alone = _compile(function)
-        self.share = functools.cache(self._share)
+        # lengths of constants, dtype -> the call for these, and the address of the loop
+        self._shared: dict[Any, tuple[Callable, int]] = {}
 
-    def _share(self, constants: tuple[tuple[Any, ...], ...]) -> Callable:
-        """`call(parts, tasks, *arguments)`, which gives each of as many threads a part of the tasks.
+    def share(self, parts: int, tasks: int, constants: Sequence[tuple[Any, ...]], arguments: Sequence[Any]) -> None:
+        """Give each of as many threads a part of the tasks.
 
-        The constants are tuples, of whose lengths the compiler knows: numba hands none to its threads.
+        The constants are tuples, of whose lengths the compiler knows: numba hands none to its threads. Arrays of floats
+        are of one dtype.
         """
-        names = {"numba": numba, "LOOP": self.alone, "CONSTANTS": constants, "__name__": self.alone.__module__}
-        call = types.FunctionType(_go_through.__code__, names, self.alone.__name__)
-        call.__qualname__ = "_".join(map(str, (self.alone.__qualname__, "shared", *map(len, constants))))
-        return _compile(call, parallel=THREADS)
+        dtype = next(each.dtype for each in arguments if isinstance(each, np.ndarray) and each.dtype.kind == "f")
+        key = (*map(len, constants), dtype)
+        if (known := self._shared.get(key)) is not None:
+            call, address = known
+            call(address, parts, tasks, *arguments)
+            return
+        given = (numba.intp, numba.intp, *map(numba.typeof, (*constants, *arguments)))
+        self.alone.compile(given)
+        entry = self.alone.overloads[given]
+        # by its address: what the call knew by name would be compiled again as a part of it
+        address = entry.library.get_pointer_to_function(entry.fndesc.llvm_func_name)
+        names = {"numba": numba, "call_loop": _call_loop, "CONSTANTS": tuple(constants), "__name__": __name__}
+        call = types.FunctionType(_go_through.__code__, names, "go_through")
+        call.__qualname__ = "_".join(map(str, ("go_through", _SOURCE, *map(len, constants))))
+        call = _compile(call, parallel=THREADS)
+        call(address, parts, tasks, *arguments)
+        call.disable_compile()  # for other types: the address says nothing about them
+        self._shared[key] = call, address
 
 
-def _go_through(parts, tasks, *arguments):
+def _go_through(address, parts, tasks, *arguments):
     for part in numba.prange(parts):
-        LOOP(tasks * part // parts, tasks * (part + 1) // parts, *(CONSTANTS + arguments))  # noqa: F821
+        call_loop(address, tasks * part // parts, tasks * (part + 1) // parts, CONSTANTS + arguments)  # noqa: F821
+
+
+@intrinsic
+def _call_loop(context: Any, address: Any, first: Any, last: Any, arguments: Any) -> Any:
+    """Call a compiled loop, which returns nothing, by its address."""
+    own = (numba.intp, numba.intp, *arguments.types)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        convention = context.call_conv
+        pointer = builder.inttoptr(values[0], convention.get_function_type(numba.none, own).as_pointer())
+        given = [*values[1:3], *cgutils.unpack_tuple(builder, values[3], len(arguments.types))]
+        convention.call_function(builder, pointer, numba.none, own, given)
+        return context.get_dummy_value()
+
+    return numba.void(numba.intp, numba.intp, numba.intp, arguments), generate
 
 
 def _compile(function: Callable, **options: Any) -> Callable:
@@ -167,6 +199,14 @@ def _softplus(x: Any) -> Callable | None:
     return compute
 
 
+@numba.njit(**INLINE)
+def _take_rates(exponents, start, end, square, rate):
+    """The exponents (N,E) of some channels into `square` (blocks,N,·,BLOCK), where `rate` says."""
+    for n in range(len(exponents)):
+        for c in range(end - start):
+            square[c // BLOCK, n, rate, c % BLOCK] = exponents[n, start + c]
+
+
 @Loop
 def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
     """The selective scan with its gate: task = (image, route, `span` channels), routes of one sequence by number.
@@ -190,8 +230,7 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
         b, r, start = task // (spans * R), task // spans % R, task % spans * span
         k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
         square[:, :, STATE] = 0
-        for e in range(start, end):
-            square[(e - start) // BLOCK, :, RATE, (e - start) % BLOCK] = exponents[r, :, e]
+        _take_rates(exponents[r], start, end, square, RATE)
         for group in range((T + GROUP - 1) // GROUP):
             tokens, origin = min(GROUP, T - group * GROUP), back[r] * (T - 1) + forth * group * GROUP
             for j in range(tokens):
@@ -210,7 +249,9 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
             for block, e in enumerate(range(start, end, BLOCK)):
                 if states.size and group:
                     until = min(e + BLOCK, end)
-                    states[b, group - 1, r, :, e:until] = square[block, :, STATE, : until - e]
+                    for n in range(N):
+                        for c in range(until - e):
+                            states[b, group - 1, r, n, e + c] = square[block, n, STATE, c]
                 for j in range(tokens):
                     t, row = origin + j * forth, work[j, block]
                     for n in range(N):
@@ -258,8 +299,7 @@ def scan_backward(
         k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
         square[:], sums[:] = 0, 0
         work[:] = 0  # what the last task left in channels that this one does not have counts in sums over channels
-        for e in range(start, end):
-            square[(e - start) // BLOCK, :, RATE, (e - start) % BLOCK] = exponents[r, :, e]
+        _take_rates(exponents[r], start, end, square, RATE)
         for group in range((T - 1) // GROUP, -1, -1):
             tokens, origin = min(GROUP, T - group * GROUP), back[r] * (T - 1) + forth * group * GROUP
             for j in range(tokens):
@@ -289,7 +329,9 @@ def scan_backward(
                 until = min(e + BLOCK, end)
                 h[0] = 0
                 if group:
-                    h[0, :, : until - e] = states[b, group - 1, r, :, e:until]
+                    for n in range(N):
+                        for c in range(until - e):
+                            h[0, n, c] = states[b, group - 1, r, n, e + c]
                 for j in range(tokens):
                     t, row = origin + j * forth, work[j, block]
                     for n in range(N):
@@ -340,7 +382,8 @@ def scan_backward(
                             dz_row[c] = dout_row[c] * row[Y, c] * gate * (one + z_row[c] * (one - gate))
         for e in range(start, end):
             block, c = (e - start) // BLOCK, (e - start) % BLOCK
-            dA[b, r, :, e] = square[block, :, OF_A, c]
+            for n in range(N):
+                dA[b, r, n, e] = square[block, n, OF_A, c]
             dD[b, r, e] = sums[block, OF_D, c]
             dbias[b, r, e] = sums[block, OF_BIAS, c]
 

@@ -95,7 +95,8 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
         b, start = task // spans, task % spans * span
         end = min(C, start + span)
         for e in range(start, end):
-            cell[(e - start) // BLOCK, :LEFT, (e - start) % BLOCK] = w[e], u[e]
+            block, c = (e - start) // BLOCK, (e - start) % BLOCK
+            cell[block, W, c], cell[block, U, c] = w[e], u[e]
         edge[:] = 0
         edge[:, :, 0] = floor
         for step in range(2 * groups):
@@ -109,7 +110,9 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
                     for c in range(len(k_row)):
                         token[j, 0, c], token[j, 1, c] = k_row[c], v_row[c]
                 if step < groups:
-                    behind[group, block] = edge[block, 1]
+                    for each in range(edge.shape[2]):
+                        for c in range(BLOCK):
+                            behind[group, block, each, c] = edge[block, 1, each, c]
                     _add_group(edge[block, 1], token, tokens, tokens - 1, own[W], sums)
                     continue
                 near, left = own[NEAR:OUT], own[LEFT:NEAR]
@@ -169,7 +172,8 @@ def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
         for each in (0, 3):
             edge[:, :, each] = floor
         for e in range(start, end):
-            cell[(e - start) // BLOCK, :DK, (e - start) % BLOCK] = w[e], u[e]
+            block, c = (e - start) // BLOCK, (e - start) % BLOCK
+            cell[block, W, c], cell[block, U, c] = w[e], u[e]
         for step in range(2 * groups):
             group = groups - 1 - step if step < groups else step - groups
             origin = group * GROUP
@@ -192,7 +196,9 @@ def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
                         )
                         its[Y, c] = its[X, c] * out_row[c]
                 if step < groups:
-                    behind[group, block] = edge[block, 1]
+                    for each in range(edge.shape[2]):
+                        for c in range(BLOCK):
+                            behind[group, block, each, c] = edge[block, 1, each, c]
                     _add_group(edge[block, 1, :3], token[:, :3], tokens, tokens - 1, own[W], sums)
                     _add_group(edge[block, 1, 3:], token[:, 3:], tokens, tokens - 1, own[W], sums)
                     continue

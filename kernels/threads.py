@@ -22,7 +22,7 @@ def run(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[Any, .
         loop.alone(0, tasks, *constants, *arrays)
         return
     numba.set_num_threads(threads)
-    loop.share(constants)(threads, tasks, *arrays)
+    loop.share(threads, tasks, constants, arrays)
 
 
 def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -101,6 +101,8 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
     inputs, want = check.draw_case(cases, sizes, 0)
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for backend, dtype in itertools.product(cases.CPU_BACKENDS, dtypes):
+        if (backend, dtype, getattr(sizes, "head_dim", 0)) == ("numba", torch.float64, 64):
+            continue  # which numba compiles for long; `test_gradcheck` and `test_ttt_linear.py` have fp64 at 16 and 20
         given = check.cast(cases, inputs, dtype)
         with check.poisoned_memory():
             got = check.differentiate(cases, given, sizes, backend)
