@@ -1,4 +1,4 @@
-"""The selective scan on CPUs, by the loops of `cpu_loops`.
+"""The selective scan on CPUs, by the loops of `cpu_scan`.
 
 Activations are converted to the compute dtype, some images at a time; sums over images are PyTorch's. Shape letters as
 in `reference`.
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import cpu_loops, threads
+from .. import cpu_scan, threads
 from ..cpu_loops import BLOCK, GROUP
 from ..dispatch import compute_dtype
 from .reference import Arguments
@@ -33,7 +33,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     for images in _blocks(shape):
         part = _Part(x, images)
         y = out[images] if out.dtype == states.dtype else states.new_empty(out[images].shape)
-        threads.run(cpu_loops.scan_forward, part.tasks, part.span, *part.arrays, y, states[images], part.back)
+        threads.run(cpu_scan.scan_forward, part.tasks, part.span, *part.arrays, y, states[images], part.back)
         if out.dtype != states.dtype:
             out[images] = y
     return out, states
@@ -55,7 +55,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
         of_B, of_C = (states.new_empty((part.spans, b, T, R, N)) for _ in range(2))
         given = *part.arrays, dout[images].to(states.dtype).contiguous(), states[images], part.back
         results = of_u, of_delta, of_A, of_B, of_C, of_D, of_bias, of_z
-        threads.run(cpu_loops.scan_backward, part.tasks, part.span, *given, *results)
+        threads.run(cpu_scan.scan_backward, part.tasks, part.span, *given, *results)
         du[images] = of_u if K == R else of_u.unflatten(2, (-1, K)).sum(2)
         ddelta[images], dB[images], dC[images] = of_delta, of_B.sum(0), of_C.sum(0)
         if dz is not None:

@@ -11,7 +11,7 @@ from kernels.ttt_linear.reference import Arguments
 from repro.inference.inner import OverrideTTTLinear
 from repro.inference.probes import Probe, inner_loop
 
-B, T, H, D, CHUNK = 2, 11, 3, 8, 4  # a short last chunk
+B, T, H, D, CHUNK = 2, 11, 3, 16, 4  # a short last chunk
 
 
 @pytest.fixture

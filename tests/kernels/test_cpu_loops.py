@@ -13,7 +13,7 @@ import timm
 import torch
 from numba.core.caching import NullCache
 
-from kernels import cpu_around, cpu_learner, cpu_loops, cpu_wkv, dispatch
+from kernels import cpu_around, cpu_learner, cpu_loops, cpu_scan, cpu_wkv, dispatch
 from kernels.selective_scan.op import selected_backend
 from kernels.tools import around_cases, check
 from kernels.tools.operators import OPERATORS
@@ -145,7 +145,7 @@ def test_where_numba_cannot_run():
 def test_a_block_of_vittt():
     """Inference by loops is the plain path but for rounding; hooks, training and gradients see the modules."""
     torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", depth=2, embed_dim=32, num_heads=2, img_size=80).eval()
+    model = timm.create_model("vittt_nano_patch16_144", depth=2, embed_dim=64, num_heads=1, img_size=80).eval()
     for parameter in model.parameters():  # away from the zeros and ones of the start
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     images, block, tokens = torch.randn(2, 3, 48, 112), model.blocks[0], torch.zeros(1)
@@ -163,7 +163,7 @@ def test_a_block_of_vittt():
     assert check.relative_error(found, expected) < 2e-6
     with torch.no_grad():
         assert torch.equal(model.freeze().forward_features(images), found)
-    assert block.kept_taps.shape == (2, 4, 64) and not any("kept" in name for name in model.state_dict())
+    assert block.kept_taps.shape == (2, 4, 128) and not any("kept" in name for name in model.state_dict())
     assert not list(model.eval().blocks[0].buffers())
 
 
@@ -175,13 +175,13 @@ def test_a_layer_that_is_watched_or_replaced_is_called():
             return 2 * super().forward(x)
 
     torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=32, num_heads=2, img_size=48).eval()
-    (block,), tokens, seen = model.blocks, torch.randn(1, 9, 32), []
+    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=64, num_heads=1, img_size=48).eval()
+    (block,), tokens, seen = model.blocks, torch.randn(1, 9, 64), []
     with torch.no_grad():
         hook = block.mlp.register_forward_hook(lambda *_: seen.append(1))
         before = block(tokens, (3, 3))
         hook.remove()
-        replaced = Doubled(block.mlp.fc2.in_features, 32)
+        replaced = Doubled(block.mlp.fc2.in_features, 64)
         replaced.load_state_dict(block.mlp.fc2.state_dict())
         block.mlp.fc2 = replaced
         assert seen and check.relative_error(block(tokens, (3, 3)), block.forward_plainly(tokens, (3, 3))) < 2e-6
@@ -191,7 +191,7 @@ def test_a_layer_that_is_watched_or_replaced_is_called():
 @pytest.mark.parametrize("other", [{"pool": "head"}, {"design": "dual"}, {"reading": "swiglu_bias=false"}], ids=str)
 def test_another_kind_of_block_is_frozen_as_it_is(other):
     torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=32, num_heads=2, img_size=48, **other).eval()
+    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=64, num_heads=1, img_size=48, **other).eval()
     images = torch.randn(1, 3, 48, 48)
     with torch.no_grad():
         expected = model(images)
@@ -205,7 +205,7 @@ def test_a_forked_child_computes_alone(threads):
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.split() == [str(threads), "0"]
 
 
-@pytest.mark.parametrize("module", [cpu_around, cpu_learner, cpu_loops, cpu_wkv])
+@pytest.mark.parametrize("module", [cpu_around, cpu_learner, cpu_scan, cpu_wkv])
 def test_what_loops_call_is_inlined(module):
     """A loop is kept in numba's cache; what it calls is not, and its own body would differ from the one in the loop."""
     functions = [each for each in vars(module).values() if hasattr(each, "targetoptions")]

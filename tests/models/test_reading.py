@@ -90,8 +90,8 @@ def test_parameters_and_multiply_adds_by_hand(options, text, params, macs):
 
 @pytest.mark.parametrize("text", CHANGES)
 def test_forward_and_backward_pass(text):
-    model = shaken(nano("vittt", reading=text, pool="double" if "class_tokens" in text else "mean")).double()
-    images = torch.randn(2, 3, 48, 64, dtype=torch.float64)
+    model = shaken(nano("vittt", reading=text, pool="double" if "class_tokens" in text else "mean"))
+    images = torch.randn(2, 3, 48, 64)
     model(images).square().sum().backward()
     for name, parameter in model.named_parameters():
         unused = "token_scale" in name or (name == "cls_pos_embed" and text == "positions=patches_and_class")
@@ -105,8 +105,8 @@ def test_forward_and_backward_pass(text):
 @pytest.mark.parametrize("design", ["gating", "conv2d"])
 def test_mixer_equals_algorithm_1_by_hand_in_every_reading(design, text):
     torch.manual_seed(0)
-    mixer = shaken(ReadMixer(8, 2, 5, design=design, chunk_size=4, reading=Reading.of(text)).double())
-    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    mixer = shaken(ReadMixer(32, 2, 5, design=design, chunk_size=4, reading=Reading.of(text)).double())
+    x = torch.randn(2, 7, 32, dtype=torch.float64)
     with torch.no_grad():
         ours = mixer(x)
     torch.testing.assert_close(ours, mixer_by_hand(mixer, x).detach(), rtol=1e-9, atol=1e-10)
@@ -117,16 +117,16 @@ def test_mixer_equals_algorithm_1_by_hand_in_every_reading(design, text):
 @pytest.mark.parametrize("base", ["stream", "normalised"])
 def test_block_in_every_order_of_convolution_norm_and_residual(place, residual, base):
     text = f"dwconv_place={place},dwconv_residual={str(residual).lower()},residual={base},dwconv_bias=true"
-    block = shaken(nano("vittt", reading=text)).double().blocks[1]
-    y = torch.randn(2, 12, 64, dtype=torch.float64)
+    block = shaken(nano("vittt", reading=text, embed_dim=16)).double().blocks[1]
+    y = torch.randn(2, 12, 16, dtype=torch.float64)
 
     def convolve(t):
-        image = t.mT.reshape(2, 64, 3, 4)
-        out = F.conv2d(image, block.dwconv.weight, block.dwconv.bias, padding=1, groups=64).flatten(2).mT
+        image = t.mT.reshape(2, 16, 3, 4)
+        out = F.conv2d(image, block.dwconv.weight, block.dwconv.bias, padding=1, groups=16).flatten(2).mT
         return out + t if residual else out
 
     def norm(t):
-        return F.layer_norm(t, (64,), block.norm1.weight, block.norm1.bias, 1e-6)
+        return F.layer_norm(t, (16,), block.norm1.weight, block.norm1.bias, 1e-6)
 
     x = norm(convolve(y)) if place == "before_norm" else convolve(norm(y))
     stream = convolve(y) if place == "before_norm" and residual else y

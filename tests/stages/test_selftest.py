@@ -8,6 +8,7 @@ from stages.selftest import GROUPS
 from tests.conftest import run_python
 
 
+@pytest.mark.slow
 def test_the_chosen_faults_are_done_as_often_as_asked():
     command = "-m repro selftest faults --only kill,batch --kills 3"
     done = run_python(*command.split(), PYTEST_ADDOPTS="--collect-only -qq")  # they run in tests/faults

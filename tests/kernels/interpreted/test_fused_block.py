@@ -128,7 +128,7 @@ def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
 
 def test_a_frozen_block_repeats_its_launches(monkeypatch):
     """For other images, sides, batches and dtypes, each as it computes them anew; another weight is seen."""
-    model = make(img_size=48).eval()
+    model = make(img_size=48, depth=1).eval()
     model.set_backend("triton")
     calls = [torch.randn(batch, 3, *sides) for batch, sides in ((2, (48, 48)), (1, (32, 64)))]
     calls += [torch.randn_like(images) for images in calls]

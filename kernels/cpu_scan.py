@@ -1,0 +1,197 @@
+"""The selective scan as loops that numba compiles for CPUs; see `cpu_loops` for what such loops are. Shape letters as in
+`selective_scan.reference`.
+"""
+
+import numba
+import numpy as np
+
+from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2, sigmoid, softplus
+
+
+@numba.njit(**INLINE)
+def _take_rates(exponents, start, end, square, rate):
+    """The exponents (N,E) of some channels into `square` (blocks,N,·,BLOCK), where `rate` says."""
+    for n in range(len(exponents)):
+        for c in range(end - start):
+            square[c // BLOCK, n, rate, c % BLOCK] = exponents[n, start + c]
+
+
+@Loop
+def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
+    """The selective scan with its gate: task = (image, route, `span` channels), routes of one sequence by number.
+
+    Args:
+        span: a multiple of BLOCK.
+        u: (B,T,K,E). delta: (B,T,R,E). exponents: (R,N,E), A log₂e. B, C: (B,T,R,N). D, bias: (R,E).
+        z: (B,T,E), or no elements.
+        out: (B,T,R,E), which is written.
+        states: (B,groups,R,N,E), at the start of every group of tokens except the first, which are written; or no
+            elements.
+        back: (R,), 1 for a route that is scanned from the last token, else 0.
+    """
+    _, T, R, E = delta.shape
+    N, K, dtype = exponents.shape[1], u.shape[2], delta.dtype
+    spans = (E + span - 1) // span
+    square = np.zeros((span // BLOCK, N, 2, BLOCK), dtype)
+    work = np.zeros((GROUP, span // BLOCK, 3, BLOCK), dtype)
+    STATE, RATE, SIZE, FED, Y = 0, 1, 0, 1, 2
+    for task in range(first, last):
+        b, r, start = task // (spans * R), task // spans % R, task % spans * span
+        k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
+        square[:, :, STATE] = 0
+        _take_rates(exponents[r], start, end, square, RATE)
+        for group in range((T + GROUP - 1) // GROUP):
+            tokens, origin = min(GROUP, T - group * GROUP), back[r] * (T - 1) + forth * group * GROUP
+            for j in range(tokens):
+                t = origin + j * forth
+                for block, e in enumerate(range(start, end, BLOCK)):
+                    until, row = min(e + BLOCK, end), work[j, block]
+                    u_row = u[b, t, k, e:until]
+                    delta_row = delta[b, t, r, e:until]
+                    D_row = D[r, e:until]
+                    bias_row = bias[r, e:until]
+                    for c in range(len(u_row)):
+                        row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
+                    for c in range(len(u_row)):
+                        row[FED, c] = row[SIZE, c] * u_row[c]
+                        row[Y, c] = D_row[c] * u_row[c]
+            for block, e in enumerate(range(start, end, BLOCK)):
+                if states.size and group:
+                    until = min(e + BLOCK, end)
+                    for n in range(N):
+                        for c in range(until - e):
+                            states[b, group - 1, r, n, e + c] = square[block, n, STATE, c]
+                for j in range(tokens):
+                    t, row = origin + j * forth, work[j, block]
+                    for n in range(N):
+                        weight, read, own = B[b, t, r, n], C[b, t, r, n], square[block, n]
+                        for c in range(BLOCK):
+                            state = exp2(own[RATE, c] * row[SIZE, c]) * own[STATE, c] + weight * row[FED, c]
+                            own[STATE, c] = state
+                            row[Y, c] += read * state
+            for j in range(tokens):
+                t = origin + j * forth
+                for block, e in enumerate(range(start, end, BLOCK)):
+                    until, row = min(e + BLOCK, end), work[j, block]
+                    out_row = out[b, t, r, e:until]
+                    if z.size:
+                        z_row = z[b, t, e:until]
+                        for c in range(len(out_row)):
+                            out_row[c] = row[Y, c] * z_row[c] * sigmoid(z_row[c])
+                    else:
+                        for c in range(len(out_row)):
+                            out_row[c] = row[Y, c]
+
+
+@Loop
+def scan_backward(
+    first, last, span, u, delta, exponents, B, C, D, bias, z, dout, states, back, du, ddelta, dA, dB, dC, dD, dbias, dz
+):
+    """The gradients of `scan_forward`, with its tasks; dout: (B,T,R,E).
+
+    What tasks share is written apart: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC (spans,B,T,R,N), dD and dbias
+    (B,R,E), dz (B,T,R,E) or no elements.
+    """
+    _, T, R, E = delta.shape
+    N, K, dtype = exponents.shape[1], u.shape[2], delta.dtype
+    zeros = np.zeros(2, dtype)
+    nothing, one, ln2 = zeros[0], np.exp2(zeros[0]), np.log(np.exp2(zeros[0]) + np.exp2(zeros[0]))
+    spans = (E + span - 1) // span
+    h = np.empty((GROUP + 1, N, BLOCK), dtype)  # before each token of a group, and after the last
+    square = np.zeros((span // BLOCK, N, 3, BLOCK), dtype)
+    work = np.zeros((GROUP, span // BLOCK, 6, BLOCK), dtype)
+    sums = np.zeros((span // BLOCK, 2, BLOCK), dtype)
+    LATER, RATE, OF_A, SIZE, FED, Y, DY, DFED, DSIZE, OF_D, OF_BIAS = 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1
+    for task in range(first, last):
+        b, r, number = task // (spans * R), task // spans % R, task % spans
+        start = number * span
+        k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
+        square[:], sums[:] = 0, 0
+        work[:] = 0  # what the last task left in channels that this one does not have counts in sums over channels
+        _take_rates(exponents[r], start, end, square, RATE)
+        for group in range((T - 1) // GROUP, -1, -1):
+            tokens, origin = min(GROUP, T - group * GROUP), back[r] * (T - 1) + forth * group * GROUP
+            for j in range(tokens):
+                t = origin + j * forth
+                for block, e in enumerate(range(start, end, BLOCK)):
+                    until, row = min(e + BLOCK, end), work[j, block]
+                    u_row = u[b, t, k, e:until]
+                    delta_row = delta[b, t, r, e:until]
+                    D_row = D[r, e:until]
+                    bias_row = bias[r, e:until]
+                    dout_row = dout[b, t, r, e:until]
+                    for c in range(len(u_row)):
+                        row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
+                    for c in range(len(u_row)):
+                        row[FED, c] = row[SIZE, c] * u_row[c]
+                        row[Y, c] = D_row[c] * u_row[c]
+                        row[DFED, c], row[DSIZE, c] = 0, 0
+                    if z.size:
+                        z_row = z[b, t, e:until]
+                        for c in range(len(u_row)):
+                            row[DY, c] = dout_row[c] * z_row[c] * sigmoid(z_row[c])
+                    else:
+                        for c in range(len(u_row)):
+                            row[DY, c] = dout_row[c]
+                dB[number, b, t, r, :], dC[number, b, t, r, :] = 0, 0
+            for block, e in enumerate(range(start, end, BLOCK)):
+                until = min(e + BLOCK, end)
+                h[0] = 0
+                if group:
+                    for n in range(N):
+                        for c in range(until - e):
+                            h[0, n, c] = states[b, group - 1, r, n, e + c]
+                for j in range(tokens):
+                    t, row = origin + j * forth, work[j, block]
+                    for n in range(N):
+                        weight, read, own = B[b, t, r, n], C[b, t, r, n], square[block, n]
+                        of_C = nothing
+                        for c in range(BLOCK):
+                            state = exp2(own[RATE, c] * row[SIZE, c]) * h[j, n, c] + weight * row[FED, c]
+                            h[j + 1, n, c] = state
+                            row[Y, c] += read * state
+                            of_C += row[DY, c] * state
+                        dC[number, b, t, r, n] += of_C
+                for j in range(tokens - 1, -1, -1):
+                    t, row = origin + j * forth, work[j, block]
+                    for n in range(N):
+                        weight, read, own, before = B[b, t, r, n], C[b, t, r, n], square[block, n], h[j, n]
+                        of_B = nothing
+                        for c in range(BLOCK):
+                            g = own[LATER, c] + read * row[DY, c]
+                            decayed = g * exp2(own[RATE, c] * row[SIZE, c])
+                            p = decayed * before[c]
+                            of_B += g * row[FED, c]
+                            own[LATER, c] = decayed
+                            own[OF_A, c] += p * row[SIZE, c]
+                            row[DFED, c] += g * weight
+                            row[DSIZE, c] += p * own[RATE, c]
+                        dB[number, b, t, r, n] += of_B
+            for j in range(tokens):
+                t = origin + j * forth
+                for block, e in enumerate(range(start, end, BLOCK)):
+                    until, row, sum_row = min(e + BLOCK, end), work[j, block], sums[block]
+                    u_row = u[b, t, k, e:until]
+                    delta_row = delta[b, t, r, e:until]
+                    D_row = D[r, e:until]
+                    bias_row = bias[r, e:until]
+                    du_row, ddelta_row = du[b, t, r, e:until], ddelta[b, t, r, e:until]
+                    for c in range(len(u_row)):
+                        du_row[c] = row[SIZE, c] * row[DFED, c] + D_row[c] * row[DY, c]
+                    for c in range(len(u_row)):
+                        slope = sigmoid(delta_row[c] + bias_row[c])
+                        ddelta_row[c] = slope * (u_row[c] * row[DFED, c] + ln2 * row[DSIZE, c])
+                    for c in range(len(u_row)):
+                        sum_row[OF_D, c] += row[DY, c] * u_row[c]
+                        sum_row[OF_BIAS, c] += ddelta_row[c]
+                    if z.size:
+                        z_row, dz_row, dout_row = z[b, t, e:until], dz[b, t, r, e:until], dout[b, t, r, e:until]
+                        for c in range(len(u_row)):
+                            gate = sigmoid(z_row[c])
+                            dz_row[c] = dout_row[c] * row[Y, c] * gate * (one + z_row[c] * (one - gate))
+        for e in range(start, end):
+            block, c = (e - start) // BLOCK, (e - start) % BLOCK
+            for n in range(N):
+                dA[b, r, n, e] = square[block, n, OF_A, c]
+            dD[b, r, e] = sums[block, OF_D, c]
+            dbias[b, r, e] = sums[block, OF_BIAS, c]
