@@ -103,7 +103,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     torch.backends.cuda.matmul.allow_tf32 = False
     shown = {"device": device_label(device, runtime.threads), "dtype": "fp32", "backend": "torch"}
     here = {"device": shown["device"], "torch_version": installed_version("torch")}
-    here["code_hash"] = hash_number(paths.root, CODE)
+    here["code_hash"] = hash_number(paths.root, CODE, shown["device"])
     file = paths.measured(device_slug(device)) / "forms.json"
 
     def save(store: RowStore) -> None:

@@ -114,7 +114,7 @@ def open_model_rows(
     def provenance(what: tuple[tuple, int]) -> Row:
         (model, *_), run = what
         if model not in hashes:
-            hashes[model] = hash_row(root, model)
+            hashes[model] = hash_row(root, model, device)
         return {**here, "run": run, "code_hash": hashes[model]}
 
     return RowStore({(row_key(row), row["run"]): row for row in rows}, provenance, save)

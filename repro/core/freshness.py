@@ -6,6 +6,7 @@ run may continue. `number_hash` covers the files that can change the number, and
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -53,9 +54,12 @@ _FILES: dict[str, tuple[str, ...]] = {
     ),
 }
 _NEVER = ("kernels/tools/*",)
+# what no model runs on a CPU, and on a GPU; the check of the kernels alone has Triton's interpreter
+_ELSEWHERE = {True: ("kernels/*triton_*.py",), False: ("kernels/cpu_*.py", "kernels/*/numba_path.py")}
+_KERNELS = "stages.kernels"
 # kind -> patterns of modules; a record with one of them in its code is of this kind, and any other is a score
 _MODULES: dict[str, tuple[str, ...]] = {
-    "speed": ("repro.bench.speed", "repro.bench.*", "stages.efficiency", "stages.kernels", "stages.measure"),
+    "speed": ("repro.bench.speed", "repro.bench.*", "stages.efficiency", _KERNELS, "stages.measure"),
     "count": ("stages.complexity", "stages.theory", "repro.papers.*.readings"),
 }
 
@@ -71,22 +75,24 @@ def find_kind(modules: Iterable[str]) -> str:
     return next(fitting, "score")
 
 
-def hash_number(root: Path, modules: Iterable[str]) -> str:
-    """The short hash of the sources that the numbers of a record depend on, by the modules that it names; see
-    `hash_sources`.
+def hash_number(root: Path, modules: Iterable[str], device: str) -> str:
+    """The short hash of the sources that the numbers of a record depend on, by the modules that it names and, for a
+    speed, the label of its device; see `hash_sources`.
     """
     named = sorted(set(modules))
-    patterns = _FILES[find_kind(named)]
-    closure = (file for file in import_closure(root, named) if not any(fnmatch(file, each) for each in _NEVER))
-    return hash_sources(root, [file for file in closure if any(fnmatch(file, each) for each in patterns)])
+    kind, never = find_kind(named), _NEVER
+    if kind == "speed" and _KERNELS not in named:
+        never += _ELSEWHERE[device.startswith("cpu")]
+    closure = (file for file in import_closure(root, named) if not any(fnmatch(file, each) for each in never))
+    return hash_sources(root, [file for file in closure if any(fnmatch(file, each) for each in _FILES[kind])])
 
 
-def hash_row(root: Path, model: str) -> str:
+def hash_row(root: Path, model: str, device: str) -> str:
     """The short hash of the sources that a row of speed of a model depends on, its family's alone: no import names the
     others.
     """
     # a family's module begins the names of its models; timm's own models have none here
-    return hash_number(root, ["repro.bench.speed", f"repro.models.{model.partition('_')[0]}"])
+    return hash_number(root, ["repro.bench.speed", f"repro.models.{model.partition('_')[0]}"], device)
 
 
 def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -96,7 +102,7 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     An old record is `RENEWED` where another machine's with the same shared name, see `find_shared_name`, and as many seeds
     is not old; and `FOLLOWED` where the code here was found to begin its training alike.
     """
-    now: dict[tuple[str, ...], str] = {}
+    hash_now = cache(partial(hash_number, root))
     old: dict[str, str] = {}
     seeds: dict[str, int] = {}  # shared name -> the most seeds of a record that is not old
     followed: set[tuple[str, str]] = set()  # the weights of a training, and the hash of the code that begins it alike
@@ -112,9 +118,7 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         if not modules or "number_hash" not in identity:
             old[name] = OLDER_VERSION
             continue
-        if modules not in now:
-            now[modules] = hash_number(root, modules)
-        if identity["number_hash"] == now[modules]:
+        if identity["number_hash"] == hash_now(modules, str(identity.get("device"))):
             if (experiment := shared[name]) is not None:
                 seeds[experiment] = max(seeds.get(experiment, 0), len(_list_seeds(metrics)))
         else:
@@ -124,7 +128,9 @@ def find_old(root: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         runs, identity = _list_seeds(records[name]["metrics"]), records[name]["identity"]
         if seeds.get(shared[name], -1) >= len(runs):
             return RENEWED
-        code = now.get(tuple(identity.get("code_modules") or ()))
+        if not runs or why == OLDER_VERSION:
+            return why
+        code = hash_now(tuple(identity["code_modules"]), str(identity.get("device")))
         return FOLLOWED if any((run.get("weights_hash"), code) in followed for run in runs) else why
 
     return {name: explain(name, why) for name, why in old.items()}

@@ -177,7 +177,7 @@ def make_identity(
     modules, command = sorted(set(code)), find_command(root, sys.argv)
     return {
         "code_hash": hash_code(root, modules),
-        "number_hash": hash_number(root, modules),
+        "number_hash": hash_number(root, modules, device),
         "code_modules": modules,
         "command": command,
         **({} if command else {"command_reason": "made by a program of its own"}),

@@ -146,7 +146,8 @@ def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
 
     before = read_json(file) if file.is_file() else {"metrics": {"rows": []}}
     kept = {identify(row): row for row in before["metrics"]["rows"]}
-    hashes = {model: hash_number(paths.root, [*_BENCH_CODE, family_module(model)]) for model, _ in params.exports}
+    modules = {model: [*_BENCH_CODE, family_module(model)] for model, _ in params.exports}
+    hashes = {model: hash_number(paths.root, named, shown["device"]) for model, named in modules.items()}
     with RowStore(kept, lambda what: here | {"code_hash": hashes.get(what[0])}, save) as store:
         for model, side in params.exports:
             for format in ("torch_export", "onnx"):

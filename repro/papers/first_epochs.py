@@ -92,7 +92,10 @@ def follow_records(
         if cell is None:
             continue
         identity, metrics = (read_record(paths.root / name)[part] for part in ("identity", "metrics"))
-        first, now = metrics["by_seed"][0], {"number_hash": hash_number(paths.root, identity["code_modules"])}
+        first, now = (
+            metrics["by_seed"][0],
+            {"number_hash": hash_number(paths.root, identity["code_modules"], identity["device"])},
+        )
         now["weights_hash"] = first["weights_hash"]
         if not now.items() <= found.get(name, {}).items():
             try:

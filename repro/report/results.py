@@ -153,7 +153,7 @@ class Results:
                 # a sweep may have rows by older code, which it does not measure again unless it is asked for them
                 age = source.age
                 if "code_hash" in row:
-                    age = "" if row["code_hash"] == self._hash_row(row["model"]) else OLD
+                    age = "" if row["code_hash"] == self._hash_row(row["model"], row["device"]) else OLD
                 of_row = dataclasses.replace(source, age=age)
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, of_row))
         return dict(sorted(groups.items()))

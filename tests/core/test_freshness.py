@@ -15,6 +15,9 @@ MODULES = {
 }
 
 
+SPEEDS = "speed", "speed on a GPU"
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("tree")
@@ -24,7 +27,8 @@ def tree(tmp_path_factory) -> Path:
 
 
 def hash_all(tree):
-    return {kind: hash_number(tree, modules) for kind, modules in MODULES.items()}
+    found = {kind: hash_number(tree, modules, "cpu: some processor") for kind, modules in MODULES.items()}
+    return found | {"speed on a GPU": hash_number(tree, MODULES["speed"], "cuda: NVIDIA H200")}
 
 
 @pytest.mark.parametrize(
@@ -35,12 +39,15 @@ def hash_all(tree):
         ("repro/models/vrwkv.py", set()),
         ("kernels/bi_wkv/numba_path.py", set()),
         ("kernels/tools/bench.py", set()),
-        ("repro/models/vim.py", {"count", "score", "speed"}),
-        ("kernels/selective_scan/reference.py", {"count", "score", "speed"}),
+        ("repro/models/vim.py", {"count", "score", *SPEEDS}),
+        ("kernels/selective_scan/reference.py", {"count", "score", *SPEEDS}),
         ("kernels/selective_scan/numba_path.py", {"speed"}),
-        ("kernels/selective_scan/triton_fwd.py", {"speed"}),
-        ("repro/bench/speed.py", {"speed"}),
-        ("repro/bench/flops.py", {"count", "speed"}),
+        ("kernels/cpu_scan.py", {"speed"}),
+        ("kernels/threads.py", set(SPEEDS)),
+        ("kernels/selective_scan/triton_fwd.py", {"speed on a GPU"}),
+        ("kernels/triton_launch.py", {"speed on a GPU"}),
+        ("repro/bench/speed.py", set(SPEEDS)),
+        ("repro/bench/flops.py", {"count", *SPEEDS}),
         ("repro/training/loop.py", {"score"}),
         ("repro/tasks/classification/task.py", {"score"}),
         ("repro/data/loader.py", {"score"}),
@@ -67,7 +74,7 @@ def test_the_kind_follows_from_the_modules():
 def test_old_records_and_why(tmp_path):
     (tmp_path / "repro" / "models").mkdir(parents=True)
     (tmp_path / "repro/models/a.py").write_text("x = 1\n")
-    now = hash_number(tmp_path, ["repro.models.a"])
+    now = hash_number(tmp_path, ["repro.models.a"], "cpu: some processor")
 
     def record(number_hash, *weights, **identity):
         identity = {"code_hash": "c", "code_modules": ["repro.models.a"], "number_hash": number_hash, **identity}
