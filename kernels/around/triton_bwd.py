@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import ceil_div, launch, next_power_of_2
+from ..triton_math import sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from .triton_fwd import as_rows, gelu, lay_grid_taps, lay_taps, load_wide, normalise, rows_bucket
 
@@ -248,7 +249,7 @@ def activation_backward_kernel(
     a = tl.load(h_ptr + tile, mask=here, other=0.0).to(tl.float32)
     b = tl.load(h_ptr + tile + HIDDEN, mask=here, other=0.0).to(tl.float32)
     d = tl.load(dout_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], mask=here, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-a))
+    s = sigmoid(a)
     tl.store(dh_ptr + tile, (d * b * s * (1.0 + a * (1.0 - s))).to(dh_ptr.dtype.element_ty), mask=here)
     tl.store(dh_ptr + tile + HIDDEN, (d * a * s).to(dh_ptr.dtype.element_ty), mask=here)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..replay import REPLAYS, repeat
 from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
+from ..triton_math import sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -30,7 +31,7 @@ def normalise(y, D: tl.constexpr, inside, eps):
 @triton.jit
 def gelu(g):
     """GELU with the tanh approximation, and the sigmoid 1/(1 + e^{−2u}) that it is g times."""
-    s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
+    s = sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
     return g * s, s
 
 
@@ -250,7 +251,7 @@ def gated_linear_kernel(
         tile, some = weight_ptr + c[None, :] * D + d[:, None], (c < HIDDEN)[None, :] & (d < D)[:, None]
         a = tl.dot(x, tl.load(tile, mask=some, other=0.0), acc=a, input_precision="ieee")
         b = tl.dot(x, tl.load(tile + HIDDEN * D, mask=some, other=0.0), acc=b, input_precision="ieee")
-    y = a * b / (1.0 + tl.exp(-a))
+    y = a * b * sigmoid(a)
     written = (t < count)[:, None] & (c < HIDDEN)[None, :]
     tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y.to(out_ptr.dtype.element_ty), mask=written)
 
@@ -282,10 +283,10 @@ def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
         return [
             triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": depth}, num_warps=4, num_stages=2) for depth in (16, 32)
         ]
-    sizes = (128, 64, 8), (64, 64, 4), (128, 128, 8)
+    sizes = (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3)
     return [
-        triton.Config({"TOKENS": tokens, "BLOCK": block, "DEPTH": 64}, num_warps=warps, num_stages=3)
-        for tokens, block, warps in sizes
+        triton.Config({"TOKENS": tokens, "BLOCK": block, "DEPTH": 64}, num_warps=warps, num_stages=stages)
+        for tokens, block, warps, stages in sizes
     ]
 
 

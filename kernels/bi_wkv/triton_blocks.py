@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
+from ..triton_math import LOG2E
 from . import reference
 
-LOG2E = tl.constexpr(1.4426950408889634)
 GENTLE = tl.constexpr(40.0)
 FLOOR = tl.constexpr(reference.EMPTY)
 LARGEST = tl.constexpr(reference.LARGEST)

@@ -29,8 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import launch
+from ..triton_math import LOG2E, sigmoid
 from .reference import Arguments
-from .triton_fwd import LOG2E, configs, place, programs, shared_arguments, sigmoid, softplus
+from .triton_fwd import configs, place, programs, shared_arguments, softplus
 
 SPAN_OF_ONE_STATE = 8
 

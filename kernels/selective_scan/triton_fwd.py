@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
+from ..triton_math import LOG2E, invert, sigmoid
 from .reference import Arguments
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -42,7 +43,6 @@ SEGMENT = 256  # tokens, a multiple of GROUP and of what is loaded at once
 FEW = 512  # programs, one for each scheduler of a large GPU: with more, a second one runs while the first one waits
 AT_ONCE = 8  # segments whose states are loaded at once
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -62,12 +62,7 @@ def softplus(x):
     """
     e = tl.exp2(tl.abs(x) * -LOG2E)
     w = 1.0 + e
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) / w)
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) * invert(w))
 
 
 @triton.jit(do_not_specialize=["T", "R", "E", "reverse"])

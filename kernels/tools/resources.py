@@ -78,12 +78,15 @@ def describe(config: Any) -> dict[str, Any]:
 def source_hash(cases: Any) -> str:
     """The first 16 hex digits of a SHA-256 of what the compiler gets of an operator's kernels.
 
-    That is the jitted functions and the constants of its Triton files, whatever their comments, docstrings and layout,
-    and the compile-time arguments of each compilation.
+    That is the jitted functions and the constants of its Triton files and of `triton_math`, whatever their comments,
+    docstrings and layout, and the compile-time arguments of each compilation.
     """
     named = [Path(str(module.__file__)) for module in (cases.triton_fwd, cases.triton_bwd)]
     others = [file for file in sorted(named[0].parent.glob("triton_*.py")) if file not in named]
-    code = [jitted_code(file.read_text(encoding="utf-8")) for file in (*named, *others)]
+    sources = [file.read_text(encoding="utf-8") for file in (*named, *others)]
+    if any("triton_math" in source for source in sources):
+        sources.append((named[0].parents[1] / "triton_math.py").read_text(encoding="utf-8"))
+    code = [jitted_code(source) for source in sources]
     arguments = []
     for one in cases.compilations():
         sizes = (sorted(each.items()) for each in (one.types, one.constants))
