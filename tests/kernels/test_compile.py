@@ -271,7 +271,7 @@ def test_a_token_of_a_segment_costs_what_others_do():
     """The state that it starts from comes in the layout of the decays, which would else be exchanged at every token."""
     one, names = OPERATORS["selective_scan"].compilation, ("selective_scan_forward", "selective_scan_forward_segments")
     whole, segment = (one(name, "bf16").read(90)["loops"][0] for name in names)
-    assert segment["instructions"] <= 1.02 * whole["instructions"] and segment["BAR"] == whole["BAR"]
+    assert segment["instructions"] <= 1.05 * whole["instructions"] and segment["BAR"] == whole["BAR"]
 
 
 def test_sums_of_the_selective_scan_take_few_shuffles():
