@@ -150,7 +150,7 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
 def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
     """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
 
-    The best has most of the contest's image sizes; among equals it has most rows, is fresh.
+    The best has most of the contest's image sizes; among equals it is fresh, has most rows.
     """
     models = set(contest.series.values())
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
@@ -171,4 +171,4 @@ def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
 
 def _rank(contest: Contest, speeds: Speeds) -> tuple:
     wanted = sum((*model, size) in speeds.rows for model in contest.series.values() for size in contest.sizes)
-    return wanted, len(speeds.rows), not speeds.source.age, speeds.is_gpu, speeds.source.path
+    return wanted, not speeds.source.age, len(speeds.rows), speeds.is_gpu, speeds.source.path
