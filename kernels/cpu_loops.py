@@ -5,7 +5,8 @@ of channels, whose states stay in the cache. The innermost loops over channels a
 use few arrays, of which it must see at run time that they do not overlap. Sums may be reassociated, but nothing is
 assumed about NaN and infinity. Tasks write disjoint memory, and the result does not depend on the threads.
 
-Here is what loops share; `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around` have the loops. Arrays are contiguous, of one dtype, fp32 or fp64. Shape letters as in the operators' references.
+Here is what loops share; `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around` have the loops. Arrays are contiguous,
+of one dtype, fp32 or fp64. Shape letters as in the operators' references.
 """
 
 import hashlib

@@ -92,11 +92,11 @@ def follow_records(
         if cell is None:
             continue
         identity, metrics = (read_record(paths.root / name)[part] for part in ("identity", "metrics"))
-        first, now = (
-            metrics["by_seed"][0],
-            {"number_hash": hash_number(paths.root, identity["code_modules"], identity["device"])},
-        )
-        now["weights_hash"] = first["weights_hash"]
+        first = metrics["by_seed"][0]
+        now = {
+            "number_hash": hash_number(paths.root, identity["code_modules"], identity["device"]),
+            "weights_hash": first["weights_hash"],
+        }
         if not now.items() <= found.get(name, {}).items():
             try:
                 job = build_job(cell, first["seed"])

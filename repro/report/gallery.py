@@ -150,7 +150,7 @@ def find_speeds(contest: Contest, results: Results) -> Speeds | None:
 def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
     """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
 
-    The best has most of the contest's image sizes; among equals it is fresh, has most rows.
+    The best has most of the contest's image sizes; among equals a fresh one comes first, then the one with most rows.
     """
     models = set(contest.series.values())
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
