@@ -39,7 +39,7 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     print(f"complexity: counting {len(wanted)} rows")
     costs = {name: count_row(*row) for name, row in track(list(wanted.items()), "counting", unit="rows")}
     asked = {row_id(*row): row for group in params.groups if group.fvcore for row in group.rows()}
-    fvcore = {name: fvcore_terms(*row) for name, row in asked.items()}
+    fvcore = {name: fvcore_terms(costs[name], *row) for name, row in asked.items()}
     saved, dwconv = _compare_pairs(params.sizes)
 
     folder = paths.results / "complexity"

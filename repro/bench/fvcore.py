@@ -17,25 +17,19 @@ from torch.overrides import TorchFunctionMode
 from ..models.dit import Denoiser
 from ..models.inner_mixer import KeyNorm
 from . import build
-from .flops import OperatorCounter, cost
+from .flops import Cost, OperatorCounter
 
 _PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # by the mode of an interpolation
 
 
-def fvcore_terms(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
-    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are ours, `norms` and
-    `interpolation`.
+def fvcore_terms(counted: Cost, name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
+    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are those of `counted`,
+    its `flops.cost`, then `norms` and `interpolation`.
 
     For a denoiser (H, W) is the size of its input: that of the latents, where it draws those.
-
-    Raises:
-        ValueError: as `flops.cost`.
     """
-    counted = cost(name, options, image_size)
-    return {
-        "multiply_adds": counted.macs,
-        **count_extras(build.create(name, options, image_size, fused=False, device="meta"), image_size),
-    }
+    model = build.create(name, options, image_size, fused=False, device="meta")
+    return {"multiply_adds": counted.macs, **count_extras(model, image_size)}
 
 
 def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:

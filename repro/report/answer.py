@@ -106,8 +106,7 @@ def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> Table:
     for speeds in measured:
         name = str(speeds.group).partition(": ")[2] + describe_age([speeds.source])
         ratios = speeds.find_ratios(contest)
-        found = [ratios[attention].get(size) for size, attention in places]
-        rows.append([name, *(f"{significant(each)}×" if each else "–" for each in found)])
+        rows.append([name, *(ratios[attention].get(size, "–") for size, attention in places)])
     return table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows)
 
 
@@ -223,7 +222,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
             for attention in reversed(ATTENTIONS):
                 row = speeds.rows.get((contest.theirs[0], attention, size))
                 times = speeds.find_ratios(contest)[attention].get(size)
-                ratio = f" ({contest.ours[1]} {significant(times)}× as fast)" if times else ""
+                ratio = f" ({contest.ours[1]} {times} as fast)" if times else ""
                 shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
             facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
     return facts or [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.figures import against_resolution
+from ..core.noise import find_interval
 from .claims import Report
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
@@ -16,7 +17,7 @@ from .paper import ATTENTIONS, Contest, Drawings
 from .records import Source, describe_age, describe_twins, group_by
 from .results import Results, SpeedGroup
 from .variants import plan_figures
-from .verdicts import format_counts
+from .verdicts import format_counts, significant
 
 OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 
@@ -106,14 +107,18 @@ class Speeds:
     source: Source
     rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
-    def find_ratios(self, contest: Contest) -> dict[str, dict[int, float]]:
-        """Attention of the baseline -> image size -> how many times as fast the model is, of quiet rows."""
-        found: dict[str, dict[int, float]] = {attention: {} for attention in ATTENTIONS}
+    def find_ratios(self, contest: Contest) -> dict[str, dict[int, str]]:
+        """Attention of the baseline -> image size -> how many times as fast the model is, in words.
+
+        Where steps or processes differ too much, with the ratios of the ends of their intervals; none where a row is
+        noisy in another way.
+        """
+        found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
         for (name, attention, size), theirs in self.rows.items():
             ours = self.rows.get((contest.ours[0], None, size))
             if name == contest.theirs[0] and attention in found and ours is not None:
-                if all(row["latency_ms"] and not row["noisy"] for row in (ours, theirs)):
-                    found[attention][size] = theirs["latency_ms"] / ours["latency_ms"]
+                if ours["latency_ms"] and theirs["latency_ms"] and {*ours["noisy"], *theirs["noisy"]} <= {"spread"}:
+                    found[attention][size] = _describe_ratio(ours, theirs)
         return found
 
     @property
@@ -125,6 +130,14 @@ class Speeds:
     def scope(self) -> str:
         """Device and conditions, in words, and whether older code made the record."""
         return f"{self.group}, {self.group.mode}{describe_age([self.source])}"
+
+
+def _describe_ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    times = f"{significant(theirs['latency_ms'] / ours['latency_ms'])}×"
+    if not (ours["noisy"] or theirs["noisy"]):
+        return times
+    (shortest, longest), (least, most) = (find_interval(row) or (row["latency_ms"],) * 2 for row in (ours, theirs))
+    return f"{times} ({significant(least / longest)} to {significant(most / shortest)})"
 
 
 def plan_contest(report: Report) -> Drawings:

@@ -58,7 +58,7 @@ def test_single_layers(layer, norms, interpolation, device):
 def test_models_of_the_papers(name, width, tokens, giga):
     """Two LayerNorms in each of twelve blocks, and one after; a denoiser's, of latents' size, have no scale."""
     image_size, per_value = ((32, 32), 4) if name.startswith("dit3") else ((224, 224), 5)
-    terms = fvcore_terms(name, {}, image_size)
-    macs, norms = cost(name, {}, image_size).macs, 25 * tokens * width * per_value
-    assert terms == {"multiply_adds": macs, "norms": norms, "interpolation": 0}
+    counted = cost(name, {}, image_size)
+    terms, norms = fvcore_terms(counted, name, {}, image_size), 25 * tokens * width * per_value
+    assert terms == {"multiply_adds": counted.macs, "norms": norms, "interpolation": 0}
     assert round(sum(terms.values()) / 1e9, 2) == giga

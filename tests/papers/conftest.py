@@ -45,7 +45,8 @@ def read_key(key: str) -> tuple[str, dict[str, Any], int]:
 def count_model(key: str) -> dict[str, Any]:
     """The row of `repro complexity` of a model of this project."""
     name, options, side = read_key(key)
-    counted, fvcore = cost(name, options, (side, side)), fvcore_terms(name, options, (side, side))
+    counted = cost(name, options, (side, side))
+    fvcore = fvcore_terms(counted, name, options, (side, side))
     row = {"model": name, "options": options, "image_size": [side, side], "method": "analytic"}
     counts = {"num_params": counted.num_params, "macs_g": counted.macs_g, "macs_g_fvcore": sum(fvcore.values()) / 1e9}
     return row | counts

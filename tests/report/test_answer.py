@@ -88,8 +88,10 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     speeds(checkout, latency_ms_ci95=[7.0, 13.0])  # wide beside 10 and 20 ms, and narrow beside the others
     found = facts(checkout)
     ours, _ = found["Vittt-T against DeiT-T at 224²"]
-    assert "as fast" not in ours and ours.count("noisy: spread") == 2
+    assert "(Vittt-T 0.250× (0.538 to 1.86) as fast)" in ours and ours.count("noisy: spread") == 2
     assert "(Vittt-T 2.50× as fast)" in found["Vittt-T against DeiT-T at 1280²"][0]
+    speeds(checkout, load_average=9.0, cores=2, threads=1)
+    assert "as fast" not in facts(checkout)["Vittt-T against DeiT-T at 224²"][0]
 
 
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
@@ -102,6 +104,8 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency")
     assert find_speeds(contest, checkout.results()).group.device == checkout.H200
     assert "anything on a GPU" not in facts(checkout)
+    # older code comes behind, whatever more it has measured
+    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", rows=(*ROWS, (VITTT, None, 512, 1.0, 1.0)))
     file = checkout.paths.results / "measured/a_gpu/efficiency/metrics.json"
     record = read_json(file)
     write_json(file, record | {"identity": record["identity"] | {"number_hash": "of older code"}})
