@@ -1,6 +1,5 @@
 """The layout in docs/architecture.md and the tree are the same; no import goes in a circle; nothing speaks of one machine."""
 
-import ast
 import graphlib
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.hashing import import_closure
+from repro.core.hashing import find_imports, import_closure
 from stages import stage_names
 
 ROOT = Path(__file__).parents[1]
@@ -46,16 +45,8 @@ LIGHT_IMPORTS = {"numba", "llvmlite", "torch", "triton", "numpy", "timm", "yaml"
 
 def imported(path: Path) -> set[str]:
     """The modules that a file imports, and the names that it takes from modules."""
-    package = path.relative_to(ROOT).parent.parts
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return found
+    name = path.relative_to(ROOT)
+    return set(find_imports(path.read_text(encoding="utf-8"), ".".join(name.parent.parts), str(name)))
 
 
 def import_roots(path: Path) -> set[str]:

@@ -162,24 +162,22 @@ def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
     Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and
     includes each package's `__init__.py` on the way, since Python runs it.
     """
-    seen: set[str] = set()
+    found: dict[str, str | None] = {}  # name of a module -> its file, None for one of others or for what is no module
     todo = list(modules)
     while todo:
-        module = todo.pop()
-        parts = module.split(".")
-        for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
-            path = _find_source(root, name)
-            if path is None or path in seen:
+        parts = todo.pop().split(".")
+        names = (".".join(parts[: i + 1]) for i in range(len(parts))) if parts[0] in FIRST_PARTY else ()
+        for name in names:
+            if name in found:
                 continue
-            seen.add(path)
-            package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
-            todo.extend(_find_imports((root / path).read_text(encoding="utf-8"), package, path))
-    return sorted(seen)
+            path = found[name] = _find_source(root, name)
+            if path is not None:
+                package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
+                todo.extend(find_imports((root / path).read_text(encoding="utf-8"), package, path))
+    return sorted(filter(None, found.values()))
 
 
 def _find_source(root: Path, module: str) -> str | None:
-    if module.split(".")[0] not in FIRST_PARTY:
-        return None
     base = module.replace(".", "/")
     return next(
         (candidate for candidate in (f"{base}/__init__.py", f"{base}.py") if (root / candidate).is_file()), None
@@ -187,7 +185,11 @@ def _find_source(root: Path, module: str) -> str | None:
 
 
 @functools.cache
-def _find_imports(source: str, package: str, path: str) -> tuple[str, ...]:
+def find_imports(source: str, package: str, path: str) -> tuple[str, ...]:
+    """The modules that a source imports anywhere, and the names that it takes from modules, all by absolute names.
+
+    `package` is the dotted name of the package that its file lies in; `path` is for messages.
+    """
     found = []
     for node in ast.walk(ast.parse(source, filename=path)):
         if isinstance(node, ast.Import):
