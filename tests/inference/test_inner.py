@@ -15,7 +15,7 @@ from tests.slow import first
 def nano(**options):
     """A small model whose inner learners are far from their symmetrical start."""
     torch.manual_seed(0)
-    options = {"depth": 2, "num_classes": 3, "num_heads": 2, **options}
+    options = {"depth": 2, "num_classes": 3, "num_heads": 4, **options}
     model = timm.create_model("vittt_nano_patch16_144", **options).eval()
     with torch.no_grad():
         for block in model.blocks:
