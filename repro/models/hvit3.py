@@ -226,7 +226,8 @@ def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
-_SMALL = {"widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}
+_STAGES = {"out_indices": 4}  # by default `features_only` gives the maps of all stages
+_SMALL = {**_STAGES, "widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}
 register_sizes(
     HViT3,
     {
@@ -234,9 +235,15 @@ register_sizes(
         "hvit3_tiny_224": {**_SMALL, "depths": (1, 3, 9, 4)},
         "hvit3_small_224": {**_SMALL, "depths": (2, 6, 18, 8)},  # 54.362 M; drop path 0.4
         # 94.369 M; 0.6
-        "hvit3_base_224": {"widths": (96, 192, 448, 640), "num_heads": (3, 6, 14, 20), "depths": (2, 6, 18, 8)},
+        "hvit3_base_224": {
+            **_STAGES,
+            "widths": (96, 192, 448, 640),
+            "num_heads": (3, 6, 14, 20),
+            "depths": (2, 6, 18, 8),
+        },
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 tokens a side
         "hvit3_nano_144": {
+            **_STAGES,
             "img_size": 144,
             "widths": (16, 32, 64, 96),
             "num_heads": (1, 2, 4, 6),

@@ -312,16 +312,27 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found | {key: torch.tensor(0) for key in sorted(counters) if key not in found}
 
 
+_STAGES = {"out_indices": 4}  # by default `features_only` gives the maps of all stages
 register_sizes(
     MambaVision,
     {
         # 31.794 M parameters; drop path 0.2
-        "mambavision_tiny_224": {"widths": (80, 160, 320, 640), "stem": 32, "depths": (1, 3, 8, 4)},
-        "mambavision_small_224": {"widths": (96, 192, 384, 768), "depths": (3, 3, 7, 5)},  # 50.141 M; drop path 0.2
+        "mambavision_tiny_224": {**_STAGES, "widths": (80, 160, 320, 640), "stem": 32, "depths": (1, 3, 8, 4)},
+        "mambavision_small_224": {
+            **_STAGES,
+            "widths": (96, 192, 384, 768),
+            "depths": (3, 3, 7, 5),
+        },  # 50.141 M; drop path 0.2
         # 97.685 M; drop path 0.3
-        "mambavision_base_224": {"widths": (128, 256, 512, 1024), "depths": (3, 3, 10, 5), "layer_scale": 1e-5},
+        "mambavision_base_224": {
+            **_STAGES,
+            "widths": (128, 256, 512, 1024),
+            "depths": (3, 3, 10, 5),
+            "layer_scale": 1e-5,
+        },
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
         "mambavision_nano_144": {
+            **_STAGES,
             "img_size": 144,
             "widths": (16, 32, 64, 128),
             "stem": 8,

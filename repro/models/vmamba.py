@@ -272,7 +272,8 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[..., 0, 0] if is_conv(key, value) else value for key, value in found.items()}
 
 
-_SMALL = {"widths": (96, 192, 384, 768)}
+_STAGES = {"out_indices": 4}  # by default `features_only` gives the maps of all stages
+_SMALL = {**_STAGES, "widths": (96, 192, 384, 768)}
 register_sizes(
     VMamba,
     {
@@ -280,9 +281,15 @@ register_sizes(
         "vmamba_tiny_224": {**_SMALL, "depths": (2, 2, 8, 2), "expand": 1},
         "vmamba_small_224": {**_SMALL, "depths": (2, 2, 15, 2)},  # 50.148 M; `s2l15`, drop path 0.3
         # 88.558 M; `s2l15`, drop path 0.6
-        "vmamba_base_224": {"widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},
+        "vmamba_base_224": {**_STAGES, "widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
-        "vmamba_nano_144": {"img_size": 144, "widths": (16, 32, 64, 128), "depths": (1, 1, 2, 1), "expand": 1},
+        "vmamba_nano_144": {
+            **_STAGES,
+            "img_size": 144,
+            "widths": (16, 32, 64, 128),
+            "depths": (1, 1, 2, 1),
+            "expand": 1,
+        },
     },
     first_conv="patch_embed.conv1",
 )

@@ -120,6 +120,8 @@ def test_features_only_agrees_with_feature_info(family, options):
     assert [m.shape for m in maps] == [(1, widths[i], 96 // strides[i], 64 // strides[i]) for i in (0, 2)]
     assert backbone.feature_info.channels() == [widths[0], widths[2]]
     assert backbone.feature_info.reduction() == [strides[0], strides[2]]
+    every = timm.create_model(nano_name(family), features_only=True, **options)  # all stages, or a ViT's last blocks
+    assert every.feature_info.reduction() == list(strides if deep else strides[:3])
     removed = ("stages.2.downsample", "stages.3", "blocks.3", "norm.", "head")
     kept = {f"model.{name}" for name, _ in whole.named_parameters() if not name.startswith(removed)}
     assert {name for name, _ in backbone.named_parameters()} == kept
