@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..core.csvfile import read_csv
-from ..core.errors import RunError, UserError
+from ..core.errors import Interrupted, RunError, UserError
 from ..core.freshness import FIRST_EPOCHS, hash_number
 from ..core.hashing import hash_file
 from ..core.paths import OWN_RATES, Paths
@@ -32,12 +32,27 @@ from .variants import VariantSet
 
 Means = Mapping[str, float]
 MEANS = ("train_loss", "train_grad_norm")  # as in curve.csv
-# relative: of the mean loss, and what a curve's digits and sums in another order may change
-TOLERANCE, ROUNDING = 1e-3, 1e-6
-EPOCHS = 6  # at most
 # a cell's folder under results/measured, as `read_cells` names it
 _CELL = re.compile(r"(?P<cell>.+?)(?P<random>_random)?(?P<epochs>_\d+epochs)?(?:_\d+seeds)?")
 _OF_CODE = ("code_hash", "code_modules", "number_hash")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """When the beginnings of two trainings are alike; its hash is in the record's identity.
+
+    Args:
+        epochs: by which a training is judged.
+        tolerance: of the mean loss, relative.
+        rounding: what a curve's digits and sums in another order may change, relative.
+    """
+
+    epochs: int = 6
+    tolerance: float = 1e-3
+    rounding: float = 1e-6
+
+
+RULE = Rule()
 
 
 class _Judged(Exception):
@@ -106,7 +121,7 @@ def follow_records(
                 yield f"{name}: {error}"
                 continue
             found[name] = now | entry
-            about = make_identity(paths.root, identity["code_modules"], cell.params, **place)
+            about = make_identity(paths.root, identity["code_modules"], RULE, **place)
             # no code makes it old: each entry names its own
             about = {key: value for key, value in about.items() if key not in _OF_CODE}
             write_record(file.parent, {FIRST_EPOCHS: found}, about, 0.0, name=FIRST_EPOCHS)
@@ -122,10 +137,10 @@ def judge(now: Means, recorded: Means, others: Iterable[Means]) -> bool | None:
     """
 
     def is_nearer(name: str, other: Means) -> bool:
-        here = max(abs(now[name] - recorded[name]), ROUNDING * abs(recorded[name]))
+        here = max(abs(now[name] - recorded[name]), RULE.rounding * abs(recorded[name]))
         return abs(now[name] - other[name]) >= 3 * here
 
-    if abs(now["train_loss"] - recorded["train_loss"]) > TOLERANCE * abs(recorded["train_loss"]):
+    if abs(now["train_loss"] - recorded["train_loss"]) > RULE.tolerance * abs(recorded["train_loss"]):
         return False
     return all(any(is_nearer(name, other) for name in MEANS) for other in others) or None
 
@@ -143,6 +158,8 @@ def train_until_judged(job: Job, judge: Callable[[int, Means], bool | None]) -> 
         fit(job.task, job.params, checkpointer=_UntilJudged(steps, judge), watch=watch, **cadence)
     except _Judged as judged:
         return judged.args
+    except Interrupted as stopped:
+        raise Interrupted(stopped.exit_code - 128, "what was judged before is kept") from None
     raise RunError(f"{cell.where}: no epoch was judged")
 
 
@@ -168,7 +185,7 @@ def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
             if of == epoch and (file == curve) != (number == seed)
         ]
         verdict = judge(now, recorded[seed, epoch], others)
-        is_last = epoch == EPOCHS or (seed, epoch + 1) not in recorded
+        is_last = epoch == RULE.epochs or (seed, epoch + 1) not in recorded
         return False if verdict is None and is_last else verdict
 
     epoch, now, follows = train_until_judged(job, judge_epoch)
