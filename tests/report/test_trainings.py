@@ -1,4 +1,4 @@
-"""What an expression may ask of a training."""
+"""What an expression may ask of a training, and how searches are shown."""
 
 import pytest
 
@@ -37,3 +37,16 @@ def test_a_training_fits(asked, about, fits):
 def test_another_word_is_refused(asked):
     with pytest.raises(ValueError, match=f"'{asked}': no training; write a side in pixels"):
         Training.parse([asked])
+
+
+@pytest.mark.parametrize(("warmup", "shown"), [(3, "| 3 |"), (2, "| 3, trained with 2 |")])
+def test_a_search_whose_choice_nobody_trains_with_says_so(checkout, warmup, shown):
+    """The highest of three scores is of the largest rate tried and of a warm-up of three epochs."""
+    checkout.write("params.yaml", f"pretrain: {{nano: {{optim: {{lr: 0.004, warmup_epochs: {warmup}}}}}}}\n")
+    tried = ((0.002, 1, 90.0), (0.004, 2, 97.7), (0.004, 3, 98.6))
+    trials = [dict(zip(("lr", "warmup_epochs", "top1_percent"), each), diverged=False) for each in tried]
+    metrics = {"cell": "pretrain.nano", "split": "tune", "score": "top1_percent", "seed": 7, "rule": "the highest"}
+    metrics |= {"trials": trials, "chosen": {"lr": 0.004, "warmup_epochs": 3}}
+    checkout.record("measured/cpu/tune", metrics, name="nano")
+    row = next(line for line in checkout.runs().splitlines() if line.startswith("| `pretrain.nano`"))
+    assert f"| 0.004, at the edge {shown} 0.002 (1): 90.0; 0.004 (3): 98.6 |" in row

@@ -119,9 +119,9 @@ def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
     for name, found in searches.items():
         stage, cell = name.split(".")
         assert stage == STAGE
-        chosen = max(found, key=lambda metrics: len(metrics["trials"]))["chosen"]  # a wider one went beyond an edge
         optim = load_section(SPEC.params, ROOT / profile, *find_cell(ROOT / profile, stage, cell)).optim
-        assert {key: getattr(optim, key) for key in chosen} == chosen, name
+        # of one of its searches, of which some are wider: the page says which cell is trained by a narrower one
+        assert any({key: getattr(optim, key) for key in each["chosen"]} == each["chosen"] for each in found), name
 
 
 def test_a_cell_outside_the_pipeline_is_searched_where_it_is_named(ready):
