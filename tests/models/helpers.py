@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
+from timm.optim._param_groups import param_groups_layer_decay
 from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
@@ -40,6 +41,24 @@ def shaken(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return module
+
+
+class DenseModel(nn.Module):
+    """A model that is built on a pyramid."""
+
+    def __init__(self, pyramid: nn.Module):
+        super().__init__()
+        self.pyramid, self.head = pyramid, nn.Linear(3, 3)
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        return self.pyramid.group_matcher(coarse, prefix="pyramid.")
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """What timm multiplies the learning rate of each parameter by."""
+    groups = param_groups_layer_decay(model, layer_decay=decay)
+    scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    return {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 def frozen_statistics(model: nn.Module) -> nn.Module:

@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
 from repro.models import adapter as parts
 from repro.models.adapter import AdapterSize, DeformableAttention, Extractor, ViTAdapter, reference_points
 from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
-from tests.models.helpers import shaken
+from tests.models.helpers import DenseModel, layer_scales, shaken
 
 FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3", "t5")
 SIZE = AdapterSize(num_heads=2, prior_channels=4)
@@ -82,29 +81,6 @@ def test_injection_passes_class_tokens_by(family, options):
         before, (h, w) = adapter.backbone.embed(image)
     same = (taken[0] == before).all(-1)[0]
     assert same.nonzero().flatten().tolist() == list(adapter.backbone.prefix_positions(h * w))
-
-
-@pytest.mark.parametrize("features", ["last", "each"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_with_the_final_norm_the_tokens_pass_it_before_they_are_added(family, features):
-    """Where a map has the patches' grid, what its own norm receives changes by norm(tokens) - tokens."""
-    found = {}
-    for final_norm in (False, True):
-        adapter = nano(family, features=features, final_norm=final_norm)
-        if final_norm:
-            nn.init.uniform_(adapter.trunk.norm.weight, 0.5, 1.5)
-        outputs = block_outputs(adapter)
-        adapter.norms[2].register_forward_pre_hook(lambda module, args, key=final_norm: found.update({key: args[0]}))
-        with torch.no_grad():
-            adapter(torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(1)))
-    # of the four blocks: after the third interaction, or after the last
-    tokens = outputs[2 if features == "each" else 3]
-    norm, prefix = adapter.trunk.norm, adapter.backbone.prefix_positions(24)
-    tokens = tokens[:, [i for i in range(tokens.shape[1]) if i not in prefix]].double()
-    centred = tokens if family == "vim" else tokens - tokens.mean(-1, keepdim=True)  # Vim has an RMSNorm
-    normed = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
-    expected = (normed - tokens).mT.unflatten(2, (4, 6))
-    torch.testing.assert_close((found[True] - found[False]).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_order_of_the_interactions():
@@ -211,47 +187,31 @@ def test_drop_path_rates():
     assert rates == {f"extractors.{i}.drop_path": 0.3 for i in range(6)} | blocks
 
 
-def test_which_tokens_are_added_to_the_maps():
-    """Without the final norms, `each` and `last` differ by the resized tokens that they add to a map."""
-    last, each, image = nano(features="last"), nano(features="each"), torch.randn(1, 3, 64, 96)
-    found = block_outputs(last)
-    for adapter in (last, each):
-        adapter.norms = nn.ModuleList(nn.Identity() for _ in range(4))
-    with torch.no_grad():
-        a, b = last(image), each(image)
-    images = [tokens.transpose(1, 2).reshape(1, 64, 4, 6) for tokens in found]
-    for i, scale in enumerate((4.0, 2.0, 1.0, 0.5)):
-        shown = {"scale_factor": scale, "mode": "bilinear", "align_corners": False}
-        resized = [F.interpolate(x, **shown) for x in (images[i], images[3])]
-        torch.testing.assert_close(b[i] - a[i], resized[0] - resized[1], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(a[3], b[3], atol=1e-5, rtol=1e-4)
-
-
-def test_maps_are_tokens_prior_and_patches_added():
-    adapter, image, c = nano(), torch.randn(1, 3, 64, 96), []
+@pytest.mark.parametrize("final_norm", [False, True])
+@pytest.mark.parametrize("features", ["last", "each"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_maps_are_tokens_prior_and_patches_added(family, features, final_norm):
+    """The patches of each of the four blocks or of the last, after the final norm if it is kept, and resized."""
+    adapter, image, c = nano(family, features=features, final_norm=final_norm), torch.randn(1, 3, 64, 96), []
+    if final_norm:
+        nn.init.uniform_(adapter.trunk.norm.weight, 0.5, 1.5)
     adapter.extractors[5].register_forward_hook(lambda module, args, out: c.append(out))
-    patches = block_outputs(adapter)
-    with torch.no_grad():
-        maps = adapter(image)
-        finest = adapter.prior(image)[0]
-        eighth = c[0][:, : 8 * 12].transpose(1, 2).reshape(1, 64, 8, 12)
-        x = patches[3].transpose(1, 2).reshape(1, 64, 4, 6)
-        expected = adapter.up(eighth) + finest + F.interpolate(x, scale_factor=4, mode="bilinear", align_corners=False)
-        torch.testing.assert_close(maps[0], adapter.norms[0](expected), atol=1e-5, rtol=1e-5)
-        sixteenth = c[0][:, 96 : 96 + 24].transpose(1, 2).reshape(1, 64, 4, 6)
-        torch.testing.assert_close(maps[2], adapter.norms[2](sixteenth + x), atol=1e-5, rtol=1e-5)
-
-
-class _Detector(nn.Module):
-    """A model that is built on an adapter."""
-
-    def __init__(self, adapter: ViTAdapter):
-        super().__init__()
-        self.body = nn.ModuleDict({"adapter": adapter})
-        self.neck = nn.Conv2d(4, 4, 1)
-
-    def group_matcher(self, coarse: bool = False):
-        return self.body["adapter"].group_matcher(coarse, prefix="body.adapter.")
+    blocks = block_outputs(adapter)
+    maps, finest = adapter(image), adapter.prior(image)[0]
+    grids = {0: (8, 12), 96: (4, 6), 120: (2, 3)}
+    levels = [c[0][:, start : start + h * w].mT.unflatten(2, (h, w)) for start, (h, w) in grids.items()]
+    levels.insert(0, adapter.up(levels[0]) + finest)
+    norm, prefix = adapter.trunk.norm, adapter.backbone.prefix_positions(24)
+    for i, scale in enumerate((4.0, 2.0, 1.0, 0.5)):
+        tokens = blocks[i if features == "each" else 3]
+        tokens = tokens[:, [place for place in range(tokens.shape[1]) if place not in prefix]]
+        if final_norm:
+            centred = tokens if family == "vim" else tokens - tokens.mean(-1, keepdim=True)  # Vim has an RMSNorm
+            tokens = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+        patches = tokens.mT.unflatten(2, (4, 6))
+        resized = F.interpolate(patches, scale_factor=scale, mode="bilinear", align_corners=False)
+        torch.testing.assert_close(maps[i], adapter.norms[i](levels[i] + resized), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -260,18 +220,14 @@ def test_layer_decay(family, wrapped):
     """Section 2.3: rate^(last - id), where id is 0 for embeddings, i + 1 for block i, and the last for the rest."""
     with torch.device("meta"):
         adapter = build_pyramid(f"{family}_tiny_patch16_224")
-    model = _Detector(adapter) if wrapped else adapter
-    groups = param_groups_layer_decay(model, layer_decay=0.85)
-    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     depth = adapter.depth
-    for name, parameter in model.named_parameters():
-        parts = name.removeprefix("body.adapter.").removeprefix("backbone.").removeprefix("model.").split(".")
-        inside = ".backbone." in f".{name}"
-        layer = int(parts[1]) + 1 if inside and parts[0] == "blocks" else 0 if inside else depth + 1
-        assert scales[id(parameter)] == pytest.approx(0.85 ** (depth + 1 - layer)), name
     assert depth == (24 if family == "vim" else 12)
-    if depth == 12:
-        assert {round(scale, 4) for scale in scales.values()} >= {0.1209, 0.1422, 0.3771, 0.85, 1.0}
+    scales = layer_scales(DenseModel(adapter) if wrapped else adapter, 0.85)
+    for name, scale in scales.items():
+        part, _, inside = name.removeprefix("pyramid.").partition("backbone.")
+        inside = inside.removeprefix("model.").split(".")
+        layer = depth + 1 if part or inside == [""] else int(inside[1]) + 1 if inside[0] == "blocks" else 0
+        assert scale == pytest.approx(0.85 ** (depth + 1 - layer)), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

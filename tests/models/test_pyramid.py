@@ -7,7 +7,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from timm.optim._param_groups import param_groups_layer_decay
 
 import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
@@ -16,7 +15,7 @@ from repro.models.checkpoints import open_weights
 from repro.models.pyramid import NativePyramid, build_pyramid, load_backbone
 from repro.models.vittt import POOLS
 from tests.models import helpers
-from tests.models.helpers import frozen_statistics, save_model, shaken
+from tests.models.helpers import frozen_statistics, layer_scales, save_model, shaken
 from tests.slow import first
 
 NANO, DEIT = "vittt_nano_patch16_144", "deit_nano_patch16_144"
@@ -138,31 +137,17 @@ def test_pyramids_compile_into_one_graph(name, options, backend):
         torch.testing.assert_close(compiled, pyramid(image))
 
 
-class Model(torch.nn.Module):
-    """A dense model around a pyramid."""
-
-    def __init__(self, pyramid):
-        super().__init__()
-        self.backbone, self.head = pyramid, torch.nn.Linear(3, 3)
-
-    def group_matcher(self, coarse=False):
-        return self.backbone.group_matcher(coarse, prefix="backbone.")
-
-
 def test_layer_decay_of_a_swin_is_timms_with_the_new_parts_last():
     """By hand: the embedding, six blocks (a stage's merging belongs to its first block), then everything else."""
-    model = Model(native(SWIN, SMALL_SWIN))
-    groups = param_groups_layer_decay(model, layer_decay=0.5)
-    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    found = {name: scales[id(p)] for name, p in model.named_parameters()}
+    found = layer_scales(helpers.DenseModel(native(SWIN, SMALL_SWIN)), 0.5)
     blocks = "0.blocks.0 1.blocks.0 1.blocks.1 2.blocks.0 2.blocks.1 3.blocks.0"
     layers = ["patch_embed", *(f"layers.{block}" for block in blocks.split())]
     for number, layer in enumerate(layers):
-        own = {scale for name, scale in found.items() if name.startswith(f"backbone.backbone.{layer}.")}
+        own = {scale for name, scale in found.items() if name.startswith(f"pyramid.backbone.{layer}.")}
         assert own == {0.5 ** (len(layers) - number)}, layer
-    merging = {found[f"backbone.backbone.layers.{i}.downsample.reduction.weight"] for i in (1, 2, 3)}
+    merging = {found[f"pyramid.backbone.layers.{i}.downsample.reduction.weight"] for i in (1, 2, 3)}
     assert merging == {0.5**5, 0.5**3, 0.5**1}
-    assert {scale for name, scale in found.items() if name.startswith(("backbone.norms", "head"))} == {1.0}
+    assert {scale for name, scale in found.items() if name.startswith(("pyramid.norms", "head"))} == {1.0}
 
 
 def test_exemptions_from_weight_decay_are_the_backbones():
