@@ -34,7 +34,7 @@ class Regression:
         torch.manual_seed(3)
         np.random.seed(3)
         self.model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1))
-        self.before_step, self.number = before_step, 0
+        self.before_step, self.number, self.noises, self.snapshots = before_step, 0, [], []
 
     def build_optimizer(self, params):
         return build_optimizer(self.model, params, self.batch_size)
@@ -50,6 +50,7 @@ class Regression:
         self.number += 1
         x, y = batch
         noise = float(np.random.rand())
+        self.noises.append(noise)
         return {"loss": (network(x) - y - 0.1 * noise).square().mean(), "noise": torch.tensor(noise)}
 
     def split(self, batch, parts):
@@ -74,28 +75,26 @@ def settings(kind=TrainParams, **changes):
     return kind(model="", data="", batch_size=8, drop_path=0.0, **{"optim": OPTIM} | changes)
 
 
-def train(folder, task=None, *, epochs=3, save_every=2, snapshots=None, log=print, returned=None, accumulate=1, **more):
+def train(folder, task=None, *, epochs=3, save_every=2, log=print, accumulate=1, **more):
+    """The weights of a run and its state."""
     task = task or Regression()
-    snapshots = snapshots if snapshots is not None else []
     watch = Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100)
     how = {"accumulate": accumulate, "save_every_steps": save_every, "watch": watch}
-    how |= {"checkpointer": Checkpointer(folder, log), "snapshot": lambda epoch, model: snapshots.append(epoch)}
+    how |= {"checkpointer": Checkpointer(folder, log), "snapshot": lambda epoch, model: task.snapshots.append(epoch)}
     state, evaluated = fit(task, settings(epochs=epochs, evaluate_every=2, **more), **how)
-    if returned is not None:
-        returned.append(state)
-    return evaluated.state_dict(), state.curve
+    return evaluated.state_dict(), state
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Weights and curve of a run that nothing stops."""
+    """A run that nothing stops."""
     return train(tmp_path_factory.mktemp("whole"))
 
 
 def assert_same(run, other):
     """The same weights, bit for bit, and the same curve."""
     assert all(torch.equal(weights, other[0][name]) for name, weights in run[0].items())
-    assert run[1] == other[1]
+    assert run[1].curve == other[1].curve
 
 
 class Killed(BaseException):
@@ -117,88 +116,73 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step):
     assert_same(train(tmp_path), whole)
 
 
+class Tuned(Regression):
+    """Has a split for the curve and one that is reported, notes which it evaluates, and may be stopped in one of these."""
+
+    curve_split, reported_split = "tune", "test"
+
+    def __init__(self, stop=lambda: None, at=None):
+        super().__init__()
+        self.evaluated, self.stop, self.at = [], stop, at
+
+    def evaluate(self, model, split):
+        self.evaluated.append((self.number, split))
+        if self.evaluated[-1] == self.at:
+            self.stop()
+        return {name: value + (split == "test") for name, value in super().evaluate(model, split).items()}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [2, 4, 14])
+@pytest.mark.parametrize("step", [2, 4, 9, 14])
 def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, whole, number, step):
-    handler = signal.getsignal(number)
-    task = Regression(lambda n: os.kill(os.getpid(), number) if n == step else None)
+    """After the last step of an epoch it does not wait for the evaluation."""
+    handler, task = signal.getsignal(number), Tuned()
+    task.before_step = lambda n: os.kill(os.getpid(), number) if n == step else None
     with pytest.raises(Interrupted, match=f"after step {step + 1} is saved") as stopped:
         train(tmp_path, task, save_every=100)
     assert stopped.value.exit_code == 128 + number
-    assert task.number == step + 1
+    assert task.number == step + 1 and task.evaluated == [(10, "tune")] * (step > 9)
     assert_same(train(tmp_path, save_every=100), whole)
     assert signal.getsignal(number) is handler
 
 
-@pytest.mark.parametrize("epoch", [2, 3])
-def test_killed_while_it_evaluates(tmp_path, whole, epoch):
-    """The epoch's steps are saved before its evaluation, which is then all that is done again."""
-
-    class Slow(Regression):
-        def evaluate(self, model, split):
-            if self.number == 5 * epoch:
-                raise Killed
-            return super().evaluate(model, split)
-
-    with pytest.raises(Killed):
-        train(tmp_path, Slow(), save_every=100)
-    task = Regression()
-    assert_same(train(tmp_path, task, save_every=100), whole)
-    assert task.number == 15 - 5 * epoch
-
-
-class Tuned(Regression):
-    """Has a split for the curve and one that is reported, and notes which it evaluates."""
-
-    curve_split, reported_split = "tune", "test"
-
-    def __init__(self, in_the_last=lambda: None):
-        super().__init__()
-        self.evaluated, self.in_the_last = [], in_the_last
-
-    def evaluate(self, model, split):
-        self.evaluated.append((self.number, split))
-        if split == "test":
-            self.in_the_last()
-        return {name: value + (split == "test") for name, value in super().evaluate(model, split).items()}
-
-
-def test_the_reported_split_is_evaluated_once_and_by_the_final_model(tmp_path):
-    task, returned = Tuned(), []
-    _, curve = train(tmp_path, task, returned=returned)
+def test_the_reported_split_is_evaluated_once_and_by_the_final_model(tmp_path, whole):
+    task = Tuned()
+    _, state = train(tmp_path, task)
     assert task.evaluated == [(10, "tune"), (15, "tune"), (15, "test")]
-    assert returned[0].scores == {"held_out_loss": curve[-1]["held_out_loss"] + 1}
-    alone, returned = Regression(), []
-    _, curve = train(tmp_path / "alone", alone, returned=returned)
-    assert returned[0].scores == {"held_out_loss": curve[-1]["held_out_loss"]}
+    assert state.scores == {"held_out_loss": state.curve[-1]["held_out_loss"] + 1}
+    assert whole[1].scores == {"held_out_loss": whole[1].curve[-1]["held_out_loss"]}
 
 
 def kill():
     raise Killed
 
 
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+LAST = [(0, "tune"), (0, "test")]
+
+
 @pytest.mark.parametrize(
-    ("stop", "error"), [(kill, Killed), (lambda: os.kill(os.getpid(), signal.SIGTERM), Interrupted)]
+    ("stop", "error", "at", "evaluated"),
+    [
+        (kill, Killed, (10, "tune"), [(0, "tune"), (5, "tune"), (5, "test")]),
+        (kill, Killed, (15, "tune"), LAST),
+        (kill, Killed, (15, "test"), LAST),
+        (terminate, Interrupted, (15, "test"), LAST),
+    ],
 )
-def test_stopped_in_the_final_evaluation(tmp_path, whole, stop, error):
-    """No step is done again: the last epoch and the reported split are evaluated."""
-    returned = []
+def test_stopped_while_it_evaluates(tmp_path, whole, stop, error, at, evaluated):
+    """The epoch's steps are saved before its evaluation, which is then all that is done again."""
     with pytest.raises(error):
-        train(tmp_path, Tuned(stop))
+        train(tmp_path, Tuned(stop, at), save_every=100)
     task = Tuned()
-    assert_same(train(tmp_path, task, returned=returned), whole)
-    assert task.evaluated == [(0, "tune"), (0, "test")]
-    assert returned[0].scores == {"held_out_loss": whole[1][-1]["held_out_loss"] + 1}
-
-
-def test_a_signal_in_the_last_step_of_an_epoch_does_not_wait_for_the_evaluation(tmp_path):
-    class Evaluated(Regression):
-        def evaluate(self, model, split):
-            raise AssertionError("evaluated")
-
-    task = Evaluated(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 9 else None)
-    with pytest.raises(Interrupted, match="after step 10 is saved"):
-        train(tmp_path, task)
+    resumed = train(tmp_path, task, save_every=100)
+    assert_same(resumed, whole)
+    assert task.evaluated == evaluated
+    assert resumed[1].scores == {"held_out_loss": whole[1].curve[-1]["held_out_loss"] + 1}
 
 
 def test_a_damaged_newest_of_two_generations_is_passed_over_and_without_another_it_is_an_error(tmp_path, whole):
@@ -233,9 +217,8 @@ class Diverging(Regression):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_steps_that_are_not_finite_are_skipped_and_counted_apart(tmp_path, value):
     """Weights: those of a run whose optimiser never saw these steps. Means: over the finite ones."""
-    task, states = Diverging({3, 8, 9}, value), []
-    weights, curve = train(tmp_path / "a", task, returned=states, epochs=2)
-    assert states[0].bad_steps == 3 and all(torch.isfinite(x).all() for x in weights.values())
+    weights, state = train(tmp_path, Diverging({3, 8, 9}, value), epochs=2)
+    assert state.bad_steps == 3 and all(torch.isfinite(x).all() for x in weights.values())
 
     by_hand = Regression()
     optimizer = build_optimizer(by_hand.model, OPTIM, 8)
@@ -254,7 +237,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_apart(tmp_path, value
             schedule.step_update(5 * epoch + number + 1)
         means.append(np.mean(losses))
     assert all(torch.equal(weights[name], value) for name, value in by_hand.model.state_dict().items())
-    assert [row["train_loss"] for row in curve] == pytest.approx(means, rel=1e-6)
+    assert [row["train_loss"] for row in state.curve] == pytest.approx(means, rel=1e-6)
 
 
 def test_too_many_in_a_row_stop_with_a_dump_that_runs_again(tmp_path):
@@ -293,9 +276,7 @@ def test_bad_steps_that_outnumber_the_others_stop_a_run_also_when_it_was_killed(
 
 
 def test_half_of_the_steps_may_be_bad(tmp_path):
-    states = []
-    train(tmp_path, Diverging(set(range(2, 16, 2))), max_bad_steps=2, returned=states)
-    assert states[0].bad_steps == 7
+    assert train(tmp_path, Diverging(set(range(2, 16, 2))), max_bad_steps=2)[1].bad_steps == 7
 
 
 class Exploding(Regression):
@@ -346,17 +327,17 @@ def test_a_moving_average_that_is_not_finite_at_the_end_is_no_result():
 @pytest.mark.parametrize("split", ["tune", "test"])
 def test_a_final_score_that_is_not_finite_is_no_result_and_an_earlier_one_is(tmp_path, split):
     class Unsound(Tuned):
-        at = 15
+        broken_at = 15
 
         def evaluate(self, model, evaluated):
             found = super().evaluate(model, evaluated)
-            return {"held_out_loss": math.nan} if self.number == self.at and evaluated == split else found
+            return {"held_out_loss": math.nan} if self.number == self.broken_at and evaluated == split else found
 
     with pytest.raises(Diverged, match=r"held_out_loss is nan.*bad_step_000000015\.pt"):
         train(tmp_path / "last", Unsound())
-    Unsound.at = 10
-    _, curve = train(tmp_path / "earlier", Unsound())
-    assert math.isnan(curve[1]["held_out_loss"]) == (split == "tune") and math.isfinite(curve[2]["held_out_loss"])
+    Unsound.broken_at = 10
+    _, earlier, last = [row.get("held_out_loss") for row in train(tmp_path / "earlier", Unsound())[1].curve]
+    assert math.isnan(earlier) == (split == "tune") and math.isfinite(last)
 
 
 def test_diagnosis_names_the_layer_by_hand():
@@ -372,16 +353,10 @@ def test_diagnosis_names_the_layer_by_hand():
     assert found["gradients"]["3.weight"]["not_finite"] > 0
 
 
-@pytest.mark.parametrize("content", [b"", b"torn", None])
-def test_what_is_no_dump_says_so(tmp_path, content):
-    if content is not None:
-        (tmp_path / "dump.pt").write_bytes(content)
-    with pytest.raises(UserError, match="no such file" if content is None else "not a dump of a bad step"):
-        load_dump(tmp_path / "dump.pt")
-
-
-def test_a_damaged_dump_and_other_objects_are_one_line(tmp_path):
+def test_a_damaged_dump_and_what_is_none_are_one_line(tmp_path):
     weights, path = torch.arange(1000, 1064, dtype=torch.float32), tmp_path / "dump.pt"
+    with pytest.raises(UserError, match="no such file"):
+        load_dump(path)
     rest = dict.fromkeys(["step", "epoch", "number", "world_size", "accumulate", "scale", "ranks"], 1)
     torch.save(rest | {"model": {"x": weights}}, path)
     assert torch.equal(load_dump(path)["model"]["x"], weights)
@@ -391,9 +366,11 @@ def test_a_damaged_dump_and_other_objects_are_one_line(tmp_path):
         with pytest.raises(UserError, match=r"dump\.pt: not a dump.*checksum"):
             load_dump(path)
     torch.save({"model": np.random.default_rng(0)}, path)
-    with pytest.raises(UserError, match=r"dump\.pt: not a dump") as caught:
-        load_dump(path)
-    assert "weights_only" not in str(caught.value) and "\n" not in str(caught.value)
+    for other in (path.read_bytes(), b"", b"torn"):
+        path.write_bytes(other)
+        with pytest.raises(UserError, match=r"dump\.pt: not a dump of a bad step") as caught:
+            load_dump(path)
+        assert "weights_only" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_accumulation_is_the_whole_batch(tmp_path):
@@ -414,29 +391,6 @@ def test_accumulation_is_the_whole_batch(tmp_path):
     runs = [train(tmp_path / str(parts), Plain(), accumulate=parts)[0] for parts in (1, 2, 4)]
     for other in runs[1:]:
         assert all((runs[0][name] - other[name]).abs().max() < 1e-12 for name in other)
-
-
-def test_moving_average_by_hand(tmp_path):
-    """w ← decay·w + (1 − decay)·model after each step, from the start's weights; it is returned and resumed."""
-    seen = []
-
-    class Watched(Regression):
-        def loss(self, network, batch):
-            seen.append([p.detach().clone() for p in self.model.parameters()])
-            return super().loss(network, batch)
-
-    task = Watched()
-    averaged, curve = train(tmp_path / "a", task, ema_decay=0.9)
-    seen.append([p.detach().clone() for p in task.model.parameters()])
-    expected = seen[0]
-    for weights in seen[1:]:
-        expected = [0.9 * e + 0.1 * w for e, w in zip(expected, weights, strict=True)]
-    names = [name for name, _ in task.model.named_parameters()]
-    for name, e in zip(names, expected, strict=True):
-        torch.testing.assert_close(averaged[name], e)
-    with pytest.raises(Killed):
-        train(tmp_path / "b", Regression(kill_at(9)), ema_decay=0.9)
-    assert_same(train(tmp_path / "b", ema_decay=0.9), (averaged, curve))
 
 
 class Taught(Regression):
@@ -473,14 +427,15 @@ def train_taught(folder, task, start, **more):
 
 @pytest.mark.parametrize(("start", "first"), [(0.0, 0), (0.25, 1), (0.3, 2), (0.75, 3), (1.0, 4)])
 def test_a_teacher_is_the_moving_average_before_the_step_from_an_epoch_on(tmp_path, start, first):
+    """The run returns the average after its last step: w ← 0.9·w + 0.1·model after each, from the start's weights."""
     seen = []
     task = Taught(lambda number: seen.append([p.detach().clone() for p in task.model.parameters()]))
-    _, curve = train_taught(tmp_path, task, start)
+    averaged, state = train_taught(tmp_path, task, start)
     assert sorted(task.asked) == list(range(5 * first + 1, 21))
-    assert [row["epoch"] for row in curve if "train_loss_mesa" in row] == list(range(first + 1, 5))
-    average = seen[0]
-    for step, weights in enumerate(seen, 1):
-        average = [0.9 * a + 0.1 * w for a, w in zip(average, weights, strict=True)] if step > 1 else average
+    assert [row["epoch"] for row in state.curve if "train_loss_mesa" in row] == list(range(first + 1, 5))
+    average, task.asked[21] = seen[0], averaged.values()
+    for step, weights in enumerate([*seen, task.model.parameters()], 1):
+        average = [0.9 * a + 0.1 * w.detach() for a, w in zip(average, weights, strict=True)] if step > 1 else average
         for mine, expected in zip(task.asked.get(step, average), average, strict=True):
             torch.testing.assert_close(mine, expected)
 
@@ -503,13 +458,13 @@ def test_a_killed_run_with_a_teacher_ends_like_an_uninterrupted_one(tmp_path, st
 
 def test_fp16_lowers_its_scale_where_gradients_overflow(tmp_path):
     """Steps are skipped until the scale fits; the run then learns, and a stopped one continues with its scale."""
-    weights, curve = train(tmp_path / "a", Loud(), precision="fp16", epochs=4)
+    whole = train(tmp_path / "a", Loud(), precision="fp16", epochs=4)
     with pytest.raises(Killed):
         train(tmp_path / "b", Loud(kill_at(11)), precision="fp16", epochs=4)
     saved = Checkpointer(tmp_path / "b", lambda line: None).restore()
     assert 0 < saved["run"]["bad_steps"] < 10 and saved["scaler"]["scale"] < 2.0**16
-    assert_same(train(tmp_path / "b", Loud(), precision="fp16", epochs=4), (weights, curve))
-    assert all(torch.isfinite(x).all() for x in weights.values())
+    assert_same(train(tmp_path / "b", Loud(), precision="fp16", epochs=4), whole)
+    assert all(torch.isfinite(x).all() for x in whole[0].values())
 
 
 class Loud(Regression):
@@ -521,98 +476,12 @@ class Loud(Regression):
 
 
 def test_curve_means_snapshots_and_evaluations(tmp_path):
-    snapshots, noises = [], []
     task = Regression()
-    inner = task.loss
-    task.loss = lambda network, batch: (
-        noises.append(float(inner(network, batch)["noise"]))
-        or {"loss": network(batch[0]).mean(), "noise": torch.tensor(noises[-1])}
-    )
-    _, curve = train(tmp_path, task, snapshots=snapshots)
-    assert snapshots == [0, 1, 2, 3]
+    curve = train(tmp_path, task)[1].curve
+    assert task.snapshots == [0, 1, 2, 3]
     assert [row["epoch"] for row in curve] == [1, 2, 3] and [row["step"] for row in curve] == [5, 10, 15]
     assert ["held_out_loss" in row for row in curve] == [False, True, True]
-    assert curve[1]["train_noise"] == pytest.approx(np.mean(noises[5:10]), rel=1e-5)
-
-
-def warm(step, rate):
-    """mmengine's chained schedulers: in the warm-up of w steps, rate times 1 - (1 - s/w)(1 - ratio)."""
-    return 2e-4 * rate * (1 - (1 - step / 50) * (1 - 1e-3) if step < 50 else 1.0)
-
-
-# s -> rate(s) of 10 epochs of 7 steps; the cosine's is min + (peak - min)(1 + cos(pi (s - w)/(S - w)))/2 after w steps
-DENSE = {"lr": 1e-4, "warmup_lr": 1e-7, "warmup_steps": 50, "lr_batch_size": 16}
-SCHEDULES = {
-    "cosine": (
-        {"lr": 1e-3, "warmup_lr": 1e-6, "min_lr": 1e-5, "warmup_epochs": 2, "lr_batch_size": 64},
-        lambda step: (
-            (1e-6 + (1e-3 - 1e-6) * step / 14) / 2
-            if step < 14
-            else (1e-5 + (1e-3 - 1e-5) * (1 + math.cos(math.pi * (step - 14) / 56)) / 2) / 2
-        ),
-    ),
-    "poly": (DENSE, lambda step: warm(step, 1 - step / 70)),
-    "step": (DENSE | {"milestones": (6, 9)}, lambda step: warm(step, 1.0 if step < 42 else 0.1 if step < 63 else 0.01)),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rates_follow_the_formula_scaled_by_the_batch(schedule):
-    options, rate = SCHEDULES[schedule]
-    params = OptimParams(schedule=schedule, **options)
-    optimizer = build_optimizer(nn.Linear(2, 2), params, batch_size=32)
-    stepped = build_schedule(optimizer, params, 32, epochs=10, steps_per_epoch=7)
-    for step in range(71):
-        stepped.step_update(step)
-        for group in optimizer.param_groups:
-            assert group["lr"] == pytest.approx(rate(step), rel=1e-9), step
-
-
-@pytest.mark.parametrize(
-    ("more", "what"),
-    [({"schedule": "step"}, "milestones"), ({"milestones": (8,)}, "milestones"), ({"warmup_steps": 5}, "warmup_steps")],
-)
-def test_schedules_that_mean_nothing_are_refused(more, what):
-    with pytest.raises(ValueError, match=what):
-        OptimParams(lr=1e-4, **more)
-
-
-def test_rates_decay_by_layer():
-    """timm's rule: the stem is layer 0, block i layer i + 1, the rest the last; each rate is half the next one's."""
-
-    class Layered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = nn.Linear(2, 2)
-            self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
-            self.top = nn.Linear(2, 2)
-
-        def group_matcher(self, coarse=False):
-            return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
-
-    model = Layered()
-    params = OptimParams(lr=1.0, lr_batch_size=1, schedule="poly", layer_decay=0.5)
-    optimizer = build_optimizer(model, params, batch_size=1)
-    build_schedule(optimizer, params, 1, epochs=1, steps_per_epoch=4).step_update(1)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    expected = [(model.stem, 1 / 16), *((block, 2.0**i / 8) for i, block in enumerate(model.blocks)), (model.top, 1.0)]
-    for layer, factor in expected:
-        assert rates[id(layer.weight)] == rates[id(layer.bias)] == pytest.approx(0.75 * factor)
-
-
-def test_the_first_step_of_lamb():
-    """Both averages are the gradient's own then: a step along sign(g) + λw, as long as the weight; biases follow."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
-    params = OptimParams(optimizer="lamb", lr=0.01, weight_decay=0.1, lr_batch_size=8)
-    optimizer = build_optimizer(model, params, batch_size=8)
-    weight, bias = (p.detach().clone() for p in model.parameters())
-    model(x).square().sum().backward()
-    optimizer.step()
-    direction = model.weight.grad.sign() + 0.1 * weight
-    expected = weight - 0.01 * weight.norm() / direction.norm() * direction
-    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(model.bias.detach(), bias - 0.01 * model.bias.grad.sign(), rtol=1e-6, atol=1e-12)
+    assert curve[1]["train_noise"] == pytest.approx(np.mean(task.noises[5:10]), rel=1e-5)
 
 
 def test_clipping_bounds_the_first_update(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from repro.core.errors import UserError
 from repro.core.ranks import Ranks, joined, require_gpus
 from tests.conftest import ROOT, run_python
+from tests.slow import slow
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
@@ -46,18 +47,12 @@ with joined("cpu") as ranks:
 """
 
 
-def test_what_ranks_agree_on(tmp_path):
-    (tmp_path / "agree.py").write_text(AGREE)
-    done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "agree.py"), "finish"])
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_a_failed_rank_ends_all(tmp_path):
+@pytest.mark.parametrize(("end", "code"), [("finish", 0), slow("fail", 1)])
+def test_ranks_agree_and_one_that_fails_ends_all(tmp_path, end, code):
     """The other one waits in an exchange that will never come."""
     (tmp_path / "agree.py").write_text(AGREE)
-    done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "agree.py"), "fail"])
-    assert done.returncode == 1
+    done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "agree.py"), end])
+    assert done.returncode == code, done.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """What a run writes about itself, against numbers worked out by hand on a clock that the test moves."""
 
-import contextlib
 import json
 import math
-import resource
 import sys
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from repro.core.errors import RunError, UserError
 from repro.core.ranks import Ranks
 from repro.training.watch import Watch
+from tests.training.conftest import limit_files
 
 
 class Clock:
@@ -165,32 +164,17 @@ def test_summary_of_a_run_without_steps_gives_reasons(tmp_path):
     assert set(summary) == missing | {f"{name}_reason" for name in missing} | {"skipped_steps"}
 
 
-def test_all_batches_pass_through_the_clock(tmp_path):
-    with make(tmp_path) as watch:
-        assert list(watch.time_waiting(iter("abc"))) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize("name", ["step", "lr", "img_per_s"])
 def test_a_number_cannot_have_a_name_of_ours(tmp_path, name):
     with make(tmp_path) as watch, pytest.raises(ValueError, match=f"named {name}"):
         watch.step(1, 0, {"loss": 1.0, name: 1.0}, 0.5, images=8)
 
 
-@contextlib.contextmanager
-def file_size_limit(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_ends_the_run_with_one_line_and_the_file_can_be_resumed(tmp_path):
     """A limit on the size of files stands for the disk: the write that passes it is cut short."""
     run(tmp_path / "whole", range(1, 13))
     size = len(b"".join((tmp_path / "whole/train.jsonl").read_bytes().splitlines(keepends=True)[:6])) + 10
-    with pytest.raises(RunError, match="step 7 cannot be written: File too large"), file_size_limit(size):
+    with pytest.raises(RunError, match="step 7 cannot be written: File too large"), limit_files(size):
         run(tmp_path / "full", range(1, 13))
     assert (tmp_path / "full/train.jsonl").stat().st_size == size
     run(tmp_path / "full", range(5, 13), resumed_step=4)
