@@ -74,7 +74,6 @@ def test_values(load, text, field, value):
         ("epochs: 1, zzz: 2", r"stage\.cell\.zzz: unknown key; known: epochs, lr, "),
         ("lr: 1", r"stage\.cell\.epochs: missing; give it a value"),
         ("epochs: 0", r"stage\.cell\.epochs: 0 is out of range, must be >= 1"),
-        ("epochs: -5", r"stage\.cell\.epochs: -5 is out of range"),
         ("epochs: 1.5", r"stage\.cell\.epochs: expected int, got float 1\.5"),
         ("epochs: true", r"stage\.cell\.epochs: expected int, got bool True"),
         ("epochs: three", r"stage\.cell\.epochs: expected int, got str 'three'"),
@@ -152,12 +151,14 @@ def _nest(first: bytes, part: bytes) -> bytes:
         (b"# empty", ": expected a mapping, got nothing"),
         (b"[1]", ": expected a mapping"),
         (b"3", ": expected a mapping"),
+        (None, ": no such file"),
     ],
-    ids=lambda each: repr(each[:24]),
+    ids=lambda each: repr(each and each[:24]),
 )
 def test_any_file_is_read_or_is_one_line(tmp_path, content, where):
     path = tmp_path / "params.yaml"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(UserError, match=r"params\.yaml" + where) as caught:
         load_yaml(path)
     assert "\n" not in str(caught.value)
@@ -216,11 +217,6 @@ def test_a_cell_is_looked_for_in_its_stage_and_then_by_hand(tmp_path):
     assert find_cell(path, "train", "b") == ("by_hand", "train", "b")
     for stage in ("train", "empty", "absent"):  # the stage's own section is what an error names
         assert find_cell(path, stage, "c") == (stage, "c")
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
-        load_yaml(tmp_path / "absent.yaml")
 
 
 def test_hash_follows_values_and_not_their_order():

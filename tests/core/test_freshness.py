@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 
 from repro.core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, find_kind, find_old, hash_number
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODULES = {
     "count": ("repro.models.vim", "stages.complexity"),
     "score": ("repro.models.vim", "stages.pretrain"),
     "speed": ("repro.bench.speed", "repro.models.vim", "stages.ablate"),
 }
-
-
 SPEEDS = "speed", "speed on a GPU"
 
 
@@ -72,7 +70,7 @@ def test_the_kind_follows_from_the_modules():
 
 
 def test_old_records_and_why(tmp_path):
-    (tmp_path / "repro" / "models").mkdir(parents=True)
+    (tmp_path / "repro/models").mkdir(parents=True)
     (tmp_path / "repro/models/a.py").write_text("x = 1\n")
     now = hash_number(tmp_path, ["repro.models.a"], "cpu: some processor")
 
@@ -81,6 +79,11 @@ def test_old_records_and_why(tmp_path):
         identity = {key: value for key, value in identity.items() if value is not None}
         return {"metrics": {"by_seed": [{"weights_hash": each} for each in weights]}, "identity": identity}
 
+    begun = {
+        "of w11": {"weights_hash": "w11", "number_hash": now, "follows": True},
+        "of w12": {"weights_hash": "w12", "number_hash": "1", "follows": True},
+        "of w13": {"weights_hash": "w13", "number_hash": now, "follows": False},
+    }
     records = {
         "old": record("0", "w9"),
         "fresh": record(now, "w1", "w2"),
@@ -96,16 +99,7 @@ def test_old_records_and_why(tmp_path):
         "begun alike": record("0", "w11"),
         "begun alike by other code": record("0", "w12"),
         "begun otherwise": record("0", "w13"),
-        "begun": {
-            "metrics": {
-                "first_epochs": {
-                    "of w11": {"weights_hash": "w11", "number_hash": now, "follows": True},
-                    "of w12": {"weights_hash": "w12", "number_hash": "1", "follows": True},
-                    "of w13": {"weights_hash": "w13", "number_hash": now, "follows": False},
-                }
-            },
-            "identity": {},
-        },
+        "begun": {"metrics": {"first_epochs": begun}, "identity": {}},
     }
     assert find_old(tmp_path, records) == {
         "old": OTHER_CODE,

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from repro.core.errors import UserError
-from repro.core.hashing import hash_code, hash_file, hash_sources, require_hash
+from repro.core.hashing import hash_file, hash_sources, require_hash
 
 SOURCE = '''"""Says what this is."""
 
@@ -140,18 +140,6 @@ def test_whole_files_and_files_in_other_languages_count_as_they_are(tmp_path):
     before = hash_sources(tmp_path, ["page.html"])
     (tmp_path / "page.html").write_text("a\n")
     assert hash_sources(tmp_path, ["page.html"]) != before
-
-
-def test_the_code_of_a_module_is_its_import_closure(tmp_path):
-    (tmp_path / "repro").mkdir()
-    for name, text in (("__init__", ""), ("a", "from .b import x"), ("b", "x = 1"), ("c", "")):
-        (tmp_path / "repro" / f"{name}.py").write_text(text)
-    before = hash_code(tmp_path, ["repro.a"])
-    (tmp_path / "repro" / "c.py").write_text("y = 1")
-    (tmp_path / "repro" / "b.py").write_text("x = 1  # one")
-    assert hash_code(tmp_path, ["repro.a"]) == before
-    (tmp_path / "repro" / "b.py").write_text("x = 2")
-    assert hash_code(tmp_path, ["repro.a"]) != before
 
 
 def test_eight_digits_of_a_hash_are_enough_and_seven_are_not(tmp_path):

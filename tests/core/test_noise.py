@@ -1,12 +1,13 @@
-"""Which rows of speed are noisy, on rows made by hand."""
+"""Which rows of speed are noisy, on rows made by hand; intervals of means and of shares."""
 
 import json
 import math
 
 import pytest
+from scipy.stats import binomtest
 
 from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise, pool_runs
-from repro.core.statistics import describe_sample
+from repro.core.statistics import clip_share, describe_sample, measure_rise, share_interval
 from tests.conftest import ROOT
 
 
@@ -55,9 +56,7 @@ def test_a_small_image_that_took_longer_than_a_large_one_is_noisy():
     rows = [make_row(side, latency, (low, high)) for side, (low, latency, high) in found.items()]
     assert [row["noisy"] for row in mark_noise(rows)] == [[], [], ["order"], []]
     assert [{key: row[key] for key in rows[0]} for row in mark_noise(rows)] == rows
-
-
-def test_a_row_without_an_interval_is_out_of_order_by_any_excess():
+    # without an interval, any excess counts
     rows = [make_row(side, latency, None) for side, latency in ((224, 100.0), (384, 99.9))]
     assert [row["noisy"] for row in mark_noise(rows)] == [["order"], []]
 
@@ -92,15 +91,12 @@ def make_runs(*latencies, **more):
     return [make_row(latency=x, throughput_img_per_s=y, run=n, peak_memory_mib=10.0 * n, **by) for n, x, y in pairs]
 
 
-def test_few_processes_have_a_range_and_no_interval():
+def test_few_processes_have_a_range_and_five_an_interval_of_their_mean():
+    """By Student's t, in logarithms, as for numbers over seeds."""
     (row,) = pool_runs(make_runs(100.0, 110.0, 90.0))
     pooled = {"processes": 3, "latency_ms": 100.0, "throughput_img_per_s": 10.0, "peak_memory_mib": 20.0}
     assert pooled.items() <= row.items()
     assert row["latency_ms_ci95"] is None and find_interval(row) == (90.0, 110.0)
-
-
-def test_five_processes_have_an_interval_of_their_mean():
-    """By Student's t, in logarithms, as for numbers over seeds."""
     logs = [4.5, 4.55, 4.6, 4.65, 4.7, 4.62, 4.58, 4.55, 4.66]
     for count in range(5, 10):
         (row,) = pool_runs(make_runs(*map(math.exp, logs[:count])))
@@ -108,11 +104,36 @@ def test_five_processes_have_an_interval_of_their_mean():
         assert row["latency_ms_ci95"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_noisy_runs_are_left_out_while_there_is_a_quiet_one():
+def test_noisy_runs_are_not_pooled_while_there_is_a_quiet_one():
     quiet, noisy = make_runs(100.0, 150.0)
     assert pool_runs([quiet, noisy | {"latency_ms_ci95": (100.0, 200.0)}])[0]["latency_ms"] == 100.0
-
-
-def test_runs_of_other_code_are_not_pooled():
+    # nor are runs of other code
     first, second = make_runs(100.0, 50.0)
     assert [row["latency_ms"] for row in pool_runs([second | {"code_hash": "b"}, first])] == [100.0]
+
+
+@pytest.mark.parametrize("values", [(0, 1, 8), (50, 100, 100), (0, 100)])
+def test_the_interval_of_a_share_ends_at_0_and_100(values):
+    low, high = describe_sample(values).ci95
+    assert low < 0 or high > 100
+    limits = describe_sample(values, is_share=True).ci95
+    assert limits == (max(low, 0), min(high, 100)) == clip_share((low, high))
+
+
+@pytest.mark.parametrize(("seen", "trials"), [(0, 10), (313, 359), (868, 1000), (1000, 1000)])
+def test_the_interval_of_images_is_wilsons(seen, trials):
+    stated = binomtest(seen, trials).proportion_ci(method="wilson")
+    assert share_interval(100 * seen / trials, trials) == pytest.approx((100 * stated.low, 100 * stated.high))
+
+
+@pytest.mark.parametrize(
+    ("curve", "rise"),
+    [
+        ({1: 10.0, 2: 50.0, 3: 60.0, 4: 58.0}, -2.0),  # the last quarter is epoch 4
+        ({2: 20.0, 4: 40.0, 6: 50.0, 7: 90.0, 8: 55.0}, 40.0),  # 7 and 8 of 8
+        ({4: 30.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_curve_rises_by_what_its_last_quarter_adds(curve, rise):
+    assert measure_rise(curve) == rise

@@ -87,13 +87,6 @@ def test_a_record_comes_last(tmp_path, monkeypatch, scores):
     assert done[-1] == "metrics.json" and "run.json" in done
 
 
-def test_json_is_sorted_and_repeatable(tmp_path):
-    write_json(tmp_path / "a.json", {"b": [1, 2], "a": None})
-    write_json(tmp_path / "b.json", {"a": None, "b": [1, 2]})
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    assert list(json.loads((tmp_path / "a.json").read_text())) == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "no such file"), ("{", "not valid JSON"), ("", "not valid JSON")]
 )
@@ -128,6 +121,7 @@ def test_record_keeps_what_changes_from_run_to_run_apart(tmp_path):
     for seconds in (1.0, 2.0):
         write_record(tmp_path, metrics, {"params": "abc"}, seconds)
         contents.append((tmp_path / "metrics.json").read_bytes())
+        metrics = dict(reversed(metrics.items()))
         assert read_json(tmp_path / "run.json")["seconds"] == seconds
     assert contents[0] == contents[1]
     assert json.loads(contents[0]) == {"metrics": metrics, "identity": {"params": "abc"}}
@@ -199,26 +193,36 @@ def test_import_closure_is_what_python_loads():
     assert loaded and import_closure(ROOT, ["repro.data.settings"]) == loaded
 
 
-def test_code_hash_follows_names_and_contents(checkout):
-    files = import_closure(checkout, ["stages.train"])
-    before = hash_files(checkout, files)
-    assert hash_files(checkout, reversed(files)) == before
+def test_code_hash_follows_what_is_imported_and_has_a_meaning(checkout):
+    before = hash_code(checkout, ["stages.train"])
     (checkout / "repro/data/other.py").write_text("x = 1")
-    assert hash_files(checkout, import_closure(checkout, ["stages.train"])) == before
     (checkout / "kernels/scan/reference.py").write_text("import numpy.linalg  # changed")
-    assert hash_files(checkout, files) != before
+    assert hash_code(checkout, ["stages.train"]) == before
+    (checkout / "kernels/scan/reference.py").write_text("import numpy.linalg as x")
+    assert hash_code(checkout, ["stages.train"]) != before
+
+
+def test_hash_of_files_follows_names_and_contents(checkout):
+    before = hash_files(checkout, FILES)
+    assert hash_files(checkout, reversed(FILES)) == before
+    (checkout / "repro/core/paths.py").write_text("import os  # changed")
+    assert hash_files(checkout, FILES) != before
 
 
 def test_identity_holds_what_explains_a_number(checkout):
     def identity(**changes):
         values = {"data_manifest": manifest, "device": "cpu", "dtype": "fp32", "backend": "torch", **changes}
-        return make_identity(checkout, ["stages.train"], DigitsSettings(), **values)
+        return make_identity(checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), **values)
 
     manifest = checkout / "manifest.json"
     manifest.write_text("{}")
     base = identity()
     keys = "code_hash number_hash code_modules command parent_commit params_hash data_manifest_hash device machine dtype backend versions"
     assert set(base) - {"command_reason"} == set(keys.split())
+    # anyone can compute the hashes again
+    assert base["code_modules"] == ["stages.report", "stages.train"]
+    assert base["code_hash"] == hash_code(checkout, base["code_modules"])
+    assert base["number_hash"] == hash_number(checkout, base["code_modules"], base["device"])
     assert base["parent_commit"] is None, "this checkout is no Git repository"
     assert base["versions"]["python"] == sys.version.split()[0]
     assert base["versions"]["numba"] == numba.__version__ and base["versions"]["llvmlite"] == llvmlite.__version__
@@ -226,14 +230,6 @@ def test_identity_holds_what_explains_a_number(checkout):
     manifest.write_text("{ }")
     assert identity()["data_manifest_hash"] != base["data_manifest_hash"]
     assert identity(data_manifest=None)["data_manifest_hash"] is None
-
-
-def test_anyone_can_compute_the_code_hash_of_a_record_again(checkout):
-    about = {"device": "cpu", "dtype": "fp32", "backend": "none"}
-    found = make_identity(checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), **about)
-    assert found["code_modules"] == ["stages.report", "stages.train"]
-    assert found["code_hash"] == hash_code(checkout, found["code_modules"])
-    assert found["number_hash"] == hash_number(checkout, found["code_modules"], found["device"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,20 @@
-"""What a record says of the machine, from texts that other systems gave."""
+"""What a record says of the machine, from texts that other systems gave; the root of a checkout, and the data's roots."""
 
 import pytest
+import torch
 
-from repro.core.runtime import cpu_name, describe_cpu, describe_machine, describe_place, device_label, parse_blas
+from repro.core.errors import UserError
+from repro.core.paths import Paths, find_root
+from repro.core.runtime import (
+    choose_device,
+    cpu_name,
+    describe_cpu,
+    describe_machine,
+    describe_place,
+    device_label,
+    load_runtime,
+    parse_blas,
+)
 
 INTEL = {"cpu family": "6", "model": "143", "stepping": "8"}
 INTEL["flags"] = "fpu sse2 sse4_2 fma avx avx2 avx512f avx512_bf16 amx_tile avx_vnni"
@@ -51,3 +63,32 @@ def test_the_place_is_on_the_machine():
     gpu = describe_place("cuda: some GPU")
     for name in ("gpus", "cuda"):
         assert gpu[name] or gpu[f"{name}_reason"]
+
+
+def test_root_is_found_from_below_alone(tmp_path, monkeypatch):
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).write_text("")
+    below = tmp_path / "results" / "pretrain"
+    below.mkdir(parents=True)
+    (below / "params.yaml").write_text("")  # alone it makes no root
+    assert find_root(below) == find_root(tmp_path) == Paths(tmp_path.resolve())
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(UserError, match="run inside a checkout"):
+        find_root()
+
+
+def test_data_roots(tmp_path):
+    (tmp_path / "params.yaml").write_text("runtime: {data_roots: {digits: data/digits, imagenet: /big/imagenet}}")
+    paths = Paths(tmp_path)
+    runtime = load_runtime(paths)
+    assert runtime.data_root(paths, "digits") == tmp_path / "data/digits"
+    assert str(runtime.data_root(paths, "imagenet")) == "/big/imagenet"
+    with pytest.raises(UserError, match=r"runtime\.data_roots\.coco: missing; say where the coco data set lies"):
+        runtime.data_root(paths, "coco")
+
+
+def test_cuda_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"runtime\.device: cuda was asked for"):
+        choose_device("cuda")
