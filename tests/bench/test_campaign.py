@@ -1,9 +1,11 @@
 """`repro measure`: its steps run apart, stop in time, are continued, outlive one that breaks; a CPU's records."""
 
 import dataclasses
+import importlib
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,54 +21,39 @@ from repro.runs import cells
 from repro.runs.job import build_job
 
 
-def note(paths, name):
+def act(name, paths, minutes):
+    """The work of a step: what its name says."""
+    match name:
+        case "refuse":
+            raise UserError("there is no such thing")
+        case "break down":
+            raise ZeroDivisionError("division by zero")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "miss a package":
+            importlib.import_module("package_of_nobody")
     with open(paths.root / "steps.txt", "a") as file:
         file.write(f"{name}\n")
+    return name != "run out of time"
 
 
-def succeed(paths, minutes):
-    note(paths, "succeed")
-    return True
-
-
-def run_out_of_time(paths, minutes):
-    note(paths, "run out of time")
-    return False
-
-
-def refuse(paths, minutes):
-    raise UserError("there is no such thing")
-
-
-def break_down(paths, minutes):
-    raise ZeroDivisionError("division by zero")
-
-
-def die(paths, minutes):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def miss_a_package(paths, minutes):
-    import package_of_nobody  # noqa: F401
-
-
-def step(run):
-    return Step(name=run.__name__, about="a test", run=run)
+def make_steps(*names):
+    return tuple(Step(name=name, about="a test", run=partial(act, name)) for name in names)
 
 
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     """A refusal, an error and a killed process; the step after them runs, and the end says which failed."""
-    said = r"3 of 4 steps failed: refuse: there is no such thing; break_down: ZeroDivisionError: .*; die: its"
+    said = r"3 of 4 steps failed: refuse: there is no such thing; break down: ZeroDivisionError: .*; die: its"
     with pytest.raises(RunError, match=said):
-        run_campaign(Paths(tmp_path), steps=(step(refuse), step(break_down), step(die), step(succeed)))
+        run_campaign(Paths(tmp_path), steps=make_steps("refuse", "break down", "die", "succeed"))
     assert (tmp_path / "steps.txt").read_text() == "succeed\n"
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
-    assert run_campaign(Paths(tmp_path), steps=(step(miss_a_package),))
+    assert run_campaign(Paths(tmp_path), steps=make_steps("miss a package"))
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("done") and "miss_a_package" in last and "package_of_nobody" in last
+    assert last.startswith("done") and "miss a package" in last and "package_of_nobody" in last
 
 
 def test_the_first_steps_answer_what_the_paper_claims():
@@ -86,24 +73,19 @@ def test_the_first_steps_answer_what_the_paper_claims():
 def test_it_says_what_is_left(tmp_path, capsys, monkeypatch):
     """A step that runs out of time, and then no time for the next."""
     monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
-    assert not run_campaign(Paths(tmp_path), 1.0, (step(run_out_of_time), step(succeed)))
-    assert "call again for: run_out_of_time\n" in capsys.readouterr().out
+    assert not run_campaign(Paths(tmp_path), 1.0, make_steps("run out of time", "succeed"))
+    assert "call again for: run out of time\n" in capsys.readouterr().out
     monkeypatch.setattr(campaign, "SHORTEST_S", 3600.0)
-    assert not run_campaign(Paths(tmp_path), 1.0, (step(succeed), step(run_out_of_time)))
-    assert "call again for: succeed; run_out_of_time\n" in capsys.readouterr().out
+    assert not run_campaign(Paths(tmp_path), 1.0, make_steps("succeed", "run out of time"))
+    assert "call again for: succeed; run out of time\n" in capsys.readouterr().out
     assert (tmp_path / "steps.txt").read_text() == "run out of time\nsucceed\n"
-    assert run_campaign(Paths(tmp_path), None, (step(succeed),))
+    assert run_campaign(Paths(tmp_path), None, make_steps("succeed"))
     assert "done: every record is complete" in capsys.readouterr().out
 
 
 @pytest.fixture
 def checkout(bare_checkout):
     return Paths(bare_checkout)
-
-
-def measured(checkout, name):
-    (file,) = (checkout.results / "measured").glob(f"*/{name}.json")
-    return file
 
 
 @pytest.mark.slow
@@ -114,7 +96,8 @@ def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     with pytest.raises(RunError, match="3 of 4 steps failed") as error:
         run_campaign(checkout, steps=chosen)
     assert str(error.value).count("CUDA device") == 3
-    metrics = read_json(measured(checkout, "environment"))["metrics"]
+    (file,) = checkout.results.glob("measured/*/environment.json")
+    metrics = read_json(file)["metrics"]
     assert metrics["backend"] == "numba" and metrics["machine"]
 
 

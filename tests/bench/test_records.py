@@ -60,44 +60,43 @@ def test_complexity_counts_every_combination(tmp_path):
     assert lines[deit][by_paper] == "" and by_paper not in metrics["rows"][deit]
 
 
-def test_complexity_counts_as_fvcore_where_it_is_asked_to(tmp_path):
-    """A LayerNorm counts 5 per value: 25 of them, of 197 tokens of width 192."""
-    groups = [{"models": [DEIT], "image_sizes": [224, 384]}, {"models": [DEIT], "image_sizes": [224], "fvcore": True}]
+def test_complexity_has_the_counts_of_fvcore_and_of_a_familys_authors_where_they_are_asked_for(tmp_path):
+    """By fvcore a LayerNorm counts 5 per value: 25 of them, of 197 tokens of width 192. Vittt's authors count as we do."""
+    groups = [{"models": ["vmamba_nano_144", NANO], "image_sizes": [144]}]
+    groups.append({"models": [DEIT], "image_sizes": [224], "fvcore": True})
     count(tmp_path, groups=groups)
     metrics, table = read(tmp_path / "results" / "complexity")
-    row, other = (metrics["rows"][f"{DEIT}@{size}"] for size in (224, 384))
-    assert round((row["macs_g_fvcore"] - row["macs_g"]) * 1e9) == 25 * 197 * 192 * 5 and "macs_g_fvcore" not in other
-    assert [line["macs_g_fvcore"] for line in table] == [str(row["macs_g_fvcore"]), ""]
-
-
-def test_complexity_has_the_count_of_a_familys_authors(tmp_path):
-    """Beside ours, in a row and in its terms; there is none for a family whose authors count as we do."""
-    count(tmp_path, groups=[{"models": ["vmamba_nano_144", NANO], "image_sizes": [144]}])
-    metrics, table = read(tmp_path / "results" / "complexity")
-    row, other = (metrics["rows"][f"{name}@144"] for name in ("vmamba_nano_144", NANO))
-    assert row["macs_g_paper_convention"] > row["macs_g"] and "macs_g_paper_convention" not in other
-    assert [line["macs_g_paper_convention"] for line in table] == [str(row["macs_g_paper_convention"]), ""]
+    vmamba, vittt, deit = (metrics["rows"][row] for row in ("vmamba_nano_144@144", f"{NANO}@144", f"{DEIT}@224"))
+    assert round((deit["macs_g_fvcore"] - deit["macs_g"]) * 1e9) == 25 * 197 * 192 * 5
+    assert vmamba["macs_g_paper_convention"] > vmamba["macs_g"]
+    for key, own in (("macs_g_fvcore", deit), ("macs_g_paper_convention", vmamba)):
+        assert [key in row for row in (vmamba, vittt, deit)] == [row is own for row in (vmamba, vittt, deit)]
+        assert sorted(line[key] for line in table) == ["", "", str(own[key])]
     _, terms = read(tmp_path / "results" / "complexity", "terms.csv")
     listed = {term["term"]: int(term["value"]) for term in terms if term["kind"] == "macs_paper_convention"}
     assert {"scan", "layer_norm", "pooling"} < set(listed)
-    assert sum(listed.values()) == round(row["macs_g_paper_convention"] * 1e9)
+    assert sum(listed.values()) == round(vmamba["macs_g_paper_convention"] * 1e9)
 
 
-@pytest.mark.parametrize("group", [{"models": ["vittt_gigantic"]}, {"models": [NANO], "vary": {"designs": ["dual"]}}])
-def test_complexity_refuses_in_one_line(tmp_path, group):
-    with pytest.raises(UserError, match=r"^complexity: \S+@144: "):
-        count(tmp_path, groups=[{"image_sizes": [144], **group}])
-
-
-def test_a_backbone_without_adapter_is_refused_in_one_line(tmp_path):
-    adapters = {"backbones": ["resnet10t"], "image_sizes": [{"height": 64, "width": 64}]}
-    with pytest.raises(UserError, match=r"^complexity: vit_adapter\[backbone=resnet10t\]@64: "):
-        count(tmp_path, adapters=adapters)
-
-
-def test_a_model_without_depth_wise_convolution_is_refused(tmp_path):
-    with pytest.raises(UserError, match=f"^complexity.sizes.T.model: {DEIT} "):
-        count(tmp_path, sizes={"T": {"model": DEIT, "baseline": DEIT}})
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"groups": [{"image_sizes": [144], "models": ["vittt_gigantic"]}]}, "complexity: vittt_gigantic@144: "),
+        (
+            {"groups": [{"image_sizes": [144], "models": [NANO], "vary": {"designs": ["dual"]}}]},
+            r"complexity: \S+designs=dual\]@144: ",
+        ),
+        (
+            {"adapters": {"backbones": ["resnet10t"], "image_sizes": [{"height": 64, "width": 64}]}},
+            r"complexity: vit_adapter\[backbone=resnet10t\]@64: ",
+        ),
+        # without a depth-wise convolution
+        ({"sizes": {"T": {"model": DEIT, "baseline": DEIT}}}, f"complexity.sizes.T.model: {DEIT} "),
+    ],
+)
+def test_complexity_refuses_in_one_line(tmp_path, sections, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        count(tmp_path, **sections)
 
 
 @pytest.mark.slow
@@ -129,8 +128,7 @@ def test_the_grid_measures_both_kinds_of_attention(tmp_path):
     flops = 2 * 2 * (3 * 40 * 64**2 + 2 * (16**2 + 16**2 + 8**2) * 64)
     assert op["op_gflop_per_s"] == pytest.approx(flops / 1e9 / (op["op_ms"] / 1e3))
     assert op["matmul_gflop_per_s"] == pytest.approx(2 * 64**3 / 1e9 / (op["matmul_ms"] / 1e3))
-    # the operator keeps q, k, v (40 tokens, one head of 64), lr, 16 factors, W0 and three vectors, and one state, in
-    # fp32
+    # fp32: q, k, v (40 tokens, one head of 64), lr, 16 factors, W0 and three vectors, and one state
     assert op["kept_kernel_mib"] == pytest.approx(4 * (3 * 40 * 64 + 40 + 16 + 64**2 + 3 * 64 + 64**2 + 64) / 2**20)
     assert op["kept_reference_mib"] > 4 * 3 * 64**2 / 2**20  # the equations keep a state for each of three chunks
     assert op["memory_reference_over_kernel"] == pytest.approx(op["kept_reference_mib"] / op["kept_kernel_mib"])

@@ -1,4 +1,4 @@
-"""Rows of the speed benchmark in real processes, with real shortages of memory and time; steps by our own clock."""
+"""Rows of speed in real processes, with real shortages of memory and time; steps by our own clock; peak memory."""
 
 import itertools
 import json
@@ -14,6 +14,7 @@ from repro.bench.memory import measure_peak_mib
 from repro.bench.speed import RowSpec, measure, median_interval
 
 NANO = "vittt_nano_patch16_144"
+MIB = 2**18  # fp32 numbers
 IN_MEASURING_PROCESS = "if 'repro.bench.speed' in ' '.join(sys.orig_argv): "
 
 
@@ -25,6 +26,7 @@ def make_spec(**changes):
 @pytest.mark.parametrize(
     "n, lowest, highest",
     [
+        *((n, None, None) for n in (1, 3, 5)),  # too few samples have no interval
         (6, 1, 6),  # P(all six on one side) = 2/64 = 3.1 %
         (9, 2, 8),  # 2·(1 + 9)/512 = 3.9 %, a third would make it 18 %
         (10, 2, 9),  # 2·(1 + 10)/1024 = 2.1 %
@@ -34,12 +36,7 @@ def make_spec(**changes):
 def test_median_interval_by_hand(n, lowest, highest):
     samples = [float((7 * i) % n) if n % 7 else float(i) for i in range(n)]  # 0 ... n-1, shuffled
     assert sorted(samples) == list(range(n))
-    assert median_interval(samples) == (lowest - 1, highest - 1)
-
-
-@pytest.mark.parametrize("n", [1, 3, 5])
-def test_too_few_samples_have_no_interval(n):
-    assert median_interval([1.0] * n) is None
+    assert median_interval(samples) == (None if lowest is None else (lowest - 1, highest - 1))
 
 
 @pytest.fixture
@@ -81,43 +78,39 @@ def test_out_of_memory_is_a_row():
     assert row["num_params"] == 5_717_416  # counted all the same
 
 
-def test_a_process_that_the_kernel_kills_is_out_of_memory(startup):
-    startup(f"import signal\n{IN_MEASURING_PROCESS}os.kill(os.getpid(), signal.SIGKILL)")
-    row = measure(make_spec())
-    assert row["status"] == "oom" and "killed" in row["reason"]
-    assert row["macs_g"] > 0
-
-
-def test_over_the_budget_is_a_row(startup):
-    startup(f"import time\n{IN_MEASURING_PROCESS}time.sleep(3600)")
-    row = measure(make_spec(budget_s=0.2))
-    assert row["status"] == "timeout" and "0.2 s" in row["reason"]
-    assert row["latency_ms"] is None and row["samples_ms"] == []
+@pytest.mark.parametrize(
+    ("code", "changes", "status", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", {}, "oom", "killed"),  # as the kernel does where memory runs out
+        ("__import__('time').sleep(3600)", {"budget_s": 0.2}, "timeout", "0.2 s"),
+    ],
+)
+def test_a_killed_process_and_one_over_its_budget_are_rows(startup, code, changes, status, reason):
+    startup(f"{IN_MEASURING_PROCESS}{code}")
+    row = measure(make_spec(**changes))
+    assert row["status"] == status and reason in row["reason"]
+    assert row["macs_g"] > 0 and row["latency_ms"] is None and row["samples_ms"] == []
 
 
 def test_an_interrupt_ends_the_measuring_process(startup, monkeypatch):
     startup(f"import time\n{IN_MEASURING_PROCESS}time.sleep(3600)")
-    calls = []
+    communicate, processes = subprocess.Popen.communicate, []
 
-    class InterruptedPopen(subprocess.Popen):
-        def communicate(self, *args, **kwargs):
-            calls.append(self)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-            return super().communicate(*args, **kwargs)
+    def interrupt_once(process, *args, **kwargs):
+        processes.append(process)
+        if len(processes) == 1:
+            raise KeyboardInterrupt
+        return communicate(process, *args, **kwargs)
 
-    monkeypatch.setattr(speed.subprocess, "Popen", InterruptedPopen)
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt_once)
     with pytest.raises(KeyboardInterrupt):
         measure(make_spec())
-    assert calls[0].wait() == -signal.SIGKILL
+    assert processes[0].wait() == -signal.SIGKILL
 
 
-def test_any_other_end_is_one_line_that_names_the_row():
+def test_any_other_end_is_one_line_that_names_the_row(startup):
     with pytest.raises(RuntimeError, match=r"^vittt_nano_patch16_144\[chunks=3\]@144: .*no option chunks"):
         measure(make_spec(options={"chunks": 3}))
-
-
-def test_a_crash_is_one_line_that_names_the_row(startup):
     startup(f"{IN_MEASURING_PROCESS}os.abort()")
     with pytest.raises(RuntimeError, match=r"^vittt_nano_patch16_144@64x32: .*signal 6"):
         measure(make_spec(image_size=(64, 32)))
@@ -156,3 +149,33 @@ def test_what_loads_at_the_first_call_is_no_memory_of_the_model():
 
     expected = measure_peak_mib(build_and_run, "cpu")
     assert expected - 2 <= measure(spec)["peak_memory_mib"] <= expected + 20
+
+
+def test_storages_count_while_they_are_alive():
+    given = torch.ones(MIB)
+
+    def step():
+        first = given + 1  # 1
+        second = first * 2  # 2 at once
+        view = second.view(2, -1).mT  # no storage of its own
+        del first, second  # 1, which the view keeps
+        return view + 1, view.sum()  # 2
+
+    assert measure_peak_mib(step, "cpu") == 2.0 + 4 / 2**20
+
+
+def test_what_exists_before_does_not_count():
+    given = torch.ones(4 * MIB)
+    assert measure_peak_mib(lambda: given.add_(1), "cpu") == 0
+    assert measure_peak_mib(lambda: given[:MIB].clone(), "cpu") == 1
+
+
+def test_a_backward_pass_counts_what_is_kept_for_it():
+    weight = torch.ones(MIB, requires_grad=True)
+    weight.grad = torch.zeros(MIB)
+
+    def step():
+        hidden = (weight * 2).exp()  # the product is freed, exp is kept for its own gradient
+        hidden.sum().backward()  # at the peak: hidden, the gradient of exp, and then that of the product
+
+    assert 2 <= measure_peak_mib(step, "cpu") <= 4
