@@ -25,13 +25,6 @@ def nano(**options):
     return model
 
 
-def calls_of(model, images):
-    found = []
-    with torch.no_grad(), OverrideTTTLinear(lambda arguments, run: found.append(arguments) or run(arguments)):
-        model(images)
-    return found
-
-
 def by_autograd(o: Arguments, image: int, r: int, h: int):
     """‖∂ℓ_t/∂W‖_F and ℓ_t for each token of an image, direction and head, by autograd in fp64."""
     k, v, lr = (x.double() for x in (o.k[image, :, r, h], o.v[image, :, r, h], o.lr[image, :, h]))
@@ -41,19 +34,16 @@ def by_autograd(o: Arguments, image: int, r: int, h: int):
         order.reverse()
     norms, losses = torch.zeros(len(k)), torch.zeros(len(k))
 
-    def loss(W, b, t):
-        return 0.5 * (F.layer_norm(k[t] @ W + b, (k.shape[1],), gamma, mu, o.eps) - (v[t] - k[t])).square().sum()
+    def loss(W, b, k, v):
+        return 0.5 * (F.layer_norm(k @ W + b, k.shape, gamma, mu, o.eps) - (v - k)).square().sum()
 
+    slopes = torch.func.vmap(torch.func.grad_and_value(loss, (0, 1)), (None, None, 0, 0))
     for start in range(0, len(order), o.chunk_size):
         chunk = order[start : start + o.chunk_size]
-        W, b = W.detach().requires_grad_(), b.detach().requires_grad_()
-        step_W, step_b = torch.zeros_like(W), torch.zeros_like(b)
-        for t in chunk:
-            value = loss(W, b, t)
-            dW, db = torch.autograd.grad(value, (W, b))
-            norms[t], losses[t] = dW.norm(), value.detach()
-            step_W, step_b = step_W + lr[t] * dW, step_b + lr[t] * db
-        W, b = W - c[len(chunk) - 1] * step_W, b - c[len(chunk) - 1] * step_b
+        (dW, db), values = slopes(W, b, k[chunk], v[chunk])
+        norms[chunk], losses[chunk] = dW.flatten(1).norm(dim=1).float(), values.float()
+        rates = c[len(chunk) - 1] * lr[chunk]
+        W, b = W - torch.einsum("t,tij->ij", rates, dW), b - rates @ db
     return norms, losses
 
 
@@ -62,7 +52,9 @@ def by_autograd(o: Arguments, image: int, r: int, h: int):
 )
 def test_maps_and_losses_are_those_of_autograd(options):
     model, images = nano(**options), torch.randn(2, 3, 64, 80)
-    calls = calls_of(model, images)
+    calls = []
+    with torch.no_grad(), OverrideTTTLinear(lambda arguments, run: calls.append(arguments) or run(arguments)):
+        model(images)
     directions, heads = calls[0].q.shape[2:4]
     calls = [(o, image) for o in calls for image in range(2)]
     found = [[[by_autograd(*call, r, h) for h in range(heads)] for r in range(directions)] for call in calls]
@@ -89,15 +81,11 @@ def test_what_is_seen_are_the_operands_by_their_names_and_the_model_goes_on_unch
         assert torch.equal(model(images), alone)
 
 
-def test_batches_do_not_change_a_map():
-    model, images = nano(), torch.randn(5, 3, 32, 32)
-    whole = compute_gradient_maps(model, images)
-    torch.testing.assert_close(whole, torch.cat([compute_gradient_maps(model, image[None]) for image in images]))
-
-
-def test_a_model_without_inner_learner_is_refused():
+def test_a_model_without_inner_learner_and_directions_that_run_by_themselves_are_refused():
     with pytest.raises(ValueError, match="VisionTransformer has no inner learner"):
         compute_gradient_maps(timm.create_model("deit_nano_patch16_144").eval(), torch.zeros(1, 3, 144, 144))
+    with pytest.raises(ValueError, match="learning_rate=per_direction"):
+        compute_gradient_maps(nano(reading="learning_rate=per_direction"), torch.randn(1, 3, 48, 48))
 
 
 def test_the_marked_tokens():
@@ -125,9 +113,3 @@ def test_first_chunks_are_counted_from_both_ends_with_class_tokens(options, expe
     assert first.int().tolist() == expected
     later = inner.mark_tokens(model, torch.rand(1, 2, 3, 5))["later"]
     assert not (later & first).any() and int(later.sum()) == round(0.3 * int((~first).sum()))
-
-
-def test_directions_that_run_by_themselves_are_refused():
-    model = nano(reading="learning_rate=per_direction")
-    with pytest.raises(ValueError, match="learning_rate=per_direction"):
-        compute_gradient_maps(model, torch.randn(1, 3, 48, 48))
