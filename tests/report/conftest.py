@@ -1,17 +1,20 @@
 """A checkout with real records: what the stages write, by the same writer, with numbers chosen by the tests."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from repro.core.config import active_profile
 from repro.core.freshness import hash_number
 from repro.core.paths import Paths
-from repro.core.record import write_record
-from repro.papers import load_primary
+from repro.core.record import read_json, write_json, write_record
+from repro.papers import load_papers, load_primary
 from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
 from repro.report.markdown import render_markdown
@@ -19,29 +22,12 @@ from repro.report.pages import build_document, build_runs
 from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import Verdict
+from stages import stage_names, verb_of
+from stages.report import ReportParams, load_scores, run
+from tests.conftest import ROOT
 
-TOP = {"top1_percent": "top1", "top5_percent": "top5"}
-# stages of the graph -> their scores, as the table of stages has them
-SCORES: dict[str, dict[str, str]] = {
-    "complexity": {},
-    "readings": {},
-    "resolution": {},
-    "theory": {},
-    "pretrain": TOP,
-    "detect": {"ap_box_percent": "box AP", "ap50_box_percent": "AP50", "ap_mask_percent": "mask AP"},
-    "segment": {"miou_percent": "mIoU", "aacc_percent": "pixels"},
-    "ablate": TOP,
-    "efficiency": {},
-    "visualize": {},
-}
-VERBS = (*SCORES, "evaluate", "profile", "data", "kernels")
-JUDGE = partial(judge_paper, speed_dtype="fp16", verbs=VERBS, profile="mini")
-
-
-def theorems(**changes: float) -> dict:
-    """The errors that `repro theory` measures, as they are where every theorem holds and A.2 is misprinted."""
-    exact = ("a2_corrected", "c1_linear_attention", "c2_delta_rule", "c2_adapted_value_view")
-    return {**dict.fromkeys(exact, 1e-15), "a2_printed_largest": 3.9, **changes}
+SCORES = load_scores(Paths(ROOT))
+JUDGE = partial(judge_paper, speed_dtype="fp16", verbs=[verb_of(stage) for stage in stage_names()], profile="mini")
 
 
 def visualized() -> dict:
@@ -79,6 +65,15 @@ def ledger(paper) -> Ledger:
     return paper.ledger
 
 
+@pytest.fixture(scope="session")
+def committed() -> list[Report]:
+    """What the records of this repository come to, for every paper."""
+    paths, papers = Paths(ROOT), list(load_papers().values())
+    results = Results(paths, papers, SCORES)
+    named = active_profile(paths, besides=("runtime",))
+    return [JUDGE(paper, results, profile=named) for paper in papers]
+
+
 @dataclasses.dataclass
 class Checkout:
     """A folder with params.yaml, one profile and results; `judge` reads it anew each time."""
@@ -106,9 +101,7 @@ class Checkout:
         write_record(self.paths.results / path, metrics, identity, seconds=1.0, name=name)
 
     def count(self, saved: dict | None = None, dwconv: dict | None = None, **rows: tuple) -> None:
-        """complexity rows: `name=(model, options, image size, num_params, macs_g)`; percents saved at 1280, M of the
-        3×3 convolutions.
-        """
+        """complexity rows: `name=(model, options, size, num_params, macs_g)`; % saved at 1280, M of 3×3 convolutions."""
         written = {}
         for name, (model, options, size, num_params, macs_g) in rows.items():
             about = {"model": model, "options": options, "image_size": [size, size], "method": "analytic"}
@@ -117,27 +110,16 @@ class Checkout:
         metrics = {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}}
         self.record("complexity", metrics)
 
-    def train(
-        self,
-        path: str,
-        model: str,
-        kind: str,
-        *,
-        held_out_images: int,
-        top1: float | tuple[float, ...] = (),
-        **more: Any,
-    ) -> None:
+    def train(self, path: str, model: str, kind: str, *, top1: float | tuple = (), **more: Any) -> None:
         """The record of a training cell, with one seed for each of `top1`; `more` overrides and adds."""
         values = top1 if isinstance(top1, tuple) else (top1,)
         runs = [
-            {"seed": seed, "top1_percent": value, "top1_previous_percent": value - 0.1}
-            for seed, value in enumerate(values)
+            {"seed": n, "top1_percent": value, "top1_previous_percent": value - 0.1} for n, value in enumerate(values)
         ]
         scores = {"top1_percent": sum(values) / len(values), "top5_percent": 99.0} if values else {}
         usual = {"model": model, "options": {}, "data": kind, "kind": kind, "classes": 10, "image_size": 224}
         usual |= {"init": None, "init_reason": "random weights", "epochs": 300, "num_params": 7, "recipe_hash": "r"}
-        usual |= {"seeds": list(range(len(runs) or 1)), "by_seed": runs or [{"seed": 0}], **scores}
-        usual |= {"split": "val", "held_out_images": held_out_images}
+        usual |= {"seeds": list(range(len(runs) or 1)), "by_seed": runs or [{"seed": 0}], "split": "val", **scores}
         self.record(path, {**usual, **more})
 
     def speed(self, *rows: dict, device: str, path: str = "efficiency", **more: object) -> None:
@@ -160,12 +142,10 @@ class Checkout:
 
     def report_on(self, ledger: str, **more: Any) -> Report:
         """What the records say of a made-up paper; `more` are fields of its `Paper`."""
-        file = self.write(
-            "made_up/ledger.yaml", f"paper: {{title: t, version: v, speed_device: L40S, speed_batch: 64}}\n{ledger}"
-        )
+        about = "paper: {title: t, version: v, speed_device: L40S, speed_batch: 64}\n"
+        file = self.write("made_up/ledger.yaml", about + ledger)
         paper = Paper(id="made_up", name="Made-up", model="Made-up", ledger_file=file, **more)
-        results = Results(self.paths, [paper], SCORES)
-        return JUDGE(paper, results)
+        return JUDGE(paper, Results(self.paths, [paper], SCORES))
 
     def page(self) -> str:
         """tables.md."""
@@ -181,8 +161,22 @@ class Checkout:
         file.write_text(text, encoding="utf-8")
         return file
 
+    def read(self, path: str) -> str:
+        return (self.paths.root / path).read_text(encoding="utf-8")
+
     def json(self, path: str):
-        return json.loads((self.paths.root / path).read_text(encoding="utf-8"))
+        return json.loads(self.read(path))
+
+    @contextlib.contextmanager
+    def edit(self, path: str) -> Iterator[dict]:
+        """A record under results/, which is written as it is left."""
+        file = self.paths.results / path
+        yield (content := read_json(file))
+        write_json(file, content)
+
+    def run_stage(self, **options: bool) -> None:
+        """`repro report`."""
+        run(ReportParams(), self.paths, **options)
 
 
 @pytest.fixture

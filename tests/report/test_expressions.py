@@ -1,10 +1,15 @@
-"""Expressions: exact values, and what a parsed expression says about itself."""
+"""Expressions: exact values, what a parsed one says about itself, and what it may ask of a training; printed digits."""
 
 from fractions import Fraction
 
 import pytest
 
+from repro.report.arithmetic import agreement, decimals
 from repro.report.expressions import Call, Expression
+from repro.report.results import Training
+
+MESA = {"weight": 1.0}
+INIT = {"weights": "results/pretrain/teacher/weights.safetensors"}
 
 
 def evaluate(text, value=None, functions=None):
@@ -54,3 +59,71 @@ def test_references_calls_parts_and_the_left_side():
     assert Expression.parse("1 + 2 < 4").left.evaluate({}.__getitem__, {}) == 3
     (alone,) = Expression.parse("1 + 2").conjuncts
     assert alone.evaluate({}.__getitem__, {}) == 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "printed", "how"),
+    [
+        (1.458, "1.4", "truncation"),
+        (1.458, "1.44", None),
+        (1.4449, "1.44", "rounding"),
+        (26.7, "26", "truncation"),
+        (26.5, "27", "rounding"),
+        (5.877, "5.87", "truncation"),
+        (5.877, "5.88", "rounding"),
+        (5.877, "5.86", None),
+        (80.06, "80.0", "truncation"),
+        (79.96, "80.0", "rounding"),
+        (0.43999999999999995, "0.44", "rounding"),  # 0.44 as binary arithmetic leaves it
+        (1.4999999999999998, "1.4", None),  # this is 1.5 and must not truncate
+        (Fraction(18, 10), "2.0", None),
+        (Fraction(2), "2.0", "rounding"),
+        (-0.26, "-0.2", "truncation"),
+    ],
+)
+def test_agreement_rounds_or_truncates_to_the_printed_digits(ours, printed, how):
+    assert agreement(ours, printed) == how
+
+
+@pytest.mark.parametrize(
+    ("ours", "printed", "how"),
+    [(0.001, "1e-3", "equality"), (0.0014, "1e-3", None), (12e-5, "12e-5", "equality"), (300, "300", "equality")],
+)
+def test_settings_are_equal_or_not(ours, printed, how):
+    assert agreement(ours, printed, exact=True) == how
+
+
+@pytest.mark.parametrize(("printed", "digits"), [("80.0", 1), ("12", 0), ("5.87", 2), ("1e-3", 3), ("12e-5", 5)])
+def test_decimals(printed, digits):
+    assert decimals(printed) == digits
+
+
+@pytest.mark.parametrize(
+    ("asked", "about", "fits"),
+    [
+        ((), {"epochs": 12, "mesa": MESA, "image_size": 224}, True),
+        ((224,), {"image_size": 224}, True),
+        ((224,), {"image_size": 384}, False),
+        ((224,), {}, True),  # a cell of a params file says it elsewhere
+        (("36 epochs",), {"epochs": 36}, True),
+        (("36 epochs",), {"epochs": 12}, False),
+        (("MESA",), {"mesa": MESA}, True),
+        (("MESA",), {"mesa": None}, False),
+        (("no MESA",), {}, True),
+        (("no MESA",), {"mesa": MESA}, False),
+        ((224, "no MESA"), {"image_size": 384}, False),
+        (("linearized",), {"init": INIT, "freeze": False}, True),
+        (("linearized",), {"init": INIT, "freeze": True}, False),
+        (("linearized",), {"init": None}, False),  # from random weights
+        (("linearized, frozen",), {"init": INIT, "freeze": True}, True),
+        (("linearized, frozen",), {"init": INIT}, False),
+    ],
+)
+def test_a_training_fits(asked, about, fits):
+    assert Training.parse(asked).fits(about) == fits
+
+
+@pytest.mark.parametrize("asked", ["mesa", "36", "36 epoch", "without MESA", "frozen"])
+def test_another_word_is_refused(asked):
+    with pytest.raises(ValueError, match=f"'{asked}': no training; write a side in pixels"):
+        Training.parse([asked])

@@ -1,26 +1,19 @@
-"""report.html: the ledger's rows are those of claims.json, everything is escaped and embedded, and the same records
-give the same bytes.
-"""
+"""report.html: the rows of claims.json, everything escaped and embedded, the same bytes by the same records."""
 
 import html.parser
 import re
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.core.paths import Paths
-from repro.report.claims import judge_paper
 from repro.report.document import make_anchor
 from repro.report.html import render_html
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
-from repro.report.results import Results
 from repro.report.verdicts import STATUSES
-from stages.report import ReportParams, load_scores, run
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 
 
@@ -58,16 +51,14 @@ class Elements(html.parser.HTMLParser):
 
 
 def page(checkout) -> str:
-    run(ReportParams(), checkout.paths)
-    return (checkout.paths.results / "report.html").read_text(encoding="utf-8")
+    checkout.run_stage()
+    return checkout.read("results/report.html")
 
 
 @pytest.fixture(scope="module")
-def committed(paper) -> tuple[str, str]:
+def pages(committed) -> tuple[str, str]:
     """tables.md and report.html of the records of this repository."""
-    paths = Paths(ROOT)
-    results = Results(paths, [paper], load_scores(paths))
-    report = judge_paper(paper, results, speed_dtype="fp16", verbs=("report",), profile="mini")
+    report = committed[0]
     document = build_document(report)
     return render_markdown(document), render_html([(report, document)])
 
@@ -125,8 +116,8 @@ def test_the_same_records_give_the_same_bytes(checkout):
     assert page(checkout) == first and "data:image/webp;base64," in first
 
 
-def test_it_stands_alone_and_is_small(committed):
-    tables, text = committed
+def test_it_stands_alone_and_is_small(pages):
+    _, text = pages
     elements = Elements(text)
     links = [each[1].get("src") or each[1].get("href") for each in elements.found if {"src", "href"} & each[1].keys()]
     # Git does not keep the page itself
@@ -140,8 +131,8 @@ def test_it_stands_alone_and_is_small(committed):
     assert len(ids) == len(set(ids)) and {link[1:] for link in links if link.startswith("#")} <= set(ids)
 
 
-def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
-    tables, text = committed
+def test_every_section_and_picture_of_the_markdown_is_on_it(pages):
+    tables, text = pages
     elements = Elements(text)
     titles = [each[2] for each in elements.all("h2")]
     expected = [title.replace("`", "") for title in re.findall(r"(?m)^## (.*)", tables)]
@@ -159,7 +150,7 @@ def test_every_section_and_picture_of_the_markdown_is_on_it(committed):
 def test_a_damaged_picture_is_one_line_that_names_it(checkout):
     checkout.write("results/visualize/fig8_receptive_field.png", "half a picture")
     with pytest.raises(UserError, match=r"fig8_receptive_field.png: not a picture that can be read .*; make it again"):
-        run(ReportParams(), checkout.paths)
+        checkout.run_stage()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +158,6 @@ def test_a_damaged_picture_is_one_line_that_names_it(checkout):
     [
         (lambda m: m["growth"][0].pop("memory_exponent"), "metrics.growth[0].memory_exponent: missing"),
         (lambda m: m.pop("growth"), "metrics.growth: missing"),
-        (lambda m: m["rows"][0].update(latency_ms="fast"), "cannot be read as a record of this version"),
     ],
 )
 def test_a_record_of_another_version_is_one_line_that_names_it(checkout, change, key):
@@ -175,7 +165,7 @@ def test_a_record_of_another_version_is_one_line_that_names_it(checkout, change,
     change(content["metrics"])
     checkout.record("measured/cpu/efficiency", content["metrics"], device=content["identity"]["device"])
     with pytest.raises(UserError) as caught:
-        run(ReportParams(), checkout.paths, html=False)
+        checkout.run_stage(html=False)
     assert str(caught.value).startswith("results/measured/cpu/efficiency/metrics.json: ") and key in str(caught.value)
     assert "\n" not in str(caught.value) and "move the file out of results/" in str(caught.value)
     assert not (checkout.paths.results / "tables.md").exists()

@@ -1,16 +1,26 @@
-"""Pages that people write: what fills their placeholders, what a missing number leaves, and that no number is typed."""
+"""Pages that people write, passages that records give them, and tables of records."""
 
+import dataclasses
 import re
-from pathlib import Path
+import types
 
 import pytest
 
-from repro.report.document import Section, number, table
-from repro.report.markdown import render_markdown
+from repro.report.document import Picture, Section, cross, number, plain, table
+from repro.report.markdown import render_blocks, render_markdown
+from repro.report.pages import build_passages, write_report
+from repro.report.paper import list_functions
+from repro.report.passages import compare_without_learning, count_noisy_rows
 from repro.report.prose import read_page
+from repro.report.records import group_by, keep_best
 from repro.report.results import Missing
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
+from .conftest import JUDGE
+
+DETECTOR = {"ap_box_percent": 25.0, "ap50_box_percent": 40.0, "ap_mask_percent": 20.0, "ap50_mask_percent": 35.0}
+PRINTED = '{printed("table1.vittt_t.top1_percent")}'
+REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0, "ap_mask_percent": 20.5, "ap50_mask_percent": 30.0}
 PAGES = sorted([*ROOT.glob("repro/papers/*/*.md"), *ROOT.glob("repro/report/*.md")])
 # digits that are part of a name: of a data set, a place in a paper, an architecture, a dtype, an interval
 NAMES = re.compile(
@@ -41,9 +51,6 @@ def fill(checkout, tmp_path):
         return render_markdown(read_page(file, checkout.report(), PARTS))
 
     return fill
-
-
-PRINTED = '{printed("table1.vittt_t.top1_percent")}'
 
 
 @pytest.mark.parametrize(
@@ -81,3 +88,99 @@ def test_a_mistake_in_a_page_is_an_error(fill, text):
 def test_no_number_is_typed_where_an_expression_could_give_it(file):
     text = re.sub(r"\{[^{}]+\}", "", file.read_text(encoding="utf-8"))
     assert re.findall(r".*\d.*", NAMES.sub("", text)) == []
+
+
+def test_a_crossed_table_has_its_columns_in_order_and_says_where_nothing_is():
+    cells = {("b", 64): 2.0, ("a", 8): 1.0, ("b", 8): None}
+    crossed = cross("model", cells, lambda cell: number(cell, ".1f", " ms"))
+    assert crossed.header == ("model", "8²", "64²")
+    rows = [[plain(*line) for line in row] for row in crossed.rows]
+    assert rows == [["b", "–", "2.0 ms"], ["a", "1.0 ms", "–"]]
+    assert crossed.right_aligned == [False, True, True]
+
+
+def test_the_first_with_the_most_seeds_is_kept_of_each_name():
+    listed = (("a", 1, 0), ("a", 3, 1), ("b", 2, 2), ("a", 3, 3), ("a", 2, 4))
+    found = [types.SimpleNamespace(name=name, most_seeds=seeds, place=place) for name, seeds, place in listed]
+    assert [each.place for each in keep_best(found, lambda each: each.name)] == [1, 2]
+    assert list(group_by("bab", str.upper).items()) == [("B", ["b", "b"]), ("A", ["a"])]
+
+
+def test_a_module_offers_what_it_defines_itself_and_names_in_public():
+    module = types.ModuleType("made_up")
+    exec("from math import sqrt\nLIMIT = 3\ndef shown(): ...\ndef _hidden(): ...", vars(module))
+    assert list(list_functions(module)) == ["shown"]
+
+
+def passage(build, checkout) -> str:
+    return render_blocks(build(checkout.report()))
+
+
+def detector(checkout, path="detect/nano_scenes", **more):
+    about = {"epochs": 7, "held_out_images": 100, "without_learning": REFERENCE}
+    checkout.train(path, "nano", "scenes", **about, **DETECTOR, **more)
+
+
+def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout):
+    """Without a record a passage is one sentence with the command."""
+    for file, passages in checkout.paper.passages.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert all(text.count(f"<!-- {name} -->\n") == text.count(f"<!-- /{name} -->\n") == 1 for name in passages)
+    said = passage(count_noisy_rows, checkout)
+    assert "`repro efficiency`" in said and said.count(".") == said.count("\n") + 1 == 1
+    checkout.speed({"model": "a"}, device=checkout.CPU)
+    file = checkout.write("results/speed.md", "a\n<!-- noise -->\nold\n<!-- /noise -->\nb\n")
+    other = checkout.write("docs/architecture.md", "c\n")
+    write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
+    said = passage(count_noisy_rows, checkout)
+    assert file.read_text(encoding="utf-8") == f"a\n<!-- noise -->\n{said}\n<!-- /noise -->\nb\n"
+    assert other.read_text(encoding="utf-8") == "c\n" and "batch" in said
+
+
+def test_pictures_of_a_passage_are_found_from_its_page(checkout):
+    shown = {"docs/deep/x.md": {"y": lambda report: [(Picture("figures/a.png", "a"),)]}}
+    checkout.paper = dataclasses.replace(checkout.paper, passages=shown)
+    assert [text for _, _, text in build_passages(checkout.report())] == ["![a](../../results/figures/a.png)"]
+
+
+def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(checkout):
+    detector(checkout)
+    ends = {"ap_box": [24.0, 26.0], "ap50_box": [39.0, 41.0], "ap_mask": [19.0, 20.4], "ap50_mask": [34.0, 36.0]}
+    intervals = {f"{name}_ci95_percent": interval for name, interval in ends.items()}
+    seeds = [{"seed": seed} for seed in range(5)]
+    path = "measured/cpu/detect/nano_scenes_5seeds"
+    detector(checkout, path, init={"weights": "w"}, by_seed=seeds, **intervals)
+    said = passage(compare_without_learning, checkout)
+    ahead = "ahead of it in box AP50 (+10.0 points) and mask AP50 (+5.0 points); "
+    one = "behind it in box AP (-0.5 points) and mask AP (-0.5 points)"
+    several = "behind it in mask AP (-0.5 points); not separated from it in box AP (-0.5 points)"
+    assert f"{ahead}{one} (one seed)." in said and f"{ahead}{several} (5 seeds)." in said
+    row = "| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | 35.0 % |"
+    assert f"{row} {checkout.CPU}; the mini settings |" in said
+    assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "outside the pipeline" in said
+    assert said.count("| without learning | – | – | – | – | 25.5 % | 30.0 % | 20.5 % | 30.0 % | – |") == 1
+
+
+def test_runs_with_other_references_stand_apart_and_classes_are_means_over_seeds(checkout):
+    by_seed = [
+        {"seed": 0, "class_iou_percent": {"sky": 90.0, "7": 0.0}},
+        {"seed": 1, "class_iou_percent": {"sky": 80.0, "7": None, "7_reason": "not there"}},
+    ]
+    scores = {"miou_percent": 20.0, "aacc_percent": 80.0, "epochs": 3, "held_out_images": 100, "by_seed": by_seed}
+    for name, reference in (("a", 22.0), ("b", 22.0), ("c", 23.0)):
+        without = {"miou_percent": reference, "aacc_percent": 30.0}
+        checkout.train(f"segment/{name}", "nano", "scenes", without_learning=without, **scores)
+    said = passage(compare_without_learning, checkout)
+    assert said.count("| segment, scenes |") == 2 and said.count("| without learning |") == 2
+    assert "| IoU (%) by class | 7 | sky |" in said and "| `segment/a` | 0.0 | 85.0 |" in said
+
+
+def test_noise_is_counted_by_device(checkout):
+    quiet, wide = {"model": "a", "latency_ms_ci95": [9.5, 10.5]}, {"model": "b", "latency_ms_ci95": [8.0, 12.0]}
+    checkout.speed(quiet, wide, device=checkout.H200)
+    about = {"compared": [], "growth": [], "gates": [], "repeated": {"rows": 54, "overlap_percent": 50.0}}
+    checkout.speed({**quiet, "batch_size": 1, "run": 1}, device=checkout.CPU, path="measured/cpu", **about)
+    said = passage(count_noisy_rows, checkout)
+    assert f"| {checkout.H200}, batch 64, fp16, infer | 2 | 1 | 10 % | 40 % |" in said
+    assert f"| {checkout.CPU}, batch 1, fp16, infer | 1 | 0 | 10 % | – |" in said
+    assert "54 rows were measured twice; of those with intervals, 50 % overlap." in said

@@ -1,18 +1,19 @@
-"""The stage end to end: its files, its line of counts, the same bytes each time, and a page that keeps mini runs apart."""
+"""The stage end to end: its files, its line of counts, a page that keeps mini runs apart, and lies that it finds."""
 
 import csv
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
+from repro.core.errors import RunError
 from repro.papers import load_papers
 from repro.report.verdicts import STATUSES
 from stages.report import ReportParams, run
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+MARKERS = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n\n" for name in ("verdict", "picture", "verbs"))
 
 
 @pytest.fixture
@@ -28,12 +29,9 @@ def reported(checkout):
         {"model": DEIT, "attention": "fused", "status": "oom", "reason": "out of memory", **missing},
     ]
     checkout.speed(*(row | {"batch_size": 1, "dtype": "fp32"} for row in rows), device=checkout.CPU)
-    run(ReportParams(), checkout.paths)
+    checkout.write("README.md", f"# Title\n\n{MARKERS}end\n")
+    checkout.run_stage()
     return checkout
-
-
-def page(checkout) -> str:
-    return (checkout.paths.results / "tables.md").read_text(encoding="utf-8")
 
 
 def section(text: str, title: str) -> str:
@@ -43,18 +41,18 @@ def section(text: str, title: str) -> str:
 
 def test_it_ends_with_one_line_of_counts(reported, capsys):
     """And before there is any record, nothing fails."""
-    run(ReportParams(), reported.paths)
+    reported.run_stage()
     line = capsys.readouterr().out
     *counts, total = map(int, re.findall(r"\d+", line))
     assert re.sub(r" \d+", "", line) == f"{' / '.join(STATUSES)} of\n"
     assert sum(counts) == total == len(reported.ledger.entries)
     shutil.rmtree(reported.paths.results)
-    run(ReportParams(), reported.paths, html=False)
-    assert "Nothing is measured yet: `repro efficiency`." in page(reported)
+    reported.run_stage(html=False)
+    assert "Nothing is measured yet: `repro efficiency`." in reported.read("results/tables.md")
 
 
 def test_every_page_shows_the_records(reported):
-    text, cpu = page(reported), reported.CPU
+    text, cpu = reported.read("results/tables.md"), reported.CPU
     table1, speed = section(text, "Table 1"), section(text, "Speed and memory measured here")
     assert "| Vittt-T | 7 → 6.983 ✓ | 1.4 → 1.458 ✓ | 77.7 → – |" in table1
     assert "| RegNetY-4G | 12 → 20.65 ≠ᵉ (+8.65) | 4 → 3.973 ✓ | 80.0 → – |" in table1
@@ -72,9 +70,9 @@ def test_every_page_shows_the_records(reported):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
         assert len(widths) == 1, block
     # a small run stands on the page of the runs only
-    runs = (reported.paths.results / "papers/vision_ttt_runs.md").read_text(encoding="utf-8")
+    runs = reported.read("results/papers/vision_ttt_runs.md")
     assert runs.count("98.77 %") == 1 and "98.77" not in text
-    claims = (reported.paths.results / "claims.csv").read_text(encoding="utf-8")
+    claims = reported.read("results/claims.csv")
     entries = reported.json("results/claims.json")["entries"]
     listed = [(row["id"], row["status"]) for row in csv.DictReader(claims.splitlines())]
     assert listed == [(entry["id"], entry["status"]) for entry in entries] and "98.7" not in claims
@@ -82,7 +80,7 @@ def test_every_page_shows_the_records(reported):
     (vittt,) = [entry for entry in entries if entry["id"] == "table1.vittt_t.macs_g"]
     found = [vittt[key] for key in ("paper", "ours", "status", "how")]
     assert found == ["1.4", 1.4575, "matched, truncated", "truncation"]
-    provenance = (reported.paths.results / "provenance.md").read_text(encoding="utf-8")
+    provenance = reported.read("results/provenance.md")
     for record in ("complexity", "pretrain/vittt_nano_digits", "efficiency"):
         assert f"`results/{record}/metrics.json`" in provenance
     assert "0123456789ab" in provenance and f"| `repro complexity` | {cpu}, AVX2 |" in provenance
@@ -106,7 +104,63 @@ def test_a_page_is_short_explains_its_marks_and_leads_to_the_others(name):
 
 
 def test_the_profile_is_named_as_it_is(reported):
-    assert "holds the mini settings" in page(reported)
+    assert "holds the mini settings" in reported.read("results/tables.md")
     reported.write("params.yaml", "report: {speed_dtype: bf16}\n")
     run(ReportParams(speed_dtype="bf16"), reported.paths)
-    assert "edited settings that equal no profile" in page(reported)
+    assert "edited settings that equal no profile" in reported.read("results/tables.md")
+
+
+def check(checkout, capsys) -> list[str]:
+    """The lines of `repro report --check` before its error; none where it finds nothing."""
+    capsys.readouterr()
+
+    def read_all():
+        return {file: file.read_bytes() for file in checkout.paths.root.rglob("*") if file.is_file()}
+
+    before = read_all()
+    try:
+        checkout.run_stage(check=True)
+        found = []
+    except RunError as error:
+        assert "\n" not in str(error) and "`repro report`" in str(error) and error.exit_code == 1
+        found = capsys.readouterr().out.splitlines()
+        assert str(error).startswith(f"report: {len(found)} outdated ")
+    assert read_all() == before, "it must write nothing"
+    return [line.removeprefix("report: ").removesuffix(": not what the records and the ledger give") for line in found]
+
+
+def edit(checkout, name: str, old: str, new: str) -> None:
+    text = checkout.read(name)
+    assert old in text
+    checkout.write(name, text.replace(old, new, 1))
+
+
+def test_true_pages_pass_and_what_is_missing_or_was_measured_anew_is_found(reported, capsys):
+    """Whatever prose outside the blocks says: it is nobody's output."""
+    edit(reported, "README.md", "end\n", "another end\n")
+    reported.write("docs/other.md", "by hand\n")
+    assert check(reported, capsys) == []
+    assert "every page is what the records and the ledger give" in capsys.readouterr().out
+    (reported.paths.results / "claims.csv").unlink()
+    assert check(reported, capsys) == ["results/claims.csv, which is missing"]
+    reported.run_stage(html=False)
+    reported.count(t=(VITTT, {}, 224, 7_983_116, 1.4575))
+    results = [f"results/{name}" for name in ("claims.csv", "claims.json", "tables.md")]
+    assert check(reported, capsys) == ["README.md, block verdict", *results]
+
+
+def test_what_is_typed_by_hand_is_found(reported, capsys):
+    lies = {
+        "README.md, block picture": ("README.md", "peak memory over", "mean memory over"),
+        "README.md, block verbs": ("README.md", "report", "reports"),
+        "README.md, block verdict": ("README.md", "were not tested", "were all reached"),
+        "results/claims.csv": ("results/claims.csv", '"differs, explained"', "matched"),
+        "results/claims.json": ("results/claims.json", '"status": "differs, explained"', '"status": "matched"'),
+        "results/papers/readings.md": ("results/papers/readings.md", "leaves choices open", "leaves nothing open"),
+        "results/tables.md": ("results/tables.md", "1.44 → 1.458 ≠ᵉ (+0.018)", "1.44 → 1.458 ✓"),
+    }
+    for name, old, new in lies.values():
+        edit(reported, name, old, new)
+    assert sorted(check(reported, capsys)) == list(lies)
+    reported.run_stage(html=False)
+    assert check(reported, capsys) == []

@@ -6,7 +6,6 @@ import subprocess
 import pytest
 
 from repro.core.errors import UserError
-from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.report.measured import list_machines
 from repro.report.records import read_sources
@@ -20,37 +19,33 @@ def average(score):
     return {"seeds": [0, 1, 2], "held_out_images": 100, "top1_ci95_percent": [score - 2, score + 2]}
 
 
-def git(root, *arguments):
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=root, check=True)
+def commit(root):
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "results"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=root, check=True)
 
 
-def write(root, cell, score, details):
-    folder = root / "results/pretrain" / cell
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.json").write_text(json.dumps({"top1_percent": score}))
-    (folder / "details.json").write_text(json.dumps({"metrics": details, "identity": {}}))
+def write(checkout, cell, score, details):
+    checkout.write(f"results/pretrain/{cell}/metrics.json", json.dumps({"top1_percent": score}))
+    checkout.write(f"results/pretrain/{cell}/details.json", json.dumps({"metrics": details, "identity": {}}))
 
 
 @pytest.fixture
-def held(tmp_path):
+def held(checkout):
     """A repository whose commit holds two trainings of 50 %: one of one seed, one of three with their interval."""
-    git(tmp_path, "init", "-q")
-    write(tmp_path, "one", 50.0, SEED)
-    write(tmp_path, "three", 50.0, average(50))
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "results")
-    return tmp_path
+    write(checkout, "one", 50.0, SEED)
+    write(checkout, "three", 50.0, average(50))
+    commit(checkout.paths.root)
+    return checkout
 
 
-# Wilson's 95 % interval of k of 100, by hand: (k/100 + z²/200 ± z √(k/100 (1 - k/100)/100 + z²/40000)) / (1 + z²/100)
-# with z = 1.96 begins at 40.38 for 50, and ends at 40.63 for 31 and at 39.58 for 30
+# by hand, Wilson's 95 % interval of k of 100 begins at 40.38 for 50, and ends at 40.63 for 31 and at 39.58 for 30
 @pytest.mark.parametrize(
     ("one", "three", "left"), [(50.0, 50.0, 0), (31.0, 53.9, 0), (30.0, 50.0, 1), (50.0, 54.1, 1), (70.0, 45.9, 2)]
 )
 def test_a_score_may_differ_while_the_intervals_meet(held, one, three, left):
     write(held, "one", one, SEED)
     write(held, "three", three, average(three))
-    scores = list_scores(Paths(held), ["pretrain"], "HEAD")
+    scores = list_scores(held.paths, ["pretrain"], "HEAD")
     assert [score.has_left for score in scores].count(True) == left
     equal = (one == 50) + (three == 50)
     lines = describe_scores(scores, "HEAD")
@@ -58,14 +53,14 @@ def test_a_score_may_differ_while_the_intervals_meet(held, one, three, left):
 
 
 def test_a_missing_score_is_no_success(held):
-    (held / "results/pretrain/one/metrics.json").unlink()
-    assert [score.has_left for score in list_scores(Paths(held), ["pretrain"], "HEAD")] == [True, False]
+    (held.paths.results / "pretrain/one/metrics.json").unlink()
+    assert [score.has_left for score in list_scores(held.paths, ["pretrain"], "HEAD")] == [True, False]
 
 
 @pytest.mark.parametrize(("stages", "commit"), [(["pretrain"], "nonsense"), (["detect"], "HEAD")])
 def test_what_cannot_be_compared_is_said(held, stages, commit):
     with pytest.raises(UserError, match=commit):
-        list_scores(Paths(held), stages, commit)
+        list_scores(held.paths, stages, commit)
 
 
 def train(checkout, machine, *top1, **more):
@@ -87,30 +82,24 @@ def test_one_record_stands_for_those_of_several_machines(checkout):
     assert list_twins(checkout) == {"q": [{"top1_percent": -2.0}, {"top1_percent": -2.0}]}
     (found,) = list_machines(checkout.report())
     assert "".join(map(str, found.rows[0])).count("0 of 2") == 1
-    file = checkout.paths.results / "measured/r/ablate/digits/a/metrics.json"
-    record = json.loads(file.read_text())
-    record["identity"]["recipe"]["learning_rate"] = 1.0
-    file.write_text(json.dumps(record))
+    with checkout.edit("measured/r/ablate/digits/a/metrics.json") as record:
+        record["identity"]["recipe"]["learning_rate"] = 1.0
     assert list_twins(checkout) == {"q": [{"top1_percent": -2.0}], "r": []}  # another experiment
 
 
 def test_saved_scores_are_those_of_another_machine(checkout):
-    root, cell = checkout.paths.root, checkout.paths.results / "pretrain/one"
     checkout.train("pretrain/one", "vittt_nano", "digits", held_out_images=100, top1=50.0)
-    git(root, "init", "-q")
-    record = json.loads((cell / "metrics.json").read_text())
+    record = checkout.json("results/pretrain/one/metrics.json")
     score = record["metrics"].pop("top1_percent")
-    (cell / "details.json").write_text(json.dumps(record))
-    (cell / "metrics.json").write_text(json.dumps({"top1_percent": score}))
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "results")
+    checkout.write("results/pretrain/one/details.json", json.dumps(record))
+    checkout.write("results/pretrain/one/metrics.json", json.dumps({"top1_percent": score}))
+    commit(checkout.paths.root)
     scores = list_scores(checkout.paths, ["pretrain"], "HEAD")
     file = save_scores(checkout.paths, Runtime(device="cpu", data_roots={}), scores)
-    saved = json.loads(file.read_text())
-    assert saved["metrics"]["scores"] == {"results/pretrain/one": {"top1_percent": 50.0}}
-    saved["metrics"]["scores"]["results/pretrain/one"]["top1_percent"] = 49.5
-    file.write_text(json.dumps(saved))
+    with checkout.edit(file) as saved:
+        assert saved["metrics"]["scores"] == {"results/pretrain/one": {"top1_percent": 50.0}}
+        saved["metrics"]["scores"]["results/pretrain/one"]["top1_percent"] = 49.5
     assert list_twins(checkout) == {"one": [{"top1_percent": -0.5}]}
-    saved["metrics"]["params_hash"]["results/pretrain/one"] = "another"
-    file.write_text(json.dumps(saved))
+    with checkout.edit(file) as saved:
+        saved["metrics"]["params_hash"]["results/pretrain/one"] = "another"
     assert list_twins(checkout) == {"one": []}

@@ -1,10 +1,7 @@
-"""A made-up second paper beside the first: its own page and claims, a tab in report.html, and nothing of the first
-one's.
-"""
+"""A made-up second paper beside the first: its own page, claims and tab in report.html, nothing of the first one's."""
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
@@ -34,42 +31,33 @@ claims:
 
 
 @pytest.fixture
-def second(tmp_path) -> Paper:
-    file = tmp_path / "room" / "ledger.yaml"
-    file.parent.mkdir()
-    file.write_text(LEDGER, encoding="utf-8")
+def second(checkout) -> Paper:
     return Paper(
         id="second",
         name="Second",
         model="Big",
-        ledger_file=file,
+        ledger_file=checkout.write("room/ledger.yaml", LEDGER),
         claim="It claims little.",
         families={"other": {"deep": "no"}},
         formulas=lambda: {"double": lambda number: 2 * number},
         questions=(Question(label="sizes", entries=("table1.*.params_m",)),),
         figures=(Figure(place="Fig. 1", shows="a curve", files="none/*.png"),),
-        text=write(file.with_name("page.md"), "## Its own\n\nits own words\n"),
+        text=checkout.write("room/page.md", "## Its own\n\nits own words\n"),
         parts={"first_g": find_first},
         documents=(
             Document(
                 file="docs/second.md",
-                text=write(file.with_name("second.md"), "## A page of its own\n\n{first_g():.1f} G\n"),
+                text=checkout.write("room/second.md", "## A page of its own\n\n{first_g():.1f} G\n"),
                 records="results/measured/*/second/*",
             ),
         ),
     )
 
 
-def write(file: Path, text: str) -> Path:
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
 def find_first(report) -> float:
     """A number of a record."""
-    for source in report.results.sources:
-        if source.stage == "complexity":
-            return next(iter(source.metrics["rows"].values()))["macs_g"]
+    for row, _ in report.results.counts.values():
+        return row["macs_g"]
     raise Missing("nothing is counted", "repro complexity")
 
 
@@ -87,7 +75,7 @@ def reported(checkout, second):
 
 
 def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
-    page = (reported.paths.results / "papers" / "second.md").read_text(encoding="utf-8")
+    page = reported.read("results/papers/second.md")
     claims = reported.json("results/papers/second.claims.json")
     assert claims["summary"] == {**dict.fromkeys(STATUSES, 0), "matched": 2, "not measured": 1, "entries": 3}
     statuses = {entry["id"]: entry["status"] for entry in claims["entries"]}
@@ -95,18 +83,16 @@ def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
     assert statuses == {big: "matched", old: "not measured", ratio: "matched"}
     assert page.startswith("# Second: ") and "\n\n*A second paper*, v2. It claims little.\n" in page
     assert "| Big | 12.0 → 12.01 ✓ |" in page and "| sizes | 1 of 2 match |" in page
-    # what is measured but compared with no paper is on the first paper's page alone, and so is the first paper's
-    # ablation
+    # what is measured but compared with no paper is on the first paper's page alone, and so is its ablation
     titles = re.findall(r"(?m)^## (.*)", page)
     assert not {"Provenance", "Speed and memory measured here", "Headline claims", "Runs on other data"} & set(titles)
     assert "Old is not built in this project" in page and "Table 1: sizes" in titles
     assert "\n## Its own\n\nits own words\n\n## The text's other claims\n" in page
-    assert (reported.paths.root / "docs" / "second.md").read_text(encoding="utf-8") == "# A page of its own\n\n1.0 G\n"
+    assert reported.read("docs/second.md") == "# A page of its own\n\n1.0 G\n"
     # the first paper's page is what it is without it, but for the links to the other pages, its second paragraph
-    file = reported.paths.results / "tables.md"
-    before = file.read_text(encoding="utf-8").split("\n\n", 2)
+    before = reported.read("results/tables.md").split("\n\n", 2)
     write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), JUDGE, with_html=False)
-    assert file.read_text(encoding="utf-8").split("\n\n", 2)[::2] == before[::2]
+    assert reported.read("results/tables.md").split("\n\n", 2)[::2] == before[::2]
     assert [entry["id"] for entry in reported.json("results/claims.json")["entries"]] == list(reported.ledger.entries)
 
 
@@ -122,9 +108,8 @@ def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
 def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, second):
     """Only the page in docs/ reads this key."""
     checkout.count(big=("other_big", {}, 224, 12_010_000, 1.0))
-    content = checkout.json("results/complexity/metrics.json")
-    content["metrics"]["rows"]["big"]["macs_g"] = "much"
-    checkout.record("complexity", content["metrics"])
+    with checkout.edit("complexity/metrics.json") as record:
+        record["metrics"]["rows"]["big"]["macs_g"] = "much"
     papers = [dataclasses.replace(second, primary=True)]
     with pytest.raises(UserError, match="results/complexity/metrics.json: cannot be read as a record of this version"):
         write_report(papers, Results(checkout.paths, papers, SCORES), JUDGE, with_html=False)
@@ -132,7 +117,7 @@ def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, secon
 
 
 def test_the_page_for_a_browser_has_a_tab_for_each(reported):
-    elements = Elements((reported.paths.results / "report.html").read_text(encoding="utf-8"))
+    elements = Elements(reported.read("results/report.html"))
     assert [attributes["data-paper"] for _, attributes, _ in elements.all("article")] == ["vision_ttt", "second"]
     tabs = [(attributes["data-paper"], text) for _, attributes, text in elements.all("button", **{"class": "tab"})]
     assert tabs == [("vision_ttt", "Vision-TTT"), ("second", "Second")]

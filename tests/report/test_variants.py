@@ -1,10 +1,7 @@
-"""The ablations on the page: the paper's rows beside ours, verdicts, missing variants, what is never joined, and Fig.
-7.
-"""
+"""The ablations on the page: the paper's rows beside ours, verdicts, missing variants, what is never joined, Fig. 7."""
 
 import pytest
 
-from repro.core.record import read_json, write_json
 from repro.papers.variants import load_variants
 from repro.report.answer import answer_blocks
 from repro.report.document import Heading
@@ -18,15 +15,8 @@ NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
 def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", throughput=321.4, **more):
     """A variant's record, its throughput and its recipe, as the stage leaves them."""
-    usual = {
-        "model": NANO,
-        "data": "digits",
-        "kind": "digits",
-        "image_size": 144,
-        "epochs": 4,
-        "top1_std_percent": 0.25,
-    }
-    usual |= {"num_params": 329_310, "macs_g": 0.035, "held_out_images": 100_000}
+    usual = {"model": NANO, "data": "digits", "kind": "digits", "image_size": 144, "epochs": 4}
+    usual |= {"top1_std_percent": 0.25, "num_params": 329_310, "macs_g": 0.035, "held_out_images": 100_000}
     checkout.train(f"{folder}/{name}", options=VARIANTS[name], top1=tuple(top1), **{**usual, **more})
     speed = {"throughput_img_per_s": throughput, "reason": "not measured yet"}
     checkout.record(f"{folder}/{name}", speed, name="speed")
@@ -62,11 +52,12 @@ def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_
     assert "There are none yet" in checkout.runs().split("\n## Runs")[1].split("\n## ")[0]
     assert head.count("**ordering seen**") == 4 and head.count("| 1.00 |") == 4
     assert [text.split(":")[0] for text in found] == [f"### {place}" for place in TABLES_AND_FIGURES]
-    assert "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |" in part(
-        checkout, "### Table 3"
-    )
-    assert "| pool max | 6.98 | 1.44 | 77.2 | 0.3293 |" in part(checkout, "### Table 4")
-    assert "| chunk_size all | – | – | 0.3293 |" in part(checkout, "### Fig. 7(a)")
+    rows = {
+        "Table 3": "| Vittt | 6.98 | 1.44 | 2029 | 77.7 | 0.3293 | 0.035 | 321 | 83.00 ± 0.25 |",
+        "Table 4": "| pool max | 6.98 | 1.44 | 77.2 | 0.3293 |",
+        "Fig. 7(a)": "| chunk_size all | – | – | 0.3293 |",
+    }
+    assert all(row in part(checkout, f"### {place}") for place, row in rows.items())
     assert "Not trained here" not in "".join(found)
 
 
@@ -85,10 +76,8 @@ def test_other_recipes_and_other_devices_are_other_groups(checkout):
     train(checkout, "head", [70, 71], folder="ablate")
     train(checkout, "conv2d", [90, 91])
     train(checkout, "head", [89, 90])
-    (file,) = checkout.paths.results.glob("measured/*/ablate/digits/head/metrics.json")
-    record = read_json(file)
-    record["identity"]["recipe"]["drop_path"] = 0.1
-    write_json(file, record)
+    with checkout.edit("measured/cpu/ablate/digits/head/metrics.json") as record:
+        record["identity"]["recipe"]["drop_path"] = 0.1
     groups = find_groups(checkout.results(), checkout.paper.variants)
     assert sorted(len(group.variants) for group in groups) == [1, 1, 2]
     _, only = parts(checkout)
@@ -101,11 +90,9 @@ def test_variants_at_rates_of_their_own_are_one_group_beside_those_at_one_rate(c
     for name, rate, epochs in (("conv2d", 4e-3, 4), ("head", 2e-3, 4), ("mid", 4e-3, 9)):
         train(checkout, name, [80, 81, 82])
         train(checkout, name, [90, 91], folder="measured/cpu/ablate/own_rates/digits", recipe_hash=name)
-        file = checkout.paths.results / "measured/cpu/ablate/own_rates/digits" / name / "metrics.json"
-        content = read_json(file)
         recipe = {"options": VARIANTS[name], "learning_rate": {"peak": rate}, "epochs": epochs}
-        content["identity"]["recipe"] |= recipe
-        write_json(file, content)
+        with checkout.edit(f"measured/cpu/ablate/own_rates/digits/{name}/metrics.json") as record:
+            record["identity"]["recipe"] |= recipe
     groups = find_groups(checkout.results(), checkout.paper.variants)
     assert sorted((group.has_own_rates, *group.variants) for group in groups) == [
         (False, "conv2d", "head", "mid"),
@@ -117,9 +104,7 @@ def test_variants_at_rates_of_their_own_are_one_group_beside_those_at_one_rate(c
 
 
 def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
-    """Cells of `pretrain` and `ablate` that were trained alike are one group; of two records of a variant the one with
-    more seeds.
-    """
+    """Cells of both stages that were trained alike are one group; of two records of a variant, that of more seeds."""
     more = {"model": TINY, "data": "imagenet", "kind": "imagenet", "held_out_images": 50_000, "epochs": 300}
     more |= {"classes": 1000, "image_size": 224}
     train(checkout, "dual", [77.4], folder="ablate", **more)
@@ -169,20 +154,14 @@ def test_nothing_trained_says_how(checkout):
 @pytest.mark.parametrize(
     ("repeated", "recipe", "is_judged"), [("dual", {}, False), ("dual", {"lr": 1}, True), ("gating", {}, True)]
 )
-def test_a_group_of_the_pipeline_is_judged_unless_the_same_trainings_have_more_seeds(
-    checkout, repeated, recipe, is_judged
-):
-    """Its recipe hash differs, since it also keeps snapshots; by another recipe, or with a variant that nobody
-    repeated, it is judged.
-    """
+def test_a_group_of_the_pipeline_is_judged_unless_the_same_have_more_seeds(checkout, repeated, recipe, is_judged):
+    """Snapshots change its recipe's hash; by another recipe, or with a variant that nobody repeated, it is judged."""
     for name in ("conv1d", repeated, "conv2d"):
         train(checkout, name, [50, 60, 70])
     for name in ("conv1d", "dual"):
         train(checkout, name, [50], folder="ablate", recipe_hash="with snapshots")
-        file = checkout.paths.results / "ablate" / name / "metrics.json"
-        record = read_json(file)
-        record["identity"]["recipe"] |= recipe
-        write_json(file, record)
+        with checkout.edit(f"ablate/{name}/metrics.json") as record:
+            record["identity"]["recipe"] |= recipe
     rows = [row for row in parts(checkout)[0].splitlines() if row.startswith("| Table 3") and "one seed" in row]
     assert len(rows) == is_judged
 
@@ -195,9 +174,7 @@ def test_whether_a_curve_still_rises_is_read_on_one_split():
 
 
 def test_the_opening_counts_the_pairs_that_are_seen(checkout):
-    """15, 10, 5 and 3 ordered pairs; with two points between neighbours and a seed's own 0.01 all are seen. On data of
-    two classes
-    whose accuracies lie at chance nothing is."""
+    """All of 15, 10, 5 and 3 ordered pairs, two points apart; none at chance, on data of two classes."""
     grid(checkout)
     for name in ("conv1d", "dual", "conv2d"):
         train(checkout, name, [50.0, 50.1, 50.2], folder="measured/cpu/ablate/connect", data="connect", classes=2)

@@ -1,6 +1,4 @@
-"""Every status from a made-up ledger: a case that gets it, and a near case that does not. The numbers are chosen, so
-truth is by hand.
-"""
+"""Every status from a made-up ledger: a case that gets it, and a near case that does not, by chosen numbers."""
 
 import pytest
 
@@ -11,6 +9,8 @@ from repro.report.verdicts import STATUSES
 
 MODEL = "toy_tiny"
 MISSING = 'params_m("toy_small@224")'  # which is not counted
+EXPLANATION = "  - {ids: [text.x_v], text: 'it gives {computed}', %s}\n"
+STATEMENT = "  - {id: text.s, place: Section 1, says: s, kind: statement, %s}\n"
 
 
 def count(checkout, num_params: int = 12_000_000, macs_g: float = 1.0, paper_convention: float | None = None) -> None:
@@ -41,12 +41,9 @@ def judge(checkout, *claims: str, more: str = "", **about):
 @pytest.mark.parametrize(
     ("num_params", "status"),
     [
-        (12_049_999, "matched"),
         (11_950_000, "matched"),
         (12_050_000, "matched, truncated"),  # 12.05 rounds to 12.1 and is cut to 12.0
-        (12_099_999, "matched, truncated"),
         (12_100_000, "differs, unexplained"),
-        (11_949_999, "differs, unexplained"),
     ],
 )
 def test_matched_truncated_or_different(checkout, num_params, status):
@@ -76,9 +73,8 @@ def test_what_was_fitted_or_declared_and_what_is_arithmetic_is_no_match(checkout
     }
     claims = [claim(printed, name=f"text.{name}", **fields) for name, (printed, fields, _) in cases.items()]
     verdicts = judge(checkout, *claims, formulas=lambda: {"constant": lambda: 12})
-    assert {name: verdicts[f"text.{name}_v"].status for name in cases} == {
-        name: case[2] for name, case in cases.items()
-    }
+    for name, (_, _, status) in cases.items():
+        assert verdicts[f"text.{name}_v"].status == status, name
 
 
 def test_declared_is_asked_only_where_ours_has_no_number(checkout):
@@ -90,54 +86,29 @@ def test_declared_is_asked_only_where_ours_has_no_number(checkout):
     assert judge(checkout, declared)["text.x_v"].status == "differs, unexplained"
 
 
-SETTING = "  - {ids: [text.x_v], text: why, %s}\n"
-
-
 @pytest.mark.parametrize(
-    ("evidence", "status"),
+    ("evidence", "explanation"),
     [
-        ('shows: "10 + 2"', "differs, explained"),
-        ('shows: "10 + 2.06"', "differs, explained"),  # cut to 12.0
-        ('shows: "10 + 2.1"', "differs, unexplained"),
-        (f"shows: 'params_m(\"{MODEL}@224\") - 1'", "differs, explained"),  # 13 - 1, by our own counts
-        (f"shows: 'params_m(\"{MODEL}@224\") > 12.9'", "differs, explained"),
-        (f"shows: 'params_m(\"{MODEL}@224\") > 13.1'", "differs, unexplained"),
-        ("shows: 'params_m(\"toy_small@224\") > 1'", "differs, unexplained"),  # it was not counted
-        ("source: 'A. Author (2020), Table 1'", "differs, explained"),
+        ('shows: "10 + 2"', "it gives 12"),
+        ('shows: "10 + 2.06"', "it gives 12.06"),  # cut to 12.0
+        ('shows: "10 + 2.1"', None),
+        (f"shows: 'params_m(\"{MODEL}@224\") - 1'", "it gives 12"),  # 13 - 1, by our own counts
+        (f"shows: 'params_m(\"{MODEL}@224\") > 12.9'", "it gives {computed}"),
+        (f"shows: 'params_m(\"{MODEL}@224\") > 13.1'", None),
+        ("shows: 'params_m(\"toy_small@224\") > 1'", None),  # it was not counted
+        ("source: 'A. Author (2020), Table 1'", "it gives {computed} (A. Author (2020), Table 1)"),
     ],
 )
-def test_an_explanation_stands_only_with_its_evidence(checkout, evidence, status):
+def test_an_explanation_stands_only_with_its_evidence(checkout, evidence, explanation):
+    """Also below one that fails; and none stands where ours matches."""
+    listed = f"explanations:\n{EXPLANATION % 'shows: 10 + 5'}{EXPLANATION % evidence}"
     count(checkout, 13_000_000)
-    verdict = judge(checkout, claim(), more=f"explanations:\n{SETTING % evidence}")["text.x_v"]
-    assert verdict.status == status
-    assert (verdict.explanation is not None) == (status == "differs, explained")
-
-
-def test_an_explanation_shows_what_it_computed_or_its_source(checkout):
-    count(checkout, 13_000_000)
-    shown = '  - {ids: [text.x_v], text: "it gives {computed}", shows: "10 + 2.04"}\n'
-    source = SETTING % "source: 'A. Author (2020), Table 1'"
-    failing = SETTING % 'shows: "10 + 5"'
-    for listed, expected in (
-        (shown, "it gives 12.04"),
-        (source, "why (A. Author (2020), Table 1)"),
-        (failing + shown, "it gives 12.04"),
-    ):
-        assert judge(checkout, claim(), more=f"explanations:\n{listed}")["text.x_v"].explanation == expected
+    verdict = judge(checkout, claim(), more=listed)["text.x_v"]
+    status = "differs, explained" if explanation else "differs, unexplained"
+    assert (verdict.status, verdict.explanation) == (status, explanation)
     count(checkout)
-    matched = judge(checkout, claim(), more=f"explanations:\n{shown}")["text.x_v"]
+    matched = judge(checkout, claim(), more=listed)["text.x_v"]
     assert (matched.status, matched.explanation) == ("matched", None)
-
-
-STATEMENT = "  - {id: text.s, place: Section 1, says: s, kind: statement, %s}\n"
-
-
-@pytest.mark.parametrize(("num_params", "status"), [(12_000_000, "matched"), (11_000_000, "differs, unexplained")])
-def test_a_statement_holds_or_not(checkout, num_params, status):
-    count(checkout, num_params)
-    verdict = judge(checkout, STATEMENT % f"ours: 'params_m(\"{MODEL}@224\") > 11.5'")["text.s"]
-    holds = num_params > 11.5e6
-    assert (verdict.status, verdict.how, verdict.ours) == (status, "holds" if holds else None, holds)
 
 
 def test_a_number_explains_no_statement(checkout):
@@ -182,10 +153,8 @@ def test_a_relation_is_violated_only_where_no_rounding_explains_it(checkout, pri
 def test_what_nobody_can_have_measured_is_not_compared(checkout):
     count(checkout)
     about = {"because": "it takes {computed} GB of 48"}
-    cannot, can = (
-        claim(name=f"text.{name}", measurable=f"{gb} < 48", **about) for name, gb in (("cannot", 62.9), ("can", 31.5))
-    )
-    verdicts = judge(checkout, cannot, can)
+    asked = {"cannot": "62.9 < 48", "can": "31.5 < 48"}
+    verdicts = judge(checkout, *(claim(name=f"text.{name}", measurable=text, **about) for name, text in asked.items()))
     found = verdicts["text.cannot_v"]
     assert (found.status, found.ours, found.evidence) == ("not measurable as described", None, "it takes 62.9 GB of 48")
     assert (verdicts["text.can_v"].status, verdicts["text.can_v"].evidence) == ("matched", None)
@@ -208,9 +177,7 @@ def test_how_each_number_can_be_made_again(checkout):
 
 
 def test_every_status_can_be_had_and_is_counted(checkout):
-    """The page's sections on what differs and what is not measurable, and its counts, from one ledger with one entry of
-    each status.
-    """
+    """Also in the page's counts and its sections on what differs and what is not measurable."""
     count(checkout, 12_060_000, paper_convention=5.0)
     report = checkout.report_on(
         "claims:\n"

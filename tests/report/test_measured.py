@@ -1,26 +1,19 @@
-"""A sweep on the page: its matrices, its comparisons and withheld ratios, and what does not count twice."""
+"""What was measured, on the page: a sweep's matrices, comparisons and withheld ratios; other image sizes; searches."""
 
-from repro.core.record import write_record
+import pytest
+
 from repro.report.markdown import render_blocks
-from repro.report.measured import list_speeds
+from repro.report.measured import list_speeds, over_resolution
 
 CPU = "cpu: Made-up, 2 threads"
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 
 
 def row(model, attention, size, latency, memory, **more):
-    shared = {"batch_size": 1, "dtype": "fp32", "device": CPU, "mode": "infer", "compile": False, "backend": "torch"}
-    about = {
-        "row": f"{model}@{size}",
-        "model": model,
-        "attention": attention,
-        "image_size": [size, size],
-        "options": {},
-    }
-    about |= {"attention_reason": "none to choose", "attention_kernel": "flash", "num_params": 7, "run": 1}
-    measured = {"latency_ms": latency, "latency_ms_ci95": None, "peak_memory_mib": memory, "samples_ms": []}
-    measured |= {"throughput_img_per_s": None if latency is None else 1e3 / latency, "macs_g": size**2 / 1e5}
-    return {**shared, **about, **measured, "status": "ok", "reason": "made up", **more}
+    about = {"row": f"{model}@{size}", "model": model, "attention": attention, "image_size": [size, size], "run": 1}
+    about |= {"batch_size": 1, "dtype": "fp32", "compile": False, "attention_kernel": "flash", "reason": "made up"}
+    measured = {"latency_ms": latency, "latency_ms_ci95": None, "peak_memory_mib": memory, "macs_g": size**2 / 1e5}
+    return {**about, **measured, "throughput_img_per_s": None if latency is None else 1e3 / latency, **more}
 
 
 GROUP = {"batch_size": 1, "dtype": "fp32", "mode": "infer", "compile": False}
@@ -32,9 +25,8 @@ POWERS = {"macs_exponent": 1.0, "latency_exponent": 1.123, "memory_exponent": 0.
 
 def section(checkout, rows, **concluded):
     """The section of a sweep whose record holds these rows, and what the sweep concludes from them."""
-    identity = {"device": CPU, "dtype": "fp32", "backend": "torch"}
-    metrics = {"rows": rows, "left_out": [], "gates": [], "compared": [], "growth": [], **concluded}
-    write_record(checkout.paths.results / "measured" / "cpu_made_up", metrics, identity, 1.0, name="efficiency")
+    concluded = {"gates": [], "compared": [], "growth": [], **concluded}
+    checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", **concluded)
     return render_blocks(list_speeds(checkout.report()))
 
 
@@ -81,3 +73,34 @@ def test_what_was_measured_twice_counts_once(checkout):
     section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)])
     (rows,) = checkout.results().speed_rows.values()
     assert [found["latency_ms"] for found, _ in rows] == [15.0]
+
+
+def test_accuracies_and_times_stand_in_a_row_for_each_model(checkout):
+    assert over_resolution(checkout.report()) == []  # without a record there is no section
+    rows = []
+    for family, shift in (("vittt", 0), ("deit", 20)):
+        for size, top1, time in ((64, 90.0, 1.0), (96, 50.125, 2.5)):
+            row = {"family": family, "model": f"{family}_nano", "image_size": [size, size], "latency_ms": time}
+            rows.append({**row, "top1_percent": top1 - shift, "noisy": ["spread"] if size == 96 else []})
+    about = {"data_set": "digits", "split": "test", "held_out_images": 359, "train_image_size": 64, "evaluated": rows}
+    checkout.record("resolution", about)
+    (section,) = over_resolution(checkout.report())
+    text = render_blocks(section.blocks)
+    assert "| model | 64² (1×) | 96² (1.5×) |" in text and "on the 359 test images of digits" in text
+    assert "| vittt_nano | 90.0 | 50.1 |" in text and "| deit_nano | 70.0 | 30.1 |" in text
+    assert text.count("| 1.00 | 2.50 (noisy) |") == 2
+    assert f"`results/resolution/metrics.json`: {checkout.CPU}" in text
+    assert "](resolution/accuracy_and_time.png)" in text
+
+
+@pytest.mark.parametrize(("warmup", "shown"), [(3, "| 3 |"), (2, "| 3, trained with 2 |")])
+def test_a_search_whose_choice_nobody_trains_with_says_so(checkout, warmup, shown):
+    """The highest of three scores is of the largest rate tried and of a warm-up of three epochs."""
+    checkout.write("params.yaml", f"pretrain: {{nano: {{optim: {{lr: 0.004, warmup_epochs: {warmup}}}}}}}\n")
+    tried = ((0.002, 1, 90.0), (0.004, 2, 97.7), (0.004, 3, 98.6))
+    trials = [dict(zip(("lr", "warmup_epochs", "top1_percent"), each), diverged=False) for each in tried]
+    metrics = {"cell": "pretrain.nano", "split": "tune", "score": "top1_percent", "seed": 7, "rule": "the highest"}
+    metrics |= {"trials": trials, "chosen": {"lr": 0.004, "warmup_epochs": 3}}
+    checkout.record("measured/cpu/tune", metrics, name="nano")
+    row = next(line for line in checkout.runs().splitlines() if line.startswith("| `pretrain.nano`"))
+    assert f"| 0.004, at the edge {shown} 0.002 (1): 90.0; 0.004 (3): 98.6 |" in row
