@@ -1,8 +1,7 @@
-"""The pages in docs/ are true: commands and options exist, links lead somewhere, examples are those that tests run, and
-the diagram of
-imports is the one that the code follows."""
+"""The pages in docs/ and README.md are true: commands and options exist, links lead somewhere, examples run, no number
+is typed by hand, and the diagram of imports is the one that the code follows.
+"""
 
-import ast
 import functools
 import graphlib
 import itertools
@@ -22,9 +21,11 @@ from repro.cli import app
 from repro.core.config import build, load_section, load_yaml
 from repro.core.paths import Paths
 from repro.data.kinds import PrepareData
+from repro.papers import load_papers
 from repro.pipeline import read_steps
 from repro.tasks.classification.params import ClassifierParams
 from repro.tasks.generation.params import GenerateParams
+from stages.report import describe_verbs
 from tests.conftest import ROOT, run_python
 from tests.test_layout import import_graph
 
@@ -150,29 +151,7 @@ def test_links_and_paths_lead_somewhere(page):
         assert (ROOT / path).exists() or EXAMPLES.fullmatch(path), path
 
 
-def constants() -> dict[str, object]:
-    """The names that tests/test_extension.py gives to what it adds and runs: the stage, the task and the family."""
-    found = {}
-    for node in ast.parse((ROOT / "tests/test_extension.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign):
-            try:
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue  # it is computed
-    return found
-
-
-@pytest.mark.parametrize(
-    ("language", "names"), [("python", ["STAGE", "TASK", "TASK_STAGE", "FAMILY"]), ("yaml", ["STAGE_IN_THE_GRAPH"])]
-)
-def test_the_examples_are_those_that_are_tested(language, names):
-    tested = constants()
-    assert fenced("extending.md", language)[: len(names)] == [tested[name].strip("\n") for name in names]
-
-
 def test_the_examples_of_params_are_valid():
-    _, section, cell, *_ = map(yaml.safe_load, fenced("extending.md", "yaml"))
-    assert section == {"toy": {"three": {"times": 3}}} and cell == {"pretrain": {"toy": constants()["CELL"]}}
     own = yaml.safe_load(fenced("data.md", "yaml")[0])
     build(PrepareData, own["prepare_data"]["pets"], "prepare_data.pets")
     params = build(ClassifierParams, own["pretrain"]["vittt_tiny_pets"], "pretrain.vittt_tiny_pets")
@@ -215,6 +194,35 @@ def test_the_example_of_a_paper_loads(tmp_path):
 def test_the_examples_of_inner_loops_run():
     for code in fenced("inner_loops.md", "python"):
         exec(code, {})
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_of_the_readme_runs():
+    names = {}
+    exec(fenced(ROOT / "README.md", "python")[0], names)
+    model, pyramid, variant = (names[name] for name in ("model", "pyramid", "variant"))
+    assert type(model).__name__ == "Vittt" and len(pyramid.feature_info.channels()) == 4
+    assert (variant.design, variant.pool, variant.chunk_size, variant.w0) == ("dual", "head", 32, "shared")
+
+
+def test_the_readme_is_short_and_leads_to_every_paper_and_to_the_documentation():
+    files = {paper.page for paper in load_papers().values()} | {"docs/README.md"}
+    assert all((ROOT / file).is_file() and f"]({file})" in README for file in files)
+    assert len(README.split()) <= 600
+
+
+def test_the_blocks_of_the_readme_are_those_that_code_writes():
+    blocks = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", README, re.S))
+    assert set(blocks) == {"verdict", "picture", "run", "papers", "verbs"}
+    assert blocks["verbs"] == describe_verbs(), "put describe_verbs() between the markers"
+
+
+def test_what_the_installation_needs_is_what_it_checks():
+    need_gb = re.search(r"^NEED_GB := (\d+)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    python = re.search(r'^requires-python = ">=([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert f"{need_gb} GB of disk" in README and f"Python {python} or newer" in README
 
 
 def test_the_pages_are_in_the_index_and_short_together():
@@ -260,8 +268,8 @@ def test_imports_follow_the_diagram():
 # pages that speak of results; a number in their prose stands between markers, where code writes it, or is one of these
 PAGES_WITH_RESULTS = [ROOT / "README.md", ROOT / "results/speed.md"]
 ALLOWED = {
-    r"Python \d\.\d+": "a version, equal to pyproject.toml's by test_readme.py",
-    r"\d+ GB of disk": "what the installation needs, equal to the Makefile's by test_readme.py",
+    r"Python \d\.\d+": "a version, equal to pyproject.toml's",
+    r"\d+ GB of disk": "what the installation needs, equal to the Makefile's",
     r"D = 64 and chunk 16|16 states|192 channels|heads of 32": "sizes of the paper's models, whose kernels were compiled",
 }
 

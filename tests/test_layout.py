@@ -10,8 +10,7 @@ import pytest
 
 from repro.core.hashing import find_imports, import_closure
 from stages import stage_names
-
-ROOT = Path(__file__).parents[1]
+from tests.conftest import ROOT
 
 
 def tracked() -> list[str]:
