@@ -1,6 +1,7 @@
 """What each stage is charged, against numbers worked out by hand."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +27,8 @@ def make_planner(root, rates=GIVEN, micro_batch=None):
     def prepared(kind, classes, train):
         return SimpleNamespace(kind=kind, expected=SimpleNamespace(classes=classes, train=train))
 
-    data = {
-        "digits": prepared("digits", 10, 1438),
-        "photos": prepared("imagenet", 1000, 1_281_167),
-        "coco": prepared("coco", 80, 118_287),
-    }
+    data = {"digits": prepared("digits", 10, 1438), "photos": prepared("imagenet", 1000, 1_281_167)}
+    data["coco"] = prepared("coco", 80, 118_287)
     return Planner(Paths(root), rates, Results(Paths(root), load_papers().values(), {}), data, micro_batch=micro_batch)
 
 
@@ -66,9 +64,8 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
     # the weights, their gradients and two moments, and the moving average
     held = 4 + bool(changes.get("ema_decay"))
     assert row.memory_gib is None and row.least_memory_gib == pytest.approx(held * 4 * num_params / 2**30)
-    assert row.measure == "repro pretrain --cell nano --epochs 1 --seeds 1" and row.gives == {
-        ("accuracy", "digits", f"{NANO}[depth=1]")
-    }
+    assert row.measure == "repro pretrain --cell nano --epochs 1 --seeds 1"
+    assert row.gives == {("accuracy", "digits", f"{NANO}[depth=1]")}
     assert planner.trained == {NANO, f"{NANO}[depth=1]"}
 
 
@@ -84,14 +81,8 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
 @pytest.mark.parametrize(
     ("stage", "transform", "changes", "images", "image_size"),
     [
-        # 12 passes over COCO at the largest scale, whose sides 800 and 1333 are padded to multiples of 32
-        (
-            "detect",
-            {"min_size": (480, 800), "max_size": 1333},
-            {"epochs": 12, "data": "coco"},
-            12 * 118_287,
-            (800, 1344),
-        ),
+        # 12 passes over 118,287 images at the largest scale, whose sides 800 and 1333 are padded to multiples of 32
+        ("detect", {"min_size": (480, 800), "max_size": 1333}, {"epochs": 12, "data": "coco"}, 1_419_444, (800, 1344)),
         # 10 times 16,000 steps of 16 crops, for two seeds
         (
             "segment",
@@ -170,18 +161,13 @@ def test_counts_come_from_the_manifest_once_it_is_written(tmp_path):
     (folder / "manifest.json").write_text(json.dumps({**content, "departures": [], "generated": None, "hash": "x"}))
     planner = make_planner(tmp_path)
     assert planner.find_data("pretrain", "nano", "digits") == ("digits", 3, 100)
-    cells = {
-        "digits": planner.data["digits"],
-        "photos": planner.data["photos"],
-        "other": SimpleNamespace(kind="digits"),
-    }
-    rows = [planner.charge("prepare_data", cell, params) for cell, params in cells.items()]
-    sizes = [(row.disk_gb, row.basis) for row in rows]
-    assert sizes == [
-        (14_000 / 1e9, "CPU; size from its manifest"),
-        (150, "CPU; size as published"),
-        (None, "CPU; size unknown as yet"),
-    ]
+    for cell, params, size in (
+        ("digits", planner.data["digits"], (14_000 / 1e9, "CPU; size from its manifest")),
+        ("photos", planner.data["photos"], (150, "CPU; size as published")),
+        ("other", SimpleNamespace(kind="digits"), (None, "CPU; size unknown as yet")),
+    ):
+        row = planner.charge("prepare_data", cell, params)
+        assert (row.disk_gb, row.basis) == size
 
 
 def test_counting_is_free_and_gives_both_conventions(tmp_path):
@@ -227,19 +213,14 @@ def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
 
 def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
     """By a table of made-up stages: what has no row is of unknown cost, and what is free is neither listed nor read."""
-    stages = {
-        "complexity": SimpleNamespace(params=ComplexityParams, cells=False, purpose="graph"),
-        "many": SimpleNamespace(params=ComplexityParams, cells=True, purpose="graph"),
-        "none": SimpleNamespace(params=ComplexityParams, cells=True, purpose="graph"),
-        "use": SimpleNamespace(params=ComplexityParams, cells=True, purpose="use"),
-        "report": SimpleNamespace(params=ComplexityParams, cells=False, purpose="graph"),
-    }
-    stages = {name: SimpleNamespace(**vars(stage), scores={}) for name, stage in stages.items()}
-    empty = "{sizes: {}, groups: []}"
+    make_stage = partial(SimpleNamespace, params=ComplexityParams, scores={})
+    stages = {name: make_stage(cells=True, purpose="graph") for name in ("many", "none")}
+    stages |= {name: make_stage(cells=False, purpose="graph") for name in ("complexity", "report")}
+    stages["use"] = make_stage(cells=True, purpose="use")
+    empty = {"sizes": {}, "groups": []}
+    sections = {"runtime": {}, "other": {}, "many": {"a": empty}, "use": {"b": empty}, "report": {"odd": 1}}
     file = tmp_path / "params.yaml"
-    file.write_text(
-        f"runtime: {{}}\nother: {{}}\nmany: {{a: {empty}}}\nuse: {{b: {empty}}}\nreport: {{odd: 1}}\nnone:\ncomplexity: {empty}\n"
-    )
+    file.write_text(json.dumps(sections | {"none": None, "complexity": empty}))
     plan = plan_costs(stages, file, Paths(tmp_path), [Rates()])[0]
     unknown = ["dvc repro other", "dvc repro many@a", "repro use --cell b"]
     assert [row.command for row in plan.rows] == [*unknown, "dvc repro complexity"] and plan.unknown == unknown
@@ -256,10 +237,8 @@ def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
 
 def test_which_numbers_the_rows_cover():
     a, b, c = (("accuracy", "coco", name) for name in "abc")
-    rows = [
-        PlanRow(command=name, hours=None, disk_gb=0.0, basis="", gives=frozenset({m}))
-        for name, m in (("a", a), ("b", b))
-    ]
+    unknown = {"hours": None, "disk_gb": 0.0, "basis": ""}
+    rows = [PlanRow(command=number[2], gives=frozenset({number}), **unknown) for number in (a, b)]
     plan = CostPlan(rows, {"Table 1": [{a}, {a, b}, {b, c}, set()], "Table 2": [{c}]})
     assert plan.count_covered() == {"Table 1": (2, 4), "Table 2": (0, 1)}
     assert plan.find_rows("Table 1") == rows and plan.find_rows("Table 2") == []
@@ -267,14 +246,14 @@ def test_which_numbers_the_rows_cover():
 
 def test_a_measured_speed_is_the_slowest_of_one_gpu(tmp_path):
     params = make_params({"image_size": 32})
-    for stage, gpu, rate, processes in (
-        ("pretrain", "NVIDIA L40S", 2000.0, 2),
-        ("ablate", "NVIDIA L40S", 3000.0, 1),
-        ("ablate", "NVIDIA H200", 1.0, 1),
-        ("linearize", "NVIDIA L40S", None, 1),
+    for stage, rate, more in (
+        ("pretrain", 2000.0, {"processes": 2}),
+        ("ablate", 3000.0, {}),
+        ("ablate", 1.0, {"gpu": "NVIDIA H200"}),
+        ("linearize", None, {}),
     ):
         why = {"throughput_img_per_s_reason": "no step was timed"}
-        record(tmp_path, stage, params, {"throughput_img_per_s": rate, **why}, gpu, processes)
+        record(tmp_path, stage, params, {"throughput_img_per_s": rate, **why}, **more)
     planner = make_planner(tmp_path, Rates(gpu="l40s"))
     found = planner.find_trainings(f"{NANO}[depth=1]", params, ("pretrain", "ablate", "linearize"))
     speed, note = planner.find_measured(found)
@@ -293,12 +272,9 @@ def test_a_given_speed_is_of_a_model_with_or_without_its_options(tmp_path):
         assert row.note.startswith(note) and row.mark == ("" if note else "~")
 
 
-def test_rates_are_read_from_text():
-    assert parse_rates(["m=5", "m[design=dual]=1e3"]) == {"m": 5.0, "m[design=dual]": 1000.0}
-
-
 @pytest.mark.parametrize("text", ["m=fast", "m=0", "m=-1", "m=nan", "m=inf", "5", "=5", "m"])
-def test_other_texts_are_refused(text):
+def test_rates_are_read_from_text_and_others_are_refused(text):
+    assert parse_rates(["m=5", "m[design=dual]=1e3"]) == {"m": 5.0, "m[design=dual]": 1000.0}
     with pytest.raises(UserError, match="expected MODEL=NUMBER with a number above 0$"):
         parse_rates([text])
 
