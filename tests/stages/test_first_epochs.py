@@ -7,6 +7,7 @@ import pytest
 
 from repro.core.freshness import FOLLOWED, OTHER_CODE
 from repro.core.paths import Paths
+from repro.core.record import write_json
 from repro.graph import find_old_records
 from repro.papers.first_epochs import follow_records, judge
 from repro.tasks.classification.spec import SPEC
@@ -79,16 +80,11 @@ def test_a_training_is_known_by_what_others_do_not_have(loss, norm, follows):
 
 
 def test_records_of_the_graph_and_of_no_training_are_left_out(checkout):
-    names = [
-        "count/metrics.json",
-        "pretrain/nano/metrics.json",
-        "measured/cpu/faults/metrics.json",
-        "measured/cpu/x.json",
-    ]
-    for name in names:
-        Path("results", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("results", name).write_text(json.dumps({"metrics": {}, "identity": {}}))
-    assert not list(follow_records(Paths(Path.cwd()), [f"results/{name}" for name in names], [], {"pretrain": SPEC}))
+    names = "count/metrics", "pretrain/nano/metrics", "measured/cpu/faults/metrics", "measured/cpu/x"
+    files = [Path("results", f"{name}.json") for name in names]
+    for file in files:
+        write_json(file, {"metrics": {}, "identity": {}})
+    assert not list(follow_records(Paths(Path.cwd()), list(map(str, files)), [], {"pretrain": SPEC}))
 
 
 def test_a_cell_of_the_parameters_that_was_trained_outside_the_pipeline(checkout, repro_cli):

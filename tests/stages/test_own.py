@@ -19,6 +19,7 @@ from repro.data.prepare import prepare_own
 from repro.runs.own import SMALL, Start, choose_detector, choose_recipe, choose_segmenter
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
+from tests.data_sets.made import annotation
 
 
 def draw(folder: Path, counts: dict[str, int]) -> Path:
@@ -34,10 +35,9 @@ def draw(folder: Path, counts: dict[str, int]) -> Path:
 
 
 def split(tmp_path: Path, source: Path) -> dict[str, str]:
-    paths = Paths(tmp_path / "checkout")
     own = parse_own(f"folder:{source}")
-    split_own(paths, own)
-    with open(paths.root / "data" / own.name / "split.csv", newline="") as stream:
+    split_own(Paths(tmp_path / "checkout"), own)
+    with open(tmp_path / "checkout/data" / own.name / "split.csv", newline="") as stream:
         return {row["file"]: row["split"] for row in csv.DictReader(stream)}
 
 
@@ -125,8 +125,8 @@ def test_a_recipe_has_enough_steps_for_any_number_of_pictures(images, model):
 def test_from_class_folders_to_a_prediction(checkout, repro_cli, tmp_path):
     source = draw(tmp_path / "lamps", {"off": 80, "on": 3})
     data, model = f"folder:{source}", "vim_nano_patch16_144"
-    code, out, err = repro_cli("pretrain", "--data", data, "--epochs", "2", "--model", model)
-    assert code == 0 and "favour off" in out, err
+    out = repro_cli.run("pretrain", "--data", data, "--epochs", "2", "--model", model)
+    assert "favour off" in out
     weights = checkout / f"results/own/lamps/{model}-2epochs/weights.safetensors"
     assert weights.is_file() and str(weights) in out and "top-1" in out
     assert "top-1" in repro_cli.run("evaluate", "--weights", str(weights), "--data", data)
@@ -153,21 +153,12 @@ def draw_scenes(root: Path, count: int = 4, classes: tuple[str, ...] = ("lamp", 
             for place, content in ((split, pixels), (f"images/{folder}", pixels), (f"annotations/{folder}", labels)):
                 (root / place).mkdir(parents=True, exist_ok=True)
                 Image.fromarray(content).save(root / place / name)
-            corners = [x, y, x + 24, y, x + 24, y + 24, x, y + 24]
-            shape = {"bbox": [x, y, 24, 24], "segmentation": [corners], "area": 576, "iscrowd": 0}
-            annotations.append({"id": number + 1, "image_id": number, "category_id": 3 * kind + 1, **shape})
+            annotations.append(annotation(number + 1, number, 3 * kind + 1, [x, y, 24, 24]))
             images.append({"id": number, "file_name": name, "height": SIDE, "width": SIDE})
         content = {"images": images, "annotations": annotations, "categories": listed}
         (root / f"annotations/instances_{split}.json").write_text(json.dumps(content))
     (root / "classes.txt").write_text("\n".join([*classes, "wall"]))
     return root
-
-
-def edit(root: Path, change, split: str = "train") -> None:
-    file = root / f"annotations/instances_{split}.json"
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(("stage", "kind", "score"), [("detect", "coco", "box AP"), ("segment", "ade20k", "mIoU")])
@@ -179,10 +170,10 @@ def test_from_scenes_to_a_prediction(checkout, repro_cli, tmp_path, stage, kind,
     weights = checkout / f"results/own/rooms_{kind}/{model}-1epochs/weights.safetensors"
     assert weights.is_file() and str(weights) in out and score in out
     picture = str(source / "val/000.png")
-    code, out, err = repro_cli("predict", picture, "--weights", str(weights), "--min-score", "0")
+    repro_cli.run("predict", picture, "--weights", str(weights), "--min-score", "0")
     found = json.loads(Path("predictions", stage, "predictions.json").read_text())["pictures"]["000.png"]
     names = set(found) if stage == "segment" else {each["class"] for each in found}
-    assert code == 0 and names <= {"lamp", "door", "wall"} and (names or stage == "detect"), err
+    assert names <= {"lamp", "door", "wall"} and (names or stage == "detect")
 
 
 @pytest.mark.parametrize("count", [2, 5, 40, SMALL, 200_000])
@@ -220,14 +211,6 @@ def prepare_rooms(root: Path, kind: str) -> None:
     prepare_own(f"{kind}:{root / 'rooms'}", Paths(root / "checkout"), Runtime(data_roots={}))
 
 
-def move_box(content):
-    content["annotations"][0]["bbox"] = [-9, 5, 24, 24]
-
-
-def drop_doors(content):
-    content["annotations"] = [row for row in content["annotations"] if row["category_id"] == 1]
-
-
 def blank(root):
     for file in (root / "annotations/training").iterdir():
         Image.new("L", (SIDE, SIDE)).save(file)
@@ -246,14 +229,24 @@ def remove(name):
 
 
 def change(function, split="train"):
-    return lambda root: edit(root, function, split)
+    def spoil(root):
+        file = root / f"annotations/instances_{split}.json"
+        content = json.loads(file.read_text())
+        function(content)
+        file.write_text(json.dumps(content))
+
+    return spoil
+
+
+def move_box(content):
+    content["annotations"][0]["bbox"] = [-9, 5, 24, 24]
 
 
 @pytest.mark.parametrize(
     ("kind", "spoil", "words"),
     [
         ("coco", change(move_box), "outside of the picture or without area: 1"),
-        ("coco", change(drop_doors), "door: 0 training objects"),
+        ("coco", change(lambda content: content.update(annotations=content["annotations"][::2])), "door: 0 training"),
         ("ade20k", write_classes("lamp", "door", "wall", "sky"), "sky: 0 pixels"),
     ],
 )

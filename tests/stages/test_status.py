@@ -11,11 +11,10 @@ from repro.core.freshness import OLDER_VERSION, OTHER_CODE
 from repro.core.paths import Paths
 from repro.core.record import make_identity, write_json, write_record
 from repro.data.settings import DigitsSettings
-from repro.graph import find_old_records, find_status
+from repro.graph import find_status
 from repro.runs.job import Cell
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
-from stages.status import group_records
 
 DVC_YAML = """
 stages:
@@ -31,6 +30,7 @@ stages:
     deps: [results/a.txt]
     outs: [{results/weight.txt: {cache: false}}]
 """
+NOTHING_TO_DO = "nothing to do; results/tables.md is up to date"
 CELL = "{model: m, data: digits, epochs: %d, batch_size: 2, drop_path: 0, optim: {lr: 1}, mix: {}, transform: {image_size: 16}}"
 
 
@@ -103,29 +103,8 @@ def make_records(root):
     write_json(root / "results" / "list.json", [])
 
 
-def test_records_that_older_code_made_are_named(tmp_path):
-    make_records(tmp_path)
-    older = {OLDER_VERSION: ["results/count/metrics.json"]}
-
-    def find() -> dict[str, list[str]]:
-        return {why: [record.path for record in records] for why, records in find_old_records(Paths(tmp_path)).items()}
-
-    assert find() == older
-    (tmp_path / "repro" / "models" / "a.py").write_text('"""A comment changes nothing."""\nx = 1  # one\n')
-    assert find() == older
-    (tmp_path / "repro" / "models" / "a.py").write_text("x = 2\n")
-    of_a = ["measured/cpu/train/one/metrics.json", "measured/cpu/train/one/speed.json", "train/one/metrics.json"]
-    assert find() == {OTHER_CODE: [f"results/{name}" for name in of_a], **older}
-    assert find_old_records(Paths(tmp_path / "empty")) == {}
-
-
-def test_records_are_grouped_by_their_folder():
-    names = ("count/metrics", "train/one/metrics", "train/one/speed", "train/two/metrics")
-    records = [f"results/{name}.json" for name in names]
-    assert group_records(records) == ["results: count", "results/train: one, one/speed, two"]
-
-
-def test_the_command_names_old_records_and_ends_well(project, monkeypatch, repro_cli):
+def test_the_command_names_records_that_older_code_made_and_ends_well(project, monkeypatch, repro_cli):
+    """Grouped by their folder; of the cell `two` the code is gone."""
     monkeypatch.chdir(project)
 
     def status(*options) -> list[str]:
@@ -133,10 +112,16 @@ def test_the_command_names_old_records_and_ends_well(project, monkeypatch, repro
         assert (code, err) == (0, "")
         return out.splitlines()
 
-    assert status()[-1].startswith("nothing to do")
+    assert status()[-1] == NOTHING_TO_DO
     make_records(project)
+    count = ["", f"1 record {OLDER_VERSION}:", "results: count"]
+    assert status()[-4:] == [NOTHING_TO_DO, *count]
+    (project / "repro" / "models" / "a.py").write_text('"""A comment changes nothing."""\nx = 1  # one\n')
+    assert status()[-4:] == [NOTHING_TO_DO, *count]
+    (project / "repro" / "models" / "a.py").write_text("x = 2\n")
     (project / "repro" / "models" / "b.py").unlink()
-    train, count = [f"1 record {OTHER_CODE}:", "results/train: two"], [f"1 record {OLDER_VERSION}:", "results: count"]
-    assert status()[-5:] == [*train, "", *count]
-    stale = [line.split()[0] for line in status("--stale")[1:]]
-    assert stale == ["results/count/metrics.json", "results/train/two/metrics.json"]
+    trained = [f"4 records {OTHER_CODE}:", "results/measured/cpu/train: one, one/speed", "results/train: one, two"]
+    assert status()[-6:] == [*trained, *count]
+    names = ("count/metrics", *(f"measured/cpu/train/one/{name}" for name in ("metrics", "speed")))
+    stale = [f"results/{name}.json" for name in (*names, "train/one/metrics", "train/two/metrics")]
+    assert [line.split()[0] for line in status("--stale")[1:]] == stale
