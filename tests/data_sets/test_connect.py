@@ -1,7 +1,6 @@
 """connect: counts and labels that scipy finds in the pixels, and models that look for a shortcut."""
 
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,16 @@ from scipy.ndimage import binary_dilation, binary_erosion, center_of_mass, label
 from sklearn.linear_model import RidgeClassifier
 from torch import nn
 
-from repro.core.config import build, load_section
+from repro.core.config import load_section
 from repro.core.errors import UserError
-from repro.core.paths import Paths
-from repro.core.runtime import Runtime
-from repro.data.cells import open_cell
 from repro.data.classification import ImageFolder, eval_transform
 from repro.data.embedded.connect import draw_pair, write_connect
 from repro.data.kinds import PrepareData
 from repro.data.loader import EvalLoader, TrainLoader
-from repro.data.prepare import prepare
+from repro.data.prepare import scan_manifest
 from repro.data.settings import ConnectSettings, TransformSettings
 from tests.conftest import ROOT
-from tests.data_sets.conftest import hash_files
+from tests.data_sets.conftest import make_cell
 
 KEPT = load_section(PrepareData, ROOT / "params.yaml", "prepare_data", "connect").curves
 HARD = load_section(PrepareData, ROOT / "profiles/paper.yaml", "prepare_data", "connect_hard").curves
@@ -125,22 +121,14 @@ def test_curves_are_longer_than_the_window_of_the_local_model():
         assert dashes * (settings.dash_px + settings.gap_px) - settings.gap_px > 2 * 17
 
 
-CELL = {"kind": "connect", "expected": {"classes": 2, "train": 12, "tune": 4, "test": 8}, "curves": SMALL}
-
-
-def test_stage_writes_it_and_training_writes_it_again(tmp_path):
-    """And both images of a pair are in one batch."""
-    paths, runtime = Paths(tmp_path), Runtime(data_roots={"connect": "data/connect"})
-    curves = SMALL | {"dashes": list(SMALL["dashes"])}
-    prepare(build(PrepareData, CELL | {"curves": curves}, "x"), paths, runtime, "small")
-    cell = open_cell(paths, runtime, "small")
-    assert cell.manifest.classes == {"apart": 0, "joined": 1} and cell.manifest.generated == ConnectSettings(**SMALL)
-    written = hash_files(cell.root)
-    shutil.rmtree(cell.root)
+def test_training_has_both_images_of_a_pair_in_one_batch(tmp_path):
+    settings = ConnectSettings(**SMALL)
+    write_connect(tmp_path, settings)
+    cell = make_cell(tmp_path, scan_manifest(tmp_path, "connect", settings))
     tree = cell.open_tree()
-    assert hash_files(cell.root) == written
+    assert tree.classes == ("apart", "joined")
     images, targets = next(iter(EvalLoader(ImageFolder(tree, "test", eval_transform(PLAIN)), batch_size=8)))
-    drawn = pairs(ConnectSettings(**SMALL), "test", 4)
+    drawn = pairs(settings, "test", 4)
     assert targets.tolist() == [0] * 4 + [1] * 4
     assert np.array_equal(images.numpy(), np.broadcast_to(drawn.swapaxes(0, 1).reshape(8, 1, 96, 96), (8, 3, 96, 96)))
     train = ImageFolder(tree, "train", eval_transform(PLAIN))

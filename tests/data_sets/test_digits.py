@@ -36,8 +36,8 @@ def test_tune_is_the_split_on_which_the_recipe_was_chosen(tmp_path, test_fractio
     """That was once called val: the first fifth of a permutation of each class, drawn with seed 0, digit by digit."""
     root = tmp_path / "digits"
     write_digits(root, DigitsSettings(image_size=16, test_fraction=test_fraction))
-    names = [[path.stem for path in (root / split).rglob("*.png")] for split in ("train", "tune", "test")]
-    scans = [{int(name.removeprefix("scan_")) for name in of_split} for of_split in names]
+    splits = "train", "tune", "test"
+    scans = [{int(path.stem.removeprefix("scan_")) for path in (root / split).rglob("*.png")} for split in splits]
     truth, rng, first_fifth = load_digits().target, np.random.Generator(np.random.PCG64(0)), set()
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(truth == digit))

@@ -117,11 +117,7 @@ def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings():
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        (
-            WildDigitsSettings,
-            {"image_size": 48, "side_px": [24, 48], "angle_degrees": 15.0},
-            "side_px: 48, turned by 15 degrees, needs 61",
-        ),
+        (WildDigitsSettings, {"image_size": 48, "side_px": [24, 48], "angle_degrees": 15.0}, "by 15 degrees, needs 61"),
         (WildDigitsSettings, {"contrast": [0.9, 0.3]}, r"contrast: expected \[smallest, largest\]"),
         (WildDigitsSettings, {"test_fraction": 0.6, "tune_fraction": 0.6}, "leave less than a tenth for training"),
         (ScenesSettings, {"side_px": [96, 24]}, r"side_px: expected \[smallest, largest\]"),

@@ -17,12 +17,15 @@ from repro.data.embedded.digits import load_scans, write_digits
 from repro.data.embedded.scenes import CATEGORY_IDS, CLASSES, write_scenes
 from repro.data.kinds import PrepareData
 from repro.data.settings import DigitsSettings, ScenesSettings
+from tests.conftest import ROOT
 from tests.data_sets.conftest import hash_files
 
-PROFILES = Path(__file__).parents[2] / "profiles"
 HARD, CALM = (
     dataclasses.replace(
-        load_section(PrepareData, PROFILES / f"{profile}.yaml", "prepare_data", cell).draw, train=24, tune=4, test=10
+        load_section(PrepareData, ROOT / f"profiles/{profile}.yaml", "prepare_data", cell).draw,
+        train=24,
+        tune=4,
+        test=10,
     )
     for profile, cell in (("paper", "scenes_hard"), ("mini", "scenes"))
 )

@@ -1,10 +1,11 @@
-"""CIFAR-100 and ImageNet-100, written from files of the published formats."""
+"""Data sets as `repro prepare-data` prepares and opens them, also those that are written from published files."""
 
 import functools
 import hashlib
 import http.server
 import os
 import pickle
+import platform
 import shutil
 import threading
 from pathlib import Path
@@ -19,19 +20,30 @@ from torchvision.datasets import CIFAR100
 from repro.core.config import build
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths
+from repro.core.record import read_json
 from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
 from repro.data.check.run import run_check
 from repro.data.classification import ImageFolder
 from repro.data.embedded.cifar100 import download_cifar100
-from repro.data.kinds import PrepareData, list_imagenet100, list_wnids
+from repro.data.kinds import KINDS, PrepareData, list_imagenet100, list_wnids
+from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
+from stages import environment
+from tests.conftest import ROOT, run_python
 from tests.data_sets.conftest import FULL
 
+DIGITS = {"kind": "digits", "expected": {"classes": 10, "train": 1079, "tune": 359, "test": 359}}
+DIGITS["generate"] = {"image_size": 16}
+COUNTS = {"train": 6, "tune": 2, "test": 3}
+SCENES = {"kind": "scenes", "expected": {"classes": 13, **COUNTS}, "draw": COUNTS}
+CONNECT = {"kind": "connect", "expected": {"classes": 2, "train": 12, "tune": 4, "test": 8}}
+CONNECT["curves"] = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": [1, 2]}
 CIFAR = {"kind": "cifar100", "expected": {"classes": 2, "train": 8, "tune": 4, "test": 4}}
 CIFAR["tune_split"] = {"images_per_class": 2, "seed": 0}
 IMAGENET = {"kind": "imagenet100", "expected": {"classes": 100, "train": 200, "tune": 100, "test": 100}}
 IMAGENET["tune_split"] = {"images_per_class": 1, "seed": 0}
+CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES, CONNECT, CIFAR, IMAGENET)]
 
 
 def runtime_of(roots: dict[str, Path]) -> Runtime:
@@ -40,9 +52,114 @@ def runtime_of(roots: dict[str, Path]) -> Runtime:
 
 def prepared(tmp_path: Path, content: dict, **roots: Path):
     """The cell `small` of these params, prepared at tmp_path/written."""
-    runtime = runtime_of(roots)
-    prepare(build(PrepareData, content, "prepare_data.small"), Paths(tmp_path), runtime, "small")
-    return open_cell(Paths(tmp_path), runtime, "small")
+    prepare(build(PrepareData, content, "prepare_data.small"), Paths(tmp_path), runtime_of(roots), "small")
+    return open_cell(Paths(tmp_path), runtime_of(roots), "small")
+
+
+@pytest.fixture
+def roots(request, cell) -> dict[str, Path]:
+    """The files that a cell's set is written from, as `prepared` takes them."""
+    return request.getfixturevalue("published_files") if KINDS[cell["kind"]].source else {}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_set_is_prepared_twice_with_the_same_bytes_and_written_again_when_opened(tmp_path, cell, roots):
+    contents, folder = [], tmp_path / "results/prepare_data/small"
+    for _ in range(2):
+        prepared(tmp_path, cell, **roots)
+        contents.append([(folder / name).read_bytes() for name in ("manifest.json", "metrics.json")])
+    assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0][0]
+    metrics, manifest = read_json(folder / "metrics.json")["metrics"], read_manifest(folder / "manifest.json")
+    counts = {name.removesuffix("_images"): metrics[name] for name in metrics if name.endswith(("classes", "_images"))}
+    assert counts == cell["expected"] and metrics["departures"] == len(manifest.departures)
+    assert manifest.generated == build(PrepareData, cell, "x").settings and len(manifest.classes) == counts["classes"]
+    shutil.rmtree(tmp_path / "written")
+    found = open_cell(Paths(tmp_path), runtime_of(roots), "small")
+    if cell is SCENES:
+        assert found.open_instances("train").folder == tmp_path / "written/coco/train2017"
+        assert len(found.open_instances("train").names) == 6 and len(found.open_pairs("test")) == 3
+        folders = "ade20k/annotations/training ade20k/images/training coco/annotations/instances_train2017.json coco/train2017"
+        assert list(manifest.splits["train"].folders) == folders.split()
+    else:
+        tree = found.open_tree()
+        assert tree.classes == tuple(manifest.classes) and len(tree.splits["train"].names) == counts["train"]
+    if cell is DIGITS:
+        assert tree.classes == tuple(f"digit_{i}" for i in range(10)) and metrics["departures"] == 0
+
+
+@pytest.mark.parametrize("cell", CELLS[:2])
+def test_counts_that_were_not_expected_write_no_manifest(tmp_path, cell):
+    for name, count in cell["expected"].items():
+        wrong = {**cell, "expected": cell["expected"] | {name: count - 1}}
+        message = rf"prepare_data\.small\.expected\.{name}: {count - 1:,} expected, .* holds {count:,};"
+        with pytest.raises(UserError, match=message):
+            prepared(tmp_path, wrong)
+    assert not (tmp_path / "results").exists()
+
+
+def test_folders_are_prepared_as_they_are_and_each_cell_may_have_a_root_of_its_own(root, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # 16 wide and 24 high, from a camera that was turned by 90 degrees
+    Image.new("RGB", (16, 24)).save(root / "train/ant/000.png", exif=exif)
+    birds = shutil.copytree(root, tmp_path / "birds")
+    for split in ("train", "val"):
+        (birds / split / "cat").rename(birds / split / "wren")
+    paths, runtime = Paths(tmp_path), Runtime(data_roots={"folder": str(root), "birds": str(birds)})
+    for name in ("pets", "birds"):
+        prepare(build(PrepareData, {"kind": "folder"}, "x"), paths, runtime, name)
+    first, second = (open_cell(paths, runtime, name) for name in ("pets", "birds"))
+    assert first.root == root, "the root of the kind serves where the cell has none"
+    assert second.root == birds and second.open_tree().classes == ("ant", "bee", "wren")
+    manifest = first.manifest
+    assert (manifest.kind, manifest.departures, manifest.generated) == ("folder", (), None)
+    assert manifest.classes == {"ant": 0, "bee": 1, "cat": 2}
+    assert [split.images for split in manifest.splits.values()] == [20, 20]
+    pixels, _ = ImageFolder(first.open_tree(), "train", lambda image: torch.from_numpy(np.array(image)))[(0, 0)]
+    assert pixels.shape == (16, 24, 3), "not turned upright"
+    Image.new("L", (4, 4)).save(root / "train/bee/2.png")
+    with pytest.raises(UserError, match="train/bee: 10 images, the manifest has 9 .*run `repro prepare-data` to"):
+        first.open_tree()
+    with pytest.raises(UserError, match=r"runtime\.data_roots: has neither pets nor folder; .*did you mean 'pet'"):
+        open_cell(paths, Runtime(data_roots={"pet": str(root)}), "pets")
+
+
+@pytest.mark.parametrize(
+    ("cell", "changes", "message"),
+    [
+        (DIGITS, {"generate": None}, "generate: needed for kind digits"),
+        (DIGITS, {"kind": "imagenet"}, "generate: needed for kind digits"),
+        (DIGITS, {"kind": "imagnet"}, "did you mean 'imagenet'"),
+        (DIGITS, {"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing"),
+        (DIGITS, {"expected": {"classes": 10, "train": 1079, "val": 359}}, r"expected\.test: missing"),
+        (DIGITS, {"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split"),
+        (DIGITS, {"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}}, r"generate: test_fraction: 0\.45"),
+        (DIGITS, {"expected": None}, "expected: missing"),
+        (DIGITS, {"expected": DIGITS["expected"] | {"train": 0}}, r"expected\.train: 0 is out of range"),
+        (SCENES, {"draw": None}, "draw: needed for kind scenes"),
+        (SCENES, {"kind": "coco"}, "draw: needed for kind scenes"),
+        (SCENES, {"generate": {}}, "generate: needed for kind digits"),
+        (SCENES, {"draw": {"image_size": 64}}, r"draw\.image_size: 64 is out of range"),
+    ],
+)
+def test_bad_params(cell, changes, message):
+    with pytest.raises(UserError, match=message):
+        build(PrepareData, {**cell, **changes}, "prepare_data.mine")
+
+
+def test_environment_repeats_itself_without_torch(tmp_path, monkeypatch):
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    code = "import sys; from stages import environment; environment.command(); sys.exit('torch' in sys.modules)"
+    assert run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).returncode == 0
+    path = tmp_path / "results/environment/metrics.json"
+    first = path.read_bytes()
+    environment.command()
+    assert path.read_bytes() == first
+    record = read_json(path)
+    assert record["identity"]["versions"]["python"] == platform.python_version()
+    assert record["metrics"]["cores"] >= record["metrics"]["usable_cores"] >= 1
+    assert sorted(p.name for p in tmp_path.rglob("*.json")) == ["metrics.json"], "run.json holds a date and a host"
 
 
 def read_greys(tree, split: str) -> dict[int, int]:
@@ -147,15 +264,6 @@ def test_images_in_archives_are_copied(tmp_path, imagenet_folder):
             shutil.rmtree(folder)
     tree = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).open_tree()
     assert Image.open(tree.path("tune", 0)).size == (4, 4) and len(tree.splits["train"].names) == 200
-
-
-def test_a_tree_that_was_removed_is_written_again(tmp_path, published_files):
-    for content in (CIFAR, IMAGENET):
-        cell = prepared(tmp_path, content, **published_files)
-        shutil.rmtree(cell.root)
-        again = open_cell(Paths(tmp_path), runtime_of(published_files), "small")
-        assert len(again.open_tree().splits["train"].names) == content["expected"]["train"]
-        shutil.rmtree(cell.root)
 
 
 def test_the_check_of_imagenet100(tmp_path, imagenet_folder):
