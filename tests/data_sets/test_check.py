@@ -18,11 +18,18 @@ from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_co
 from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
 from repro.data.check.speed import TRANSFORM, Speed, measure_speed
-from repro.data.coco import read_image, read_instances
+from repro.data.coco import read_instances
+from repro.data.detection import CocoDetection
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
 from repro.data.kinds import KINDS, load_function
-from repro.data.settings import ConnectSettings, DigitsSettings, ExpectedCounts, TransformSettings
+from repro.data.settings import (
+    ConnectSettings,
+    DetectionTransformSettings,
+    DigitsSettings,
+    ExpectedCounts,
+    TransformSettings,
+)
 from repro.data.tree import scan_tree
 from tests.conftest import ROOT
 from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
@@ -123,7 +130,7 @@ TREE_FAULTS = {
     "renamed": (
         lambda r: [f.rename(f.parent / "tench") for f in r.glob(f"*/{WNIDS[0]}")],
         2,
-        "val/tench: is not a class of imagenet;",
+        "val/tench: is not a class",
     ),
     "misplaced": (lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name), 1, "named as an image of n0144"),
     "wrong map": (rotate_val, 1, "val: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
@@ -191,28 +198,26 @@ def test_the_sample(imagenet):
 CONNECT = ConnectSettings(image_size=96, train_pairs=3, tune_pairs=2, test_pairs=2, dashes=(1, 1))
 
 
+DIGITS = DigitsSettings(image_size=16, tune_fraction=0.3)
+
+
 @pytest.mark.parametrize(
-    ("check", "write", "counted", "gone", "says"),
+    ("check", "write", "settings", "counted", "gone", "says"),
     [
-        (
-            check_digits,
-            lambda root: write_digits(root, DigitsSettings(image_size=16, tune_fraction=0.3)),
-            "1,797 images in all splits together",
-            "tune/digit_3/*.png",
-            "1,796 images in all splits together, 1,797 expected; remove the folder and run",
-        ),
+        (check_digits, write_digits, DIGITS, "1,797 images in all", "tune/digit_3/*.png", "1,796 images in all splits"),
         (
             check_connect,
-            lambda root: write_connect(root, CONNECT),
+            write_connect,
+            CONNECT,
             "train: 3 pairs",
             "tune/joined/pair_00001.png",
-            "tune: pair_00001.png is in one class alone; remove the folder and run",
+            "is in one class alone",
         ),
     ],
 )
-def test_a_set_that_the_project_writes(tmp_path, check, write, counted, gone, says):
+def test_a_set_that_the_project_writes(tmp_path, check, write, settings, counted, gone, says):
     root = tmp_path / "set"
-    write(root)
+    write(root, settings)
     lines, errors, warnings = findings(check, root, Depth(sample=20))
     assert (errors, warnings) == (0, 0) and counted in "\n".join(lines)
     next(root.glob(gone)).unlink()
@@ -330,9 +335,10 @@ COCO_FAULTS = {
 @pytest.mark.parametrize("fault", COCO_FAULTS)
 def test_a_fault_in_coco(coco, fault):
     def read():
-        instances = read_instances(coco, "train")
-        for place, size in enumerate(instances.sizes.tolist()):
-            read_image(instances.path(place), tuple(size), instances.file)
+        settings = DetectionTransformSettings(min_size=(48,), max_size=64)
+        dataset = CocoDetection(read_instances(coco, "train"), settings, training=False)
+        for place in range(len(dataset)):
+            dataset[(0, place)]
 
     # training clips such boxes
     refused = fault not in ("box outside", "box left of it", "no area")
@@ -343,11 +349,7 @@ def test_a_fault_in_coco(coco, fault):
     ("plant", "errors", "says"),
     [
         (change("annotations", 0, bbox=[1.0, 1.0, 5.0, 0.0]), 0, "annotation 11: box [1.0, 1.0, 5.0, 0.0] has no area"),
-        (
-            change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]),
-            1,
-            "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves its image of",
-        ),
+        (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), 1, "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves"),
         (lambda r: picture(r / "val2017/stray.jpg"), 0, "val2017: has 1 image that instances_val2017.json does not"),
     ],
 )
@@ -430,16 +432,12 @@ ADE_FAULTS = {
     "another release": (
         lambda r: label_map(r / LABEL, [0, 151, 251]),
         1,
-        f"{LABEL}: holds label 251, at most 150 expected; labels are of another release; take ADEChallengeData2016.zip",
+        "251, at most 150 expected; labels are of another",
     ),
     "shifted": (shift, 5, f"{LABEL}: holds label 255, at most 150 expected; labels were already shifted down by one"),
     "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
     "no classes": (lambda r: (r / NAMES).unlink(), 1, "expected one file objectInfo<K>.txt with the names of the"),
-    "other classes": (
-        name_classes("Idx\n1\twall\n3\tsky\n"),
-        1,
-        f"{NAMES}: expected a heading and lines that begin with 1, 2",
-    ),
+    "other classes": (name_classes("Idx\n1\twall\n3\tsky\n"), 1, f"{NAMES}: expected a heading and lines that begin"),
     "no numbers": (name_classes("wall\nsky\n"), 1, f"{NAMES}: expected a heading"),
     "a heading alone": (name_classes("Idx\tName\n"), 1, f"{NAMES}: expected a heading"),
     "an empty list": (name_classes(""), 1, f"{NAMES}: expected a heading"),
@@ -551,8 +549,6 @@ def test_exit_codes(tmp_path, repro_cli):
     # a slow machine also prints progress there
     assert code == 1 and "1 error, 0 warnings" in err.splitlines()[-1]
     assert "test/joined/pair_00001.png: unreadable image" in out
-    code, out, err = check("ade20", str(root))
-    assert (code, out) == (2, "") and err.count("\n") == 1 and "did you mean 'ade20k'" in err
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

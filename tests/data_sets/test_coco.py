@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from pycocotools.coco import COCO
 
 from repro.core.errors import UserError
@@ -13,8 +12,7 @@ from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection, decode_mask
 from repro.data.loader import EvalLoader, TrainLoader
 from repro.data.settings import DetectionTransformSettings
-from tests.data_sets.conftest import cut
-from tests.data_sets.made import HEIGHT, WIDTH, annotation, block, compressed, image, places, polygon, runs, write_coco
+from tests.data_sets.made import HEIGHT, WIDTH, annotation, block, compressed, image, polygon, runs, write_coco
 
 CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "name": "bee"}]  # unordered, with gaps
 
@@ -226,20 +224,6 @@ def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):
     assert len(detection(tmp_path)) == 5
     with pytest.raises(UserError, match=r"instances_train2017\.json: none of its 5 images has an instance"):
         detection(tmp_path, training=True)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (Image.fromarray(places(40, 60)).save, r"is 40×60, instances_train2017\.json says 60×40"),
-        (cut, "unreadable image"),
-    ],
-)
-def test_what_shows_when_read_is_one_line(root, spoil, message):
-    spoil(root / "train2017/000000000012.png")
-    with pytest.raises(UserError, match=rf"000000000012\.png: {message}") as caught:
-        detection(root, training=True)[(0, 0)]
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
