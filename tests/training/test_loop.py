@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import random
 import signal
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 from tests.slow import first
+from tests.training.conftest import limit_files
 
 
 class Regression:
@@ -101,12 +103,12 @@ class Killed(BaseException):
     """Stands for kill -9: nothing after it runs."""
 
 
-def kill_at(step):
-    def before(number):
-        if number == step:
-            raise Killed
+def kill():
+    raise Killed
 
-    return before
+
+def kill_at(step):
+    return lambda number: kill() if number == step else None
 
 
 @pytest.mark.parametrize("step", [0, 1, 4, 5, 6, 9, 10, 14])
@@ -154,10 +156,6 @@ def test_the_reported_split_is_evaluated_once_and_by_the_final_model(tmp_path, w
     assert whole[1].scores == {"held_out_loss": whole[1].curve[-1]["held_out_loss"]}
 
 
-def kill():
-    raise Killed
-
-
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -198,6 +196,36 @@ def test_a_damaged_newest_of_two_generations_is_passed_over_and_without_another_
         path.write_bytes(b"")
     with pytest.raises(UserError, match="no undamaged training state"):
         train(tmp_path)
+
+
+def test_one_flipped_byte_anywhere_is_noticed(tmp_path):
+    """100 positions: the damaged newest state is never loaded, the one before is."""
+    checkpointer = Checkpointer(tmp_path, lambda line: None)
+    for step in (1, 2):
+        checkpointer.save(step, {"run": {"step": step}, "x": torch.full((50,), float(step))})
+    newest = max(tmp_path.iterdir())
+    content = newest.read_bytes()
+    random_ = random.Random(0)
+    for position in random_.sample(range(len(content)), 100):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << random_.randrange(8)
+        newest.write_bytes(flipped)
+        assert checkpointer.restore()["run"]["step"] == 1, position
+        assert not newest.exists()
+    newest.write_bytes(content)
+    assert checkpointer.restore()["run"]["step"] == 2
+
+
+def test_a_full_disk_leaves_the_earlier_state(tmp_path):
+    """It is one line, the old state loads, and nothing is left over."""
+    checkpointer = Checkpointer(tmp_path, lambda line: None)
+    checkpointer.save(1, {"x": torch.zeros(10)})
+    message = "the state after step 2 cannot be written.*the state after step 1 is intact"
+    with pytest.raises(RunError, match=message) as caught, limit_files(20_000):
+        checkpointer.save(2, {"x": torch.zeros(100_000)})
+    assert "\n" not in str(caught.value)
+    assert checkpointer.restore()["x"].shape == (10,)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 class Diverging(Regression):

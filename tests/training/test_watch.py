@@ -195,17 +195,9 @@ def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
     make(tmp_path)  # not asked for, not needed
 
 
-def events(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(folder))
-    read.Reload()
-    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
-
-
 def test_tensorboard_shows_the_means_of_the_windows_also_after_a_resume(tmp_path):
     """Killed after step 7 with the state of step 4 on disk: the events of step 6 come again and are there once."""
-    pytest.importorskip("tensorboard")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     clock = Clock()
     killed_run = make(tmp_path, clock, tensorboard=True, jsonl=False)
     killed = killed_run.__enter__()
@@ -213,7 +205,9 @@ def test_tensorboard_shows_the_means_of_the_windows_also_after_a_resume(tmp_path
         clock.now += 2
         killed.step(step, 0, {"loss": step / 4}, 0.5 / step, images=8)
     run(tmp_path, range(5, 12), resumed_step=4, tensorboard=True, jsonl=False)
-    seen = events(tmp_path)
+    read = reader.EventAccumulator(str(tmp_path))
+    read.Reload()
+    seen = {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
     names = "loss lr img_per_s data_wait_percent skip_rate_percent".split()
     assert set(seen) == {f"train/{name}" for name in names}
     # windows end at 2, 4, ...; the last one, of step 11 alone, at the end of the run
