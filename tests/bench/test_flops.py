@@ -87,6 +87,13 @@ def test_inner_learner_by_hand():
     assert ttt_linear_macs(5, 1, 3, 64) == 135 + 2 * 3 * 25
 
 
+def test_equation_14():
+    """Omega(Vittt) = 6TD² + 6TDd + 4bTD per layer: projections and inner learner of both directions."""
+    T, D, d, b = 6400, 192, 64, 16
+    parts = cost(TINY, {}, (1280, 1280)).mac_terms
+    assert parts["projections"] + parts["inner_learner"] == 12 * (6 * T * D**2 + 6 * T * D * d + 4 * b * T * D)
+
+
 @pytest.mark.parametrize(
     "size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)]
 )
