@@ -1,12 +1,15 @@
-"""`repro explain` and `repro visualize` as a user runs them: figures, numbers, and every wrong input as one line."""
+"""`repro explain`, `visualize` and `resolution` as a user runs them: figures and numbers."""
 
+import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from repro.core.record import read_record
+from repro.models.checkpoints import open_weights
 from tests.stages.helpers import NANO, WEIGHTS, add_params, save_model
 
 DEIT = Path("results/pretrain/deit/weights.safetensors")
@@ -65,17 +68,14 @@ def test_a_picture_becomes_a_figure(weights, picture, repro_cli, file, map, says
 
 
 @pytest.fixture
-def students(checkout) -> tuple[Path, Path]:
-    """A softmax model and a student of it, as a training would leave them."""
-    softmax, student = (Path(f"results/pretrain/{name}/weights.safetensors") for name in ("softmax", "student"))
-    save_model(softmax, "t5_softmax_nano_patch4_32", img_size=32)
-    save_model(student, "t5_nano_patch4_32", seed=1, img_size=32, neighbours=3)
-    return softmax, student
+def models(checkout) -> tuple[str, ...]:
+    """The options that compare a student with its softmax model."""
+    softmax = save_model("softmax.safetensors", "t5_softmax_nano_patch4_32", img_size=32)
+    student = save_model("student.safetensors", "t5_nano_patch4_32", seed=1, img_size=32, neighbours=3)
+    return "--map", "attention", "--weights", student, "--teacher", softmax
 
 
-def test_attention_before_and_after_linearising(students, picture, repro_cli):
-    softmax, student = map(str, students)
-    models = ("--map", "attention", "--weights", student, "--teacher", softmax)
+def test_attention_before_and_after_linearising(models, picture, repro_cli):
     code, out, err = repro_cli("explain", str(picture), *models, "-o", "out.png")
     assert (code, err) == (0, "") and is_figure(Path("out.png"))
     rows = [line.split() for line in out.splitlines() if line.startswith("layer ")]
@@ -85,9 +85,7 @@ def test_attention_before_and_after_linearising(students, picture, repro_cli):
 
 
 @pytest.mark.slow
-def test_attention_of_a_data_set_is_recorded(students, repro_cli):
-    softmax, student = map(str, students)
-    models = ("--map", "attention", "--weights", student, "--teacher", softmax)
+def test_attention_of_a_data_set_is_recorded(models, repro_cli):
     code, out, err = repro_cli("explain", *models, "--data", "digits")
     assert (code, err) == (0, "") and is_figure(Path("explained.png"))
     (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
@@ -146,3 +144,48 @@ def test_what_visualize_leaves(weights, repro_cli):
     assert metrics["probes"]["steps=2"]["held_out_images"] == 20
     (WEIGHTS.parent / "snapshots/epoch_000.safetensors").unlink()
     assert "epoch 0; add 0 to pretrain.nano.snapshot_epochs" in repro_cli.refuse("visualize")
+
+
+RESOLUTION = f"""
+resolution:
+  data: digits
+  models: {{vittt: {WEIGHTS}, deit: {DEIT}}}
+  image_sizes: [64, 96]
+  batch_size: 50
+  repeats: 3
+"""
+
+
+def count_right(weights: Path, size: int) -> float:
+    """Percent of the test images, each read and resized by Pillow, that a model built for this size gets right."""
+    model = open_weights(weights).build(size).eval()
+    mean, std = (torch.tensor(values)[:, None, None] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    files = sorted(Path("data/digits/test").rglob("*.png"))
+    pictures = [Image.open(file).convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for file in files]
+    pixels = torch.stack([torch.from_numpy(np.array(picture)) for picture in pictures]).permute(0, 3, 1, 2)
+    labels = torch.tensor([int(file.parent.name[-1]) for file in files])
+    with torch.inference_mode():
+        return 100 * (model((pixels / 255 - mean) / std).argmax(1) == labels).double().mean().item()
+
+
+def test_what_resolution_leaves(weights, repro_cli):
+    """Accuracies by hand, times that are measured, and the figure."""
+    models = {"vittt": weights, "deit": DEIT}
+    add_params(Path(), RESOLUTION)
+    code, out, err = repro_cli("resolution")
+    assert code == 0
+    metrics = read_record(Path("results/resolution/metrics.json"))["metrics"]
+    assert (metrics["train_image_size"], metrics["split"], metrics["held_out_images"]) == (64, "test", 359)
+    rows = metrics["evaluated"]
+    assert [(row["family"], row["image_size"]) for row in rows] == [(f, [s, s]) for f in models for s in (64, 96)]
+    for row in rows:
+        # an image may fall to the other side of a tie of two classes where sums are rounded otherwise
+        right = count_right(models[row["family"]], row["image_size"][0])
+        assert row["top1_percent"] == pytest.approx(right, abs=100 / 359 + 1e-6)
+        # the samples are written with four decimals
+        assert len(row["samples_ms"]) == 3
+        assert row["latency_ms"] == pytest.approx(statistics.median(row["samples_ms"]), abs=1e-4)
+        assert isinstance(row["noisy"], list)
+    assert "vittt_nano_patch16_144 at 96: top-1" in out + err
+    with Image.open("results/resolution/accuracy_and_time.png") as figure:
+        assert figure.width > 900 and np.asarray(figure.convert("L")).std() > 5

@@ -1,4 +1,4 @@
-"""`repro pretrain` and `repro evaluate` as a user runs them; tests/faults interrupts them."""
+"""`repro pretrain` as a user runs it; tests/faults interrupts it."""
 
 import csv
 import re
@@ -83,16 +83,6 @@ def test_a_run_that_diverges_stops_with_a_dump_that_can_be_replayed(checkout, re
     assert repro_cli.run("pretrain", "--cell", "nano", "--replay-bad-step", str(moved)) == out
 
 
-def test_evaluate_finds_the_accuracy_of_the_training(trained, monkeypatch, repro_cli):
-    monkeypatch.chdir(trained("pretrain"))
-    code, out, _ = repro_cli("evaluate", "--weights", str(WEIGHTS), "--data", "digits")
-    top1 = read_record(CELL / "metrics.json")["metrics"]["top1_percent"]
-    assert code == 0 and f"top-1 {top1:.2f} %" in out
-    (written,) = Path("results/measured").rglob("metrics.json")
-    assert read_record(written)["metrics"]["top1_percent"] == top1
-    repro_cli.run("evaluate", "--weights", str(WEIGHTS), "--data", "digits", "--image-size", "48")
-
-
 def test_unreadable_images_are_counted_and_limited(checkout, repro_cli):
     image = next(Path("data/digits/train").rglob("*.png"))
     image.write_bytes(b"\0" * image.stat().st_size)
@@ -120,3 +110,22 @@ def test_cells_and_seeds_by_hand_stand_elsewhere_and_are_not_trained_twice(check
     before = file.stat().st_mtime_ns
     out = repro_cli.run("pretrain", "--cell", "mine", "--seeds", "2")
     assert "mine_2seeds: every seed is trained" in out and file.stat().st_mtime_ns == before
+
+
+def test_a_cell_of_cifar100_from_the_published_files_to_the_page(checkout, cifar100_files, repro_cli):
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    roots = {"cifar100": "data/c", "torchvision": str(cifar100_files)}
+    params["runtime"]["data_roots"] = roots
+    expected, split = {"classes": 2, "train": 8, "tune": 4, "test": 4}, {"images_per_class": 2, "seed": 0}
+    params["prepare_data"] = {"cifar100": {"kind": "cifar100", "expected": expected, "tune_split": split}}
+    cell = params["pretrain"].pop("nano") | {"data": "cifar100", "batch_size": 4, "epochs": 1, "snapshot_epochs": []}
+    cell |= {"options": {"depth": 1, "patch_size": 4}}
+    params |= {"report": {"speed_dtype": "fp16"}}
+    params["pretrain"]["vittt_tiny_cifar100"] = cell
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+    repro_cli.run("prepare-data")
+    repro_cli.run("pretrain", "--cell", "vittt_tiny_cifar100")
+    repro_cli.run("report")
+    page = Path("results/tables.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| Vittt-T |") and line.endswith("| – |"))
+    assert row.count("%") == 1, "the slot of CIFAR-100 is filled, that of ImageNet-100 is not"
