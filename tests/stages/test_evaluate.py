@@ -96,22 +96,20 @@ def test_low_precision_is_recorded_and_close(weights, repro_cli):
 def published(monkeypatch, tmp_path):
     """Let timm's published weights of models be local files of random weights with ten classes."""
 
-    def publish(name, *, classes=10, damaged=False):
+    def publish(name, *, damaged=False):
         model, _, tag = name.partition(".")
         torch.manual_seed(1)
         file = tmp_path / f"{name}.safetensors"
-        save_file(timm.create_model(model, num_classes=classes, img_size=32).state_dict(), file)
+        save_file(timm.create_model(model, num_classes=10, img_size=32).state_dict(), file)
         if damaged:
             file.write_bytes(file.read_bytes()[:1000])
         known = timm.models._registry
-        size = {"input_size": (3, 32, 32), "num_classes": classes, "crop_pct": 1.0}
+        size = {"input_size": (3, 32, 32), "num_classes": 10, "crop_pct": 1.0}
         local = {"file": str(file), "url": "", "hf_hub_id": None, "custom_load": False}
         config = dataclasses.replace(timm.get_pretrained_cfg(name), **size, **local)
-        monkeypatch.setitem(known._model_pretrained_cfgs, name, config)
-        if model in known._model_pretrained_cfgs:
-            monkeypatch.setitem(known._model_pretrained_cfgs, model, config)
-        defaults = known._model_default_cfgs[model]
-        monkeypatch.setitem(defaults.cfgs, tag, config)
+        for key in (name, model):
+            monkeypatch.setitem(known._model_pretrained_cfgs, key, config)
+        monkeypatch.setitem(known._model_default_cfgs[model].cfgs, tag, config)
 
     return publish
 
@@ -137,19 +135,12 @@ def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli
     assert len(err.splitlines()) == 2 and err.startswith(f"repro: {DEIT}.fb_in1k: weights cannot be loaded")
 
 
-@pytest.fixture
-def official(checkout, tmp_path):
-    """A ViT3 as its authors publish it, with random weights for ten classes, and the same in a file of this project."""
-    name = "vit3_nano_patch16_144"
-    model = save_official(tmp_path / "vit3.pth", name)
+def test_an_official_file_scores_as_its_weights_do(checkout, repro_cli):
+    """A ViT3 as its authors publish it, and the same in a file of this project."""
+    name, theirs, own = "vit3_nano_patch16_144", "vit3.pth", "own.safetensors"
     preprocessing = TransformSettings(image_size=144, crop_pct=0.875).preprocessing()
-    own = tmp_path / "own.safetensors"
-    save_weights(own, model, name=name, options={"num_classes": 10}, preprocessing=preprocessing, classes=DIGITS)
-    return name, str(tmp_path / "vit3.pth"), str(own)
-
-
-def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
-    name, theirs, own = official
+    about = {"name": name, "options": {"num_classes": 10}, "preprocessing": preprocessing, "classes": DIGITS}
+    save_weights(Path(own), save_official(Path(theirs), name), **about)
     command = ("evaluate", "--data", "digits", "--limit", "40", *sizes(144, 96))
     assert f"{name} on digits at 96" in repro_cli.run(*command, "--weights", theirs, "--model", name)
     found = [record["metrics"] for record in records().values()]
@@ -161,32 +152,10 @@ def test_an_official_file_scores_as_its_weights_do(official, repro_cli):
         assert len({m["weights_hash"] for m in both}) == 2 and len({m["held_out_loss"] for m in both}) == 1
 
 
-def test_a_file_of_timms_layout_goes_through_timms_loading(checkout, published, repro_cli, tmp_path):
-    published(f"{DEIT}.fb_in1k")
-    torch.manual_seed(1)  # the published weights' own
-    path = tmp_path / "deit.pth"
-    torch.save({"model": timm.create_model(DEIT, num_classes=10, img_size=32).state_dict()}, path)
-    command = ("evaluate", "--data", "digits", "--limit", "20", "--model", DEIT)
-    repro_cli.run(*command, "--pretrained")
-    repro_cli.run(*command, "--weights", str(path))
-    fetched, read = sorted((r["metrics"] for r in records().values()), key=lambda m: m["weights_hash"] != "timm")
-    assert read["held_out_loss"] == fetched["held_out_loss"] and read["weights_file"] == "deit.pth"
-    assert "options" not in read  # the training data are unknown, so it does not count for Table 1
-    path.write_bytes(path.read_bytes()[:1000])
-    assert f"{path}: not a readable checkpoint of PyTorch" in repro_cli.refuse(*command, "--weights", str(path))
-
-
-@pytest.mark.parametrize(
-    ("model", "size", "printed"),
-    [
-        ("vit3_tiny_patch16_224", 224, "76.5"),
-        ("vittt_base_patch16_224", 224, "82.7"),
-        ("vit3_tiny_patch16_224", 384, None),
-        ("vit_base_patch16_384", 384, "77.9"),
-    ],
-)
-def test_the_numbers_of_table1(model, size, printed):
-    assert find_table1_top1(model, size) == printed
+def test_the_numbers_of_table1():
+    models = ("vit3_tiny_patch16_224", 224), ("vittt_base_patch16_224", 224), ("vit_base_patch16_384", 384)
+    assert [find_table1_top1(*model) for model in models] == ["76.5", "82.7", "77.9"]
+    assert find_table1_top1("vit3_tiny_patch16_224", 384) is None
 
 
 def test_the_papers_number_stands_beside_a_full_score_alone():
@@ -254,11 +223,11 @@ def test_a_limit_of_imagenets_own_size_is_refused():
 
 def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     path = checkout / "large.safetensors"
-    model = timm.create_model("vittt_nano_patch16_144", depth=1, num_classes=10)
-    with torch.no_grad():
-        model.head.weight.fill_(3e38)  # sums overflow, though every weight is finite
-    about = {"name": "vittt_nano_patch16_144", "options": {"depth": 1, "num_classes": 10}}
-    save_weights(path, model, **about, preprocessing=TransformSettings(image_size=32).preprocessing(), classes=DIGITS)
+    options = {"depth": 1, "num_classes": 10}
+    model = timm.create_model(NANO, **options)
+    torch.nn.init.constant_(model.head.weight, 3e38)  # sums overflow, though every weight is finite
+    preprocessing = TransformSettings(image_size=32).preprocessing()
+    save_weights(path, model, name=NANO, options=options, preprocessing=preprocessing, classes=DIGITS)
     err = repro_cli.refuse("evaluate", "--weights", str(path), "--data", "digits", "--limit", "9")
     assert "large.safetensors" in err and "not finite in fp32" in err and "--dtype" not in err
     picture = str(next((checkout / "data/digits/test").rglob("*.png")))

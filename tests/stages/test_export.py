@@ -40,9 +40,19 @@ def saved(tmp_path, monkeypatch):
     return save
 
 
+@torch.no_grad()
 def expected(path, images):
-    with torch.no_grad():
-        return open_weights(path).build()(images)
+    return open_weights(path).build()(images)
+
+
+def assert_runs(file, path, images):
+    """Where onnxruntime is installed, a file gives in it what the model gives; returns what the file says of itself."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for batch in images:
+        (logits,) = session.run(None, {"images": batch.numpy()})
+        np.testing.assert_allclose(logits, expected(path, batch).numpy(), rtol=1e-4, atol=1e-5)
+    return json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
 
 
 @pytest.mark.parametrize(("family", "options"), [("vittt", {"design": "dual", "pool": "head"}), ("deit", {})])
@@ -62,15 +72,11 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
     assert PREPROCESSING.items() <= listed.items() and from_folder.pretrained_cfg["label_names"] == CLASSES
     # and for `repro predict`
     assert torch.equal(expected(folder / "model.safetensors", images), expected(path, images))
-    require_what_timm_writes(path, folder, tmp_path / "theirs", {"img_size": 48, "depth": 1, **options})
-
-
-def require_what_timm_writes(path, folder, other, options):
-    """The configuration differs from timm's own in what the weights say alone, which timm takes from the model."""
+    # the configuration differs from timm's own in what the weights say alone, which timm takes from the model
     checkpoint = open_weights(path)
-    arguments = {"model_config": {"label_names": CLASSES}, "model_args": options}
-    timm.models.save_for_hf(checkpoint.build(), other, safe_serialization=True, **arguments)
-    ours, theirs = (json.loads((place / "config.json").read_text()) for place in (folder, other))
+    arguments = {"model_config": {"label_names": CLASSES}, "model_args": {"img_size": 48, "depth": 1, **options}}
+    timm.models.save_for_hf(checkpoint.build(), tmp_path / "theirs", safe_serialization=True, **arguments)
+    ours, theirs = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "theirs"))
     assert ours.keys() - theirs.keys() == {"vision_ttt_repro"} and theirs.keys() <= ours.keys()
     said = {*PREPROCESSING, "num_classes", "tag"}
     our_config, their_config = ours.pop("pretrained_cfg"), theirs.pop("pretrained_cfg")
@@ -96,7 +102,7 @@ def test_torch_export_stands_alone(saved, repro_cli, family):
 
 @pytest.mark.slow
 def test_onnx_in_its_runtime(saved, repro_cli, monkeypatch):
-    onnxruntime, rewriter = pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript.rewriter")
+    _, rewriter = pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript.rewriter")
     # its time grows with the square of the number of nodes
     monkeypatch.setattr(rewriter.RewritePass, "call", lambda *_: pytest.fail("the rewriter of patterns ran"))
     path = saved("vittt", pool="double")
@@ -105,12 +111,8 @@ def test_onnx_in_its_runtime(saved, repro_cli, monkeypatch):
     path.with_name("metrics.json").write_text(json.dumps(record))
     out = repro_cli.run("export", "--weights", str(path), "--format", "onnx")
     assert out.startswith("vittt_nano_patch16_144_48.onnx: vittt_nano_patch16_144, 3 classes; read back, ")
-    session = onnxruntime.InferenceSession("vittt_nano_patch16_144_48.onnx", providers=["CPUExecutionProvider"])
-    for count in (1, 5):
-        images = torch.randn(count, 3, 48, 48)
-        (logits,) = session.run(None, {"images": images.numpy()})
-        np.testing.assert_allclose(logits, expected(path, images).numpy(), rtol=1e-4, atol=1e-5)
-    facts = json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
+    images = [torch.randn(count, 3, 48, 48) for count in (1, 5)]
+    facts = assert_runs("vittt_nano_patch16_144_48.onnx", path, images)
     about = {"model": "vittt_nano_patch16_144", "classes": CLASSES, "preprocessing": PREPROCESSING}
     assert {**about, "weights_hash": digest, "commit": "abc", "params_hash": "def"}.items() <= facts.items()
 
@@ -155,14 +157,9 @@ def test_one_graph_takes_all_sides(saved, repro_cli, family):
     for format, file in (("torch_export", "any.pt2"), ("onnx", "any.onnx")):
         repro_cli.run("export", "--weights", str(path), "--format", format, "--any-size", "-o", file)
     images = torch.randn(3, 3, 32, 80)
-    truth = expected(path, images)
-    torch.testing.assert_close(torch.export.load("any.pt2").module()(images), truth, rtol=1e-4, atol=1e-5)
-    onnxruntime = pytest.importorskip("onnxruntime")
-    session = onnxruntime.InferenceSession("any.onnx", providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, {"images": images.numpy()})
-    np.testing.assert_allclose(logits, truth.numpy(), rtol=1e-4, atol=1e-5)
-    facts = json.loads(session.get_modelmeta().custom_metadata_map["vision_ttt_repro"])
-    assert facts["sides_multiple_of"] == 16
+    logits = torch.export.load("any.pt2").module()(images)
+    torch.testing.assert_close(logits, expected(path, images), rtol=1e-4, atol=1e-5)
+    assert assert_runs("any.onnx", path, [images])["sides_multiple_of"] == 16
 
 
 # Vim's class token is in the middle, at the place that was traced; LaCT cuts the tokens that were traced into chunks;
