@@ -2,13 +2,15 @@
 
 import functools
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from repro.cli import main
 from tests.conftest import link_code
-from tests.stages.helpers import PARAMS, prepare_cell, train_nano
+from tests.stages.helpers import PARAMS, prepare_cell
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,11 @@ def trained(prepared, tmp_path_factory) -> Callable[[str], Path]:
 
     @functools.cache
     def train(stage: str) -> Path:
-        train_nano(root, stage)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.chdir(root)
+            patch.setattr(sys, "argv", ["repro", stage, "--cell", "nano"])
+            main()
+        assert not ended.value.code
         return root
 
     return train

@@ -1,7 +1,6 @@
 """Cells and untrained models that several stages' tests use."""
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import timm
 import torch
 import yaml
@@ -18,6 +16,7 @@ from torch import nn
 from repro.core.config import load_section
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
+from repro.core.record import write_json
 from repro.core.runtime import load_runtime
 from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest, write_manifest
@@ -40,13 +39,6 @@ def save_model(path: Path | str, name: str, *, seed: int = 0, **options: Any) ->
     described = {"name": name, "options": options, "preprocessing": preprocessing, "classes": DIGITS}
     save_weights(Path(path), build_model(name, **options), **described)
     return str(path)
-
-
-def save_trained(path: Path, name: str, **options: Any) -> None:
-    """The same, with a record beside it that says its hash, as a training leaves it."""
-    save_model(path, name, **options)
-    metrics = {"weights_hash": hash_file(path)}
-    path.with_name("metrics.json").write_text(json.dumps({"metrics": metrics, "identity": {}}))
 
 
 def save_official(path: Path, name: str) -> nn.Module:
@@ -100,31 +92,21 @@ def edit(*pairs: str) -> None:
 
 def add_dense(root: Path) -> None:
     """Write scenes, cells that detect and segment in them, and their backbone, of which the record says the hash."""
-    for text in (SCENES, DETECT, SEGMENT):
-        add_params(root, text)
+    add_params(root, DENSE)
     prepare_cell(root, "scenes")
-    save_trained(root / WEIGHTS, NANO, depth=4, img_size=144)
+    file = root / WEIGHTS
+    save_model(file, NANO, depth=4, img_size=144)
+    write_json(file.with_name("metrics.json"), {"metrics": {"weights_hash": hash_file(file)}, "identity": {}})
 
 
 def write_student(root: Path, **changes: Any) -> None:
     """Put the cell `student` of linearize, with changes, into params.yaml; it begins from a softmax model, `SOFTMAX`."""
     save_model(root / SOFTMAX, T5, **SHELL, inner="softmax", key_norm="none", dwc="none")
     init = {"weights": str(SOFTMAX), "sha256": hash_file(root / SOFTMAX, digits=64)}
-    cell = yaml.safe_load(STUDENT) | {"init": init} | changes
+    options = {"embed_dim": 48, "depth": 2, "patch_size": 8}
+    optim = _SHORT["optim"] | {"lr": 0.001, "clip_grad_norm": None}
+    cell = _SHORT | {"model": T5, "options": options, "init": init, "optim": optim} | changes
     add_params(root, yaml.safe_dump({"linearize": {"student": cell}}))
-
-
-def train_nano(checkout: Path, stage: str) -> None:
-    """Run the command of a stage's cell `nano` in a checkout, in this process."""
-    from repro.cli import main
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(checkout)
-        patch.setattr(sys, "argv", ["repro", stage, "--cell", "nano"])
-        try:
-            main()
-        except SystemExit as exit:
-            assert not exit.code
 
 
 def stop_at_state(stage: str, cell: str, number: int, seed: int = 0) -> str:
@@ -165,35 +147,11 @@ pretrain:
     mix: {mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1}
     transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0, re_prob: 0.25}
 """
-# a Vittt of one block and two seeds, on images of four tokens
-ABLATE = """
-ablate:
-  conv1d:
-    model: vittt_nano_patch16_144
-    options: {depth: 1, design: conv1d}
-    data: digits
-    seeds: [0, 1]
-    epochs: 1
-    batch_size: 128
-    drop_path: 0.0
-    optim: {lr: 0.003, lr_batch_size: 128, warmup_epochs: 0}
-    mix: {mixup: 0.0, cutmix: 0.0, label_smoothing: 0.1}
-    transform: {image_size: 32, hflip: 0.0, crop_pct: 1.0}
-"""
+_SHORT = yaml.safe_load(PARAMS)["pretrain"]["nano"] | {"epochs": 1, "snapshot_epochs": []}
+ABLATE = yaml.safe_dump({"ablate": {"conv1d": _SHORT | {"options": {"depth": 1, "design": "conv1d"}, "seeds": [0, 1]}}})
 T5 = "t5_tiny_patch16_224"
 SHELL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
 SOFTMAX = Path("softmax.safetensors")
-STUDENT = f"""
-model: {T5}
-options: {{embed_dim: 48, depth: 2, patch_size: 8}}
-data: digits
-epochs: 2
-batch_size: 128
-drop_path: 0.0
-optim: {{lr: 0.001, lr_batch_size: 128, warmup_epochs: 0, clip_grad_norm: null}}
-mix: {{mixup: 0.0, cutmix: 0.0}}
-transform: {{image_size: 32, hflip: 0.0, crop_pct: 1.0}}
-"""
 GENERATE = """
 generate:
   nano:
@@ -211,14 +169,6 @@ generate:
     sampling: {sampler: ddim, steps: 4, guidance: 2.0}
     judge: {weights: judge.safetensors, samples: 20}
 """
-SCENES = """
-runtime: {workers: 0, save_every_steps: 1, log_every_steps: 5, data_roots: {digits: data/digits, imagenet: data/imagenet, scenes: data/scenes}}
-prepare_data:
-  scenes:
-    kind: scenes
-    expected: {classes: 13, train: 12, tune: 3, test: 4}
-    draw: {image_size: 128, train: 12, tune: 3, test: 4, seed: 0, tune_fraction: 0.2, test_fraction: 0.2, split_seed: 0}
-"""
 _DENSE = f"""
     model: {NANO}
     options: {{depth: 4}}
@@ -230,7 +180,14 @@ _DENSE = f"""
     precision: fp32
 """
 _RATES = "lr: 1.0e-3, warmup_lr: 1.0e-4, lr_batch_size: 4, warmup_steps: 2, layer_decay: 0.85, clip_grad_norm: 5.0"
-DETECT = f"""
+DENSE = f"""
+runtime: {{save_every_steps: 1, data_roots: {{digits: data/digits, imagenet: data/imagenet, scenes: data/scenes}}}}
+prepare_data:
+  scenes:
+    kind: scenes
+    expected: {{classes: 13, train: 12, tune: 3, test: 4}}
+    draw:
+      {{image_size: 128, train: 12, tune: 3, test: 4, seed: 0, tune_fraction: 0.2, test_fraction: 0.2, split_seed: 0}}
 detect:
   nano: {_DENSE}
     optim: {{{_RATES}, schedule: step, milestones: [1]}}
@@ -238,8 +195,6 @@ detect:
       {{fpn_channels: 16, box_channels: 32, mask_channels: 8, mask_layers: 1, train_proposals: 50, test_proposals: 50,
         roi_samples: 16, min_score: 0.0}}
     transform: {{min_size: [96], max_size: 96, hflip: 0.0}}
-"""
-SEGMENT = f"""
 segment:
   nano: {_DENSE}
     steps_per_epoch: 2

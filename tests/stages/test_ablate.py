@@ -17,7 +17,7 @@ from repro.core.config import load_section
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
 from repro.core.record import read_record
-from repro.core.runtime import load_runtime
+from repro.core.runtime import choose_device, device_slug, load_runtime
 from repro.papers.grid import build_variant, choose_variants, vary_recipe
 from repro.papers.variants import load_variants
 from repro.runs.cells import train_cells
@@ -47,8 +47,6 @@ def make_cell(root: Path, name: str, **changes) -> Cell:
 
 
 def measured_folder(root: Path) -> Path:
-    from repro.core.runtime import choose_device, device_slug
-
     return Paths(root).measured(device_slug(choose_device("cpu"))) / "ablate"
 
 

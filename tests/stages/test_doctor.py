@@ -14,8 +14,9 @@ from tests.conftest import ROOT, run_python
 from tests.slow import first
 from tests.stages.helpers import edit
 
-SECTIONS = "machine|packages|name clashes|PyTorch and TTT-Linear|segmentation|parameters and data"
-SECTIONS += "|disk and shared memory"
+SECTIONS = (
+    "machine|packages|name clashes|PyTorch and TTT-Linear|segmentation|parameters and data|disk and shared memory"
+)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -142,8 +143,7 @@ def test_data_and_parameters(project):
     edit("digits: data/digits", "digits: data/digits, photos: data/mine")
     edit("prepare_data:\n", "prepare_data:\n  photos: {kind: folder}\n")
     lines, subject = doctor.examine(project)["parameters and data"], "runtime.data_roots.photos"
-    mark, text = line(lines, subject)
-    assert mark == "error" and "prepare_data.photos needs it" in text
+    assert line(lines, subject)[0] == "error" and "prepare_data.photos needs it" in line(lines, subject)[1]
     assert line(lines, "params.yaml") == ("note", "edited, equals no profile")
     assert line(lines, "runtime.data_roots.digits") == ("ok", "data/digits, used by prepare_data.digits")
     mark, text = line(lines, "runtime.data_roots.imagenet")

@@ -6,7 +6,7 @@ import pytest
 
 from repro.core.config import load_section, load_yaml, params_hash
 from repro.core.paths import Paths
-from repro.core.record import read_json, write_json, write_record
+from repro.core.record import read_json, write_json, write_record, write_text
 from repro.core.runtime import cpu_name
 from repro.papers.variants import load_variants
 from repro.planning.planner import Rates, plan_costs
@@ -15,17 +15,15 @@ from stages import load_stages
 from tests.conftest import ROOT
 from tests.stages.helpers import NANO, edit
 
-VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
-
-PAPER = load_yaml(ROOT / "profiles" / "paper.yaml")
+PAPER = ROOT / "profiles" / "paper.yaml"
 
 
 @pytest.mark.slow
 def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
     """By hand as tests/planning has it, where nothing is prepared or measured."""
-    paper_plan = plan_costs(load_stages(), ROOT / "profiles" / "paper.yaml", Paths(tmp_path), [Rates()])[0]
+    paper_plan = plan_costs(load_stages(), PAPER, Paths(tmp_path), [Rates()])[0]
     expected = []
-    for stage, section in PAPER.items():
+    for stage, section in load_yaml(PAPER).items():
         if stage in ("complexity", "efficiency", "visualize", "resolution"):
             expected.append(f"dvc repro {stage}")
         elif stage == "generate":  # by hand
@@ -34,8 +32,9 @@ def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
             expected += [f"dvc repro {stage}@{cell}" for cell in section]
     assert [each.command for each in paper_plan.rows] == expected
     gives = frozenset().union(*(each.gives for each in paper_plan.rows))
-    dense = {*TABLES_AND_FIGURES["Table 3"], *TABLES_AND_FIGURES["Table 4"]}
-    for name, options in VARIANTS.items():
+    variants = load_variants("vision_ttt")
+    dense = {*variants.rows["Table 3"], *variants.rows["Table 4"]}
+    for name, options in variants.options.items():
         listed = ",".join(f"{option}={value}" for option, value in sorted(options.items()))
         model = f"vittt_tiny_patch16_224[{listed}]" if options else "vittt_tiny_patch16_224"
         wanted = ("imagenet", "coco", "ade20k") if name in dense else ("imagenet",)
@@ -63,8 +62,7 @@ def test_the_printed_plan(checkout, repro_cli):
 def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli):
     text = (checkout / "params.yaml").read_text().replace("epochs: 2", "epochs: 6", 1)
     (checkout / "profiles").unlink()
-    (checkout / "profiles").mkdir()
-    (checkout / "profiles" / "short.yaml").write_text(text)
+    write_text(checkout / "profiles" / "short.yaml", text)
     out = repro_cli.run("plan", "--profile", "short", "--gpu", "H100")
     assert out.startswith("first: repro profile use short\n") and "1 × 6 × 1,079 images" in out
 

@@ -24,15 +24,15 @@ def test_the_committed_parameters_are_the_mini_profile():
 
 
 def test_use_writes_and_show_names_the_active_one(checkout, capsys):
+    """A comment is no edit."""
+    params = checkout / "params.yaml"
+    params.write_text("# a remark\n" + params.read_text())
     profile.use("paper")
-    assert (checkout / "params.yaml").read_bytes() == (checkout / "profiles" / "paper.yaml").read_bytes()
+    assert params.read_bytes() == (checkout / "profiles" / "paper.yaml").read_bytes()
     profile.show(None)
     assert capsys.readouterr().out.endswith("active: paper\nprofiles: mini, night, paper\n")
-
-
-def test_show_prints_a_profile(checkout, capsys):
     profile.show("paper")
-    assert capsys.readouterr().out == (checkout / "profiles" / "paper.yaml").read_text()
+    assert capsys.readouterr().out == params.read_text()
 
 
 def test_edited_parameters_are_not_overwritten(checkout, capsys):
@@ -46,14 +46,3 @@ def test_edited_parameters_are_not_overwritten(checkout, capsys):
     assert params.read_text() == edited
     profile.use("paper", force=True)
     assert load_yaml(params) == load_yaml(checkout / "profiles" / "paper.yaml")
-
-
-def test_comments_and_order_are_no_edit(checkout):
-    params = checkout / "params.yaml"
-    params.write_text("# a remark\n" + params.read_text())
-    profile.use("paper")
-
-
-def test_an_unknown_profile_is_named_with_the_nearest(checkout):
-    with pytest.raises(UserError, match="profile papr: no such profile; did you mean 'paper'"):
-        profile.use("papr")

@@ -42,30 +42,26 @@ def test_the_rule_by_hand():
     assert choose(others[-1:], "top1_percent") is None
 
 
-GRID = TuneParams(lr=(1e-3, 2e-3, 4e-3), warmup_epochs=(1, 2))
+RATES = (1e-3, 2e-3, 4e-3)
 
 
 @pytest.mark.parametrize(
-    ("best", "rates", "warmups"),
+    ("rates", "warmups", "best", "wider"),
     [
-        ((2e-3, 1), {*GRID.lr}, {0, 1, 2}),
-        ((2e-3, 2), {*GRID.lr}, {1, 2, 3}),
-        ((4e-3, 2), {*GRID.lr, 8e-3}, {1, 2, 3}),
-        ((1e-3, 2), {*GRID.lr, 5e-4}, {1, 2, 3}),
+        (RATES, (1, 2), (2e-3, 1), ({*RATES}, {0, 1, 2})),
+        (RATES, (1, 2), (2e-3, 2), ({*RATES}, {1, 2, 3})),
+        (RATES, (1, 2), (4e-3, 2), ({*RATES, 8e-3}, {1, 2, 3})),
+        (RATES, (1, 2), (1e-3, 2), ({*RATES, 5e-4}, {1, 2, 3})),
+        # the best one inside, a warm-up as long as the training or of 0, and a rate that was given alone
+        (RATES, (0, 1, 2), (2e-3, 1), None),
+        (RATES, (1, 2, 3), (2e-3, 3), None),
+        (RATES, (0, 1, 2), (2e-3, 0), None),
+        ((1e-3,), (1,), (1e-3, 1), None),
     ],
 )
-def test_a_grid_is_widened_beyond_its_best(best, rates, warmups):
-    wider = widen(GRID, trial(90.0, *best), epochs=7)
-    assert sorted(wider.lr) == pytest.approx(sorted(rates)) and set(wider.warmup_epochs) == warmups
-
-
-def test_a_grid_is_not_widened_where_nothing_lies_beyond():
-    """The best one inside, a warm-up as long as the training or of 0, and a rate that was given alone."""
-    inside = TuneParams(lr=(1e-3, 2e-3, 4e-3), warmup_epochs=(0, 1, 2))
-    assert widen(inside, trial(90.0, 2e-3, 1), epochs=7) is None
-    assert widen(inside, trial(90.0, 2e-3, 2), epochs=3) is None
-    assert widen(inside, trial(90.0, 2e-3, 0), epochs=3) is None
-    assert widen(TuneParams(lr=(1e-3,), warmup_epochs=(1,)), trial(90.0, 1e-3, 1), epochs=7) is None
+def test_a_grid_is_widened_where_something_lies_beyond_its_best(rates, warmups, best, wider):
+    found = widen(TuneParams(lr=rates, warmup_epochs=warmups), trial(90.0, *best), epochs=4)
+    assert (found and ({*found.lr}, {*found.warmup_epochs})) == wider
 
 
 @pytest.mark.parametrize(("peak", "rates"), [(1, [1, 2, 0.5]), (64, [1, 2, 4, 8, 16])])
@@ -106,9 +102,10 @@ def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
     assert "holds a search with other params; move the file away" in repro_cli.refuse("tune", "--data", "digits")
 
 
-@pytest.mark.parametrize("profile", ["params.yaml", "profiles/mini.yaml"])
-def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
-    load_section(TuneParams, ROOT / profile, "tune")
+def test_the_rates_of_the_mini_profile_are_those_that_were_chosen():
+    """Those of params.yaml are the profile's, see test_profile.py."""
+    profile = ROOT / "profiles/mini.yaml"
+    load_section(TuneParams, profile, "tune")
     searches: dict[str, list] = {}
     for file in ROOT.glob("results/measured/*/tune/*.json"):
         if not file.name.endswith(".run.json"):
@@ -119,7 +116,7 @@ def test_the_rates_of_the_mini_profile_are_those_that_were_chosen(profile):
     for name, found in searches.items():
         stage, cell = name.split(".")
         assert stage == STAGE
-        optim = load_section(SPEC.params, ROOT / profile, *find_cell(ROOT / profile, stage, cell)).optim
+        optim = load_section(SPEC.params, profile, *find_cell(profile, stage, cell)).optim
         # of one of its searches, of which some are wider: the page says which cell is trained by a narrower one
         assert any({key: getattr(optim, key) for key in each["chosen"]} == each["chosen"] for each in found), name
 
