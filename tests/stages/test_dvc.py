@@ -34,11 +34,6 @@ def outs_of(stage: str) -> list[str]:
     return [name for outs in kinds for out in outs for name in ([out] if isinstance(out, str) else out)]
 
 
-def test_the_graph_is_short_and_lists_no_sources():
-    text = (ROOT / "dvc.yaml").read_text()
-    assert len(text.splitlines()) <= 11 * len(GRAPH) and not re.search(r"- \S+\.py\b", text)
-
-
 @pytest.mark.parametrize(
     "file", ["dvc.yaml", "params.yaml", *(f"profiles/{name}.yaml" for name in ("mini", "night", "paper"))]
 )
@@ -100,10 +95,10 @@ def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
                 assert read_record(file)["identity"]["params_hash"]
 
 
-def test_no_stage_depends_on_raw_data_or_on_runtime():
+def test_no_stage_depends_on_raw_data_on_runtime_or_on_sources_that_are_listed():
     deps = [dep for stage in GRAPH for dep in definition(stage).get("deps", [])]
     sections = [section for stage in GRAPH for section in definition(stage).get("params", [])]
-    assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)|params.yaml$", dep)]
+    assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)|params.yaml$|.*\.py$", dep)]
     assert not [section for section in sections if section.startswith("runtime")]
 
 
