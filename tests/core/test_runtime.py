@@ -72,6 +72,7 @@ def test_root_is_found_from_below_alone(tmp_path, monkeypatch):
     below.mkdir(parents=True)
     (below / "params.yaml").write_text("")  # alone it makes no root
     assert find_root(below) == find_root(tmp_path) == Paths(tmp_path.resolve())
+    assert find_root(below).run_state("pretrain", "nano", "abc") == tmp_path.resolve() / ".runs/pretrain/nano/abc"
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UserError, match="run inside a checkout"):
         find_root()
