@@ -12,7 +12,7 @@ from ..core.record import replace_block, sweep, write_json, write_text
 from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
 from .claims import Report
-from .document import Block, Line, Link, Section, join
+from .document import Line, Link, Section, join
 from .gallery import list_drawings
 from .html import render_html
 from .markdown import render_blocks, render_markdown
@@ -99,7 +99,8 @@ def _build(papers: Sequence[Paper], results: Results, judge: Judge, figures: Pat
         paper = report.paper
         for name, (_, draw) in list_drawings(report).items():
             draw(figures / name)
-        page, runs = build_document(report, reports), build_runs(report, reports)
+        runs = build_runs(report, reports)
+        page = build_document(report, reports, runs)
         pages.append((report, [*page, *runs[1:]]))
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
         documents |= {each.file: read_page(each.text, report, paper.parts) for each in paper.documents}
@@ -137,21 +138,23 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
     return [f"{name}, block {block}" for block, text in contents[1].items() if contents[0].get(block) != text] or [name]
 
 
-def build_document(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
-    """A paper's page, its opening first; `reports` are those on all papers, to which it links."""
-    return read_page(PAGE, report, _find_parts(report, reports))
+def build_document(
+    report: Report, reports: Sequence[Report] = (), runs: Sequence[Section] | None = None
+) -> list[Section]:
+    """A paper's page, its opening first; `reports` are those on all papers, to which it links, and `runs` is what
+    `build_runs` gives.
+    """
+    runs = build_runs(report, reports) if runs is None else runs
+    what = Link("A page of their own", report.paper.runs_page)
+    says = " has these runs, how their learning rates were chosen, and what the models see in pictures."
+    parts = {"point_to_runs": lambda _: [(what, says)] if runs else []}
+    return read_page(PAGE, report, _find_parts(report, reports) | parts)
 
 
 def build_runs(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
     """The page of what was trained on other data than the paper's, its opening first; empty where there is nothing."""
     opening, *sections = read_page(RUNS_PAGE, report, _find_parts(report, reports))
     return [opening, *sections] if sections else []
-
-
-def _point_to_runs(report: Report) -> list[Block]:
-    what = Link("A page of their own", report.paper.runs_page)
-    says = " has these runs, how their learning rates were chosen, and what the models see in pictures."
-    return [(what, says)] if build_runs(report) else []
 
 
 def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable]:
@@ -166,7 +169,6 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
         "settings": lambda report: report.named,
         "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
-        "point_to_runs": _point_to_runs,
     }
 
 
