@@ -134,6 +134,24 @@ def save_model(path: Path, name: str, *, model=None, side: int = 144, classes=10
     return model
 
 
+def assert_official_part(part: nn.Module, data: dict[str, Tensor], *, run=None, rename=None, backward=1e-5) -> Tensor:
+    """The part has the output of the release and the gradients of its input and of the parameters that are stored.
+
+    `run` calls the part in place of `part(x)`; `rename` translates the keys of the release. Returns the output.
+    """
+    rename = rename or (lambda state: state)
+    part.load_state_dict(rename(below(data, "state_dict/")))
+    x = data["x"].clone().requires_grad_()
+    out = run(part, x) if run else part(x)
+    out.backward(data["grad_out"] if "grad_out" in data else data["cot"])
+    assert relative(out, data["out"]) < 1e-5
+    assert relative(x.grad, data["grad_x"]) < backward
+    stored = rename(below(data, "grads/"))
+    errors = {name: relative(part.get_parameter(name).grad, expected) for name, expected in stored.items()}
+    assert errors and max(errors.values()) < backward, errors
+    return out
+
+
 @torch.no_grad()
 def assert_official_maps(name: str, model: nn.Module, options: dict, data: dict[str, Tensor], run: str) -> None:
     """Maps, pooled features and logits are the release's, and with its norms the maps for dense tasks."""

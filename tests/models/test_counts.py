@@ -5,6 +5,7 @@ import pytest
 from repro.bench.build import create
 from repro.bench.flops import cost, counted_macs
 from repro.models.fast_weights import LADDER
+from repro.models.inner import LOSSES, MODELS
 from tests.models.helpers import nano_name
 
 # VRWKV's and Vim's stand with their multiply-adds in their own tests, Vittt's in tests/bench/test_flops.py
@@ -23,6 +24,10 @@ CLOSED_FORMS = [
     ("study", {}, SQUARE),
     ("study", {"mixer": "softmax", "positions": "table"}, SQUARE),
     ("study", {"inner_model": "conv", "inner_rate": "dynamic", "num_classes": 0}, SQUARE),
+    *(("study", {"inner_model": model}, SQUARE[:1]) for model in MODELS),
+    *(("study", {"inner_loss": loss, "inner_width": 2, "inner_batches": 3}, SQUARE[:1]) for loss in LOSSES),
+    ("study", {"inner_depth": 3, "inner_epochs": 3}, SQUARE[:1]),
+    *(("t5", {"inner": inner}, SQUARE[:1]) for inner in ("linear", "gate", "2layer", "swiglu")),
     ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}, SQUARE),
     ("t5", {"inner": "projqk", "dwc": "cpe", "layer_scale": True}, SQUARE),
     ("t5", {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0}, SQUARE),
