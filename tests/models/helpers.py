@@ -1,19 +1,23 @@
 """What the tests of all families share: small models, files of tensors and of weights, and measures of error."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
 from repro.models.pyramid import build_pyramid
 from repro.models.registry import build_model
-from repro.models.weights import adapt_to_size, load_state, save_weights, translate_official
+from repro.models.weights import METADATA_KEY, adapt_to_size, load_state, save_weights, translate_official
 
 # families of `Hierarchy`, and those whose tokens have one grid but for timm's own: all that have a nano for these tests
 HIERARCHICAL = tuple(name.removesuffix("_nano_144") for name in timm.list_models("*_nano_144"))
@@ -150,6 +154,16 @@ def assert_official_part(part: nn.Module, data: dict[str, Tensor], *, run=None, 
     errors = {name: relative(part.get_parameter(name).grad, expected) for name, expected in stored.items()}
     assert errors and max(errors.values()) < backward, errors
     return out
+
+
+def rewrite_description(path: Path, change: Callable[[dict], Any] = lambda described: None) -> dict:
+    """Change how a weights file describes its model, as a version of this project without checksums would have."""
+    with safe_open(path, framework="pt") as stream:
+        described = json.loads(stream.metadata()[METADATA_KEY])
+    del described["checksum"]
+    change(described)
+    save_file(load_file(path), path, metadata={METADATA_KEY: json.dumps(described)})
+    return described
 
 
 @torch.no_grad()

@@ -1,22 +1,19 @@
 """The switches of a reading: against parameters and multiply-adds by hand, and against Algorithm 1."""
 
 import dataclasses
-import json
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from repro.core.errors import UserError
 from repro.models.checkpoints import initialise, open_weights
 from repro.models.read_block import ReadMixer
 from repro.models.reading import Reading
 from repro.models.registry import build_model
-from repro.models.weights import METADATA_KEY, read_metadata
-from tests.models.helpers import nano, save_model, shaken
+from repro.models.weights import read_metadata
+from tests.models.helpers import nano, rewrite_description, save_model, shaken
 from tests.models.test_vittt import mixer_by_hand
 
 NANO = "vittt_nano_patch16_144"
@@ -160,19 +157,8 @@ def test_text_and_reading_are_the_same():
     assert Reading.of(dataclasses.asdict(both)) == Reading.of(both) == both
 
 
-def read_parts(path):
-    """The metadata without their checksum, and the tensors."""
-    with safe_open(path, framework="pt") as stream:
-        metadata = json.loads(stream.metadata()[METADATA_KEY])
-        state = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    del metadata["checksum"]
-    return metadata, state
-
-
 def test_a_weights_file_names_its_reading(tmp_path):
     model = save_model(tmp_path / "w.safetensors", NANO, reading="post_norm=none,rotary=chunk")
-    metadata, _ = read_parts(tmp_path / "w.safetensors")
-    assert metadata["reading"] == dataclasses.asdict(Reading(post_norm="none", rotary="chunk"))
     opened = open_weights(tmp_path / "w.safetensors")
     assert opened.options["reading"] == "post_norm=none,rotary=chunk"
     images = torch.randn(1, 3, 144, 144)
@@ -180,15 +166,15 @@ def test_a_weights_file_names_its_reading(tmp_path):
         torch.testing.assert_close(opened.build()(images), model.eval()(images), rtol=0, atol=0)
     with pytest.raises(UserError, match="post_norm=none"):
         initialise(build_model(NANO, num_classes=10), opened)
+    described = rewrite_description(tmp_path / "w.safetensors")
+    assert described["reading"] == dataclasses.asdict(Reading(post_norm="none", rotary="chunk"))
 
 
 @pytest.mark.parametrize(("design", "expected"), [("gating", "conv1d_arrival=together"), ("conv2d", None)])
 def test_a_file_from_before_the_switches_keeps_its_meaning(tmp_path, design, expected):
     model = build_model(NANO, num_classes=10, design=design, reading="conv1d_arrival=together")
-    save_model(tmp_path / "new.safetensors", NANO, model=model, design=design)
-    metadata, state = read_parts(tmp_path / "new.safetensors")
-    del metadata["reading"]
-    save_file(state, tmp_path / "old.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
+    save_model(tmp_path / "old.safetensors", NANO, model=model, design=design)
+    rewrite_description(tmp_path / "old.safetensors", lambda described: described.pop("reading"))
     assert read_metadata(tmp_path / "old.safetensors")["options"].get("reading") == expected
     images = torch.randn(1, 3, 144, 144)
     with torch.no_grad():
@@ -199,9 +185,9 @@ def test_a_file_from_before_the_switches_keeps_its_meaning(tmp_path, design, exp
 
 def test_a_reading_that_this_version_does_not_know_is_refused(tmp_path):
     save_model(tmp_path / "w.safetensors", NANO)
-    metadata, state = read_parts(tmp_path / "w.safetensors")
-    metadata["reading"]["gate_activation"] = "relu"
-    save_file(state, tmp_path / "w.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
+    rewrite_description(
+        tmp_path / "w.safetensors", lambda described: described["reading"].update(gate_activation="relu")
+    )
     message = r"w\.safetensors: reading: gate_activation=relu: expected one of gelu, sigmoid"
     with pytest.raises(UserError, match=message):
         open_weights(tmp_path / "w.safetensors")

@@ -1,12 +1,10 @@
 """This project's weights files: what goes in comes out, and a wrong file is one line."""
 
 import hashlib
-import json
 
 import pytest
 import timm
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import repro.models  # noqa: F401  registers the models
@@ -15,7 +13,7 @@ from repro.core.hashing import require_hash
 from repro.models import weights
 from repro.models.checkpoints import open_weights
 from repro.models.weights import METADATA_KEY, read_metadata, read_official, read_state, save_weights
-from tests.models.helpers import PREPROCESSING
+from tests.models.helpers import PREPROCESSING, rewrite_description
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
 DESCRIBED = {"options": OPTIONS, "preprocessing": PREPROCESSING, "classes": ["a", "b", "c"]}
@@ -89,13 +87,10 @@ def test_every_flipped_byte_is_one_line(tmp_path, model):
 
 
 def test_a_file_from_before_the_checksums_is_read_with_a_line(tmp_path, capsys):
-    save_tiny(tmp_path / "new.safetensors")
-    state = read_state(tmp_path / "new.safetensors")
+    save_tiny(tmp_path / "old.safetensors")
+    state = read_state(tmp_path / "old.safetensors")
     assert capsys.readouterr().err == ""
-    with safe_open(tmp_path / "new.safetensors", framework="pt") as stream:
-        metadata = json.loads(stream.metadata()[METADATA_KEY])
-    del metadata["checksum"]
-    save_file(state, tmp_path / "old.safetensors", metadata={METADATA_KEY: json.dumps(metadata)})
+    rewrite_description(tmp_path / "old.safetensors")
     assert torch.equal(open_weights(tmp_path / "old.safetensors").read_state()["norm.bias"], state["norm.bias"])
     assert capsys.readouterr().err.count("old.safetensors: has no checksum") == 1
 

@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.models.registry import build_model
-from repro.papers import load_papers
+from repro.papers import find_rooms, load_papers
 from repro.papers.grid import choose_variants, vary_recipe
 from repro.report.comparison import list_errata
 from repro.report.ledger import load_ledger
@@ -74,6 +76,14 @@ VARIANTS = {
     "vit3": (31, 31, [10, 6, 6, 9, 6, 5, 3, 8, 5]),
 }
 BUILT = [(room, name) for room in ("vit3", "linearize") for name in load_papers()[room].variants.options]
+
+
+def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
+    assert list(load_papers()) == ["vision_ttt", "kv_binding", "linearize", "vit3"]
+    assert find_rooms() == [f"repro.papers.{room}.paper" for room in ("kv_binding", "linearize", "vision_ttt", "vit3")]
+    heavy = "{'torch', 'timm', 'pandas', 'matplotlib', 'scipy', 'numpy'}"
+    code = f"import sys; from repro.papers import load_papers; load_papers(); assert not {heavy} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("line", PRINTED.strip().splitlines(), ids=lambda line: " ".join(line.split()[:2]))

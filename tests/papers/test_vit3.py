@@ -25,6 +25,7 @@ from repro.report.results import Missing, Results
 from repro.report.variants import find_groups, plan_figures
 from repro.tasks.generation.params import SamplingParams
 from repro.tasks.generation.reference import KNOWN
+from tests.models.test_dit import COUNTS
 from tests.papers.conftest import count_model, find_keys, find_statuses, judge, judge_counts, read_key
 from tests.report.conftest import JUDGE, SCORES
 
@@ -34,7 +35,7 @@ PAPER = load_papers()["vit3"]
 # the official H-ViT3-T/S/B: parameters, and multiply-adds at 224 as fvcore counts them, from the authors' code
 (PUBLISHED,) = KNOWN.values()
 H_VIT3 = {"tiny": (28_703_560, 4.9198), "small": (54_362_056, 8.7602), "base": (94_369_304, 16.7227)}
-# the official DiT3, with its table of positions, and DiT: parameters, and multiply-adds with and without norms
+# the official DiT3, with its table of positions: parameters, and multiply-adds with norms, which DiT's are without
 DIT3 = {
     "dit3_small_patch8": (34_972_928, 0.4042),
     "dit3_small_patch4": (34_769_792, 1.5691),
@@ -43,14 +44,7 @@ DIT3 = {
     "dit3_base_patch4": (134_115_968, 5.8778),
     "dit3_base_patch2": (134_152_736, 23.3498),
 }
-DIT = {
-    "dit_small_patch8": (33_148_160, 0.3580),
-    "dit_small_patch4": (32_945_024, 1.4126),
-    "dit_small_patch2": (32_963_360, 6.0557),
-    "dit_base_patch8": (130_881_536, 1.4175),
-    "dit_base_patch4": (130_475_648, 5.5652),
-    "dit_base_patch2": (130_512_416, 23.0051),
-}
+DIT = {name: counts for name, counts in COUNTS.items() if name.startswith(("dit_small", "dit_base"))}
 # the official VMamba-T/S/B: parameters, and multiply-adds at 224 as its authors count them, from their code
 VMAMBA = {"tiny": (30_249_064, 4.905609984), "small": (50_147_752, 8.71577472), "base": (88_557_800, 15.358944256)}
 COUNTED = {f"hvit3_{size}_224": counts for size, counts in H_VIT3.items()} | DIT3 | DIT

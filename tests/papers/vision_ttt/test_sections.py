@@ -92,6 +92,17 @@ def test_what_is_said_of_the_search_stands_in_its_table():
     assert steps == {"share_qk", "conv2d"}
 
 
+def test_every_question_is_about_the_papers_own_model():
+    """23 of 24 counts of parameters and 2 of 25 of FLOPs is what an audit by hand found; the numbers of entries are
+    its.
+    """
+    ledger = load_primary().ledger
+    found = [question.find(ledger) for question in load_primary().questions]
+    assert [len(names) for names in found[:2]] == [24, 25]
+    assert not any("vim" in name or "deit" in name or "vit3" in name for names in found for name in names)
+    assert all(name in ledger.entries for question in load_primary().questions for name in question.shown)
+
+
 def page(checkout) -> str:
     paper = checkout.paper
     (document,) = [each for each in paper.documents if each.text.name == "readings.md"]
