@@ -42,11 +42,14 @@ def test_the_tiny_size_is_built_runs_and_learns(name):
 
 
 @each
-def test_the_head_is_taken_off(name):
-    """`reset_classifier(0)` leaves pooled features, and `(0, "")` leaves them unpooled, as `global_pool=""` does."""
+def test_the_head_is_taken_off_and_pooling_is_chosen(name):
+    """`reset_classifier(0)` leaves pooled features, and `(0, "")` leaves them unpooled, as `global_pool=""` does; `avg` is
+    the mean of the patches, without class tokens.
+    """
     model = build(name)
     image = draw(model)
     features = model.forward_features(image)
+    last = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)[0]
     model.reset_classifier(0)
     assert model(image).shape == (2, model.num_features)
     model.reset_classifier(0, "")
@@ -54,14 +57,6 @@ def test_the_head_is_taken_off(name):
     headless = build(name, num_classes=0, global_pool="")
     headless.load_state_dict(model.state_dict())
     torch.testing.assert_close(headless(image), features)
-
-
-@each
-def test_mean_pooling(name):
-    """`avg` is the mean of the patches, without class tokens, under every way to ask for it."""
-    model = build(name)
-    image = draw(model)
-    last = model.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)[0]
     model.reset_classifier(0, "avg")
     torch.testing.assert_close(model(image), last.mean((2, 3)))
     model.reset_classifier(5, "avg")

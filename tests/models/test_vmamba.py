@@ -15,8 +15,6 @@ from repro.tasks.detection.params import MaskRcnnParams
 from tests.models import helpers
 from tests.models.helpers import below, load_official, read_data, relative
 
-SIZES = ("tiny", "small", "base")
-
 
 @pytest.fixture(scope="module")
 def truth() -> dict[str, Tensor]:
@@ -90,29 +88,30 @@ def test_published_counts(size, params, fvcore):
     assert counted.macs == own and counted.method == "analytic"
 
 
-@pytest.mark.parametrize(("size", "image_size", "giga"), [
-    *((size, (800, 1280), giga) for size, giga in zip(SIZES, (100.15, 177.91, 313.50), strict=True)),
-    *((size, (512, 2048), giga) for size, giga in zip(SIZES, (102.56, 182.18, 321.02), strict=True)),
-])  # fmt: skip
-def test_published_multiply_adds_of_dense_backbones(size, image_size, giga):
-    """Without the head and its norm, with a norm for each map, by fvcore's convention."""
-    with torch.device("meta"):
-        model = timm.create_model(f"vmamba_{size}_224", num_classes=0)
-    terms, grids = model.paper_mac_terms(image_size), model.grids_of(*image_size)
-    maps = [h * w * C for (h, w), C in zip(grids, model.widths, strict=True)]
-    # the norm of the last map is in place of the final one
-    total = sum(terms.values()) - terms["pooling"] + 5 * sum(maps[:3])
-    assert round(total / 1e9, 2) == giga
+# parameters of the backbone, and of the detector in millions; multiply-adds at 800 x 1280 and 512 x 2048 pixels
+DENSE = {
+    "tiny": (29_481_408, 50, 100.15, 102.56),
+    "small": (49_380_096, 70, 177.91, 182.18),
+    "base": (87_534_592, 108, 313.50, 321.02),
+}
 
 
-@pytest.mark.parametrize(("size", "backbone"), [("tiny", 29_481_408), ("small", 49_380_096), ("base", 87_534_592)])
-def test_dense_backbones_have_the_published_parameters(size, backbone):
+@pytest.mark.parametrize("size", DENSE)
+def test_dense_backbones_have_the_published_counts(size):
+    """Without the head and its norm, with a norm for each map; multiply-adds by fvcore's convention."""
+    params, millions, *gigas = DENSE[size]
     with torch.device("meta"):
         pyramid = build_pyramid(f"vmamba_{size}_224")
         detector = MaskRcnn(pyramid, 80, MaskRcnnParams())
-    assert sum(p.numel() for p in pyramid.parameters()) == backbone
-    total = sum(p.numel() for p in detector.parameters()) / 1e6
-    assert round(total) == {"tiny": 50, "small": 70, "base": 108}[size]
+        model = timm.create_model(f"vmamba_{size}_224", num_classes=0)
+    assert sum(p.numel() for p in pyramid.parameters()) == params
+    assert round(sum(p.numel() for p in detector.parameters()) / 1e6) == millions
+    for image_size, giga in zip(((800, 1280), (512, 2048)), gigas, strict=True):
+        terms, grids = model.paper_mac_terms(image_size), model.grids_of(*image_size)
+        maps = [h * w * C for (h, w), C in zip(grids, model.widths, strict=True)]
+        # the norm of the last map is in place of the final one
+        total = sum(terms.values()) - terms["pooling"] + 5 * sum(maps[:3])
+        assert round(total / 1e9, 2) == giga
 
 
 def test_an_official_file_loads_with_linear_layers_as_convolutions(truth, tmp_path):

@@ -12,7 +12,7 @@ from repro.core.config import build, load_section
 from repro.core.paths import Paths
 from repro.models import fast_weights, inner
 from repro.models.registry import build_model
-from repro.papers import describe_recipe, load_papers
+from repro.papers import load_papers
 from repro.papers.grid import choose_variants, vary_recipe
 from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
@@ -23,7 +23,7 @@ from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_variant
 from repro.tasks.classification.params import ClassifierParams
-from tests.papers.conftest import find_statuses, judge
+from tests.papers.conftest import describe_trained, find_statuses, judge
 from tests.report.conftest import JUDGE, SCORES
 
 VARIANTS = load_variants("kv_binding").options
@@ -197,9 +197,7 @@ def test_the_paper_profile_trains_each_step_as_appendix_a_says(step):
 def test_a_departure_has_a_line(changes, line):
     asked = {"model": BASE, "data": "imagenet", "epochs": 60, "batch_size": 512, "drop_path": 0.4}
     asked |= {"optim": {"lr": 5e-4}, "mix": {}, "transform": {"image_size": 224}, **changes}
-    params = build(ClassifierParams, asked, "a step")
-    facts = {"world_size": 2, "micro_batch": params.batch_size // 2, "accumulate": 1, "train_images": 1_281_167}
-    described, _ = describe_recipe(params, {**facts, "device": "cuda", "dtype": "bf16", "backend": "torch"})
+    described, _ = describe_trained(build(ClassifierParams, asked, "a step"))
     assert described["departures_from_the_paper"] == ([line] if line else [])
 
 

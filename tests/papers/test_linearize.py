@@ -10,14 +10,23 @@ import torch
 from repro.bench.flops import cost
 from repro.core.config import build
 from repro.models.t5 import CHOICES
-from repro.papers import describe_recipe, load_papers
+from repro.papers import load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.sections import weigh_inheritance
 from repro.papers.variants import load_variants
 from repro.report.markdown import render_blocks
 from repro.report.variants import find_variant
 from repro.tasks.classification.params import ClassifierParams
-from tests.papers.conftest import count_model, find_keys, find_statuses, judge, judge_counts, read_key
+from tests.papers.conftest import (
+    count_model,
+    count_statuses,
+    describe_trained,
+    find_keys,
+    find_statuses,
+    judge,
+    judge_counts,
+    read_key,
+)
 
 VARIANTS = load_variants("linearize").options
 PAPER = load_papers()["linearize"]
@@ -58,8 +67,7 @@ def test_every_count_is_the_papers(judged):
     two rounded totals.
     """
     assert len(judged.verdicts) == len(PAPER.ledger.entries) == 101
-    counts = {word: len(names) for word, names in find_statuses(judged, r"table.*\.(params_m|macs_g)").items()}
-    assert counts == {"matched": 17, "fitted": 2}
+    assert count_statuses(judged, r"table.*\.(params_m|macs_g)") == {"matched": 17, "fitted": 2}
     assert find_statuses(judged, r"table1\.\w+\.new_params_m") == {
         "matched": [f"table1.{row}.new_params_m" for row in ("linear", "projqk", "gate", "two_layers")],
         "differs, explained": [f"table1.{row}.new_params_m" for row in ("three_layers", "swiglu")],
@@ -168,15 +176,13 @@ OPTIM |= {"warmup_epochs": 5, "clip_grad_norm": None}
 
 
 def describe(dtype: str = "fp16", images: int = 1_281_167, **changes) -> tuple[dict, list[str]]:
-    """The released recipe on eight GPUs, but for `changes`."""
+    """The released recipe, but for `changes`."""
     released = {"model": TINY, "data": "imagenet", "epochs": 30, "batch_size": 2048, "drop_path": 0.0}
     released |= {"ema_decay": 0.99996, "init": {"weights": INIT["weights"]}, "optim": OPTIM}
     released |= {"mix": {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}}
     transform = {"image_size": 224, "auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "crop_pct": 0.875}
     params = build(Linearization, {**released, "transform": transform, **changes}, "a linearization")
-    world = {"world_size": 8, "micro_batch": params.batch_size // 8, "accumulate": 1}
-    facts = {"device": "cuda", "dtype": dtype, "backend": "torch", "train_images": images}
-    return describe_recipe(params, world | facts)
+    return describe_trained(params, dtype=dtype, images=images)
 
 
 def test_the_released_recipe_departs_by_its_order_of_images_alone():
