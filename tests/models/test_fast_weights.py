@@ -12,7 +12,7 @@ from repro.models.inner import InnerLoop, read_out
 from repro.models.inner import learn as learn_recurrently
 from repro.models.lact import FastWeights
 from repro.models.muon import newton_schulz
-from tests.models.helpers import below, read_data, relative
+from tests.models.helpers import assert_official_part, below, read_data, relative
 
 NAMES = {"to_qkv": "qkv", "o_proj": "proj", "c_proj": "proj", "lr_proj": "rates", "lr_fc": "rates", "o_norm": "norm"}
 REDUCIBLE = [name for name, options in LADDER.items() if find_obstacle(InnerLoop(**options)) is None]
@@ -98,16 +98,14 @@ def test_each_step_of_the_ladder_is_that_of_the_papers_code(reference, name):
 def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
     """As meant: the release assigns the orthogonal step to the weight, so that its layer with Muon forgets it."""
     part = below(reference, f"{name}/")
+    part["out"] = part["out" if muon == "none" else "out_as_meant_fp32"]
     layer = FastWeights(24, 3, lact(momentum=False, muon=muon, width=2))
-    state = below(part, "state_dict/")
-    layer.load_state_dict({".".join(NAMES.get(word, word) for word in key.split(".")): x for key, x in state.items()})
-    x = part["x"].requires_grad_()
-    out = layer(x, (3, 7))
-    assert relative(out, part["out" if muon == "none" else "out_as_meant_fp32"]) < 1e-5
-    (out * part["cot"]).sum().backward()
-    assert relative(x.grad, part["grad_x"]) < 1e-4
-    for key in ("w0", "w1"):
-        assert relative(getattr(layer, key).grad, part[f"grads/{key}"]) < 1e-4
+
+    def rename(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {".".join(NAMES.get(word, word) for word in key.split(".")): value for key, value in state.items()}
+
+    out = assert_official_part(layer, part, run=lambda layer, x: layer(x, (3, 7)), rename=rename, backward=1e-4)
+    assert {"w0", "w1"} <= set(below(part, "grads/"))
     if muon == "lact":
         assert relative(out, part["out_as_released_fp32"]) > 0.5
 

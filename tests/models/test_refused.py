@@ -23,6 +23,7 @@ NANOS = [
     ("hvit3", {"widths": (16, 32, 64, 98)}, "width 98 is not a multiple of 4"),
     ("hvit3", {"num_heads": (1, 2, 4)}, r"num_heads \[1, 2, 4\]: expected one for each of the 4 stages"),
     ("hvit3", {"num_heads": (1, 2, 5, 6)}, "embed_dim 64 is not a multiple of num_heads 5"),
+    ("hvit3", {"global_pool": "token"}, "pool"),
     ("hvit3", {"depths": (1, 1, 1)}, "4 widths and 3 depths, expected 4 of each"),
     ("mambavision", {"windows": (9,)}, r"num_heads \[2, 4\] and windows \[9\]: expected one of each for the last two"),
     ("mambavision", {"windows": (9, 0)}, r"windows \[9, 0\]: a side is 0, expected at least 1"),

@@ -148,8 +148,3 @@ def test_low_precision(name):
 def test_pretrained_weights_another_pooling_and_a_rate_outside_0_to_1_are_refused(name, options, error, message):
     with pytest.raises(error, match=message):
         build(name, **options)
-
-
-def test_a_hierarchy_has_no_token_to_pool():
-    with pytest.raises(ValueError, match="pool"):
-        build("hvit3_nano_144", global_pool="token")
