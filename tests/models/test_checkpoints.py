@@ -47,9 +47,10 @@ def test_a_file_of_this_project_names_everything_itself(tmp_path):
         assert found.classes[9] == "class 9" and found.num_classes == 10
         assert found.preprocessing == PREPROCESSING and found.image_size == 144
         assert found.hash == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    state = found.read_state()
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
+    state, built = found.read_state(), found.build()
+    assert state.keys() == model.state_dict().keys() == built.state_dict().keys() and not built.training
+    for key, x in model.state_dict().items():
+        assert torch.equal(state[key], x) and torch.equal(built.state_dict()[key], x)
 
 
 def test_an_official_file_at_its_own_size_and_at_another(tmp_path):

@@ -45,34 +45,23 @@ def native(name: str, options: dict, **kwargs) -> NativePyramid:
     return build_pyramid(name, options=options, **kwargs).eval()
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), [*NATIVE, *ADAPTED])
+@pytest.mark.parametrize(("name", "options", "channels"), [*ALL_NATIVE, *ADAPTED])
 @pytest.mark.parametrize(("height", "width"), [(64, 96), (70, 90)])
+@torch.no_grad()
 def test_channels_and_strides(name, options, channels, height, width):
-    """Images are padded to multiples of 32: 70 x 90 pixels give the maps of 96 x 96."""
-    pyramid = build_pyramid(name, options=options).eval()
+    """Images are padded to multiples of 32: 70 x 90 pixels give the maps of 96 x 96. A hierarchy of ours is not padded,
+    and its sides are rounded up.
+    """
+    pyramid, is_ours = native(name, options), (name, options, channels) in OURS
     assert pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
     assert isinstance(pyramid, ViTAdapter if "nano_patch" in name else NativePyramid)
-    assert pyramid.built_from == (name, options)
+    assert pyramid.built_from == (name, options) and not (is_ours and {norm.eps for norm in pyramid.norms} != {1e-5})
     image = torch.randn(2, 3, height, width)
-    padded = F.pad(image, (0, -width % 32, 0, -height % 32))
-    with torch.no_grad():
-        maps, of_padded = pyramid(image), pyramid(padded)
-    h, w = padded.shape[-2:]
-    expected = [(2, c, h // s, w // s) for c, s in zip(channels, pyramid.strides, strict=True)]
-    assert [tuple(m.shape) for m in maps] == expected
+    padded = image if is_ours else F.pad(image, (0, -width % 32, 0, -height % 32))
+    maps, of_padded, (h, w) = pyramid(image), pyramid(padded), padded.shape[-2:]
+    grids = [(-(-h // stride), -(-w // stride)) for stride in pyramid.strides]
+    assert [tuple(m.shape) for m in maps] == [(2, c, *grid) for c, grid in zip(channels, grids, strict=True)]
     assert all(torch.equal(a, b) for a, b in zip(maps, of_padded, strict=True))
-
-
-@pytest.mark.parametrize(("name", "options", "channels"), OURS)
-@torch.no_grad()
-def test_a_hierarchy_of_ours_is_not_padded(name, options, channels):
-    """70 x 90 pixels: 18 x 23 positions, and half of them, rounded up, from map to map."""
-    pyramid = native(name, options)
-    maps = pyramid(torch.randn(1, 3, 70, 90))
-    grids = ((18, 23), (9, 12), (5, 6), (3, 3))
-    assert isinstance(pyramid, NativePyramid) and pyramid.channels == channels and pyramid.strides == (4, 8, 16, 32)
-    assert [tuple(m.shape) for m in maps] == [(1, c, *grid) for c, grid in zip(channels, grids, strict=True)]
-    assert {norm.eps for norm in pyramid.norms} == {1e-5}
 
 
 @pytest.mark.parametrize(("name", "options", "channels"), ALL_NATIVE)

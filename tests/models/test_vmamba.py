@@ -8,12 +8,12 @@ from torch import Tensor
 from repro.bench.flops import cost
 from repro.core.errors import UserError
 from repro.models.pyramid import build_pyramid
-from repro.models.vmamba import REVERSE, SS2D, VMamba, add_routes, official_state_dict, to_sequences
+from repro.models.vmamba import SS2D, VMamba, official_state_dict
 from repro.models.weights import read_official
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from tests.models import helpers
-from tests.models.helpers import below, load_official, read_data, relative
+from tests.models.helpers import below, load_official, read_data
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +33,6 @@ def released(truth) -> VMamba:
     model = VMamba(num_classes=int(truth["model_s2/config/num_classes"]), **shape(truth)).eval()
     load_official(model, below(truth, "model_s2/state_dict/"))
     return model
-
-
-def test_sequences_and_their_routes_are_the_official_ones(truth):
-    """Rows, columns, rows back, columns back, before the scan and after it."""
-    x, xs = truth["cross/x"], truth["cross/xs"]
-    sequences = to_sequences(x.permute(0, 2, 3, 1))
-    assert sequences.shape == (2, 20, 2, 3)
-    for k, back in enumerate(REVERSE):
-        route = sequences[:, :, k % 2].mT
-        assert torch.equal(route.flip(-1) if back else route, xs[:, k])
-    ys = truth["cross/ys"].flatten(3)
-    in_order = torch.stack([ys[:, k].flip(-1) if back else ys[:, k] for k, back in enumerate(REVERSE)], 1)
-    found = add_routes(in_order.permute(0, 3, 1, 2), x.shape[2:]).permute(0, 3, 1, 2)
-    assert relative(found, truth["cross/merged"]) < 1e-6
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
