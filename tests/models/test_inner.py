@@ -174,7 +174,9 @@ def test_multiply_adds_by_hand(model, width, depth):
 DAMPED = [InnerLoop(model=model, damping=True) for model in ("glu", "dwconv")]
 
 
-@pytest.mark.parametrize("loop", [*(InnerLoop(loss=loss) for loss in LOSSES[1:]), *DAMPED], ids=str)
+@pytest.mark.parametrize(
+    "loop", [*(InnerLoop(loss=loss) for loss in LOSSES[1:]), *DAMPED], ids=lambda loop: f"{loop.model}-{loop.loss}"
+)
 def test_a_prediction_without_error_takes_no_step_and_has_finite_gradients(loop):
     """For the dot product that is a value of 0, as of black images; the norm of a damped step has no gradient at 0."""
     weights, q, k, v, _ = draw(loop)
