@@ -77,6 +77,7 @@ def test_published_weights_and_files_of_timms_layout(monkeypatch, tmp_path):
     torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
     file = open_weights(tmp_path / "deit.pth", model=f"{DEIT}.fb_in1k")
     assert (file.name, file.model, file.num_classes) == (f"{DEIT}.fb_in1k", DEIT, 5)
+    assert file.preprocessing == fetched.preprocessing
     assert file.facts == {"weights_file": "deit.pth"}  # no options: nobody knows what the file was trained on
     image = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
