@@ -97,6 +97,7 @@ COMMANDS = {
     "evaluate --data digits --pretrained --model vittt_tiny_patch16_224": "vittt_tiny_patch16_224 timm",
     "evaluate --data digits --weights vit3.pth --model vit3_tiny_patch16_224": "vit3.pth ViT3",
     "evaluate --data digits --weights vit3.pth --model deit_tiny_patch16_224": "vit3.pth deit_tiny_patch16_224",
+    "evaluate --data digits --weights vit3.pth --model vit3_nano_patch16_144 --image-size 100": "100x100 16",
     "explain text.png": "text.png",
     "explain picture.png --probe ascent": "--probe",
     "explain picture.png -o out.pdf": "out.pdf PNG",
