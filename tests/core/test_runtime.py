@@ -82,6 +82,7 @@ def test_data_roots(tmp_path):
     (tmp_path / "params.yaml").write_text("runtime: {data_roots: {digits: data/digits, imagenet: /big/imagenet}}")
     paths = Paths(tmp_path)
     runtime = load_runtime(paths)
+    assert runtime.workers == 0  # by default the main process loads the data
     assert runtime.data_root(paths, "digits") == tmp_path / "data/digits"
     assert str(runtime.data_root(paths, "imagenet")) == "/big/imagenet"
     with pytest.raises(UserError, match=r"runtime\.data_roots\.coco: missing; say where the coco data set lies"):
