@@ -53,14 +53,7 @@ MODULES = ["repro.cli", "repro.runs.cells"]
 CHANGES = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "snapshot_epochs": [1]}
 _WEIGHTS = str(helpers.WEIGHTS)
-
-
-def read_cell(text: str) -> dict[str, Any]:
-    """The one cell of a text of params.yaml."""
-    ((cell,),) = (section.values() for section in yaml.safe_load(text).values())
-    return cell
-
-
+_SECTIONS = yaml.safe_load(helpers.DENSE) | yaml.safe_load(helpers.GENERATE)
 _T5 = {"model": "t5_nano_patch4_32", "options": {"depth": 1}, "batch_size": 32, "steps_per_epoch": 3, "drop_path": 0.0}
 _DIVERGING = {"lr": 1.0e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}
 _SHORT = {"steps_per_epoch": 2, "batch_size": 2}
@@ -73,9 +66,9 @@ CELLS: dict[str, Any] = {
     },
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
     "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/pretrain/teacher/weights.safetensors"}}},
-    "detect": {"killed": read_cell(helpers.DETECT) | _SHORT},
-    "segment": {"killed": read_cell(helpers.SEGMENT) | _SHORT},
-    "generate": {"killed": read_cell(helpers.GENERATE) | {"judge": {"weights": _WEIGHTS, "samples": 10}}},
+    "detect": {"killed": _SECTIONS["detect"]["nano"] | _SHORT},
+    "segment": {"killed": _SECTIONS["segment"]["nano"] | _SHORT},
+    "generate": {"killed": _SECTIONS["generate"]["nano"] | {"judge": {"weights": _WEIGHTS, "samples": 10}}},
 }
 KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS} | {"report": ("report",)}
 
@@ -109,7 +102,7 @@ class Campaign:
         self.root, self.folder = root, folder
         self.rows = root / ".runs" / "faults" / "rows.jsonl"
         runtime = PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}
-        data = PARAMS["prepare_data"] | yaml.safe_load(helpers.SCENES)["prepare_data"]
+        data = PARAMS["prepare_data"] | _SECTIONS["prepare_data"]
         params = PARAMS | CELLS | {"runtime": runtime, "prepare_data": data, "report": {}}
         self.base = make_base(folder, root, params)
         for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("pretrain", "--cell", "teacher")):
@@ -353,14 +346,11 @@ def read_params(paths: Paths) -> None:
 
 def are_equal(a: Any, b: Any) -> bool:
     """Whether two nests of tensors and plain values are the same, bit for bit."""
-    pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=False))
-    if len(pairs) != len(tree_leaves(b)) or len(pairs) != len(tree_leaves(a)):
-        return False
 
     def told(x: Any) -> Any:
         return (x.dtype, x.numpy().tobytes()) if isinstance(x, torch.Tensor) else repr(x)
 
-    return all(told(x) == told(y) for x, y in pairs)
+    return list(map(told, tree_leaves(a))) == list(map(told, tree_leaves(b)))
 
 
 def list_cases(kills: int, flips: int, files: int) -> list[str]:

@@ -20,7 +20,6 @@ import yaml
 from safetensors.torch import load_file
 
 from repro.core.hashing import FIRST_PARTY
-from repro.core.record import read_record
 from tests.conftest import ROOT
 from tests.stages import helpers
 
@@ -77,11 +76,6 @@ class Checkout:
     @property
     def results(self) -> Path:
         return self.root / "results" / "pretrain" / CELL
-
-    @property
-    def device(self) -> str:
-        """The device that the record names."""
-        return read_record(self.results / "metrics.json")["identity"]["device"]
 
     @property
     def states(self) -> list[Path]:

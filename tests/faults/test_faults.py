@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from repro.core.record import read_record
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
 
@@ -61,7 +62,9 @@ def test_a_killed_run_ends_with_the_same_bytes(lab, share, processes):
 
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_stops_two_processes_which_end_with_the_same_bytes(lab):
-    assert lab.begun_by_two and lab.whole[2].device.endswith(", 2 processes")
+    assert lab.begun_by_two
+    record = read_record(lab.whole[2].results / "metrics.json")
+    assert record["identity"]["device"].endswith(", 2 processes")
     assert lab.finish_run(lab.stop_run(signal.SIGTERM, 143, processes=2), 2) > 0
 
 
