@@ -1,9 +1,6 @@
 """COCO's numbers by hand, on hand-made annotation files; the task that trains, evaluates and draws."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +14,7 @@ from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.data_sets.made import annotation, block, compressed, image
 from tests.tasks.backbones import Pyramid
 from tests.tasks.test_detection_model import sample
@@ -54,22 +51,13 @@ def both(name):
 TRUTH = [(1, 7, 10, 10, 20, 20, 0), (1, 3, 40, 40, 50, 50, 0), (2, 7, 10, 10, 20, 20, 0)]
 
 
-def test_perfect_detections(tmp_path):
-    """20 x 20 pixels are small and 50 x 50 medium; nothing is large."""
-    file = write(tmp_path / "truth.json", TRUTH)
-    first, second = detections((1, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)), detections((1, 0.7, 10, 10, 20, 20))
-    results = to_results(1, first, IDS) + to_results(2, second, IDS)
-    assert json.loads(json.dumps(results)) == results
-    assert results[1]["category_id"] == 3 and results[1]["bbox"] == [40, 40, 50, 50]
-    metrics = coco_metrics(file, results)
-    for name in ("ap", "ap50", "ap75", "ap_small", "ap_medium"):
-        assert [metrics.pop(key) for key in both(name)] == pytest.approx([100, 100])
-    assert not metrics
-    assert first["boxes"][1].tolist() == [40, 40, 90, 90]  # what was given is as it was
-
-
+# 20 x 20 pixels are small and 50 x 50 medium; nothing is large
+KNOWN = ("ap", "ap50", "ap75", "ap_small", "ap_medium")
+RIGHT = [(1, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)], [(1, 0.7, 10, 10, 20, 20)]
 # objects, detections in each image, and the metrics of boxes and of masks
 BY_HAND = {
+    "all are right": (TRUTH, RIGHT, dict.fromkeys(KNOWN, (100, 100))),
+    "nothing is found": (TRUTH, [], dict.fromkeys(KNOWN, (0, 0))),
     # IoU 320 / 480, right up to 0.65, and then half the recall: 51 of 101 points
     "one of two is shifted by 4 of 20 pixels": (
         [TRUTH[0], TRUTH[2]],
@@ -92,10 +80,13 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("objects", "found", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_metrics_by_hand(tmp_path, objects, found, expected):
+def test_metrics_by_hand(tmp_path, capfd, objects, found, expected):
+    """Of results in plain types, for JSON; what has no objects is unknown, and nothing is printed."""
     shown = [(number, detections(*of_image)) for number, of_image in enumerate(found, 1)]
     results = [row for number, each in shown for row in to_results(number, each, IDS)]
+    assert json.loads(json.dumps(results)) == results
     metrics = coco_metrics(write(tmp_path / "truth.json", objects), results)
+    assert "ap_large_box_percent" not in metrics and capfd.readouterr().out == ""
     for name, numbers in expected.items():
         assert [metrics[key] for key in both(name)] == pytest.approx(numbers), name
 
@@ -128,10 +119,7 @@ def test_a_mask_is_as_large_as_itself(tmp_path):
     assert [metrics[key] for key in both("ap_small")] == pytest.approx([100, 50])
 
 
-def test_no_detections_are_zero_and_what_has_no_objects_is_unknown(tmp_path, capfd):
-    metrics = coco_metrics(write(tmp_path / "truth.json", TRUTH), [])
-    assert metrics == {key: 0.0 for name in ("ap", "ap50", "ap75", "ap_small", "ap_medium") for key in both(name)}
-    assert capfd.readouterr().out == ""
+def test_no_detections_are_no_results():
     empty = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0)}
     assert to_results(1, {**empty, "masks": torch.zeros(0, 5, 6).bool()}, IDS) == []
 
@@ -289,11 +277,9 @@ def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
     torch.save(learnt[0].model.state_dict(), tmp_path / "weights.pt")
     (tmp_path / "program.py").write_text(ON_RANKS)
     annotated(tmp_path / "truth.json")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for command in ([sys.executable], torchrun):
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 1800}
-        done = subprocess.run([*command, tmp_path / "program.py", tmp_path], **how)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
+    for launcher in ([], torchrun):
+        done = run_python(*launcher, str(tmp_path / "program.py"), str(tmp_path), PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stderr[-3000:]
     one, *two = [json.loads((tmp_path / name).read_text()) for name in ("1_0.json", "2_0.json", "2_1.json")]
     assert one["held_out_images"] == 2 and one["ap_box_percent"] > 10

@@ -24,9 +24,9 @@ from repro.tasks.generation.reference import KNOWN, ReferenceBatch
 from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, precision_recall
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
 from tests.models.helpers import read_data, relative
-from tests.models.test_dit import official_model
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def test_losses_equal_the_official_releases_and_the_bound_trains_the_variance_alone():
@@ -51,16 +51,6 @@ def test_the_respaced_reverse_step_equals_the_official_releases():
     for ours, name in ((found.mean, "mean"), (found.log_variance, "log_variance"), (found.x_start, "pred_xstart")):
         assert relative(ours, truth[name]) < 1e-5, name
     assert relative(chain.ddim_step(found, x, truth["t"]), truth["ddim_eta0"]) < 1e-5
-
-
-def test_guidance_equals_the_official_releases():
-    """The release carries the unconditional half along; what becomes of the other half is what counts."""
-    truth = read_data("dit3.npz", "model/cfg/")
-    half = len(truth["x"]) // 2
-    denoise = guide(official_model(read_data("dit3.npz", "model/")), null=10, scale=float(truth["scale"]), channels=3)
-    with torch.no_grad():
-        out = denoise(truth["x"][:half], truth["t"][:half], truth["y"][:half])
-    assert relative(out, truth["out"][:half]) < 1e-5
 
 
 def test_guidance_by_hand():
@@ -289,7 +279,6 @@ def inception(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_features_are_those_of_the_file(inception):
     path, sha256, module = inception("mixed_6")
     pictures = torch.randint(0, 256, (3, 3, 299, 299), dtype=torch.uint8)
@@ -318,7 +307,6 @@ def test_features_are_those_of_the_file(inception):
     assert scores["precision"] is None and scores["recall_reason"] == "needs 4 pictures of each"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
     path, sha256, _ = inception("other")
     tallies = [Tally(None, Inception(path, CPU, sha256)) for _ in range(2)]
@@ -343,7 +331,6 @@ def write_batch(path: Path, **changes) -> dict[str, np.ndarray]:
     return arrays
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scores_against_a_reference_batch(inception, tmp_path):
     path, sha256, _ = inception("mixed_6")
     judge = Inception(path, CPU, sha256)
@@ -387,7 +374,6 @@ WRONG_BATCHES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(("changes", "message"), WRONG_BATCHES, ids=[message for _, message in WRONG_BATCHES])
 def test_a_wrong_reference_batch_is_one_line(inception, tmp_path, changes, message):
     path, sha256, _ = inception("other")

@@ -1,10 +1,9 @@
 """Latents of a VAE as a data set, and the example in docs/ that makes them and exports a decoder."""
 
-import importlib.util
 import io
 import tarfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from docs.examples import sd_vae
 from repro.core.errors import RunError, UserError
 from repro.data.check.run import Depth, run_check
 from repro.data.classification import ImageFolder, eval_transform
@@ -118,13 +118,6 @@ class Vae(nn.Module):
         return SimpleNamespace(sample=F.interpolate(latents[:, :3], scale_factor=8.0))
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sd_vae", Path(__file__).parents[2] / "docs/examples/sd_vae.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp_path):
     """Pictures whose patches have one colour each: the latents, and those of the mirror image, are known."""
     rng, colours = np.random.default_rng(0), {}
@@ -135,7 +128,7 @@ def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(colours[split, name, number].repeat(8, 0).repeat(8, 1)).save(file)
     how = {"kind": "folder", "image_size": 32, "batch_size": 2}
-    load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
+    sd_vae.write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
     tree = scan_tree(tmp_path / "latents", "latents")
     assert tree.classes == ("cat", "dog")
     assert {split: len(own.names) for split, own in tree.splits.items()} == {"train": 3, "val": 2}
@@ -146,17 +139,16 @@ def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp
         np.testing.assert_allclose(found[0, :3], expected, atol=1e-3)
         np.testing.assert_allclose(found[1, :3], expected[..., ::-1], atol=1e-3)
         np.save(file, np.zeros((4, 4, 4), np.float16))
-    load_example().write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
+    sd_vae.write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
     # what is there is not made again
     assert not any(np.load(file).any() for file in (tmp_path / "latents").rglob("*.npy"))
 
 
 def test_the_decoder_of_the_example_is_one_that_drawing_takes(tmp_path, monkeypatch):
-    module, file = load_example(), tmp_path / "decoder.pt2"
-    vae = Vae()
+    vae, file = Vae(), tmp_path / "decoder.pt2"
     vae.config = SimpleNamespace(block_out_channels=(1, 1, 1, 1), latent_channels=4)
-    monkeypatch.setattr(module, "open_vae", lambda name: vae)
-    module.decoder("any", file, image_size=32)
+    monkeypatch.setattr(sd_vae, "open_vae", lambda name: vae)
+    sd_vae.decoder("any", file, image_size=32)
     decode = open_decoder(file, InputSettings(image_size=32, latents=LatentSettings()), CPU, tmp_path)
     latents = torch.rand(3, 4, 4, 4) * 2 - 1
     assert torch.equal(decode(latents * 0.18215), to_pictures(F.interpolate(latents[:, :3], scale_factor=8.0)))

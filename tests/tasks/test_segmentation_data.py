@@ -92,15 +92,6 @@ def test_evaluation_samples_are_mmsegmentations(tree, theirs):
     assert image.shape == (3, 64, 128) and labels.shape == (40, 64)
 
 
-def test_value_0_is_ignored_and_the_others_are_one_less(tree):
-    dataset = samples(tree, training=False, split="val")
-    _, values = dataset.pairs.read(0)
-    _, labels = dataset[0, 0]
-    assert (values == 0).any() and values.max() > 100
-    assert np.array_equal(labels.numpy(), np.where(values == 0, IGNORED, values.astype(int) - 1))
-    assert labels.dtype == torch.uint8
-
-
 @pytest.mark.parametrize("photometric", [True, False])
 def test_colours_change_in_training_only_where_asked(tree, photometric):
     """Without a change of size, a flip or a crop, a training sample is the picture itself, but for its colours."""

@@ -1,8 +1,6 @@
 """UperNet: its size, its losses and its windows, by hand; and what mmsegmentation prints."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from repro.tasks.segmentation.openmmlab import mmengine, mmseg
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.task import label_map
 from repro.tasks.segmentation.upernet import build_upernet
+from tests.conftest import run_python
 from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, NARROW, Pyramid, list_unreached
 
 
@@ -90,36 +89,32 @@ def test_class_weights_are_one_for_each_class():
 
 # the last window of an axis is shifted inside: 0, 21, 42 -> 32 and 0, 21 -> 8 (64 and 40 pixels, windows of 32)
 @pytest.mark.parametrize(
-    ("height", "width", "tops", "lefts"),
-    [(32, 64, [0], [0, 21, 32]), (40, 64, [0, 8], [0, 21, 32]), (32, 32, [0], [0])],
+    ("window", "stride", "size", "tops", "lefts"),
+    [
+        (32, 21, (32, 64), [0], [0, 21, 32]),
+        (32, 21, (40, 64), [0, 8], [0, 21, 32]),
+        (32, 21, (32, 32), [0], [0]),
+        # the whole image is seen at once without a stride, and where it is smaller than a window
+        (32, None, (32, 64), [0], [0]),
+        (32, None, (96, 160), [0], [0]),
+        (96, 64, (32, 64), [0], [0]),
+    ],
 )
 @torch.no_grad()
-def test_windows_are_averaged_resized_and_the_largest_logit_taken(height, width, tops, lefts):
-    model = small()
-    image = torch.randn(1, 3, height, width)
-    total, count = torch.zeros(1, 3, height, width), torch.zeros(height, width)
+def test_windows_are_averaged_resized_and_the_largest_logit_taken(window, stride, size, tops, lefts):
+    model, image = small(window=window, stride=stride), torch.randn(1, 3, *size)
+    seen = (window, window) if stride == 21 else size
+    total, count = torch.zeros(1, 3, *size), torch.zeros(size)
     for top in tops:
         for left in lefts:
-            window = image[..., top : top + 32, left : left + 32]
-            total[..., top : top + 32, left : left + 32] += F.interpolate(model(window), size=(32, 32), mode="bilinear")
-            count[top : top + 32, left : left + 32] += 1
+            place = ..., slice(top, top + seen[0]), slice(left, left + seen[1])
+            total[place] += F.interpolate(model(image[place]), size=seen, mode="bilinear")
+            count[place] += 1
     expected = F.interpolate(total / count, size=(50, 101), mode="bilinear")
     assert torch.equal(label_map(model, image, (50, 101)), expected.argmax(1)[0])
-    found = model.predict(image, [mmseg.structures.SegDataSample(metainfo={"ori_shape": (50, 101)})])[0].seg_logits.data
+    sample = mmseg.structures.SegDataSample(metainfo={"ori_shape": (50, 101), "img_shape": size})
+    found = model.predict(image, [sample])[0].seg_logits.data
     torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("window", "stride", "height", "width"),
-    [(32, None, 32, 64), (32, None, 96, 160), (96, 64, 32, 64)],
-    ids=["without a stride", "without a stride and large", "smaller than a window"],
-)
-def test_the_whole_image_is_seen_at_once(window, stride, height, width):
-    model, image = small(window=window, stride=stride), torch.randn(1, 3, height, width)
-    logits = F.interpolate(model(image), size=(height, width), mode="bilinear")
-    expected = F.interpolate(logits, size=(20, 40), mode="bilinear").argmax(1)[0]
-    assert torch.equal(label_map(model, image, (20, 40)), expected)
 
 
 @pytest.mark.parametrize(("name", "options", "channels"), HIERARCHICAL)
@@ -152,12 +147,11 @@ def test_importing_and_building_says_nothing():
         "backbone = torch.nn.Conv2d(3, 8, 1); backbone.channels = (8,) * 4\n"
         "build_upernet(backbone, UperNetParams(channels=8, aux_channels=4), num_classes=2, window=32, stride=32)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == done.stderr == ""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_params_import_nothing_heavy():
     heavy = ("torch", "mmseg", "mmcv", "cv2", "numpy")
     code = f"import sys, repro.tasks.segmentation.params; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"
