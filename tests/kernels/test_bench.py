@@ -177,29 +177,23 @@ def test_bytes_are_those_of_the_tensors_that_grow_with_t(name):
     assert sizes.bytes(BOTH_PASSES) == (read + written) + (read + written) + read
 
 
-def test_flop_of_ttt_linear():
-    """One head of 64, T = 32, two directions, one sample: two chunks of 16."""
-    sizes = ttt_linear_cases.Sizes(batch=1, tokens=32, heads=1)
-    products = 3 * 16 * 64 * 64 + 2 * 16 * 16 * 64  # KW, QW, KᵀG; QKᵀ, AG: multiply-adds of a chunk
-    assert sizes.flop(FORWARD) == 2 * 2 * 2 * products
-    last_update = 2 * 16 * 64 * 64  # nothing depends on the state after the last chunk: two products less
-    assert sizes.flop(BOTH_PASSES) == 3 * sizes.flop(FORWARD) - 2 * 2 * last_update
+# multiply-adds forward, and of the backward pass alone
+FLOPS = {
+    # Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N in each direction or route, twice that back
+    "the selective scan": (
+        selective_scan_cases.Sizes(batch=2, tokens=10, channels=32),
+        (3 + 1) * (2 * 10 * 2 * 32 * 16),
+        2 * (3 + 1) * (2 * 10 * 2 * 32 * 16),
+    ),
+    "VMamba's routes": (ROUTES, (3 + 1) * (2 * 10 * 4 * 32), 2 * (3 + 1) * (2 * 10 * 4 * 32)),
+    # of 640 tokens and channels: 2 sums in 2 directions, and the token itself in both sums
+    "Bi-WKV": (WKVSizes(batch=2, tokens=10, channels=32), (2 * 2 + 2) * 640, (6 + 2 + 1 + 2 + 2 + 4) * 640),
+}
 
 
-def test_flop_of_the_selective_scan():
-    """Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N multiply-adds in each direction or route, twice that back."""
-    vim = selective_scan_cases.Sizes(batch=2, tokens=10, channels=32)
-    assert vim.flop(FORWARD) == 2 * (3 + 1) * (2 * 10 * 2 * 32 * 16)
-    assert vim.flop(BOTH_PASSES) == 3 * vim.flop(FORWARD)
-    assert ROUTES.flop(FORWARD) == 2 * (3 + 1) * (2 * 10 * 4 * 32)
-
-
-def test_flop_of_bi_wkv():
-    """Two samples, T = 10, 32 channels: the multiply-adds of a token and channel by hand."""
-    sizes = WKVSizes(batch=2, tokens=10, channels=32)
-    # 2 sums in 2 directions, and the token itself in both sums
-    assert sizes.flop(FORWARD) == 2 * (2 * 2 + 2) * 640
-    assert sizes.flop(BOTH_PASSES) - sizes.flop(FORWARD) == 2 * (6 + 2 + 1 + 2 + 2 + 4) * 640
+@pytest.mark.parametrize(("sizes", "forward", "backward"), FLOPS.values(), ids=FLOPS)
+def test_flop_by_hand(sizes, forward, backward):
+    assert (sizes.flop(FORWARD), sizes.flop(BOTH_PASSES)) == (2 * forward, 2 * (forward + backward))
 
 
 @pytest.mark.parametrize(("levels", "tokens", "queries"), [(1, 12, 64), (3, 64, 12)])

@@ -1,15 +1,14 @@
 """The reference of Bi-WKV against the release's tensors, and its kernel's semantics."""
 
 import math
-from pathlib import Path
 
-import numpy as np
 import torch
 
 from kernels.bi_wkv.reference import bi_wkv_formula
 from kernels.tools.check import relative_error
+from tests.models.helpers import read_data
 
-DATA = {name: torch.from_numpy(x) for name, x in np.load(Path(__file__).parents[1] / "data" / "vrwkv_wkv.npz").items()}
+DATA = read_data("vrwkv_wkv.npz")
 INPUTS = [DATA[name] for name in ("w_over_T", "u_over_T", "k", "v")]
 
 

@@ -12,14 +12,11 @@ import torch
 
 from kernels import dispatch, selected_backend
 from kernels.around import triton_fwd as around_fwd
-from kernels.bi_wkv import triton_fwd as wkv_fwd
-from kernels.ms_deform_attn import triton_bwd as attn_bwd
-from kernels.ms_deform_attn import triton_fwd as attn_fwd
 from kernels.selective_scan import triton_bwd as scan_bwd
 from kernels.tools import check, resources
-from kernels.tools.operators import INTERPRETED, OPERATORS
-from kernels.ttt_linear import triton_bwd, triton_fwd
-from tests.slow import first, slow
+from kernels.tools.operators import OPERATORS
+from kernels.ttt_linear import triton_fwd
+from tests.slow import slow
 
 RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resources.json"
 
@@ -29,17 +26,8 @@ def record():
     return json.loads(RECORD.read_text())["metrics"]
 
 
-# `make test` compiles two-byte elements for the newest target, `make test-all` everything for every target
-TARGETS = first(sorted(resources.TARGETS, reverse=True))
-DTYPES = first(["bf16", *(dtype for dtype in check.DTYPES if dtype != "bf16")])
-
-
 def spills(row):
     return row["stack_bytes"], row["instructions"]["LDL"], row["instructions"]["STL"]
-
-
-def test_they_are_compiled():
-    assert not INTERPRETED, "TRITON_INTERPRET is set: run this file without it"
 
 
 def test_the_state_s_gradient_is_read_after_a_barrier():
@@ -62,18 +50,72 @@ def test_the_record_is_of_these_kernels(record, name):
     assert [{key: row[key] for key in labels} for row, labels in zip(rows, expected, strict=True)] == expected
 
 
+# (kernel, target) -> stack bytes of a default config. TTT-Linear's are of two-byte elements at D = 64 and chunk size 16:
+# in one pass three programs share a multiprocessor for that, and there is one wave where there were two; the pass BACK
+# loads three stages ahead, which fits sm_90. The scan is a few registers short.
+MOST_SPILLED = {("ttt_linear_backward", f"sm_{target}"): 288 for target in resources.TARGETS}
+MOST_SPILLED |= {("ttt_linear_backward_back", "sm_80"): 176, ("ttt_linear_backward_back", "sm_89"): 104}
+MOST_SPILLED |= {("selective_scan_backward", "sm_80"): 128}
+
+
 def test_the_default_configs_in_the_record_have_no_spills(record):
-    """Except fp32 tiles and large chunks of TTT-Linear, MOST_SPILLED, and the scan on sm_80, short of registers."""
-    rows = [row for row in record["rows"] if row["default"]]
-    expected = []
-    for row in rows:
-        chunks = row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)
-        if (row["kernel"], row["target"]) == ("selective_scan_backward", "sm_80"):
-            assert row["stack_bytes"] <= 128
-        elif not chunks and row["kernel"] not in MOST_SPILLED:
-            expected.append(row)
-    assert {row["operator"] for row in expected} == set(OPERATORS)
-    assert {spills(row) for row in expected} == {(0, 0, 0)}
+    """Except fp32 tiles and other chunks of TTT-Linear, and where `MOST_SPILLED` says how many bytes."""
+    operators = set()
+    for row in record["rows"]:
+        tiles = row["operator"] == "ttt_linear" and (row["dtype"] == "fp32" or row["config"]["chunk_size"] != 16)
+        if row["default"] and not tiles:
+            allowed = MOST_SPILLED.get((row["kernel"], row["target"]), 0)
+            assert row["stack_bytes"] <= allowed and (allowed or spills(row) == (0, 0, 0)), row
+            operators.add(row["operator"])
+    assert operators == set(OPERATORS)
+
+
+def defaults(record, operator, **config):
+    """The rows of an operator's default configs that have these values."""
+    rows = [row for row in record["rows"] if row["default"] and row["operator"] == operator]
+    rows = [row for row in rows if config.items() <= row["config"].items()]
+    assert rows
+    return rows
+
+
+def test_products_of_ttt_linear_are_those_of_tensor_cores_in_two_byte_elements_alone(record):
+    for row in defaults(record, "ttt_linear", chunk_size=16):
+        counts = row["instructions"]
+        assert bool(row["loops"]) == (row["kernel"] != "ttt_linear_forward_output")  # which has one block of tokens
+        if row["dtype"] == "fp32":
+            assert counts["HMMA"] == counts["HGMMA"] == 0  # ieee products
+        else:
+            assert counts["HGMMA" if row["target"] == "sm_90" else "HMMA"] > 0
+
+
+def test_the_selective_scan_exchanges_little_between_threads(record):
+    assert all(row["loops"] and row["shared_bytes"] <= 4096 for row in defaults(record, "selective_scan"))
+    # VMamba's one state: several tokens at once, and sums over channels of dB and dC, of 32 threads, five steps each
+    for row in defaults(record, "selective_scan", state_dim=1):
+        sums = 2 * 5 * scan_bwd.span(1) if row["kernel"] == "selective_scan_backward" else 0
+        assert max(loop["SHFL"] for loop in row["loops"]) == sums and row["shared_bytes"] == 0
+        assert row["registers"] <= 240
+    rows = defaults(record, "selective_scan", state_dim=16)
+    loops = {row["kernel"]: row["loops"] for row in rows if (row["dtype"], row["target"]) == ("bf16", "sm_90")}
+    # a thread has all states of its channel: a few shuffles exchange the layout of loaded rows
+    (whole, *_), (segment, *_) = loops["selective_scan_forward"], loops["selective_scan_forward_segments"]
+    assert whole["SHFL"] <= 8
+    # the state that a segment starts from comes in the layout of the decays, else exchanged at every token
+    assert segment["instructions"] <= 1.05 * whole["instructions"] and segment["BAR"] == whole["BAR"]
+    # backward, a token has three sums over states, two steps for each of four values a thread, and two over channels,
+    # three steps each
+    most = max(loop["SHFL"] for loop in loops["selective_scan_backward"])
+    assert most == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
+
+
+def test_bi_wkv_and_deformable_attention_exchange_little_between_threads(record):
+    """A channel of Bi-WKV is one thread's; attention has one loop for each stretch of the order, or for each level."""
+    for row in defaults(record, "bi_wkv"):
+        assert row["loops"] and row["registers"] <= 128 and row["shared_bytes"] == 0
+        assert sum(loop[kind] for loop in row["loops"] for kind in ("BAR", "SHFL")) == 0
+    for row in defaults(record, "ms_deform_attn"):
+        assert len(row["loops"]) == (2 if row["kernel"].endswith("value") else 3)
+        assert row["registers"] <= 128 and row["shared_bytes"] <= 2048
 
 
 def test_the_shared_memory_in_the_record_is_what_the_table_says(record):
@@ -145,54 +187,45 @@ def test_instructions_and_loops_are_read_from_a_listing():
     assert loops == [(0, 4), (1, 3)]
 
 
-# Every operator's candidates differ; the first one is the default.
-
-CANDIDATES = {
-    "ttt_linear": [
-        module.configs(dtype, chunk_size, width)
-        for module in (triton_fwd, triton_bwd)
-        for dtype in check.DTYPES.values()
-        for chunk_size in triton_fwd.CHUNK_SIZES
-        for width in triton_fwd.WIDTHS
-    ],
-    "bi_wkv": [wkv_fwd.configs()],
-    "ms_deform_attn": [module.configs(head_dim) for module in (attn_fwd, attn_bwd) for head_dim in (1, 5, 32, 64, 256)],
-}
+SIZES = {name: [{}] for name in OPERATORS} | {"ms_deform_attn": [{"head_dim": width} for width in (1, 5, 32, 64, 256)]}
+PAIRS = itertools.product(triton_fwd.CHUNK_SIZES, triton_fwd.WIDTHS)
+SIZES |= {"ttt_linear": [{"chunk_size": chunk_size, "width": width} for chunk_size, width in PAIRS]}
 
 
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_configs_differ(name):
-    for candidates in CANDIDATES[name]:
-        assert 1 <= len({str(config) for config in candidates}) == len(candidates) <= 4
+    cases = OPERATORS[name]
+    for options, dtype in itertools.product(SIZES[name], check.DTYPES.values()):
+        for find, _, _ in cases.KERNELS.values():
+            candidates = list(map(resources.describe, find(*cases.compile_time(dtype, **options)[2])))
+            assert all(a != b for a, b in itertools.combinations(candidates, 2)), candidates
+
+
+def find_cases(kernel):
+    return next(cases for cases in OPERATORS.values() if kernel in cases.KERNELS)
+
+
+# what the compiler that is here makes of some kernels, and of sizes that the record lacks: the widths of ViT-Adapters, the
+# widest that there may be, and one that is no power of two
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "target", "options"),
+    [
+        ("ttt_linear_forward", "bf16", 90, {}),
+        ("selective_scan_backward", "bf16", 90, {}),
+        slow("selective_scan_backward", "bf16", 80, {"state_dim": 1, "gate": False, "sequences": 2}),
+        ("bi_wkv_backward_segments", "bf16", 90, {}),
+        slow("bi_wkv_forward_keeping_states", "fp16", 80, {}),
+        slow("ms_deform_attn_forward", "fp32", 80, {"head_dim": 256}),
+        ("ms_deform_attn_backward_points", "bf16", 90, {"head_dim": 64}),
+        slow("ms_deform_attn_backward_value", "fp16", 80, {"head_dim": 48}),
+    ],
+)
+def test_it_compiles_without_spills(kernel, dtype, target, options):
+    found = find_cases(kernel).compilation(kernel, dtype, **options).read(target)
+    assert found["loops"] and spills(found) == (0, 0, 0)
 
 
 # TTT-Linear
-
-# Kernel -> target -> stack bytes of a default config in two-byte elements at D = 64 and chunk size 16. In one pass
-# three programs share a multiprocessor for that, and there is one wave where there were two; the pass BACK loads three
-# stages ahead, which fits sm_90.
-MOST_SPILLED = {"ttt_linear_backward_back": {80: 176, 89: 104}}
-MOST_SPILLED["ttt_linear_backward"] = dict.fromkeys(resources.TARGETS, 288)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", OPERATORS["ttt_linear"].KERNELS)
-def test_ttt_linear_compiles(kernel, dtype, target):
-    """Without spills, except where `MOST_SPILLED` says how many bytes."""
-    cases = OPERATORS["ttt_linear"]
-    if not cases.KERNELS[kernel][0](*cases.compile_time(check.DTYPES[dtype])[2]):
-        pytest.skip("the two phases of the forward pass are not written for fp32")
-    found = OPERATORS["ttt_linear"].compilation(kernel, dtype).read(target)
-    counts = found["instructions"]
-    assert counts["BAR"] > 0  # the disassembly was read
-    assert bool(found["loops"]) == (kernel != "ttt_linear_forward_output")  # whose program has one block of tokens
-    if dtype == "fp32":
-        assert counts["HMMA"] == counts["HGMMA"] == 0  # ieee products
-    else:
-        allowed = MOST_SPILLED.get(kernel, {}).get(target, 0)
-        assert found["stack_bytes"] <= allowed and counts["HGMMA" if target == 90 else "HMMA"] > 0
-        assert allowed or spills(found) == (0, 0, 0)
 
 
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included
@@ -239,82 +272,6 @@ def test_sizes_that_triton_does_not_take(chunk_size, head_dim, dtype, backend):
     assert selected_backend("auto", "cuda", head_dim=head_dim, chunk_size=chunk_size, dtype=dtype) == backend
 
 
-# The selective scan
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kernel", ["forward_keeping_states", "forward_segments", "forward_ends", "forward_starts", "backward"]
-)
-def test_the_selective_scan_compiles_without_spills(kernel, dtype, target):
-    found = OPERATORS["selective_scan"].compilation(f"selective_scan_{kernel}", dtype).read(target)
-    assert found["loops"] and found["shared_bytes"] <= 4096
-    if (kernel, target) == ("backward", 80):  # its 255 registers are a few too few
-        assert found["stack_bytes"] <= 128
-    else:
-        assert spills(found) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(("dtype", "target"), [("bf16", 90), slow("bf16", 80), slow("fp16", 89), slow("fp32", 90)])
-@pytest.mark.parametrize("kernel", ["selective_scan_forward", "selective_scan_backward"])
-def test_the_scan_of_one_state_compiles_without_spills(kernel, dtype, target):
-    """VMamba's: several tokens at once, nothing between threads but the sums over channels of dB and dC."""
-    found = OPERATORS["selective_scan"].compilation(kernel, dtype, state_dim=1, gate=False, sequences=2).read(target)
-    assert found["loops"] and found["shared_bytes"] == 0 and spills(found) == (0, 0, 0)
-    sums = 2 * 5 * scan_bwd.span(1) if kernel == "selective_scan_backward" else 0  # of 32 threads, five steps each
-    assert max(loop["SHFL"] for loop in found["loops"]) == sums
-    assert found["registers"] <= 240
-
-
-def test_a_token_of_a_segment_costs_what_others_do():
-    """The state that it starts from comes in the layout of the decays, which would else be exchanged at every token."""
-    one, names = OPERATORS["selective_scan"].compilation, ("selective_scan_forward", "selective_scan_forward_segments")
-    whole, segment = (one(name, "bf16").read(90)["loops"][0] for name in names)
-    assert segment["instructions"] <= 1.05 * whole["instructions"] and segment["BAR"] == whole["BAR"]
-
-
-def test_sums_of_the_selective_scan_take_few_shuffles():
-    """Forward, a thread has all states of its channel: a few shuffles exchange the layout of loaded rows. Backward, a
-    token has three
-    sums over states, two steps for each of four values a thread, and two over channels, three steps each.
-    """
-    one = OPERATORS["selective_scan"].compilation
-    forward, backward = (one(f"selective_scan_{name}", "bf16").read(90) for name in ("forward", "backward"))
-    assert forward["loops"][0]["SHFL"] <= 8
-    assert max(loop["SHFL"] for loop in backward["loops"]) == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
-
-
-# Bi-WKV and deformable attention: every dtype and every target, the most used pair with every kernel; the widths of the
-# ViT-Adapters, the widest that there may be, and one that is no power of two
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "target", "options"),
-    [
-        ("bi_wkv_forward", "bf16", 90, {}),
-        ("bi_wkv_backward_segments", "bf16", 90, {}),
-        slow("bi_wkv_forward_keeping_states", "fp16", 80, {}),
-        slow("bi_wkv_backward", "fp32", 89, {}),
-        ("ms_deform_attn_forward", "bf16", 90, {"head_dim": 32}),
-        slow("ms_deform_attn_forward", "fp32", 80, {"head_dim": 256}),
-        ("ms_deform_attn_backward_points", "bf16", 90, {"head_dim": 64}),
-        slow("ms_deform_attn_backward_points", "fp32", 89, {"head_dim": 32}),
-        ("ms_deform_attn_backward_value", "bf16", 90, {"head_dim": 32}),
-        slow("ms_deform_attn_backward_value", "fp16", 80, {"head_dim": 48}),
-    ],
-)
-def test_it_compiles_without_spills(kernel, dtype, target, options):
-    name = "bi_wkv" if kernel.startswith("bi_wkv") else "ms_deform_attn"
-    found = OPERATORS[name].compilation(kernel, dtype, **options).read(target)
-    assert found["loops"] and spills(found) == (0, 0, 0) and found["registers"] <= 128
-    assert found["shared_bytes"] <= (0 if name == "bi_wkv" else 2048)
-    if name == "bi_wkv":  # a channel is one thread's: nothing passes between threads but the one decision at the start
-        assert sum(loop[kind] for loop in found["loops"] for kind in ("BAR", "SHFL")) == 0
-    else:  # one loop for each stretch of the order, or for each level
-        assert len(found["loops"]) == (2 if kernel.endswith("value") else 3)
-
-
 # Around the scan
 
 
@@ -333,8 +290,7 @@ def test_the_product_reads_x_once():
 @pytest.mark.parametrize("kernel", ["scan_convs_forward", slow("scan_convs_backward"), "gated_norm_forward"])
 def test_slices_are_loaded_by_sixteen_bytes(kernel):
     """Their rows are multiples of 16 numbers apart, as `Constants.in_weight` has them. Single ones are not loaded."""
-    cases = next(cases for cases in OPERATORS.values() if kernel in cases.KERNELS)
-    found = load_widths(cases.compilation(kernel, "bf16"))
+    found = load_widths(find_cases(kernel).compilation(kernel, "bf16"))
     assert found["LDG.E.128"] > 0 and not {"LDG.E.U16", "LDG.E.S16", "LDG.E"} & set(found)
 
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import os
-import subprocess
 import sys
 
 import numba
@@ -18,6 +16,8 @@ from kernels.selective_scan.op import selected_backend
 from kernels.tools import around_cases, check
 from kernels.tools.operators import OPERATORS
 from repro.models import fused_block
+from tests.conftest import run_python
+from tests.models.helpers import shaken
 
 BITS = """
 import hashlib, torch
@@ -142,12 +142,15 @@ def test_where_numba_cannot_run():
     assert cases.select("auto", dataclasses.replace(cases.SMALL, head_dim=10), torch.float32, "cpu") == "torch"
 
 
+def make_model(**options):
+    torch.manual_seed(0)
+    options = {"depth": 1, "embed_dim": 64, "num_heads": 1, "img_size": 48} | options
+    return shaken(timm.create_model("vittt_nano_patch16_144", **options)).eval()
+
+
 def test_a_block_of_vittt():
     """Inference by loops is the plain path but for rounding; hooks, training and gradients see the modules."""
-    torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", depth=2, embed_dim=64, num_heads=1, img_size=80).eval()
-    for parameter in model.parameters():  # away from the zeros and ones of the start
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    model = make_model(depth=2, img_size=80)
     images, block, tokens = torch.randn(2, 3, 48, 112), model.blocks[0], torch.zeros(1)
     with torch.no_grad():
         assert fused_block.find_backend(block, tokens)
@@ -174,9 +177,7 @@ def test_a_layer_that_is_watched_or_replaced_is_called():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=64, num_heads=1, img_size=48).eval()
-    (block,), tokens, seen = model.blocks, torch.randn(1, 9, 64), []
+    (block,), tokens, seen = make_model().blocks, torch.randn(1, 9, 64), []
     with torch.no_grad():
         hook = block.mlp.register_forward_hook(lambda *_: seen.append(1))
         before = block(tokens, (3, 3))
@@ -190,9 +191,7 @@ def test_a_layer_that_is_watched_or_replaced_is_called():
 
 @pytest.mark.parametrize("other", [{"pool": "head"}, {"design": "dual"}, {"reading": "swiglu_bias=false"}], ids=str)
 def test_another_kind_of_block_is_frozen_as_it_is(other):
-    torch.manual_seed(0)
-    model = timm.create_model("vittt_nano_patch16_144", depth=1, embed_dim=64, num_heads=1, img_size=48, **other).eval()
-    images = torch.randn(1, 3, 48, 48)
+    model, images = make_model(**other), torch.randn(1, 3, 48, 48)
     with torch.no_grad():
         expected = model(images)
         assert torch.equal(model.freeze()(images), expected)
@@ -201,8 +200,7 @@ def test_another_kind_of_block_is_frozen_as_it_is(other):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forked_child_computes_alone(threads):
     """GNU's OpenMP would end it; and numba's threads leave PyTorch's number of them as it was."""
-    run = [sys.executable, "-c", FORK.format(threads=threads)]
-    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.split() == [str(threads), "0"]
+    assert run_python("-c", FORK.format(threads=threads)).stdout.split() == [str(threads), "0"]
 
 
 @pytest.mark.parametrize("module", [cpu_around, cpu_learner, cpu_scan, cpu_wkv])
@@ -215,7 +213,5 @@ def test_what_loops_call_is_inlined(module):
 
 @pytest.mark.slow
 def test_the_process_that_compiles_computes_the_bits_of_the_others(tmp_path):
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", BITS]
-    first, second = (subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(2))
-    assert first.stdout == second.stdout
+    first, second = (run_python("-c", BITS, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert first.stdout == second.stdout != "", second.stderr

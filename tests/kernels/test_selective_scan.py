@@ -1,8 +1,5 @@
 """What is the selective scan's own: the releases' tensors, routes, the gate, tiles, large steps, its errors."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,10 +11,10 @@ from kernels.tools import check
 from kernels.tools.check import differentiate, relative_error, relative_errors
 from kernels.tools.selective_scan_cases import CASES as cases
 from kernels.tools.selective_scan_cases import VMAMBA, Sizes
+from tests.models.helpers import read_data
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
-DATA = Path(__file__).parents[1] / "data"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 
 
@@ -31,8 +28,7 @@ def assert_near_reference(sizes, inputs=None, limit=1e-9):
 @pytest.mark.parametrize(("release", "routes"), [("vmamba", 4), ("mambavision", 1)])
 def test_scan_of_hierarchical_releases(release, routes):
     """VMamba's four routes of one state, MambaVision's one of eight: output and gradients. Routes are channels."""
-    stored = {key: torch.from_numpy(x) for key, x in np.load(DATA / f"{release}.npz").items() if key[:5] == "scan/"}
-    data = {key.removeprefix("scan/"): x for key, x in stored.items()}
+    data = read_data(f"{release}.npz", "scan/")
 
     def by_route(name, x):
         if name in ("u", "delta", "out"):

@@ -1,21 +1,16 @@
 """The reference of the selective scan against the official release and a sum without a recurrence."""
 
-from pathlib import Path
-
-import numpy as np
 import torch
 
 from kernels.selective_scan.reference import selective_scan_recurrence
 from kernels.tools.check import relative_error
 from kernels.tools.selective_scan_cases import CASES, Sizes, one_direction
-
-OFFICIAL = Path(__file__).parents[1] / "data" / "vim_scan.npz"
+from tests.models.helpers import read_data
 
 
 def test_official_release():
     """The release has channels before tokens."""
-    data = {key.split("/")[-1]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items()}
-    assert data["delta_softplus"]
+    data = read_data("vim_scan.npz") | read_data("vim_scan.npz", "inputs/")
     u, delta, B, C, z = (data[name].mT for name in ("u", "delta", "B", "C", "z"))
     rest = data["D"], z, data["delta_bias"]
     out, last = selective_scan_recurrence(u, delta, data["A"], B, C, *rest, return_last_state=True)

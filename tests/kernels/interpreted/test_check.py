@@ -9,6 +9,8 @@ import torch
 
 from kernels.selective_scan import selective_scan
 from kernels.tools import check
+from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
+from kernels.tools.ms_deform_attn_cases import Sizes as AttentionSizes
 from kernels.tools.operators import OPERATORS
 from kernels.tools.resources import describe
 from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
@@ -57,6 +59,23 @@ def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
     assert sum(check_ is check.compile_op for _, check_, _, _ in plan) == 1
     limits = [cases.limit(name, check.DTYPES[given[3]], given[2]) for given, _ in compared for name in cases.INPUTS]
     assert max(limits) <= 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "numbers"),
+    [
+        ("bi_wkv", WKVSizes(batch=1, tokens=19, channels=35), (1, 3)),
+        ("ms_deform_attn", AttentionSizes(batch=1, tokens=12, heads=2, head_dim=24, points=2), (1, 2, 3)),
+    ],
+)
+def test_other_configs_give_the_same(name, sizes, numbers):
+    cases = OPERATORS[name]
+    how = cases, cases.draw(0, sizes), torch.float32, sizes
+    default = check.run_kernels(*how)
+    for number in numbers:
+        other = check.run_kernels(*how, *(configs[number % len(configs)] for configs in cases.configs(torch.float32)))
+        assert max(check.relative_errors(other, default, 1.0).values()) < 2e-6
 
 
 def test_a_check_that_breaks_is_a_row(monkeypatch):

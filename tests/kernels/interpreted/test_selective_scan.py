@@ -1,7 +1,6 @@
 """What is the selective scan's own: groups and segments of tokens, small steps, strides that are not copied."""
 
 import functools
-import itertools
 import math
 
 import pytest
@@ -20,29 +19,29 @@ INPUTS, draw = cases.INPUTS, cases.draw
 
 @pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
 @pytest.mark.parametrize(
-    ("batch", "tokens", "channels", "options"), [(2, 5, 33, {}), (1, 19, 8, {}), (1, 19, 33, VMAMBA)]
+    ("segment", "batch", "tokens", "channels", "options"),
+    [
+        # two blocks of channels of which one is short, and one or three groups of tokens
+        (None, 2, 5, 33, {}),
+        (None, 1, 19, 8, {}),
+        (None, 1, 19, 33, VMAMBA),
+        # three to five segments, the last full, short or of one token, with two groups each
+        (16, 1, 53, 33, {}),
+        slow(16, 2, 48, 8, {}),
+        slow(16, 1, 79, 40, VMAMBA),
+        slow(16, 2, 49, 8, MAMBAVISION),
+    ],
 )
-def test_groups_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
-    """Two blocks of channels of which one is short, and three groups of tokens, of Vim and of VMamba."""
+def test_groups_and_segments_of_tokens_join(monkeypatch, segment, batch, tokens, channels, options, dtype):
+    """Output and every gradient."""
     monkeypatch.setattr(triton_fwd, "GROUP", 8)
+    monkeypatch.setattr(triton_fwd, "SEGMENT", segment or triton_fwd.SEGMENT)
     sizes = Sizes(batch=batch, tokens=tokens, channels=channels, **options)
     shape = (batch, tokens, len(sizes.reverse), channels)
-    assert triton_fwd.states_shape(shape, sizes.state_dim, True)[2] == (2 if tokens == 19 else 0)
-    row = check.compare(cases, "", sizes, dtype, seeds=[0])
-    assert row["passed"], row
-
-
-@pytest.mark.parametrize("dtype", ["fp32", slow("fp16")])
-@pytest.mark.parametrize(
-    ("batch", "tokens", "channels", "options"),
-    [(1, 53, 33, {}), *itertools.starmap(slow, [(2, 48, 8, {}), (1, 79, 40, VMAMBA), (2, 49, 8, MAMBAVISION)])],
-)
-def test_segments_of_tokens_join(monkeypatch, batch, tokens, channels, options, dtype):
-    """Three to five segments, the last full, short or of one token, with two groups each: output and every gradient."""
-    monkeypatch.setattr(triton_fwd, "GROUP", 8)
-    monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
-    sizes = Sizes(batch=batch, tokens=tokens, channels=channels, **options)
-    assert triton_fwd.count_segments((batch, tokens, len(sizes.reverse), channels)) == -(-tokens // 16)
+    if segment:
+        assert triton_fwd.count_segments(shape) == -(-tokens // segment)
+    else:
+        assert triton_fwd.states_shape(shape, sizes.state_dim, True)[2] == (2 if tokens == 19 else 0)
     row = check.compare(cases, "", sizes, dtype, seeds=[0])
     assert row["passed"], row
 
@@ -90,16 +89,18 @@ def test_small_steps_keep_their_accuracy():
     assert max(errors.values()) < 1e-5, errors
 
 
-def test_parts_of_a_projection_are_taken_as_they_are():
-    """u, delta, B, C and z by their strides, without a copy."""
-    inputs = cases.layer_inputs(Sizes(batch=2, tokens=3, channels=32), torch.device("cpu"))
+@pytest.mark.parametrize(("options", "sequences", "strided"), [({}, 0, "delta B C z"), (VMAMBA, 2, "delta B C")])
+def test_what_a_layer_gives_is_taken_by_its_strides(options, sequences, strided):
+    """Parts of a projection, and u's sequences, one memory for four routes: without a copy."""
+    sizes = Sizes(batch=2, tokens=3, channels=32, **options)
+    inputs = cases.layer_inputs(sizes, torch.device("cpu"))
     given = dict(zip(INPUTS, inputs, strict=True))
-    assert not any(given[name].is_contiguous() for name in ("delta", "B", "C", "z"))
-    taken = triton_fwd.shared_arguments(Arguments(*inputs, [False, True], False))
-    assert all(taken[f"{name}_ptr"] is given[name] for name in cases.ACTIVATIONS)
-    inputs = [x.half() if x.dtype == torch.bfloat16 else x for x in inputs]
-    plain = [x.contiguous() for x in inputs]
-    assert torch.equal(*(selective_scan_bidir(*x, backend="triton") for x in (inputs, plain)))
+    assert not any(given[name].is_contiguous() for name in strided.split())
+    taken = triton_fwd.shared_arguments(cases.arguments(inputs, sizes))
+    assert all(taken[f"{name}_ptr"] is given[name] for name in ("u", *strided.split())) and taken["K"] == sequences
+    inputs = [x.half() if x is not None and x.dtype == torch.bfloat16 else x for x in inputs]
+    run = functools.partial(cases.bind(sizes), backend="triton")
+    assert torch.equal(run(*inputs), run(*(x if x is None else x.contiguous() for x in inputs)))
 
 
 def test_numbers_of_states_that_the_kernels_do_not_take():
@@ -131,15 +132,3 @@ def test_layers_train_on_the_kernels(make, shape):
                 assert mixer.selected_backend(out.dtype) == mixer.backend
             results.append([out, *torch.autograd.grad(out.float().square().sum(), list(mixer.parameters()))])
         assert max(map(check.relative_error, *results)) < limit
-
-
-def test_routes_by_the_strides_of_a_layer():
-    """u's two sequences as they lie, one memory for four routes; delta, B and C by their strides."""
-    sizes = Sizes(batch=2, tokens=3, channels=32, **VMAMBA)
-    inputs = cases.layer_inputs(sizes, torch.device("cpu"))
-    inputs = [x.half() if x is not None and x.dtype == torch.bfloat16 else x for x in inputs]
-    given = dict(zip(INPUTS, inputs, strict=True))
-    taken = triton_fwd.shared_arguments(cases.arguments(inputs, sizes))
-    assert all(taken[f"{name}_ptr"] is given[name] for name in ("u", "delta", "B", "C")) and taken["K"] == 2
-    run = functools.partial(cases.bind(sizes), backend="triton")
-    assert torch.equal(run(*inputs), run(*(x if x is None else x.contiguous() for x in inputs)))
