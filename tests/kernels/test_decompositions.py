@@ -19,6 +19,10 @@ EVERY_SIZE = [
 ]
 
 
+def test_every_operator_with_a_scan_is_here():
+    assert set(SCANS) == {"ttt_linear", "selective_scan", "bi_wkv"}
+
+
 @pytest.mark.parametrize(("name", "sizes"), EVERY_SIZE)
 def test_a_decomposition_gives_the_output_of_the_reference(name, sizes):
     cases, decomposition = SCANS[name], DECOMPOSITIONS[getattr(torch.ops.vision_ttt, name).default]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.ndimage import map_coordinates
+from timm.optim._param_groups import param_groups_layer_decay
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 
@@ -292,6 +293,8 @@ def test_a_hierarchical_backbone_is_trained_and_detects(name, options, channels)
     sum(model(*samples()).values()).backward()
     # the last level is exempt, since not every draw samples an anchor of it
     assert list_unreached(model, *BEFORE_NORMS, "layer_blocks.3.0.weight", "layer_blocks.3.0.bias") == []
+    scales = {group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5)}
+    assert max(scales) == 1 and len(scales) > 4
     with torch.no_grad():
         (found,) = model.eval().detect([sample(64, 96, [])[0]], [(50, 60)])
     assert found["masks"].shape[1:] == (50, 60)
