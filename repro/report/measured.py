@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.config import BY_HAND, load_sections
+from ..core.config import find_cell, load_yaml
 from ..core.noise import find_interval
 from ..core.statistics import measure_rise
 from .claims import Report
 from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
 from .paper import ATTENTIONS
 from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, read_curves
-from .results import Missing, SpeedGroup
+from .results import Missing, Results, SpeedGroup
 from .variants import find_shown
 from .verdicts import significant
 
@@ -130,9 +130,6 @@ def list_searches(report: Report) -> list[Block]:
     found = [each for each in results.sources if each.metrics.get("split") == "tune" and "trials" in each.metrics]
     if not found or not report.paper.primary:
         return []
-    sections = load_sections(results.paths.params)
-    cells = (sections.get(BY_HAND, {}).get("pretrain", {}) | sections.get("pretrain", {})).items()
-    optims = {f"pretrain.{name}": cell.get("optim") or {} for name, cell in cells}
     rows = []
     for source in found:
         m, chosen = source.metrics, source.metrics["chosen"]
@@ -141,7 +138,7 @@ def list_searches(report: Report) -> list[Block]:
         shown = (f" ({t['warmup_epochs']}): {t[m['score']]:.1f}" if not t["diverged"] else ": diverged" for t in best)
         scores = "; ".join(f"{t['lr']:g}{each}" for t, each in zip(best, shown, strict=True))
         edge = ", at the edge" if chosen["lr"] in (best[0]["lr"], best[-1]["lr"]) else ""
-        trained = optims.get(m["cell"], {})
+        trained = _find_optim(results, m["cell"])
         lr, warmup = (
             f", trained with {trained[name]:g}" if trained.get(name, chosen[name]) != chosen[name] else ""
             for name in ("lr", "warmup_epochs")
@@ -152,6 +149,15 @@ def list_searches(report: Report) -> list[Block]:
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate (its best warm-up): score on tune (%)", "device"]
     return [(rule,), table(header, rows)]
+
+
+def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
+    """What params.yaml says of the optimiser of `pretrain.NAME`; empty for a cell that is not there."""
+    stage, _, name = cell.partition(".")
+    content: Any = load_yaml(results.paths.params)
+    for key in (*find_cell(results.paths.params, stage, name), "optim"):
+        content = content.get(key) or {}
+    return content
 
 
 def list_machines(report: Report) -> list[Block]:
