@@ -9,7 +9,6 @@ import math
 import numba
 import numpy as np
 
-from .around.reference import TAPS
 from .cpu_loops import INLINE, Loop, add_scaled, copy_row, sigmoid
 
 
@@ -54,33 +53,6 @@ def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, e
                 work[c] *= gamma[c]
             for c in range(D):
                 normed[c] = work[c] / norm + beta[c]
-
-
-@Loop
-def scan_convs(first, last, constant, block, numbers, strides, weights, biases, out):
-    """Task = (image, `block` tokens).
-
-    Args:
-        constant: a tuple of D elements, whose length the compiler knows.
-        numbers, strides: of x (B,T,2D), by `threads.lay_flat`. weights: (2,4,2D) and biases: (2,2D), of k, then of q.
-        out: (2,B,T,2D), which is written.
-    """
-    _, _, T, E = out.shape
-    blocks, D = (T + block - 1) // block, len(constant)
-    for task in range(first, last):
-        b, start = task // blocks, task % blocks * block
-        for t in range(start, min(T, start + block)):
-            for r in range(2):
-                for which in range(2):
-                    copy_row(constant, biases[which, r * D : r * D + D], out[which, b, t, r * D : r * D + D])
-                for tap in range(TAPS):
-                    source = t + (2 * r - 1) * (TAPS - 1 - tap)
-                    if 0 <= source < T:
-                        place = b * strides[0] + source * strides[1] + r * D
-                        row = numbers[place : place + D]
-                        for which in range(2):
-                            total = out[which, b, t, r * D : r * D + D]
-                            add_scaled(constant, total, weights[which, tap, r * D : r * D + D], row)
 
 
 @Loop

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from .cpu_loops import INLINE, LANES, OPTIONS, Loop, copy_row, dot_rows
 
 _ROWS, _TILE = 4, 64  # rows and columns of a product that are computed together
+_BEFORE = 3  # tokens before a token that a causal convolution sees
 
 
 @intrinsic
@@ -118,6 +119,18 @@ def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
 
 
 @numba.njit(**INLINE)
+def _convolve(constant, raw, n, taps, bias, X):
+    """X = n rows of the causal convolution of `raw`, which begins with the rows before them, then zeros."""
+    for j in range(len(X)):
+        if j < n:
+            for c in range(len(constant)):
+                first, last = taps[0, c] * raw[j, c] + taps[1, c] * raw[j + 1, c], taps[2, c] * raw[j + 2, c]
+                X[j, c] = bias[c] + first + last + taps[3, c] * raw[j + 3, c]
+        else:
+            X[j] = 0
+
+
+@numba.njit(**INLINE)
 def _apply(constant, S, X, rows, Y):
     """Y = [X 1] S."""
     D = len(constant)
@@ -184,6 +197,8 @@ def learn(
     state,
     gamma,
     mu,
+    taps,
+    tap_biases,
     out,
     states,
     back,
@@ -197,6 +212,8 @@ def learn(
             of it.
         q, k, v: (B,T,R,H,D), each with its strides by `threads.lay_flat`. lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
+        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), of the causal convolutions that make both keys and queries of what
+            is given as k; or no elements.
         out: (B,T,R,H,D), which is written.
         states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
             elements.
@@ -214,6 +231,7 @@ def learn(
     V, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
     QK, P, S = np.zeros((held, held), dtype), np.zeros((held, D), dtype), np.zeros((D + 1, D), dtype)
     rate, norms, along = np.zeros(held, dtype), np.zeros(held, dtype), np.zeros(held, dtype)
+    raw = np.zeros((_BEFORE + held, D), dtype)  # what keys and queries are made of
     for task in range(first, last):
         b, r, h = task // (R * H), task // H % R, task % H
         weight, bias, forth = gamma[r, h], mu[r, h], 1 - 2 * back[r]
@@ -224,8 +242,18 @@ def learn(
             n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
             rows = (n + _ROWS - 1) // _ROWS * _ROWS
             K, Q = X[:rows], X[rows : 2 * rows]
-            _take(constant, k, k_strides, b, r, h, origin, forth, n, K)
-            _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
+            if taps.size:
+                for i in range(_BEFORE):
+                    if start:
+                        copy_row(constant, raw[chunk + i], raw[i])
+                    else:
+                        raw[i] = 0
+                _take(constant, k, k_strides, b, r, h, origin, forth, n, raw[_BEFORE : _BEFORE + rows])
+                _convolve(constant, raw, n, taps[0, r, h], tap_biases[0, r, h], K)
+                _convolve(constant, raw, n, taps[1, r, h], tap_biases[1, r, h], Q)
+            else:
+                _take(constant, k, k_strides, b, r, h, origin, forth, n, K)
+                _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
             _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
             for i in range(rows):
                 rate[i] = lr[b, origin + forth * i, h] if i < n else nothing

@@ -1,13 +1,12 @@
-"""The operators around the scan on CPUs, by the loops of `cpu_around`; none for `gated_linear`, which is a product.
-Shape letters as in `reference`.
+"""The operators around the scan on CPUs, by the loops of `cpu_around`; none for `gated_linear`, which is a product, and
+`scan_convs`, which is a part of the scan's loop. Shape letters as in `reference`.
 """
 
-import torch
 from torch import Tensor
 
 from .. import cpu_around, threads
 from ..dispatch import compute_dtype
-from .reference import ConvNorm, GatedNorm, ScanConvs
+from .reference import ConvNorm, GatedNorm
 
 BLOCK = 64  # tokens of a task
 
@@ -29,26 +28,6 @@ def run_conv_norm(tokens: Tensor, taps: Tensor, gamma: Tensor, beta: Tensor, hei
     arrays, width = (tokens, taps, gamma, beta, out), (False,) * tokens.shape[2]
     number = out.numpy().dtype.type(eps)
     threads.run(cpu_around.conv_norm, len(tokens) * height, *arrays, height, number, constants=(width,))
-    return out
-
-
-def scan_convs(x: ScanConvs) -> Tensor:
-    """(2,B,T,2D) in x's dtype."""
-    given, *of_k_and_q = (each.to(compute_dtype(x.x.dtype)) for each in x)
-    return run_scan_convs(given, *lay_taps(*of_k_and_q)).to(x.x.dtype)
-
-
-def lay_taps(k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(2D,4) and (2D,) of k and of q as (2,4,2D) and (2,2D)."""
-    return torch.stack([k_weight.T, q_weight.T]), torch.stack([k_bias, q_bias])
-
-
-def run_scan_convs(x: Tensor, taps: Tensor, biases: Tensor) -> Tensor:
-    """Of tensors in a compute dtype, taps and biases by `lay_taps`."""
-    B, T, E = x.shape
-    out = x.new_empty(2, B, T, E)
-    given, width = threads.lay_flat(x), (False,) * (E // 2)
-    threads.run(cpu_around.scan_convs, B * -(-T // BLOCK), BLOCK, given, taps, biases, out, constants=(width,))
     return out
 
 

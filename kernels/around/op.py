@@ -75,7 +75,7 @@ def scan_convs(
     Args:
         x: (B,T,2D), the forward direction's channels first. A slice of longer rows is taken as it lies.
         k_weight, q_weight: (2D,4), in the order of each direction's scan. k_bias, q_bias: (2D,).
-        backend: `auto`, `triton`, `numba`, `torch` or `reference`.
+        backend: `auto`, `triton`, `torch` or `reference`.
 
     Returns:
         (2,B,T,2D) in x's dtype: keys, then queries.
@@ -142,8 +142,8 @@ def selected_backend(
 ) -> str:
     """The backend that will run for a request; errors are those of `dispatch.choose_backend`.
 
-    `dtype` is that of the activations, and `leading` the name of the first one. All have a backend `numba`, with the
-    gradients of `torch`, but for `gated_linear`.
+    `dtype` is that of the activations, and `leading` the name of the first one. `conv_norm` and `gated_norm` have a
+    backend `numba`, with the gradients of `torch`.
     """
     return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading, has_loops=has_loops)
 
@@ -211,7 +211,13 @@ CONV_NORM = _register(
     "conv_norm", ConvNorm, "tokens", conv_norm_formula, lambda x: (2, *x.tokens.shape), lambda x: 9 * _size(x.tokens)
 )
 SCAN_CONVS = _register(
-    "scan_convs", ScanConvs, "x", scan_convs_formula, lambda x: (2, *x.x.shape), lambda x: 8 * _size(x.x)
+    "scan_convs",
+    ScanConvs,
+    "x",
+    scan_convs_formula,
+    lambda x: (2, *x.x.shape),
+    lambda x: 8 * _size(x.x),
+    has_loops=False,
 )
 GATED_NORM = _register("gated_norm", GatedNorm, "z", gated_norm_formula, lambda x: x.gate.shape, lambda x: 0)
 GATED_LINEAR = _register(

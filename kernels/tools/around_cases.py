@@ -181,6 +181,7 @@ CASES = (
             "backward": (triton_bwd.block_configs, triton_bwd.scan_convs_backward_kernel),
         },
         ("dx",),
+        has_loops=False,
     ),
     make(
         "gated_norm",

@@ -19,14 +19,15 @@ __all__ = ["backward", "forward", "states_shape"]
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
     given, options = _prepare(x)
-    out, states = run_learn(given, options, x.q.shape, states_shape(x.q.shape, x.chunk_size, keep_states))
+    nothing = given[3].new_empty(2, 0, 0, 0, 0), given[3].new_empty(2, 0, 0, 0)
+    out, states = run_learn([*given, *nothing], options, x.q.shape, states_shape(x.q.shape, x.chunk_size, keep_states))
     return out.to(x.q.dtype), states
 
 
 def run_learn(
     given: Sequence[Any], options: Sequence[Any], shape: Sequence[int], kept: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """out of this shape, (B,T,R,H,D), and states of the shape `kept`, of what `_prepare` gives."""
+    """out of this shape, (B,T,R,H,D), and states of the shape `kept`, of what `_prepare` and `lay_taps` give."""
     out, states = given[3].new_empty(shape), given[3].new_empty(kept)
     _run(learn, shape, *given, out, states, *options)
     return out, states
@@ -60,6 +61,14 @@ def join_state(W: Tensor, b: Tensor) -> Tensor:
     """The start state (R,H,D+1,D): W with b below it, each row less its mean, which the LayerNorm does not see."""
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     return (state - state.mean(-1, keepdim=True)).contiguous()
+
+
+def lay_taps(
+    k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, heads: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """(RHD,4) and (RHD,) of the convolutions of k and of q as (2,R,H,4,D) and (2,R,H,D); `heads` is (R,H,D)."""
+    weights, biases = (torch.stack(pair).unflatten(1, heads) for pair in ((k_weight, q_weight), (k_bias, q_bias)))
+    return weights.mT.contiguous(), biases
 
 
 def find_options(T: int, chunk_size: int, reverse: Sequence[bool], state: Tensor, eps: float) -> tuple[Any, ...]:

@@ -54,6 +54,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     ),
 }
 _NEVER = ("kernels/tools/*",)
+_LAUNCHES = ("repro/models/fused_block.py",)  # calls kernels, and is held to the plain block as they are to a reference
 # what no model runs on a CPU, and on a GPU; the check of the kernels alone has Triton's interpreter
 _ELSEWHERE = {True: ("kernels/*triton_*.py",), False: ("kernels/cpu_*.py", "kernels/*/numba_path.py")}
 _KERNELS = "stages.kernels"
@@ -83,6 +84,8 @@ def hash_number(root: Path, modules: Iterable[str], device: str) -> str:
     kind, never = find_kind(named), _NEVER
     if kind == "speed" and _KERNELS not in named:
         never += _ELSEWHERE[device.startswith("cpu")]
+    elif kind == "score":
+        never += _LAUNCHES
     closure = (file for file in import_closure(root, named) if not any(fnmatch(file, each) for each in never))
     return hash_sources(root, [file for file in closure if any(fnmatch(file, each) for each in _FILES[kind])])
 

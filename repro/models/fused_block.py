@@ -64,8 +64,8 @@ class LoopConstants(NamedTuple):
 
     in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
     `ALIGNED`; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of
-    SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,4,2D), tap_biases (2,2D), grid_taps
-    (3,3,D): as the loops' modules lay them.
+    SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,2,H,4,d), tap_biases (2,2,H,d),
+    grid_taps (3,3,D): as the loops' modules lay them.
     """
 
     in_weight: Tensor
@@ -252,9 +252,9 @@ def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
     stream, x = both.unbind(0)
     projected = F.linear(x, known.in_weight, known.in_bias)
     gate, shared, v, rates, _ = projected.split([D, 2 * D, 2 * D, H, projected.shape[-1] - 5 * D - H], -1)
-    k, q = around.run_scan_convs(shared, known.taps, known.tap_biases).unbind(0)
-    rows = [lay_flat(each.unflatten(-1, (2, H, d))) for each in (q, k, v)]
-    given = *rows, torch.sigmoid(rates).contiguous(), known.token_scale, known.state, *known[5:7]
+    shared, v = (lay_flat(each.unflatten(-1, (2, H, d))) for each in (shared, v))
+    rate, state = torch.sigmoid(rates).contiguous(), (known.state, known.inner_weight, known.inner_bias)
+    given = shared, shared, v, rate, known.token_scale, *state, known.taps, known.tap_biases
     options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, mixer.eps)
     z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
     norm = mixer.post_norm
@@ -347,7 +347,7 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
     W0, b0, *inner = (each.contiguous() for each in _state(mixer))
     convolutions = ((conv.weight[:, 0], conv.bias) for conv in (mixer.conv_k, mixer.conv_q))
-    taps = around.lay_taps(*(each for pair in convolutions for each in pair))
+    taps = learner.lay_taps(*(each for pair in convolutions for each in pair), (2, mixer.num_heads, mixer.head_dim))
     grid_taps = around.lay_grid_taps(block.dwconv.weight[:, 0])
     state = learner.join_state(W0, b0)
     return LoopConstants(in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps)

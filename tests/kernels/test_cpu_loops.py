@@ -33,8 +33,8 @@ FORK = """
 import os, torch
 from kernels import around
 torch.set_num_threads({threads})
-x, weight = torch.randn(1, 9, 4), torch.randn(4, 4)
-compute = lambda: around.scan_convs(x, weight, weight[0], weight, weight[1], backend="numba")
+x, weight = torch.randn(1, 9, 4), torch.randn(4, 3, 3)
+compute = lambda: around.conv_norm(x, weight, x[0, 0], x[0, 1], height=3, backend="numba")
 expected = compute()
 child = os.fork()
 if not child:
@@ -166,7 +166,7 @@ def test_a_block_of_vittt():
     assert check.relative_error(found, expected) < 2e-6
     with torch.no_grad():
         assert torch.equal(model.freeze().forward_features(images), found)
-    assert block.kept_taps.shape == (2, 4, 128) and not any("kept" in name for name in model.state_dict())
+    assert block.kept_taps.shape == (2, 2, 1, 4, 64) and not any("kept" in name for name in model.state_dict())
     assert not list(model.eval().blocks[0].buffers())
 
 
