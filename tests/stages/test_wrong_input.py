@@ -171,6 +171,7 @@ COMMANDS = {
     "pretrain --flip": "--flip --data",
     "pretrain --model vim_nano_patch16_144": "--model --data",
     "pretrain --data folder:. --cell nano": "--data --cell",
+    "pretrain --data folder:. --model vittt_nanno_patch16_144": "--model vittt_nanno_patch16_144",
     "pretrain --data coco:.": "--data coco:. folder:",
     "pretrain --data digits": "--data digits folder:",
     "pretrain --replay-bad-step x.pt --seeds 2": "--replay-bad-step --seeds",
