@@ -9,9 +9,9 @@ from repro.core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, f
 from tests.conftest import ROOT
 
 MODULES = {
-    "count": ("repro.models.vim", "stages.complexity"),
-    "score": ("repro.models.vim", "stages.pretrain"),
-    "speed": ("repro.bench.speed", "repro.models.vim", "stages.ablate"),
+    "count": ("repro.models.vim", "repro.models.vittt", "stages.complexity"),
+    "score": ("repro.models.vim", "repro.models.vittt", "stages.pretrain"),
+    "speed": ("repro.bench.speed", "repro.models.vim", "repro.models.vittt", "stages.ablate"),
 }
 SPEEDS = "speed", "speed on a GPU"
 
@@ -38,6 +38,8 @@ def hash_all(tree):
         ("kernels/bi_wkv/numba_path.py", set()),
         ("kernels/tools/bench.py", set()),
         ("repro/models/vim.py", {"count", "score", *SPEEDS}),
+        ("repro/models/vittt_block.py", {"count", "score", *SPEEDS}),
+        ("repro/models/fused_block.py", {"count", *SPEEDS}),
         ("kernels/selective_scan/reference.py", {"count", "score", *SPEEDS}),
         ("kernels/selective_scan/numba_path.py", {"speed"}),
         ("kernels/cpu_scan.py", {"speed"}),
