@@ -55,7 +55,7 @@ _FILES: dict[str, tuple[str, ...]] = {
 }
 _NEVER = ("kernels/tools/*",)
 _LAUNCHES = ("repro/models/fused_block.py",)  # calls kernels, and is held to the plain block as they are to a reference
-# what no model runs on a CPU, and on a GPU; the check of the kernels alone has Triton's interpreter
+# what does not run on a CPU, and elsewhere; the check of the kernels alone has Triton's interpreter on a CPU
 _ELSEWHERE = {True: ("kernels/*triton_*.py",), False: ("kernels/cpu_*.py", "kernels/*/numba_path.py")}
 _KERNELS = "stages.kernels"
 # kind -> patterns of modules; a record with one of them in its code is of this kind, and any other is a score
@@ -82,8 +82,9 @@ def hash_number(root: Path, modules: Iterable[str], device: str) -> str:
     """
     named = sorted(set(modules))
     kind, never = find_kind(named), _NEVER
-    if kind == "speed" and _KERNELS not in named:
-        never += _ELSEWHERE[device.startswith("cpu")]
+    on_cpu = device.startswith("cpu")
+    if kind == "speed" and not (on_cpu and _KERNELS in named):
+        never += _ELSEWHERE[on_cpu]
     elif kind == "score":
         never += _LAUNCHES
     closure = (file for file in import_closure(root, named) if not any(fnmatch(file, each) for each in never))

@@ -29,6 +29,20 @@ def hash_all(tree):
     return found | {"speed on a GPU": hash_number(tree, MODULES["speed"], "cuda: NVIDIA H200")}
 
 
+def hash_kernels(tree):
+    return {device: hash_number(tree, ["stages.kernels"], device) for device in ("none: compiled", "cpu: interpreted")}
+
+
+def find_changed(tree, edited, hash_them):
+    before, source = hash_them(tree), (tree / edited).read_text(encoding="utf-8")
+    try:
+        (tree / edited).write_text(f"{source}\nedited = 1\n", encoding="utf-8")
+        after = hash_them(tree)
+    finally:
+        (tree / edited).write_text(source, encoding="utf-8")
+    return {kind for kind in before if before[kind] != after[kind]}
+
+
 @pytest.mark.parametrize(
     ("edited", "old"),
     [
@@ -54,13 +68,18 @@ def hash_all(tree):
     ],
 )
 def test_an_edit_makes_old_what_depends_on_it(tree, edited, old):
-    before, source = hash_all(tree), (tree / edited).read_text(encoding="utf-8")
-    try:
-        (tree / edited).write_text(f"{source}\nedited = 1\n", encoding="utf-8")
-        after = hash_all(tree)
-    finally:
-        (tree / edited).write_text(source, encoding="utf-8")
-    assert {kind for kind in before if before[kind] != after[kind]} == old
+    assert find_changed(tree, edited, hash_all) == old
+
+
+@pytest.mark.parametrize(
+    ("edited", "old"),
+    [
+        ("kernels/selective_scan/triton_fwd.py", {"none: compiled", "cpu: interpreted"}),
+        ("kernels/selective_scan/numba_path.py", {"cpu: interpreted"}),
+    ],
+)
+def test_a_compiler_sees_no_loop_of_a_cpu(tree, edited, old):
+    assert find_changed(tree, edited, hash_kernels) == old
 
 
 def test_the_kind_follows_from_the_modules():
