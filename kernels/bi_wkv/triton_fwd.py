@@ -1,7 +1,7 @@
 """Bi-WKV in Triton: the forward pass, and what it shares with the backward pass.
 
-One program walks through some tokens of one image and 32 channels for each of its warps, a channel to a thread, BLOCK_T
-tokens at a time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own
+One program walks through some tokens of one image and 32 or 64 channels for each of its warps, one or two to a thread,
+BLOCK_T tokens at a time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own
 registers. Its latency is hidden by the other programs, of which there are many: the operator is associative, and a long
 sequence is cut into segments. Then there are three launches: the sum of each segment in both directions, a short scan
 over the segments for the states at their ends, and the outputs, each segment from these states. k and v are read once
@@ -206,7 +206,7 @@ def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
 
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
     """The candidates of both kernels, for k of any dtype; the first is the default, which runs untuned."""
-    return [config_of(8, 1), config_of(8, 2), config_of(8, 4), config_of(4, 1)]
+    return [config_of(8, 1), config_of(8, 2), config_of(8, 1, channels=2), config_of(4, 1, channels=2)]
 
 
 def ends_configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
@@ -219,9 +219,11 @@ def count_segments(tokens: int) -> int:
     return 1 if tokens < 2 * SEGMENT else ceil_div(tokens, SEGMENT)
 
 
-def config_of(tokens: int, warps: int) -> triton.Config:
-    """A thread has one channel: the number of warps follows from the channels of a program."""
-    return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps}, num_warps=warps, num_stages=1)
+def config_of(tokens: int, warps: int, channels: int = 1) -> triton.Config:
+    """By the channels of a thread. With two it loads elements of two bytes in pairs, and takes a tenth fewer
+    instructions for each, and twice the registers.
+    """
+    return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps * channels}, num_warps=warps, num_stages=1)
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:

@@ -109,10 +109,13 @@ def test_the_selective_scan_exchanges_little_between_threads(record):
 
 
 def test_bi_wkv_and_deformable_attention_exchange_little_between_threads(record):
-    """A channel of Bi-WKV is one thread's; attention has one loop for each stretch of the order, or for each level."""
-    for row in defaults(record, "bi_wkv"):
-        assert row["loops"] and row["registers"] <= 128 and row["shared_bytes"] == 0
+    """A channel of Bi-WKV is one thread's, which may have two; attention has one loop for each stretch of the order, or
+    for each level.
+    """
+    for row in (row for row in record["rows"] if row["operator"] == "bi_wkv"):
+        assert row["loops"] and (row["shared_bytes"] == 0 or row["config"]["num_warps"] > 1)
         assert sum(loop[kind] for loop in row["loops"] for kind in ("BAR", "SHFL")) == 0
+    assert all(row["registers"] <= 128 for row in defaults(record, "bi_wkv"))
     for row in defaults(record, "ms_deform_attn"):
         assert len(row["loops"]) == (2 if row["kernel"].endswith("value") else 3)
         assert row["registers"] <= 128 and row["shared_bytes"] <= 2048
