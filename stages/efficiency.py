@@ -23,7 +23,7 @@ def command(
     ] = None,
     families: Annotated[
         str | None,
-        typer.Option(help="Some of vittt,deit,deit_fused,vim,vrwkv,vit3,vmamba,mambavision. Default: all of them."),
+        typer.Option(help=f"Some of {','.join(FAMILIES)}. Default: all of them."),
     ] = None,
     sizes: Annotated[str | None, typer.Option(help="Some of T,S,B. Default: T on a CPU, all of them on a GPU.")] = None,
     batch_size: Annotated[
