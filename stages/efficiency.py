@@ -21,10 +21,7 @@ def command(
         str | None,
         typer.Option(help="Image sizes in pixels: 224,512, or 224..1280 (nine sizes), or 224..1280:64 (every 64)."),
     ] = None,
-    families: Annotated[
-        str | None,
-        typer.Option(help=f"Some of {','.join(FAMILIES)}. Default: all of them."),
-    ] = None,
+    families: Annotated[str | None, typer.Option(help=f"Some of {','.join(FAMILIES)}. Default: all of them.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Some of T,S,B. Default: T on a CPU, all of them on a GPU.")] = None,
     batch_size: Annotated[
         int | None,

@@ -201,11 +201,12 @@ def load_sections(params_path: Path) -> dict[str, Any]:
 
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
     """The section `keys` of a params file as an instance of `cls`; see `build`."""
-    data = load_sections(params_path)
+    sections = data = load_sections(params_path)
     for depth, key in enumerate(keys, 1):
-        present = data if isinstance(data, Mapping) else {}
+        present = _read_mapping(data)
         if key not in present:
-            raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, present)}")
+            known = [*present, *(_read_mapping(sections, BY_HAND, keys[0]) if depth > 1 else ())]
+            raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, known)}")
         data = present[key]
     return build(cls, data, ".".join(keys))
 
@@ -214,14 +215,18 @@ def find_cell(params_path: Path, stage: str, name: str) -> tuple[str, ...]:
     """The keys of a cell in a params file: (stage, name), or those of a cell that no stage of the graph trains, in
     `BY_HAND`.
     """
-    data = load_sections(params_path)
+    sections = load_sections(params_path)
     for keys in ((stage,), (BY_HAND, stage)):
-        found: Any = data
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping) and name in found:
+        if name in _read_mapping(sections, *keys):
             return *keys, name
     return stage, name
+
+
+def _read_mapping(data: Any, *keys: str) -> Mapping[str, Any]:
+    """The mapping that lies at these keys; an empty one where there is none."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data if isinstance(data, Mapping) else {}
 
 
 def section_keys(params_path: Path, section: str) -> list[str]:

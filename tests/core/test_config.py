@@ -217,6 +217,9 @@ def test_a_cell_is_looked_for_in_its_stage_and_then_by_hand(tmp_path):
     assert find_cell(path, "train", "b") == ("by_hand", "train", "b")
     for stage in ("train", "empty", "absent"):  # the stage's own section is what an error names
         assert find_cell(path, stage, "c") == (stage, "c")
+    path.write_text("train: {short: {epochs: 1}}\nby_hand: {train: {thorough: {epochs: 2}}}\n")
+    with pytest.raises(UserError, match=r"train\.thorogh: no such section; did you mean 'thorough'\?"):
+        load_section(Params, path, "train", "thorogh")
 
 
 def test_hash_follows_values_and_not_their_order():
