@@ -107,7 +107,7 @@ def use_own_rates(grid: VariantSet, data: str, variant: str | None) -> VariantSe
     variants = {}
     for search in find_variant_searches(grid, data, variant):
         name = search.arguments[-1]
-        files = search.paths.root.glob(f"results/measured/*/tune/variants/{search.name}.json")
+        files = sorted(search.paths.root.glob(f"results/measured/*/tune/variants/{search.name}.json"))
         records = [read_json(file)["metrics"] for file in files]
         if not records:
             raise UserError(
