@@ -1,11 +1,11 @@
 """Bi-WKV in Triton: the forward pass, and what it shares with the backward pass.
 
 One program walks through some tokens of one image and 32 or 64 channels for each of its warps, one or two to a thread,
-BLOCK_T tokens at a time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own
-registers. Its latency is hidden by the other programs, of which there are many: the operator is associative, and a long
-sequence is cut into segments. Then there are three launches: the sum of each segment in both directions, a short scan
-over the segments for the states at their ends, and the outputs, each segment from these states. k and v are read once
-more for that.
+BLOCK_T tokens at a time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a
+thread's own registers. Its latency is hidden by the other programs, of which there are many: the operator is
+associative, and a long sequence is cut into segments. Then there are three launches: the sum of each segment in both
+directions, a short scan over the segments for the states at their ends, and the outputs, each segment from these
+states. k and v are read once more for that.
 
 Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b, where m is a running maximum of
 exponents. This is right for any k, w and u. The kernel goes through the tokens twice. Backward, it adds up blocks to
@@ -220,8 +220,8 @@ def count_segments(tokens: int) -> int:
 
 
 def config_of(tokens: int, warps: int, channels: int = 1) -> triton.Config:
-    """By the channels of a thread. With two it loads elements of two bytes in pairs, and takes a tenth fewer
-    instructions for each, and twice the registers.
+    """A config by the tokens of a block and the channels of a thread. Two channels are loaded as a pair; with 8 tokens
+    that takes fewer instructions for each channel, and more registers.
     """
     return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps * channels}, num_warps=warps, num_stages=1)
 

@@ -55,7 +55,7 @@ _FILES: dict[str, tuple[str, ...]] = {
 }
 _NEVER = ("kernels/tools/*",)
 _LAUNCHES = ("repro/models/fused_block.py",)  # calls kernels, and is held to the plain block as they are to a reference
-# what does not run on a CPU, and elsewhere; the check of the kernels alone has Triton's interpreter on a CPU
+# what does not run on a CPU, and what runs nowhere else; on a CPU the check of the kernels alone interprets Triton
 _ELSEWHERE = {True: ("kernels/*triton_*.py",), False: ("kernels/cpu_*.py", "kernels/*/numba_path.py")}
 _KERNELS = "stages.kernels"
 # kind -> patterns of modules; a record with one of them in its code is of this kind, and any other is a score

@@ -148,7 +148,7 @@ class ResolutionParams:
         data: a cell of `prepare_data`, whose reported split is used.
         models: family, a key of `core.figures.STYLES` -> file of weights; all were trained at one image size.
         image_sizes: sides in pixels.
-        repeats: batches of which a forward pass is timed.
+        repeats: how often a forward pass is timed.
     """
 
     data: str

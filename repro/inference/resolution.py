@@ -1,14 +1,14 @@
 """Trained classifiers at larger images than they were trained on: accuracy and time, the work of `repro resolution`."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..bench.speed import STEP_TIMERS, describe_samples, read_load
+from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import UserError
 from ..core.figures import STYLES, new_figure, save_png
 from ..core.noise import find_noise
@@ -27,14 +27,13 @@ from .classifier import Classifier, load_classifier, one_line_errors, require_sa
 from .params import ResolutionParams
 
 FIGURE = "accuracy_and_time.png"
-WARM_UP = 2  # batches whose forward passes are not timed
 
 
 def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime) -> None:
     """Write results/resolution/{metrics.json, run.json} and a figure beside them.
 
-    Each model is evaluated on all images of the reported split at each size, and its forward passes of some of their
-    batches are timed. Position embeddings are resampled as for any other image size.
+    Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch
+    of them. Position embeddings are resampled as for any other image size.
 
     Raises:
         UserError: missing data or weights, weights of other classes or another size, a size that a model does not take.
@@ -58,15 +57,20 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
     with Progress("resolution", images * len(checkpoints) * len(params.image_sizes), unit="images") as progress:
         for size in params.image_sizes:
             classifiers = {family: load_classifier(each, device, size) for family, each in checkpoints.items()}
-            done = images * len(rows)
-            found = _evaluate(
-                classifiers, tree, size, params, runtime.workers, lambda n, done=done: progress.update(done + n)
-            )
-            backends |= {kernel_backend(each.model, torch_dtype("fp32")) for each in classifiers.values()}
-            rows += found
-            for row in found:
-                said = f"top-1 {row['top1_percent']:.2f} %, {row['latency_ms']:.3g} ms for each image"
-                progress.print(f"{row['model']} at {size}: {said}")
+            scores = _evaluate(classifiers, tree, params, runtime.workers, progress)
+            for family, classifier in classifiers.items():
+                row = {
+                    "family": family,
+                    "model": classifier.name,
+                    "weights_hash": classifier.checkpoint.hash,
+                    "image_size": [size, size],
+                    **scores[family],
+                }
+                row |= _time(classifier, params)
+                rows.append(row)
+                backends.add(kernel_backend(classifier.model, torch_dtype("fp32")))
+                found = f"top-1 {row['top1_percent']:.2f} %, {row['latency_ms']:.3g} ms for each image"
+                progress.print(f"{classifier.name} at {size}: {found}")
     rows.sort(key=lambda row: list(checkpoints).index(row["family"]))
     folder, split = paths.results / "resolution", cell.row.reported_split
     metrics = {
@@ -128,58 +132,43 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
 
 
 def _evaluate(
-    classifiers: Mapping[str, Classifier],
-    tree: Tree,
-    size: int,
-    params: ResolutionParams,
-    workers: int,
-    tell: Callable[[int], None],
-) -> list[dict[str, Any]]:
-    """The rows of all models at one size: accuracy, and milliseconds of a forward pass for each image of a batch.
-
-    A batch is read once for all models whose images are cut alike, and passes through one after the other. `tell` is
-    called with the number of images that have, counted for each model.
-    """
-    done = 0
+    classifiers: Mapping[str, Classifier], tree: Tree, params: ResolutionParams, workers: int, progress: Progress
+) -> dict[str, dict[str, float]]:
+    """Family -> its scores, see `accuracy`. A batch is read once for all models whose images are cut alike."""
     alike: dict[tuple, list[str]] = {}
     for family, classifier in classifiers.items():
         alike.setdefault((classifier.transform.crop_pct, classifier.transform.interpolation), []).append(family)
-    rows = {}
+    scores = {}
     for families in alike.values():
-        transform, device = classifiers[families[0]].transform, classifiers[families[0]].device
-        dataset = ImageFolder(tree, tree.kind.reported_split, eval_transform(transform))
-        loader = EvalLoader(dataset, batch_size=params.batch_size, workers=workers, device=device)
-        targets, logits, samples_ms = [], {name: [] for name in families}, {name: [] for name in families}
+        first = classifiers[families[0]]
+        dataset = ImageFolder(tree, tree.kind.reported_split, eval_transform(first.transform))
+        loader = EvalLoader(dataset, batch_size=params.batch_size, workers=workers, device=first.device)
+        targets, logits = [], {family: [] for family in families}
         try:
             for images, labels in loader:
                 targets.append(labels)
-                for name in families:
-                    taken_ms, found = _time_forward(classifiers[name], images, size)
-                    samples_ms[name].append(taken_ms / len(labels))
-                    logits[name].append(found)
-                done += len(labels) * len(families)
-                tell(done)
+                for family in families:
+                    logits[family].append(_classify(classifiers[family], images))
+                progress.update(progress.done + len(labels) * len(families))
         finally:
             loader.close()
-        about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}
-        for name in families:
-            checkpoint = classifiers[name].checkpoint
-            row = {
-                "family": name,
-                "model": checkpoint.name,
-                "weights_hash": checkpoint.hash,
-                "image_size": [size, size],
-            }
-            row |= accuracy(nn.Identity(), zip(logits[name], targets, strict=True), nn.Identity())
-            timed_ms = samples_ms[name][WARM_UP : WARM_UP + params.repeats] or samples_ms[name]
-            row |= describe_samples(timed_ms) | about
-            rows[name] = row | {"noisy": find_noise(row)}
-    return [rows[name] for name in classifiers]
+        for family in families:
+            scores[family] = accuracy(nn.Identity(), zip(logits[family], targets, strict=True), nn.Identity())
+    return scores
 
 
-def _time_forward(classifier: Classifier, images: Tensor, size: int) -> tuple[float, Tensor]:
-    """Milliseconds of a forward pass of uint8 images, and its logits on the CPU."""
-    inputs, found = classifier.to_inputs(images), []
-    with torch.inference_mode(), one_line_errors(classifier.name, size):
-        taken_ms = STEP_TIMERS[classifier.device.type](lambda: found.append(classifier.model(inputs)))
-    return taken_ms, found[0].float().cpu()
+def _classify(classifier: Classifier, images: Tensor) -> Tensor:
+    """The logits of uint8 images, on the CPU, where those of all images wait for their targets."""
+    with torch.inference_mode(), one_line_errors(classifier.name, classifier.transform.image_size):
+        return classifier.model(classifier.to_inputs(images)).float().cpu()
+
+
+def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
+    """A row of speed with its noise: milliseconds of a forward pass for each image of a batch."""
+    size, device = classifier.transform.image_size, classifier.device
+    inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
+    about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}
+    with torch.inference_mode():
+        samples = time_in_turn({"model": lambda: classifier.model(inputs)}, device.type, params.repeats)["model"]
+    row = describe_samples([sample / params.batch_size for sample in samples]) | about
+    return row | {"noisy": find_noise(row)}
