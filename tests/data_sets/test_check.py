@@ -22,6 +22,7 @@ from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
+from repro.data.embedded.digits_wild import write_digits_wild
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import (
     ConnectSettings,
@@ -29,6 +30,7 @@ from repro.data.settings import (
     DigitsSettings,
     ExpectedCounts,
     TransformSettings,
+    WildDigitsSettings,
 )
 from repro.data.tree import scan_tree
 from tests.conftest import ROOT
@@ -223,6 +225,12 @@ def test_a_set_that_the_project_writes(tmp_path, check, write, settings, counted
     next(root.glob(gone)).unlink()
     lines, errors, _ = findings(check, root, Depth(sample=20))
     assert errors == 1 and says in only(lines, "error")[0]
+
+
+def test_digits_wild_have_as_many_images_as_their_settings_say(tmp_path):
+    root, settings = tmp_path / "set", WildDigitsSettings(image_size=32, side_px=(8, 16), train_copies=2)
+    write_digits_wild(root, settings)
+    assert findings(load_function(KINDS["digits_wild"].check), root, Depth(sample=20))[1:] == (0, 0)
 
 
 def test_a_folder_of_ones_own(imagenet):

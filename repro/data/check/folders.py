@@ -75,6 +75,7 @@ def _check_tree(
 
 # with the arguments and errors of `check_imagenet`; splits are settings, the number of all images is not
 check_digits = partial(_check_tree, kind="digits", images=DIGITS_IMAGES)
+check_digits_wild = partial(_check_tree, kind="digits_wild")  # a setting says how often each scan is drawn
 check_cifar100 = partial(_check_tree, kind="cifar100", images=CIFAR100_IMAGES)
 check_imagenet100 = partial(_check_tree, kind="imagenet100")
 check_folder = partial(_check_tree, kind="folder", advice="replace the file or remove it")
