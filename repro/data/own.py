@@ -68,7 +68,10 @@ def split_own(paths: Paths, own: OwnData) -> None:
     """
     if not _needs_split(own):
         return
-    labels = _read_csv(own.path) if own.path.is_file() else _list_classes(own.path)
+    if own.path.is_file():
+        base, labels = own.path.parent, _read_csv(own.path)
+    else:
+        base, labels = own.path, _list_classes(own.path)
     classes: dict[str, list[str]] = defaultdict(list)
     for file, label in labels.items():
         classes[label].append(file)
@@ -93,7 +96,7 @@ def split_own(paths: Paths, own: OwnData) -> None:
             link.parent.mkdir(parents=True, exist_ok=True)
             if link.is_symlink():
                 raise UserError(f"{own.path}: two pictures would be {link.name} here, one of them {file}; rename it")
-            link.symlink_to(_base(own) / file)
+            link.symlink_to(base / file)
             rows.append({"file": file, "label": label, "split": split})
     write_csv(unfinished / "split.csv", rows)
     shutil.rmtree(root, ignore_errors=True)
@@ -102,10 +105,6 @@ def split_own(paths: Paths, own: OwnData) -> None:
 
 def _needs_split(own: OwnData) -> bool:
     return own.kind == "folder" and not all((own.path / split).is_dir() for split in ("train", "val"))
-
-
-def _base(own: OwnData) -> Path:
-    return own.path.parent if own.path.is_file() else own.path
 
 
 def _list_classes(folder: Path) -> dict[str, str]:

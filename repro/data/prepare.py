@@ -1,8 +1,8 @@
 """Preparing a data set: an embedded one is written, any is read and judged, and a manifest records what it holds."""
 
-import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,9 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
         write_embedded(kind, root, params.settings, find_source(paths, runtime, kind))
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
     if params.expected is not None:
-        check_expected(manifest, root, params.expected, f"prepare_data.{cell}.expected")
+        for name, found, wanted in _find_differences(len(manifest.classes), manifest.splits, params.expected):
+            problem = f"{wanted:,} expected, {root} holds {found:,}; complete the data or change this"
+            raise UserError(f"prepare_data.{cell}.expected.{name}: {problem}")
     path = manifest_path(paths, cell)
     write_manifest(path, manifest)
     metrics = {
@@ -140,16 +142,13 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     for part, prefix in row.parts.items():
         if part == "folders":
             tree = scan_tree(root, kind, report)
-            classes = tree.classes
-            listed = {split: tree.list_folders(split, row.compares_contents) for split in row.splits}
+            classes, list_folders = tree.classes, tree.list_folders
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
             classes = reader.read_classes(root / prefix, row.splits, report)
-            listed = {
-                split: reader.list_folders(root / prefix, split, prefix, row.compares_contents) for split in row.splits
-            }
+            list_folders = partial(reader.list_folders, root / prefix, prefix=prefix)
         for split in row.splits:
-            folders[split] += listed[split]
+            folders[split] += list_folders(split, with_contents=row.compares_contents)
     splits = {}
     for split, listed in folders.items():
         # class folders hold the images of a split together; elsewhere the first folder holds all of them
@@ -160,34 +159,26 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
             folders={folder.name: folder.record for folder in listed},
         )
     hashes = [f"{split}/{name} {record.hash}" for split in row.splits for name, record in splits[split].folders.items()]
-    manifest = Manifest(
+    departures = []
+    if row.official is not None:
+        name, official = row.official
+        for count, found, wanted in _find_differences(len(classes), splits, official):
+            departures.append(f"{count}: {found:,}, {name} has {wanted:,}")
+    return Manifest(
         kind=kind,
         classes={name: index for index, name in enumerate(classes)},
         splits=splits,
-        departures=(),
+        departures=tuple(departures),
         generated=generated,
         hash=short_hash("\n".join(hashes)),
     )
-    if row.official is None:
-        return manifest
-    name, counts = row.official
-    departures = [
-        f"{count}: {found:,}, {name} has {wanted:,}" for count, found, wanted in _find_differences(manifest, counts)
-    ]
-    return dataclasses.replace(manifest, departures=tuple(departures))
 
 
-def check_expected(manifest: Manifest, root: Path, expected: ExpectedCounts, where: str) -> None:
-    """Raise a UserError that names the key to change, `where` and a count, if `root` holds other counts."""
-    for name, found, wanted in _find_differences(manifest, expected):
-        raise UserError(
-            f"{where}.{name}: {wanted:,} expected, {root} holds {found:,}; complete the data or change this"
-        )
-
-
-def _find_differences(manifest: Manifest, expected: ExpectedCounts) -> Iterator[tuple[str, int, int]]:
+def _find_differences(
+    num_classes: int, splits: Mapping[str, SplitRecord], expected: ExpectedCounts
+) -> Iterator[tuple[str, int, int]]:
     """(name, found, expected) of each count that differs."""
-    counts = {"classes": len(manifest.classes), **{split: record.images for split, record in manifest.splits.items()}}
+    counts = {"classes": num_classes} | {split: record.images for split, record in splits.items()}
     for name, found in counts.items():
         if found != (wanted := getattr(expected, name)):
             yield name, found, wanted

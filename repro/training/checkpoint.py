@@ -48,14 +48,10 @@ class Checkpointer:
             with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
                 temporary.write_bytes(content)
         except OSError as error:  # the disk is full, mostly
-            kept = (
-                f"the state after step {self._files()[0][0]} is intact"
-                if self._files()
-                else "no earlier state is there"
-            )
-            raise RunError(
-                f"{self.folder}: the state after step {step} cannot be written: {error.strerror}; {kept}"
-            ) from None
+            earlier = self._files()
+            kept = f"the state after step {earlier[0][0]} is intact" if earlier else "no earlier state is there"
+            problem = f"the state after step {step} cannot be written: {error.strerror}"
+            raise RunError(f"{self.folder}: {problem}; {kept}") from None
         for _, old in self._files()[GENERATIONS:]:
             old.unlink()
 

@@ -17,7 +17,7 @@ from repro.data.ade20k import AdePairs
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
-from repro.data.check.speed import TRANSFORM, Speed, measure_speed
+from repro.data.check.speed import TRANSFORM, describe_speed, measure_speed
 from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection
 from repro.data.embedded.connect import write_connect
@@ -534,12 +534,10 @@ def test_speed_uses_the_papers_recipe_and_adds_up(imagenet):
     profile = yaml.safe_load((ROOT / "profiles" / "paper.yaml").read_text())
     recipe = profile["pretrain"]["vittt_tiny_imagenet"]["transform"]
     assert build(TransformSettings, recipe, "transform") == TRANSFORM
-    speed = measure_speed(imagenet, "imagenet", 2, batches=4, rounds=1, log=lambda line: None)
-    assert speed.images == 8 * 12, "an epoch of 12 images is one batch, and four batches per worker are timed"
-    assert len(speed.loader_img_per_s) == len(speed.bare_img_per_s) == 1
-    assert min(speed.loader_img_per_s + speed.bare_img_per_s) > 0
-    by_hand = Speed(workers=2, images=512, loader_img_per_s=(90.0, 80.0, 60.0), bare_img_per_s=(100.0, 101.0, 50.0))
-    assert by_hand.lines()[1:] == [
+    images, *rates = measure_speed(imagenet, "imagenet", 2, batches=4, rounds=1, log=lambda line: None)
+    assert images == 8 * 12, "an epoch of 12 images is one batch, and four batches per worker are timed"
+    assert [len(each) for each in rates] == [1, 1] and min(min(each) for each in rates) > 0
+    assert describe_speed(2, 512, [90.0, 80.0, 60.0], [100.0, 101.0, 50.0])[1:] == [
         "  loader     80.0 img/s (60.0 to 90.0), 40.0 per core",
         "  bare loop  100.0 img/s (50.0 to 101.0), 50.0 per core, only decoding and transform",
         "  overhead   20.0 %",

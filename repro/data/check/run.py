@@ -53,11 +53,12 @@ def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit:
         raise UserError(f"{root}: {problem}; give the folder that holds {row.layout} (docs/data.md)")
     load_function(row.check)(root, report, depth)
     if speed:
-        from .speed import measure_speed
+        from .speed import describe_speed, measure_speed
 
         try:
             log = partial(print, file=sys.stderr, flush=True)
-            for line in measure_speed(root, kind, depth.workers, max_pixels=depth.max_pixels, log=log).lines():
+            measured = measure_speed(root, kind, depth.workers, max_pixels=depth.max_pixels, log=log)
+            for line in describe_speed(depth.workers, *measured):
                 emit(line)
         except UserError as error:
             emit(f"speed    not measured: {error}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..classification import ImageFolder, read_rgb, train_transform
+from ..findings import count
 from ..loader import TrainLoader, TrainOrder
 from ..pixels import MAX_PIXELS
 from ..settings import TransformSettings
@@ -24,37 +25,6 @@ _BATCH_SIZE = 64
 _SEED = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Images per second over all processes, one number for each round.
-
-    The loader's share is order, decoding, transform, batching, and transfer to the main process; in the bare loop as
-    many processes only decode and transform the same files.
-    """
-
-    workers: int  # processes in both measurements
-    images: int  # that were timed in a round, after a warm-up
-    loader_img_per_s: tuple[float, ...]
-    bare_img_per_s: tuple[float, ...]
-
-    def lines(self) -> list[str]:
-        """The measurement, as lines to print."""
-        # by how much the loader's median is below that of the bare loop; a negative value is noise
-        overhead_percent = 100 * (1 - statistics.median(self.loader_img_per_s) / statistics.median(self.bare_img_per_s))
-        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        rounds = f"median (range) of {len(self.bare_img_per_s)} rounds of {self.images} images, all files cached"
-        return [
-            f"speed at {TRANSFORM.image_size}², {TRANSFORM.auto_augment}, {workers}; {rounds}",
-            f"  loader     {self._rate(self.loader_img_per_s)}",
-            f"  bare loop  {self._rate(self.bare_img_per_s)}, only decoding and transform",
-            f"  overhead   {overhead_percent:.1f} %",
-        ]
-
-    def _rate(self, rounds: tuple[float, ...]) -> str:
-        median = statistics.median(rounds)
-        return f"{median:.1f} img/s ({min(rounds):.1f} to {max(rounds):.1f}), {median / self.workers:.1f} per core"
-
-
 def measure_speed(
     root: Path,
     kind: str,
@@ -64,8 +34,11 @@ def measure_speed(
     rounds: int = 3,
     max_pixels: int = MAX_PIXELS,
     log: Callable[[str], None] = print,
-) -> Speed:
+) -> tuple[int, list[float], list[float]]:
     """Time the loader and the bare loop in turns, on the training images of a tree.
+
+    The loader's share is order, decoding, transform, batching, and transfer to the main process; in the bare loop as
+    many processes only decode and transform the same files.
 
     Args:
         root, kind: the folder that holds the splits, and the data set's kind.
@@ -74,6 +47,9 @@ def measure_speed(
             the workers.
         rounds: how often both take turns, so that other load on the machine affects both; the range shows how much
             there was.
+
+    Returns:
+        Images that were timed in a round; images per second over all processes, of the loader and of the bare loop.
 
     Raises:
         UserError: training would refuse the tree, or one of its images cannot be read.
@@ -101,8 +77,25 @@ def measure_speed(
         with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(run, [share[:8] for share in shares]))
             bare_rates.append(sum(pool.map(run, shares)))
-    images = timed * batch_size
-    return Speed(workers=workers, images=images, loader_img_per_s=tuple(loader_rates), bare_img_per_s=tuple(bare_rates))
+    return timed * batch_size, loader_rates, bare_rates
+
+
+def describe_speed(workers: int, images: int, loader_rates: list[float], bare_rates: list[float]) -> list[str]:
+    """Lines to print about what `measure_speed` found."""
+
+    def rate(rounds: list[float]) -> str:
+        median = statistics.median(rounds)
+        return f"{median:.1f} img/s ({min(rounds):.1f} to {max(rounds):.1f}), {median / workers:.1f} per core"
+
+    # by how much the loader's median is below that of the bare loop; a negative value is noise
+    overhead_percent = 100 * (1 - statistics.median(loader_rates) / statistics.median(bare_rates))
+    rounds = f"median (range) of {len(bare_rates)} rounds of {images} images, all files cached"
+    return [
+        f"speed at {TRANSFORM.image_size}², {TRANSFORM.auto_augment}, {count(workers, 'worker')}; {rounds}",
+        f"  loader     {rate(loader_rates)}",
+        f"  bare loop  {rate(bare_rates)}, only decoding and transform",
+        f"  overhead   {overhead_percent:.1f} %",
+    ]
 
 
 def _time_loader(dataset: ImageFolder, batch_size: int, workers: int, warm: int, timed: int) -> float:
