@@ -202,6 +202,12 @@ def describe_recipe(identity: Mapping[str, Any]) -> str | None:
     return json.dumps(rest | {"precision": dtype}, sort_keys=True)
 
 
+def find_difference(identity: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first of some hashes that a record has otherwise, in words: `params`, `data manifest`; None if it has all."""
+    other = next((name for name, value in now.items() if identity[name] != value), None)
+    return other and other.removesuffix("_hash").replace("_", " ")
+
+
 def find_command(root: Path, argv: Sequence[str]) -> str | None:
     """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for
     another program.

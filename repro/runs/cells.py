@@ -21,7 +21,7 @@ from ..core.errors import UserError
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
-from ..core.record import atomic, make_identity, read_record, sweep, write_record
+from ..core.record import atomic, find_difference, make_identity, read_record, sweep, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
@@ -241,13 +241,11 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
     if set(cell.params.seeds) - set(finished):  # one record names one code
         now["code_hash"] = hash_code(cell.paths.root, _code_of(cell))
-    for what, value in now.items():
-        if record["identity"][what] != value:
-            made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
-            different = what.removesuffix("_hash").replace("_", " ")
-            raise UserError(
-                f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away"
-            )
+    if different := find_difference(record["identity"], now):
+        made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
+        raise UserError(
+            f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away"
+        )
     return finished
 
 
@@ -259,18 +257,12 @@ def _announce(job: Job, seed: int, *, first: bool) -> None:
         return
     for line in describe_job(job, seed)[1]:
         print(line, flush=True)
-    if job.load_report:
-        print("\n".join(format_load_report(job.load_report)), flush=True)
-
-
-def format_load_report(report: Mapping[str, str]) -> list[str]:
-    """A load report for people: how many keys were used, and which parts are expected to be new or not needed."""
+    # how many keys were used, and which parts are expected to be new or not needed
     parts: dict[str, Counter] = {}
-    for key, fate in report.items():
+    for key, fate in job.load_report.items():
         parts.setdefault(fate, Counter())[key.split(".")[0]] += 1
-    return [
-        f"{fate}: " + ", ".join(f"{part} ({count})" for part, count in counts.items()) for fate, counts in parts.items()
-    ]
+    for fate, counts in parts.items():
+        print(f"{fate}: {', '.join(f'{part} ({count})' for part, count in counts.items())}", flush=True)
 
 
 def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:

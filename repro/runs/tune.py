@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from ..core.config import BY_HAND, bounded, find_cell, load_section, load_yaml, 
 from ..core.errors import Diverged, RunError, UserError, did_you_mean
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import Paths, find_root
-from ..core.record import make_identity, read_json, write_json, write_record
+from ..core.record import find_difference, make_identity, read_json, write_json, write_record
 from ..core.runtime import Runtime, choose_device, device_slug, load_runtime
 from ..core.ui import print_table
+from ..data.cells import manifest_path
 from ..data.kinds import KINDS, PrepareData
 from ..models.registry import family_module
 from ..tasks.spec import TaskSpec
@@ -104,7 +105,7 @@ class Search:
         grid, score = self.tune, next(iter(self.spec.scores))
         trials = self._list_trials(grid, ())
         for _ in range(WIDENINGS):
-            finished = self._find_finished(trials)
+            finished = self.find_finished(trials)
             best = choose([content["trial"] for content in finished.values()], score)
             if len(finished) < len(trials) or best is None:
                 break
@@ -132,27 +133,24 @@ class Search:
 
     @property
     def search_params(self) -> SearchParams:
-        """What the record's hash of parameters covers."""
-        return SearchParams(cell=self._first.params, tune=self.tune)
+        """What the record's hash of parameters covers: the first trial, which the grid names, and the search."""
+        return SearchParams(cell=self._list_trials(self.tune, ())[0].params, tune=self.tune)
 
     @property
-    def _first(self) -> Cell:
-        """The first trial, which the grid names."""
-        return self._list_trials(self.tune, ())[0]
+    def manifest(self) -> Path:
+        """The manifest of the data."""
+        return manifest_path(self.paths, self.params.data)
 
     def find_origin(self, trial: Cell | None = None) -> dict[str, str]:
         """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
         params = self.search_params if trial is None else trial.params
-        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self._first.inputs[0])}
+        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.manifest)}
         return hashes | {"code_hash": hash_code(self.paths.root, self.code)}
 
-    def find_finished(self) -> dict[int, dict[str, Any]]:
+    def find_finished(self, trials: Sequence[Cell] | None = None) -> dict[int, dict[str, Any]]:
         """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
-        return self._find_finished(self.trials)
-
-    def _find_finished(self, trials: list[Cell]) -> dict[int, dict[str, Any]]:
         found = {}
-        for number, trial in enumerate(trials, 1):
+        for number, trial in enumerate(self.trials if trials is None else trials, 1):
             file = _trial_file(trial)
             if file.is_file() and (content := read_json(file))["origin"] == self.find_origin(trial):
                 found[number] = content
@@ -163,11 +161,8 @@ class Search:
         file = self.folder / f"{self.name}.json"
         if not file.is_file():
             return False
-        identity = read_json(file)["identity"]
-        for what, value in self.find_origin().items():
-            if identity[what] != value:
-                different = what.removesuffix("_hash").replace("_", " ")
-                raise UserError(f"{file}: holds a search with other {different}; move the file away to search again")
+        if different := find_difference(read_json(file)["identity"], self.find_origin()):
+            raise UserError(f"{file}: holds a search with other {different}; move the file away to search again")
         return True
 
 
@@ -266,12 +261,8 @@ def run_trial(search: Search, number: int) -> None:
     try:
         metrics = run_job(job).metrics
     except Diverged as error:
-        found |= {
-            "diverged": True,
-            score: None,
-            "train_loss": None,
-            "reason": f"step {error.step}: training not finite",
-        }
+        found |= {"diverged": True, score: None, "train_loss": None}
+        found["reason"] = f"step {error.step}: training not finite"
         print(f"{trial.name}: diverged", flush=True)
     else:
         found |= {"diverged": False, score: metrics[score], "train_loss": metrics["train_loss"]}
@@ -306,10 +297,8 @@ def record_search(search: Search) -> None:
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
-    manifest = search.trials[0].inputs[0]
-    identity = make_identity(
-        search.paths.root, search.code, search.search_params, data_manifest=manifest, **finished[0]["place"]
-    )
+    made = {"data_manifest": search.manifest, **finished[0]["place"]}
+    identity = make_identity(search.paths.root, search.code, search.search_params, **made)
     write_record(search.folder, metrics, identity, seconds, name=search.name)
     for trial in search.trials:
         shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)
@@ -350,12 +339,7 @@ def _show(search: Search) -> None:
     rows = []
     for trial in metrics["trials"]:
         mark = "chosen" if all(trial[name] == value for name, value in chosen.items()) else ""
-        numbers = (
-            ["diverged", "–"] if trial["diverged"] else [f"{trial[score]:.2f} %", _format_loss(trial["train_loss"])]
-        )
-        rows.append([search.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), *numbers, mark])
+        shown = "diverged" if trial["diverged"] else f"{trial[score]:.2f} %"
+        loss = "–" if trial["train_loss"] is None else f"{trial['train_loss']:.4f}"
+        rows.append([search.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), shown, loss, mark])
     print_table(["cell", "rate", "warm-up epochs", f"{search.spec.scores[score]} on tune", "training loss", ""], rows)
-
-
-def _format_loss(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
