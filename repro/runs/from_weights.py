@@ -10,7 +10,7 @@ from ..core.config import load_section, section_keys
 from ..core.errors import UserError
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
-from ..data.cells import suggest_data
+from ..data.cells import manifest_path, suggest_data
 from ..data.own import parse_own
 from ..data.prepare import prepare_own
 from ..tasks.linearization.params import LinearizeParams
@@ -48,13 +48,14 @@ def make_cell(
         UserError: weights that cannot be read, another model than a ViT, a student that cannot be built, or unknown
             data.
     """
+    from ..models.checkpoints import open_weights
     from ..models.linearize import choose_student, read_shell
     from ..models.registry import build_model
 
     paths = find_root()
     runtime = load_runtime(paths)
     file, teacher = find_weights(paths, source, model)
-    opened = open_checkpoint(file, teacher)
+    opened = open_weights(file, model=teacher).require_classifier()
     shell = read_shell(opened.build(), source)
     own = parse_own(data or "")
     if own and own.kind != "folder":
@@ -81,16 +82,13 @@ def make_cell(
         prepare_own(data, paths, runtime)
     stem = file.parent.name if file.stem == "weights" else file.stem
     parts = [stem, *(f"{key}_{value}" for key, value in options.items()), own.name if own else params.data]
-    parts += ["frozen"] if freeze else []
-    parts += [f"{epochs}epochs"] if epochs else []
+    parts += (["frozen"] if freeze else []) + ([f"{epochs}epochs"] if epochs else [])
     cell = "-".join(parts).replace(".", "_")
-    if own:
-        folder = paths.results / "own" / own.name.removeprefix("own_") / cell
-    else:
-        folder = paths.measured(device_slug(choose_device(runtime.device))) / STAGE / cell
-    return Cell(
-        stage=STAGE, name=cell, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder, recipe=recipe
-    )
+    measured = paths.measured(device_slug(choose_device(runtime.device))) / STAGE
+    about = {"stage": STAGE, "name": cell, "spec": SPEC, "recipe": recipe}
+    # the sets of one's own have a folder each, beside whose `data` the models lie
+    folder = (manifest_path(paths, data).parents[1] if own else measured) / cell
+    return Cell(**about, params=params, paths=paths, runtime=runtime, folder=folder)
 
 
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
@@ -130,13 +128,6 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
     if not fetched.is_file():
         _keep(checkpoint, fetched)
     return fetched, None
-
-
-def open_checkpoint(file: Path, model: str | None) -> Any:
-    """The checkpoint in a file; raises as `repro.models.checkpoints.open_weights`."""
-    from ..models.checkpoints import open_weights
-
-    return open_weights(file, model=model).require_classifier()
 
 
 def _keep(checkpoint: Any, file: Path) -> None:

@@ -68,13 +68,16 @@ def train_own(
     gpus: int | None,
     without: dict[str, Any],
 ) -> bool:
-    """Train on a set `KIND:PATH` and say how to use what was learned.
+    """Train on a set `KIND:PATH`, which is split and prepared first, and say how to use what was learned.
 
     Args:
         stage, spec: the stage, and its task.
-        data: the set; None where the stage trains cells of params.yaml.
-        model, source, epochs, seeds, flip: see `make_own_cell`.
-        sha256: of the file `source`.
+        data: `folder:PATH` to classify, `coco:PATH` to detect, `ade20k:PATH` to segment; None where the stage trains
+            cells of params.yaml.
+        model: registered name; None for that of `source`, or a small one for a small set.
+        source, sha256: weights of a classifier to start from, and the file's hash; None for random ones.
+        epochs, seeds: instead of those of the recipe.
+        flip: whether a mirrored picture means the same.
         gpus: see `train_cells`.
         without: option -> what was given, of those that do not go with `data`.
 
@@ -82,57 +85,27 @@ def train_own(
         Whether there was a set; False leaves the work to the caller.
 
     Raises:
-        UserError: options that do not go together; see also `make_own_cell` and `train_cells`.
+        UserError: options that do not go together, another kind of data, data or weights that cannot be read, a model
+            that is unknown or unfit; see also `train_cells`.
     """
-    own = {"model": model, "from": source, "flip": flip or None, "sha256": sha256}
+    given = {"model": model, "from": source, "flip": flip or None, "sha256": sha256}
     if data is None:
-        if single := [name for name, value in own.items() if value is not None]:
+        if single := [name for name, value in given.items() if value is not None]:
             raise UserError(f"{stage}: --{single[0]} goes with --data; the cells of params.yaml say it themselves")
         return False
     if wrong := [name for name, value in without.items() if value]:
         raise UserError(f"{stage}: --data trains on your own pictures; leave --{wrong[0]} out")
     if source is not None:
         require_hash(source, sha256)
-    made = make_own_cell(stage, spec, data, model=model, source=source, epochs=epochs, seeds=seeds, flip=flip)
-    train_cells([made], gpus)
-    if gpus is None and "WORLD_SIZE" not in os.environ:
-        print(f"use it: repro predict PICTURES --weights {made.folder / 'weights.safetensors'}")
-    return True
-
-
-def make_own_cell(
-    stage: str,
-    spec: TaskSpec,
-    data: str,
-    *,
-    model: str | None,
-    source: Path | None,
-    epochs: int | None,
-    seeds: int | None,
-    flip: bool,
-) -> Cell:
-    """The cell that trains on a set `KIND:PATH`, which is split and prepared first.
-
-    Args:
-        stage, spec: the stage, and its task.
-        data: `folder:PATH` to classify, `coco:PATH` to detect, `ade20k:PATH` to segment.
-        model: registered name; None for that of `source`, or a small one for a small set.
-        source: weights of a classifier to start from; None for random ones.
-        epochs, seeds: instead of those of the recipe.
-        flip: whether a mirrored picture means the same.
-
-    Raises:
-        UserError: another kind of data, data or weights that cannot be read, a model that is unknown or unfit.
-    """
+    own = parse_own(data)
+    if own is None or own.kind != _KINDS[stage]:
+        expected = f"expected {_KINDS[stage]}:PATH; cells of params.yaml are named by --cell"
+        raise UserError(f"{stage}: --data {data}: {expected}")
     from timm.models import get_pretrained_cfg_value
 
     from ..models.checkpoints import open_weights
     from ..models.registry import require_known
 
-    own = parse_own(data)
-    if own is None or own.kind != _KINDS[stage]:
-        expected = f"expected {_KINDS[stage]}:PATH; cells of params.yaml are named by --cell"
-        raise UserError(f"{stage}: --data {data}: {expected}")
     paths = find_root()
     runtime = load_runtime(paths)
     options, init, size = {}, None, None
@@ -152,19 +125,21 @@ def make_own_cell(
     model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else NANO)
     start = Start(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
-        size = size or get_pretrained_cfg_value(model, "input_size")[-1]
-        params = choose_recipe(start, images, size)
+        params = choose_recipe(start, images, size or get_pretrained_cfg_value(model, "input_size")[-1])
     elif own.kind == "coco":
         params = choose_detector(start, open_cell(paths, runtime, data).open_instances("train"))
     else:
         params = choose_segmenter(start, open_cell(paths, runtime, data).open_pairs("train"))
-    params = dataclasses.replace(params, options=options, seeds=tuple(range(seeds or 1)))
     parts = [model, *([f"from_{source.stem}"] if source else []), *([f"{epochs}epochs"] if epochs else [])]
     parts += ([f"{seeds}seeds"] if seeds else []) + (["flipped"] if flip else [])
     name = "-".join(parts).replace(".", "_")
-    folder = paths.results / "own" / own.name.removeprefix("own_") / name
+    params = dataclasses.replace(params, options=options, seeds=tuple(range(seeds or 1)))
+    folder = manifest_path(paths, data).parents[1] / name  # beside the folder `data`
     cell = {"stage": stage, "name": f"{own.name}-{name}", "params": params, "spec": spec, "folder": folder}
-    return Cell(paths=paths, runtime=runtime, **cell)
+    train_cells([Cell(paths=paths, runtime=runtime, **cell)], gpus)
+    if gpus is None and "WORLD_SIZE" not in os.environ:
+        print(f"use it: repro predict PICTURES --weights {folder / 'weights.safetensors'}")
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
