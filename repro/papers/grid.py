@@ -128,31 +128,47 @@ def use_own_rates(grid: VariantSet, data: str, variant: str | None) -> VariantSe
 def run_variants(
     grid: VariantSet, variant: str | None, *, data: str | None, seeds: int, epochs: int | None, jobs: int, speed: bool
 ) -> None:
-    """Train one variant in this process, or all, into results/measured/<device>/<folder>/<data>/<variant>/.
+    """Train variants into results/measured/<device>/<folder>/<data>/<variant>/.
 
     Args:
-        variant: the name of one; None trains all.
+        variant: the one to train in this process; None shows the plan, and trains what is missing of all.
         data: a cell of prepare_data; None takes that of the shared recipe.
         seeds, epochs: trainings of each variant and their length; None takes that of the recipe.
-        jobs, speed: see `train_grid`.
+        jobs: how many processes train all.
+        speed: whether to measure the throughputs then, one after the other.
 
     Raises:
-        UserError: an unknown variant or data set; see also `train_grid`.
+        UserError: an unknown variant or data set, or a folder holds a record of other parameters; before anything is
+            trained.
+        Interrupted: a signal came; what is finished is kept. RunError: variants failed; the others are done.
     """
     for name, value in {"seeds": seeds, "epochs": epochs, "jobs": jobs}.items():
         if value is not None and value < 1:
             raise UserError(f"{grid.stage}: --{name} {value}: expected 1 or more")
     paths = find_root()
     names = list(grid.variants) if variant is None else [variant]
-    built = {name: build_variant(grid, name, paths, data=data, seeds=seeds, epochs=epochs) for name in names}
-    read_manifest(manifest_path(paths, built[names[0]].cell.params.data))
+    variants = {name: build_variant(grid, name, paths, data=data, seeds=seeds, epochs=epochs) for name in names}
+    read_manifest(manifest_path(paths, variants[names[0]].cell.params.data))
+    waiting = {name: each for name, each in variants.items() if each.missing}
+    failed: dict[str, str] = {}
     if variant is None:
-        train_grid(built, jobs=jobs, speed=speed)
-    else:
-        if built[variant].missing:
-            train_cells([built[variant].cell])
-        if speed:
-            _measure(variant, built[variant])
+        _show_plan(variants)
+        for name in variants.keys() - waiting.keys():
+            remove_states(variants[name].cell, variants[name].cell.params.seeds)
+        works = {}
+        for name, each in waiting.items():
+            log = paths.logs(grid.stage, each.cell.name) / "output.txt"
+            works[name] = Work(arguments=(grid.stage, *each.arguments), log=log)
+        failed = run_all(works, jobs, load_runtime(paths), paths.root)
+    elif waiting:
+        train_cells([variants[variant].cell])
+    for name, each in variants.items():
+        if speed and name not in failed and not _has_throughput(each.cell):
+            rate = measure_throughput(each.cell)
+            print(f"{name}: {'no throughput' if rate is None else f'{rate:.0f} images/s'}", flush=True)
+    if failed:
+        reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
+        raise RunError(f"{grid.stage}: {len(failed)} of {len(variants)} failed, the others are done: {reasons}")
 
 
 def build_variant(
@@ -222,31 +238,6 @@ def _override(params: Any, changes: Mapping[str, Any]) -> Any:
     return dataclasses.replace(params, **{**changes, **nested})
 
 
-def train_grid(variants: Mapping[str, BuiltVariant], *, jobs: int, speed: bool) -> None:
-    """Show the plan, train what is missing in `jobs` processes, then measure the throughputs one after the other.
-
-    Raises:
-        UserError: a folder holds a record of other parameters; before anything is trained.
-        Interrupted: a signal came; what is finished is kept. RunError: variants failed; the others are done.
-    """
-    waiting = {name: variant for name, variant in variants.items() if variant.missing}
-    _show_plan(variants)
-    for name in variants.keys() - waiting.keys():
-        remove_states(variants[name].cell, variants[name].cell.params.seeds)
-    works = {}
-    for name, variant in waiting.items():
-        log = variant.cell.paths.logs(variant.cell.stage, variant.cell.name) / "output.txt"
-        works[name] = Work(arguments=(variant.cell.stage, *variant.arguments), log=log)
-    one = next(iter(variants.values())).cell
-    failed = run_all(works, jobs, one.runtime, one.paths.root)
-    for name, variant in variants.items():
-        if speed and name not in failed:
-            _measure(name, variant)
-    if failed:
-        reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
-        raise RunError(f"{one.stage}: {len(failed)} of {len(variants)} failed, the others are done: {reasons}")
-
-
 def measure_throughput(cell: Cell) -> float | None:
     """Write speed.json of a trained classifier into its folder; images per second, or None with the reason there.
 
@@ -286,12 +277,6 @@ def _has_throughput(cell: Cell) -> bool:
 
 def _hash_weights(cell: Cell, record: str) -> str:
     return read_record(cell.folder / record)["metrics"]["weights_hash"]
-
-
-def _measure(name: str, variant: BuiltVariant) -> None:
-    if not _has_throughput(variant.cell):
-        rate = measure_throughput(variant.cell)
-        print(f"{name}: {'no throughput' if rate is None else f'{rate:.0f} images/s'}", flush=True)
 
 
 def _show_plan(variants: Mapping[str, BuiltVariant]) -> None:
