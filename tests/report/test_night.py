@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from repro.core.config import load_yaml
-from repro.papers.vision_ttt.night import list_night_pairs, list_night_scores, load_questions
+from repro.papers.vision_ttt.sections import list_night_pairs, list_night_scores, load_questions
 from repro.report.document import plain
 from repro.report.results import Missing
 from tests.conftest import ROOT

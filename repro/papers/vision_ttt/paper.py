@@ -5,15 +5,14 @@ from pathlib import Path
 from ...report import measured, passages
 from ...report.paper import Document, load_paper
 from ..variants import load_variants
-from . import formulas, night, readings_page, sections
-from .figures import draw_fig7a, draw_fig7b
+from . import formulas, readings_page, sections
 
 _ROOM = Path(__file__).parent
 
 PAPER = load_paper(
     _ROOM,
     lambda: formulas,
-    [measured, night, passages, readings_page, sections],
+    [measured, passages, readings_page, sections],
     passages={
         "docs/architecture.md": {"statuses": passages.describe_statuses},
         "docs/readings.md": {"choices": readings_page.describe_choices},
@@ -27,5 +26,5 @@ PAPER = load_paper(
         Document(file="results/provenance.md", text=_ROOM / "provenance.md"),
     ),
     variants=load_variants("vision_ttt"),
-    pictures={"Fig. 7(a)": ("fig7a", draw_fig7a), "Fig. 7(b)": ("fig7b", draw_fig7b)},
+    pictures={"Fig. 7(a)": ("fig7a", sections.draw_fig7a), "Fig. 7(b)": ("fig7b", sections.draw_fig7b)},
 )

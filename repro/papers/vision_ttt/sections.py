@@ -1,15 +1,24 @@
-"""What the page of Vision-TTT says beside the tables: its FLOPs, and its figures of interpretability in numbers."""
+"""What the page of Vision-TTT says beside the tables: its FLOPs, its figures of interpretability in numbers, and what
+profiles/night.yaml has shown, a slot for each score and for each pair that was named before the run. And Fig. 7.
+"""
 
-from collections.abc import Mapping
+import functools
+import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...core.config import load_yaml
 from ...core.csvfile import read_csv
+from ...core.figures import STYLES, new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Line, Piece, strong, table
+from ...report.document import Block, Line, Piece, number, strong, table
 from ...report.gallery import describe_origin
 from ...report.measured import format_scores
+from ...report.ordering import TOP1, Pair, compare_trainings
 from ...report.records import Source
+from ...report.results import Missing
+from ...report.variants import Group
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
@@ -103,9 +112,117 @@ def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
     """The accuracy of the model whose weights a figure shows."""
     beside = f"{entry.get('weights', '').rpartition('/')[0]}/metrics.json"
     source = report.results.find(beside)
-    return format_scores(source.metrics, {"top1_percent": ""}, 1) if source else "unknown"
+    return format_scores(source.metrics, {TOP1: ""}, 1) if source else "unknown"
 
 
 def _find(report: Report) -> Source:
     asked = "nothing is drawn yet", "repro visualize"
     return report.results.require(lambda source: source.stage == "visualize", *asked)[0]
+
+
+@functools.cache
+def load_questions() -> dict[str, Any]:
+    """The content of night.yaml."""
+    return load_yaml(Path(__file__).with_name("night.yaml"))
+
+
+def list_night_scores(report: Report) -> list[Block]:
+    """Top-1 of every model of the night on each data set; `–` for what is not trained."""
+    questions = load_questions()
+    rows: list[list[Piece]] = []
+    for name in questions["models"]:
+        found = [_find_training(report, name, data) for data in questions["data"]]
+        rows.append([name, *(format_scores(each.metrics, {TOP1: ""}) if each else "–" for each in found)])
+    return [table(["Top-1 (%) on test", *questions["data"].values()], rows)]
+
+
+def list_night_pairs(report: Report) -> list[Block]:
+    """The pairs of each table on each data set, with their verdicts; `–` where a model of the table is not trained."""
+    questions = load_questions()
+    rows: list[list[Piece]] = []
+    for place, pairs in questions["pairs"].items():
+        for data, shown in questions["data"].items():
+            judged = _judge(report, data, pairs)
+            for better, worse in pairs:
+                pair = judged.get((better, worse))
+                said: list[Piece] = ["–", "–", "–"]
+                if pair is not None:
+                    said = [pair.show(2), number(pair.p, ".3f"), pair.word]
+                rows.append([place, shown, f"{better} > {worse}", *said])
+    return [table(["", "data", "the paper's order", "ours (points) [95 %]", "p (Holm)", "verdict"], rows)]
+
+
+def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str, str], Pair]:
+    """Pair -> its verdict on a data set; none before all models are trained, `Missing` where trained unlike."""
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    found = {name: _find_training(report, name, data) for name in names}
+    if None in found.values():
+        return {}
+    alike = ("epochs", "image_size", "split", "held_out_images", "classes")
+    first, *others = ([source.metrics[key] for key in alike] for source in found.values())
+    if any(other != first for other in others):
+        raise Missing(
+            f"the models of a table differ on {data} in one of {', '.join(alike)}",
+            "repro profile use night && dvc repro pretrain linearize ablate",
+        )
+    compared = compare_trainings(found, [tuple(pair) for pair in pairs])
+    return {(pair.better, pair.worse): pair for pair in compared}
+
+
+def _find_training(report: Report, name: str, data: str) -> Source | None:
+    """The record of a model on a data set of the night."""
+    source = report.results.find(f"results/{load_questions()['models'][name]['cell']}_{data}/metrics.json")
+    return source if source is not None and source.metrics["kind"] == data else None
+
+
+def _draw_fig7(
+    path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str
+) -> Path:
+    """Panels: the paper's only printed number, our accuracies with each seed, and our measured throughputs.
+
+    `ticks`: variant -> its label; `note`: what the paper's panel shows; the rest as in `repro.report.paper`.
+    """
+    colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
+    speeds = {name: group.throughput(name) for name in ticks if group.throughput(name) is not None}
+    figure, (paper, ours, *rest) = new_figure(3 if speeds else 2)
+    top1 = float(printed("table3.conv2d", TOP1))
+    paper.plot(positions["conv2d"], top1, "o", color="black")
+    paper.annotate(f"{top1} %", (positions["conv2d"], top1), xytext=(8, 6), textcoords="offset points", fontsize=9)
+    paper.text(0.03, 0.04, f"{note}\n(no other number is printed)", transform=paper.transAxes, fontsize=8, va="bottom")
+    paper.set(title="paper: Vittt-T on ImageNet-1K", ylabel="Top-1 (%)", ylim=(top1 - 3, top1 + 1))
+    for name, x in positions.items():
+        if name not in group.variants:
+            continue
+        values = [run[TOP1] for run in group.variants[name].metrics["by_seed"]]
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        ours.plot([x] * len(values), values, ".", color=colour, alpha=0.5)
+        ours.errorbar(x, statistics.mean(values), yerr=spread, fmt="o", color=colour, capsize=4)
+    m = group.common
+    title = f"ours: {m['model'].split('_patch')[0]} on {m['data']}, {m['epochs']} epochs"
+    ours.set(title=title, ylabel="Top-1 (%): mean ± standard deviation, seeds")
+    for speed in rest:
+        speed.plot([positions[name] for name in speeds], list(speeds.values()), "s", color=colour)
+        devices = sorted({group.speeds[name].device for name in speeds})
+        speed.set(
+            title=f"ours, {'; '.join(devices)}", ylabel="images per second", ylim=(0, 1.15 * max(speeds.values()))
+        )
+    for panel in (paper, ours, *rest):
+        panel.set_xticks(range(len(ticks)), list(ticks.values()))
+        panel.set(xlabel=axis, xlim=(-0.5, len(ticks) - 0.5))
+        panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
+    figure.tight_layout()
+    return save_png(figure, path)
+
+
+draw_fig7a = functools.partial(
+    _draw_fig7,
+    ticks={"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"},
+    axis="chunk size b (tokens)",
+    note="in words: falls sharply from 4,\nworst at 64, then grows slightly",
+)
+draw_fig7b = functools.partial(
+    _draw_fig7,
+    ticks={"w0_frozen": "0: frozen", "w0_shared": "1: shared", "conv2d": "2: per direction"},
+    axis="learnable initial states",
+    note="in words: more learnable states\nare better",
+)
