@@ -1,5 +1,6 @@
 """What the page of the linearization says beside the tables: what students recover, and where their tokens look."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
 from ...report.gallery import describe_origin
-from ...report.ordering import TOP1, Pair, compare_trainings
+from ...report.ordering import TOP1, compare_trainings
 from ...report.records import Missing, Source, describe_seeds, group_by, keep_best, show_mean
 
 UNTRAINED = "untrained_top1_percent"
@@ -136,32 +137,27 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
 
 
 def weigh_inheritance(report: Report) -> list[Block]:
-    """How far a student is from its model from random weights, a line for each such training over several seeds."""
+    """How far a student is from its model from random weights, a line for each such training over several seeds.
+
+    The students are those of the same choices that were trained whole.
+    """
     sources = report.results.sources
     students = [each for each in sources if each.most_seeds > 1 and UNTRAINED in each.metrics]
     lines: list[Line] = []
-    for source in _find_scratch(students, sources):
-        for student, pair in _compare_scratch(source, students):
+    for source, student in itertools.product(_find_scratch(students, sources), students):
+        choices, theirs = [(each.metrics["model"], name_student(each.metrics)) for each in (source, student)]
+        if choices != theirs or student.metrics.get("freeze"):
+            continue
+        pairs = compare_trainings({"student": student, "scratch": source}, [("student", "scratch")])
+        if pairs and pairs[0].interval:
             steps, longer = student.metrics["steps"], source.metrics["steps"]
             length = f"{steps:,} steps as well" if steps == longer else f"{longer:,} steps rather than {steps:,}"
-            difference = f"the student's Top-1 minus its own: {pair.show(1)} points, p {pair.p:.2g}."
+            difference = f"the student's Top-1 minus its own: {pairs[0].show(1)} points, p {pairs[0].p:.2g}."
             found = f", trained from random weights for {length}: {difference}"
             lines.append((code(source.metrics["model"]), found))
     if not lines:
         raise Missing("no student's model was trained from random weights over several seeds", SCRATCH)
     return [Bullets(lines)]
-
-
-def _compare_scratch(source: Source, students: Sequence[Source]) -> list[tuple[Source, Pair]]:
-    """The students of the same choices, fully trained, each with its difference to a training from random weights."""
-    found = []
-    for student in students:
-        m = student.metrics
-        is_alike = (m["model"], name_student(m)) == (source.metrics["model"], name_student(source.metrics))
-        if is_alike and not m.get("freeze"):
-            pairs = compare_trainings({"student": student, "scratch": source}, [("student", "scratch")])
-            found += [(student, pair) for pair in pairs if pair.interval is not None]
-    return found
 
 
 def _describe_scratch(source: Source, report: Report) -> Line:
