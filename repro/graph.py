@@ -4,16 +4,16 @@ records are old.
 `table` is everywhere the table of stages, name -> `stages.Stage`.
 """
 
+import contextlib
+import graphlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .core.config import load_section, load_sections, load_yaml
 from .core.errors import RunError, UserError
-from .core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, find_old
+from .core.freshness import FOLLOWED, OLDER_VERSION, OTHER_CODE, RENEWED, STALE, find_old
 from .core.hashing import hash_sources, import_closure, short_hash
 from .core.paths import Paths
 from .core.record import DETAILS_FILE, read_record, write_json
@@ -99,6 +99,34 @@ def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | N
     return None if params is None else load_section(params, paths.params, name, *([cell] if cell else []))
 
 
+@contextlib.contextmanager
+def open_dvc(root: Path) -> Iterator[Any]:
+    """DVC's `Repo` of a checkout, meanwhile the working directory; what DVC cannot read or do is a RunError of one line."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with contextlib.chdir(root), Repo(str(root)) as repo:  # DVC names files as the working directory sees them
+            yield repo
+    except DvcException as error:
+        raise RunError(f"{root / 'dvc.yaml'}: {' '.join(str(error).split())}") from None
+
+
+def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
+    """Each stage, or cell of one, as DVC calls it, e.g. `pretrain@vittt_nano_digits` -> those whose output it reads.
+
+    Those with the longest chain behind them come first. Raises RunError.
+    """
+    with open_dvc(root) as repo:
+        graph = repo.index.graph  # from each stage to those that it needs
+        needs = {each.name: tuple(sorted(other.name for other in graph.successors(each))) for each in repo.index.stages}
+    depths = dict.fromkeys(needs, 0)  # how many follow it, one after another
+    for name in reversed([*graphlib.TopologicalSorter(needs).static_order()]):
+        for needed in needs[name]:
+            depths[needed] = max(depths[needed], depths[name] + 1)
+    return {name: needs[name] for name in sorted(needs, key=lambda name: -depths[name])}
+
+
 def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(stage, status, why) per stage and cell of dvc.yaml, in its order.
 
@@ -110,9 +138,10 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
     """
     if "code" in load_yaml(paths.root / "dvc.yaml")["stages"]:
         write_code_hashes(paths, table)  # else an edit would be seen only after `code` ran
-    changed = json.loads(_run_dvc(paths, "status", "--json"))
+    with open_dvc(paths.root) as repo:
+        names, changed = [stage.name for stage in repo.index.stages], repo.status()
     rows = []
-    for name in _run_dvc(paths, "stage", "list", "--name-only").split():
+    for name in names:
         if name == "code":
             continue
         whys = [why for why in changed.get(name, []) if why != "always changed"]
@@ -154,6 +183,12 @@ def find_old_records(paths: Paths) -> dict[str, list[OldRecord]]:
     return {why: listed for why, listed in found.items() if listed}
 
 
+def list_stale_records(paths: Paths) -> list[OldRecord]:
+    """The old records that are to be made again, see `find_old_records`."""
+    found = find_old_records(paths)
+    return [record for why in STALE for record in found.get(why, ())]
+
+
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
     """The newest saved state of a training cell, for its parameters as they are now; of several seeds the last one
     begun.
@@ -173,10 +208,3 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
     )
     folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)
-
-
-def _run_dvc(paths: Paths, *args: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "dvc", *args], cwd=paths.root, capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"dvc {' '.join(args)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-    return done.stdout

@@ -19,54 +19,8 @@ from .core.errors import RunError
 from .core.paths import Paths, describe_missing_results
 from .core.record import write_json
 from .core.runtime import RUN_BEGAN, Runtime, choose_device, device_slug, usable_cores
+from .graph import find_needs, open_dvc
 from .runs.pool import Work, run_all
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """A stage of dvc.yaml, or a cell of one.
-
-    Args:
-        name: as DVC calls it, e.g. `pretrain@vittt_nano_digits`.
-        needs: the names of those whose output it reads.
-        depth: how many follow it, one after another.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    depth: int
-
-    @property
-    def stage(self) -> str:
-        """The name of the stage, without that of the cell."""
-        return self.name.partition("@")[0]
-
-
-def read_units(root: Path) -> list[Unit]:
-    """The units of dvc.yaml as DVC understands it, those with the longest chain behind them first.
-
-    Raises:
-        RunError: DVC cannot read dvc.yaml or params.yaml.
-    """
-    from dvc.exceptions import DvcException
-    from dvc.repo import Repo
-
-    try:
-        with Repo(str(root)) as repo:
-            graph = repo.index.graph  # from each stage to those that it needs
-            needs = {stage.name: tuple(sorted(other.name for other in graph.successors(stage))) for stage in graph}
-            order = [stage.name for stage in repo.index.stages]
-    except DvcException as error:
-        raise RunError(f"{root / 'dvc.yaml'}: {' '.join(str(error).split())}") from None
-    depths: dict[str, int] = {}
-
-    def find_depth(name: str) -> int:
-        if name not in depths:
-            depths[name] = max((1 + find_depth(other) for other in needs if name in needs[other]), default=0)
-        return depths[name]
-
-    units = [Unit(name, needs[name], find_depth(name)) for name in order]
-    return sorted(units, key=lambda unit: -unit.depth)
 
 
 def release_dead_locks(root: Path) -> None:
@@ -76,9 +30,8 @@ def release_dead_locks(root: Path) -> None:
     DVC itself takes one out where it is in the way, if no process has its number.
     """
     from dvc.lock import LockError, make_lock
-    from dvc.repo import Repo
 
-    with Repo(str(root)) as repo:
+    with open_dvc(root) as repo:
         folder, hardlink = repo.tmp_dir, repo.config["core"].get("hardlink_lock", False)
     file = Path(folder) / "rwlock"
     # a list that is broken, or that another DVC keeps busy, is left to DVC
@@ -86,14 +39,11 @@ def release_dead_locks(root: Path) -> None:
         contextlib.suppress(FileNotFoundError, ValueError, LockError),
         make_lock(f"{file}.lock", tmp_dir=folder, hardlink_lock=hardlink),
     ):
-        locks = json.loads(file.read_text(encoding="utf-8"))
-        write = {path: holder for path, holder in locks.get("write", {}).items() if _is_alive(holder["pid"])}
-        read = {
-            path: [each for each in holders if _is_alive(each["pid"])]
-            for path, holders in locks.get("read", {}).items()
-        }
-        kept = {"write": write, "read": {path: holders for path, holders in read.items() if holders}}
-        if kept != {"write": {}, "read": {}} | locks:
+        locks = {"write": {}, "read": {}} | json.loads(file.read_text(encoding="utf-8"))
+        write = {path: holder for path, holder in locks["write"].items() if _is_alive(holder["pid"])}
+        read = {path: [each for each in of_path if _is_alive(each["pid"])] for path, of_path in locks["read"].items()}
+        kept = {"write": write, "read": {path: of_path for path, of_path in read.items() if of_path}}
+        if kept != locks:
             write_json(file, kept)
 
 
@@ -130,18 +80,17 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
     Raises:
         RunError: a stage failed; Interrupted: a signal came.
     """
-    units = read_units(paths.root)
     release_dead_locks(paths.root)
     # dvc.yaml says `repro`, which lies beside this Python whether or not its environment is activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # DVC waits for the stage that it runs after a SIGINT, and dies of a SIGTERM
     shared = {"module": "dvc", "environment": {RUN_BEGAN: f"{time.time()} {jobs}", "PATH": path}}
     works = {}
-    for unit in units:
-        row = table.get(unit.stage)
-        arguments = ("--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), unit.name)
-        log = paths.logs("run", unit.name) / "output.txt"
-        works[unit.name] = Work(arguments=arguments, log=log, after=unit.needs, alone=bool(row and row.alone), **shared)
+    for name, needed in find_needs(paths.root).items():
+        row = table.get(name.partition("@")[0])
+        arguments = ("--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), name)
+        log = paths.logs("run", name) / "output.txt"
+        works[name] = Work(arguments=arguments, log=log, after=needed, alone=bool(row and row.alone), **shared)
     try:
         failed = run_all(works, jobs, runtime, paths.root, alike=False)
     finally:

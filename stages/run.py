@@ -33,10 +33,9 @@ def command(
     continues.
     """
     from repro.core.errors import UserError
-    from repro.core.freshness import STALE
     from repro.core.paths import find_root
     from repro.core.runtime import load_runtime
-    from repro.graph import find_old_records
+    from repro.graph import list_stale_records
     from repro.pipeline import choose_jobs, run_measured, run_stages
 
     if stale and not measured:
@@ -47,8 +46,7 @@ def command(
     paths = find_root()
     runtime = load_runtime(paths)
     if measured:
-        found = find_old_records(paths)
-        old = {record.path for why in STALE for record in found.get(why, ())}
-        run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime), stale=old if stale else None)
+        old = {record.path for record in list_stale_records(paths)} if stale else None
+        run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime), stale=old)
         return
     run_stages(paths, load_stages(), runtime, jobs=jobs or choose_jobs(runtime), force=force)

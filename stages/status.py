@@ -22,19 +22,15 @@ def command(
     A record is stale when the files that its numbers depend on have changed, unless the present code has made it again
     on another machine, or begins its training alike.
     """
-    from repro.core.freshness import STALE
     from repro.core.paths import describe_missing_results, find_root
     from repro.core.ui import print_table
-    from repro.graph import find_old_records, find_status
+    from repro.graph import find_old_records, find_status, list_stale_records
 
     paths = find_root()
-    old = find_old_records(paths)
     if stale:
-        listed = [record for why in STALE for record in old.get(why, ())]
+        listed = sorted((record.path, record.command or "none is named") for record in list_stale_records(paths))
         if listed:
-            print_table(
-                ["record", "command"], sorted((record.path, record.command or "none is named") for record in listed)
-            )
+            print_table(["record", "command"], listed)
         else:
             print("no record is stale")
         return
@@ -46,7 +42,7 @@ def command(
     print(f"next: {command_line}" if command_line else "nothing to do; results/tables.md is up to date")
     if missing := describe_missing_results(paths.root):
         print(missing)
-    for why, records in old.items():
+    for why, records in find_old_records(paths).items():
         print(f"\n{len(records)} record{'s' if len(records) > 1 else ''} {why}:")
         print("\n".join(group_records(record.path for record in records)))
 

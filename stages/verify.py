@@ -48,8 +48,7 @@ def command(
 
 
 def _follow_records() -> None:
-    from repro.core.freshness import STALE
-    from repro.graph import find_old_records
+    from repro.graph import list_stale_records
     from repro.papers import find_rooms
     from repro.papers.first_epochs import follow_records
     from repro.papers.variants import load_variants
@@ -57,8 +56,7 @@ def _follow_records() -> None:
     from .readings import choose_readings
 
     paths = find_root()
-    old = find_old_records(paths)
-    names = [record.path for why in STALE for record in old.get(why, ())]
+    names = [record.path for record in list_stale_records(paths)]
     grids = [grid for room in find_rooms() if (grid := load_variants(room.split(".")[-2]))]
     tasks = {name: row.task for name, row in load_stages().items() if row.task}
     for line in follow_records(paths, names, [*grids, choose_readings()], tasks):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from repro.core.record import read_record
-from repro.pipeline import read_units
+from repro.graph import find_needs
 from tests.conftest import ROOT, run_python
 from tests.test_docs import fenced
 from tests.test_layout import tracked
@@ -78,8 +78,7 @@ def test_a_stage_is_its_module_and_its_entry_in_the_graph(house):
 
 
 def test_the_report_runs_after_a_new_stage(house):
-    (report,) = [unit for unit in read_units(house) if unit.stage == "report"]
-    assert {"toy@three", "halve@toy", "pretrain@toy"} <= set(report.needs)
+    assert {"toy@three", "halve@toy", "pretrain@toy"} <= set(find_needs(house)["report"])
 
 
 def test_the_tests_of_layout_and_graph_pass_with_the_new_rooms(house):

@@ -13,7 +13,8 @@ from repro.core.config import load_yaml
 from repro.core.errors import RunError
 from repro.core.paths import Paths, describe_missing_results
 from repro.core.runtime import RUN_BEGAN, Runtime, load_runtime
-from repro.pipeline import choose_steps, read_steps, read_units, release_dead_locks, run_measured, run_stages
+from repro.graph import find_needs
+from repro.pipeline import choose_steps, read_steps, release_dead_locks, run_measured, run_stages
 from stages import Stage
 from tests.conftest import ROOT
 from tests.faults.lab import kill_all_in, list_processes_in
@@ -134,14 +135,14 @@ def test_a_stopped_run_says_how_committed_results_come_back(project, capfd):
 def test_the_longest_chain_comes_first(project):
     needs = {"short": [], "a": [], "b": ["a"], "c": ["b", "short"]}
     write(project, **{name: (f"echo 1 > {name}.out", needed) for name, needed in needs.items()})
-    found = [(unit.name, list(unit.needs)) for unit in read_units(project.root)]
-    assert found == [(name, needs[name]) for name in ("a", "short", "b", "c")]
+    found = find_needs(project.root)
+    assert list(found) == ["a", "short", "b", "c"] and {name: list(found[name]) for name in found} == needs
 
 
 def test_a_graph_that_dvc_cannot_read_is_an_error_of_one_line(project):
     (project.root / "dvc.yaml").write_text("stages:\n  a: {cmd: echo, deps: 3}\n")
     with pytest.raises(RunError, match=r"^[^\n]*dvc\.yaml[^\n]*$"):
-        read_units(project.root)
+        find_needs(project.root)
 
 
 def start_two_slow_stages(project) -> subprocess.Popen:
