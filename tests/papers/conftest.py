@@ -9,12 +9,10 @@ from typing import Any
 
 from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
-from repro.papers import describe_recipe
 from repro.planning.planner import demands
 from repro.report.claims import Report
 from repro.report.paper import Paper
 from repro.report.results import Results
-from repro.tasks.classification.params import ClassifierParams
 from tests.report.conftest import JUDGE, SCORES, Checkout, checkout, paper
 
 __all__ = ["checkout", "count_model", "find_keys", "find_statuses", "judge", "judge_counts", "paper", "read_key"]
@@ -73,13 +71,3 @@ def find_statuses(report: Report, *patterns: str) -> dict[str, list[str]]:
 def count_statuses(report: Report, *patterns: str) -> dict[str, int]:
     """Status -> how many entries with it match one of the patterns."""
     return {status: len(names) for status, names in find_statuses(report, *patterns).items()}
-
-
-def describe_trained(
-    params: ClassifierParams, *, dtype: str = "bf16", images: int = 1_281_167
-) -> tuple[dict, list[str]]:
-    """What is recorded and what is printed of a training's recipe, on one GPU."""
-    world = {"world_size": 1, "micro_batch": params.batch_size, "accumulate": 1}
-    return describe_recipe(
-        params, {**world, "device": "cuda", "dtype": dtype, "backend": "torch", "train_images": images}
-    )

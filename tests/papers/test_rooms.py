@@ -1,7 +1,6 @@
 """What holds in the room of every paper: its variants are judged by one rule, and they depend on no report."""
 
 import dataclasses
-import importlib
 import json
 import re
 import subprocess
@@ -125,10 +124,21 @@ def test_every_variant_is_a_model_at_the_recipe_of_the_grid(room, name):
     assert params.data == "digits" and model.grid_size == (8, 8)
 
 
-@pytest.mark.parametrize("room", ["linearize", "vit3"])
-def test_identities_refuse_a_name_that_is_none(room):
-    with pytest.raises(ValueError, match="'eq5': no "):
-        importlib.import_module(f"repro.papers.{room}.formulas").identity_error("eq5")
+@pytest.mark.parametrize(
+    ("room", "formula", "arguments"),
+    [
+        ("kv_binding", "identity_error", ("eq5",)),
+        ("kv_binding", "theorem_error", ("eq5",)),
+        ("kv_binding", "lact_error", ("eq5",)),
+        ("kv_binding", "momentum_error", (4, "eq5")),
+        ("linearize", "identity_error", ("eq5",)),
+        ("vision_ttt", "vittt_design_g", ("eq5",)),
+        ("vit3", "identity_error", ("eq5",)),
+    ],
+)
+def test_formulas_refuse_a_name_that_is_none(room, formula, arguments):
+    with pytest.raises(ValueError, match="'eq5': no .*; they are "):
+        load_papers()[room].formulas()[formula](*arguments)
 
 
 @pytest.mark.parametrize(
