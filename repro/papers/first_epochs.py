@@ -145,32 +145,18 @@ def judge(now: Means, recorded: Means, others: Iterable[Means]) -> bool | None:
     return all(any(is_nearer(name, other) for name in MEANS) for other in others) or None
 
 
-def train_until_judged(job: Job, judge: Callable[[int, Means], bool | None]) -> tuple[int, Means, bool]:
-    """Train a job's first epochs, for `_UntilJudged`'s `judge`; what it ended with. Nothing is written.
-
-    Raises as `fit`.
-    """
-    cell, steps = job.cell, job.task.steps_per_epoch
-    logs = cell.paths.logs(cell.stage, cell.name)
-    watch = Watch(logs, device=job.task.device, jsonl=False, tensorboard=False, every=steps)
-    cadence = {"accumulate": job.accumulate, "save_every_steps": steps, "snapshot": lambda epoch, model: None}
-    try:
-        fit(job.task, job.params, checkpointer=_UntilJudged(steps, judge), watch=watch, **cadence)
-    except _Judged as judged:
-        return judged.args
-    except Interrupted as stopped:
-        raise Interrupted(stopped.exit_code - 128, "what was judged before is kept") from None
-    raise RunError(f"{cell.where}: no epoch was judged")
-
-
 def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The entry of a training whose record has this identity, by its first epochs; nothing else is written.
+
+    Raises:
+        UserError: it was another training. Otherwise as `fit`.
+    """
     made, _ = describe_job(job, seed)
-    if (
-        describe_recipe(made) != describe_recipe(identity)
-        or hash_file(job.cell.inputs[0]) != identity["data_manifest_hash"]
-    ):
+    is_same = describe_recipe(made) == describe_recipe(identity)
+    if not is_same or hash_file(job.cell.inputs[0]) != identity["data_manifest_hash"]:
         raise UserError("its recipe or its data are others now; train it again")
-    curve = job.cell.folder / "curve.csv"
+    cell, steps = job.cell, job.task.steps_per_epoch
+    curve = cell.folder / "curve.csv"
     every = {file: _read_epochs(file) for file in sorted(curve.parent.parent.glob("*/curve.csv"))}
     recorded = every.get(curve, {})
     if (seed, 1) not in recorded:
@@ -188,7 +174,18 @@ def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
         is_last = epoch == RULE.epochs or (seed, epoch + 1) not in recorded
         return False if verdict is None and is_last else verdict
 
-    epoch, now, follows = train_until_judged(job, judge_epoch)
+    watch = Watch(
+        cell.paths.logs(cell.stage, cell.name), device=job.task.device, jsonl=False, tensorboard=False, every=steps
+    )
+    cadence = {"accumulate": job.accumulate, "save_every_steps": steps, "snapshot": lambda epoch, model: None}
+    try:
+        fit(job.task, job.params, checkpointer=_UntilJudged(steps, judge_epoch), watch=watch, **cadence)
+    except _Judged as judged:
+        epoch, now, follows = judged.args
+    except Interrupted as stopped:
+        raise Interrupted(stopped.exit_code - 128, "what was judged before is kept") from None
+    else:
+        raise RunError(f"{cell.where}: no epoch was judged")
     given = {f"recorded_{name}": value for name, value in recorded[seed, epoch].items()}
     return {"seed": seed, "epoch": epoch, **given, **now, "follows": follows}
 

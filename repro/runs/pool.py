@@ -73,7 +73,10 @@ def run_all(
             if received and not told:  # once: a second signal ends a process without its state saved
                 told = True
                 for name, process, _ in running.values():
-                    _stop(process, waiting[name])
+                    if waiting[name].module == "repro":
+                        process.send_signal(signal.SIGTERM)
+                    else:
+                        os.killpg(process.pid, signal.SIGINT)
             time.sleep(1.0 if received else 0.1)
             for slot, (name, process, started) in list(running.items()):
                 if process.poll() is None:
@@ -112,14 +115,6 @@ def _list_dependants(name: str, queue: Mapping[str, Work]) -> list[str]:
     return [other for other in queue if other in found]
 
 
-def _stop(process: subprocess.Popen, work: Work) -> None:
-    """Ask a process to end with its state saved."""
-    if work.module != "repro":
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.send_signal(signal.SIGTERM)
-
-
 def _start(work: Work, environment: Mapping[str, str], root: Path) -> subprocess.Popen:
     work.log.parent.mkdir(parents=True, exist_ok=True)
     with open(work.log, "w", encoding="utf-8") as stream:
@@ -152,9 +147,8 @@ def _share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
     if choose_device(runtime.device).type == "cuda":
         import torch
 
-        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(
-            ","
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
         return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
     threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     return {"OMP_NUM_THREADS": str(max(1, threads // jobs))}
