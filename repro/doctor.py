@@ -5,6 +5,7 @@ torch, torchvision and the kernels are imported while they are checked and nowhe
 are broken; other packages are looked up by their metadata.
 """
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -36,10 +37,9 @@ def examine(paths: Paths) -> dict[str, list[Line]]:
     """The title of each section -> its lines. Wrong parameters are a line too; what depends on them then takes the
     defaults.
     """
-    try:
-        runtime, problem = load_runtime(paths), None
-    except UserError as error:
-        runtime, problem = Runtime(data_roots={}), str(error)
+    runtime = Runtime(data_roots={})
+    with contextlib.suppress(UserError):  # `check_parameters` says what is wrong
+        runtime = load_runtime(paths)
     gpus = gpu_names()
     return {
         "machine": list(check_machine(gpus)),
@@ -47,7 +47,7 @@ def examine(paths: Paths) -> dict[str, list[Line]]:
         "name clashes": list(check_names(paths)),
         "PyTorch and TTT-Linear": list(check_torch(runtime, gpus)),
         "segmentation": list(check_mmseg()),
-        "parameters and data": list(check_parameters(paths, runtime, problem)),
+        "parameters and data": list(check_parameters(paths)),
         "disk and shared memory": list(check_space(paths, runtime)),
     }
 
@@ -206,14 +206,10 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
             yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"
 
 
-def check_parameters(paths: Paths, runtime: Runtime, problem: str | None) -> Iterator[Line]:
-    """Whether params.yaml can be loaded (`problem` is what is wrong with `runtime:`), and the data sets of its cells
-    are in place.
-    """
+def check_parameters(paths: Paths) -> Iterator[Line]:
+    """Whether params.yaml can be loaded, and the data sets of its cells are in place."""
     try:
-        if problem:
-            raise UserError(problem)
-        profile = active_profile(paths)
+        runtime, profile = load_runtime(paths), active_profile(paths)
         names = section_keys(paths.params, "prepare_data")
         cells = {cell: load_section(PrepareData, paths.params, "prepare_data", cell) for cell in names}
     except UserError as error:

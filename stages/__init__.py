@@ -125,10 +125,8 @@ def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
 
 def list_families() -> list[str]:
     """The modules of `repro.models`, found without importing them."""
-    return [
-        f"repro.models.{module.name}"
-        for module in pkgutil.iter_modules([str(Path(repro.__file__).parents[1] / "repro" / "models")])
-    ]
+    folder = Path(repro.__file__).with_name("models")
+    return [f"repro.models.{module.name}" for module in pkgutil.iter_modules([str(folder)])]
 
 
 def verb_of(name: str) -> str:

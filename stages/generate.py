@@ -106,19 +106,9 @@ def command(
     require_hash(vae, vae_sha256, stated="--vae-sha256")
     from repro.inference.generate import DrawRequest, draw_pictures
 
-    changed = {
-        name: value
-        for name, value in (("steps", steps), ("sampler", sampler), ("guidance", guidance))
-        if value is not None
-    }
+    sampling = {"steps": steps, "sampler": sampler, "guidance": guidance}
+    changed = {name: value for name, value in sampling.items() if value is not None}
+    source = {"weights": weights, "model": model, "vae": vae, "image_size": image_size}
+    drawn = {"class_label": class_label, "samples": samples, "seed": seed, "batch_size": batch_size}
     scored = {"judge": judge, "inception": inception, "inception_sha256": inception_sha256, "data": data}
-    drawn = {
-        "class_label": class_label,
-        "samples": samples,
-        "seed": seed,
-        "batch_size": batch_size,
-        "image_size": image_size,
-    }
-    draw_pictures(
-        DrawRequest(weights=weights, model=model, sampling=changed, output=output, vae=vae, **drawn, **scored)
-    )
+    draw_pictures(DrawRequest(**source, **drawn, **scored, sampling=changed, output=output))

@@ -83,13 +83,8 @@ def _choose_devices(profile: Mapping[str, Any]) -> tuple[Sequence[str], str]:
 
     if torch.cuda.is_available() and profile.get("runtime", {}).get("device") != "cpu":
         return (torch.cuda.get_device_name(),), "the GPU here"
-    cells = [
-        cell
-        for section in profile.values()
-        if isinstance(section, dict)
-        for cell in section.values()
-        if isinstance(cell, dict)
-    ]
+    sections = [section for section in profile.values() if isinstance(section, dict)]
+    cells = [cell for section in sections for cell in section.values() if isinstance(cell, dict)]
     if any(cell.get("precision") in ("bf16", "fp16") for cell in cells):
         return GPUS, "since the profile trains in bf16 or fp16 and no GPU is here; --gpu names another"
     return (), f"the CPU here, {cpu_name()}"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from repro.core.config import active_profile, load_section, load_yaml
+from repro.core.config import active_profile, load_section
 from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
 from repro.papers import find_rooms, load_papers
@@ -71,7 +71,7 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     from repro.report.results import Results
 
     papers = list(load_papers().values())
-    results = Results(paths, papers, load_scores(paths))
+    results = Results(paths, papers, load_scores())
     verbs = [verb_of(name) for name in stage_names()]
     named = active_profile(paths, besides=("runtime",))
     judge = partial(judge_paper, speed_dtype=params.speed_dtype, verbs=verbs, profile=named)
@@ -94,11 +94,10 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     print("report: every page is what the records and the ledger give")
 
 
-def load_scores(paths: Paths) -> dict[str, dict[str, str]]:
+def load_scores() -> dict[str, dict[str, str]]:
     """The stages of the graph, in the order of dvc.yaml -> the keys of their scores -> labels."""
-    order = list(load_yaml(paths.root / "dvc.yaml").get("stages") or {})
-    graph = {name: dict(stage.scores) for name, stage in load_stages().items() if stage.purpose == "graph"}
-    return dict(sorted(graph.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    table = load_stages()
+    return {name: dict(table[name].scores) for name in list_verbs(table)["graph"]}
 
 
 def describe_verbs() -> str:

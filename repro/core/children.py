@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, and what their exit codes say.
+"""Processes that end with the one that started them, what their exit codes say, and what other programs answer.
 
 Nobody can pass a SIGKILL on. So a process that starts others gives them its number in the environment, and they wait
 for its end. `python -m repro.core.children MODULE ...` runs a module that knows nothing of this, and passes the number
@@ -10,9 +10,11 @@ import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 # of the environment: the number of the process with which this one ends
 PARENT = "REPRO_PARENT"
@@ -55,6 +57,15 @@ def describe_death(code: int) -> str | None:
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or number not in set(signal.valid_signals()):
         return None
     return f"killed by signal {number:d}{' (out of memory?)' if number == signal.SIGKILL else ''}"
+
+
+def ask(command: Sequence[str], folder: Path | None = None) -> str | None:
+    """What a program of the system prints; None where it is missing, fails, or says nothing for 20 seconds."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def _run_module() -> None:

@@ -170,18 +170,13 @@ def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
         for name in names:
             if name in found:
                 continue
-            path = found[name] = _find_source(root, name)
+            base = name.replace(".", "/")
+            files = (f"{base}/__init__.py", f"{base}.py")
+            path = found[name] = next((file for file in files if (root / file).is_file()), None)
             if path is not None:
                 package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
                 todo.extend(find_imports((root / path).read_text(encoding="utf-8"), package, path))
     return sorted(filter(None, found.values()))
-
-
-def _find_source(root: Path, module: str) -> str | None:
-    base = module.replace(".", "/")
-    return next(
-        (candidate for candidate in (f"{base}/__init__.py", f"{base}.py") if (root / candidate).is_file()), None
-    )
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-import subprocess
 from pathlib import Path
 
+from .children import ask
 from .errors import UserError
 
 OWN_RATES = "own_rates"  # the folder of variants that were trained at a rate of their own each
@@ -64,13 +64,10 @@ def describe_missing_results(root: Path) -> str | None:
     """The line that says how committed results come back: DVC removes those of a stage before it runs it. None if none
     is missing.
     """
-    command = ["git", "ls-files", "--deleted", "results"]
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):  # not committed anywhere
+    said = ask(["git", "ls-files", "--deleted", "results"], root)
+    if not said:  # none, or the checkout is no repository
         return None
-    if not (missing := done.stdout.splitlines()):
-        return None
+    missing = said.splitlines()
     stages = ", ".join(sorted({"/".join(Path(name).parts[:3]) for name in missing}))
     back = "git ls-files -d results | xargs git checkout --"
     return f"{len(missing)} committed files are missing in {stages}; run their stages again, or bring them back: {back}"

@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .children import ask
 from .config import params_hash
 from .errors import RunError, UserError
 from .freshness import hash_number
@@ -119,20 +119,14 @@ def write_record(
         sweep(folder)
     record = {"metrics": metrics, "identity": identity}
     if scores:
-        record, rest = split_record(record, scores)
+        rest = {key: value for key, value in metrics.items() if key not in scores}
         (folder / f"{name}.json").unlink(missing_ok=True)  # a stop between the two files must not mix two runs
-        write_json(folder / DETAILS_FILE, rest)
+        write_json(folder / DETAILS_FILE, {"metrics": rest, "identity": identity})
+        record = {key: value for key, value in metrics.items() if key in scores}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if name == "metrics" else f"{name}.run.json"
     write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
     write_json(folder / f"{name}.json", record)
-
-
-def split_record(record: Mapping[str, Any], scores: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What metrics.json has of a record with these scores, {score: value}, and what details.json has."""
-    compared = {name: value for name, value in record["metrics"].items() if name in scores}
-    rest = {name: value for name, value in record["metrics"].items() if name not in scores}
-    return compared, {**record, "metrics": rest}
 
 
 def read_record(path: Path) -> Any:
@@ -175,13 +169,14 @@ def make_identity(
         command with command_reason.
     """
     modules, command = sorted(set(code)), find_command(root, sys.argv)
+    commit = ask(["git", "rev-parse", "HEAD"], root)
     return {
         "code_hash": hash_code(root, modules),
         "number_hash": hash_number(root, modules, device),
         "code_modules": modules,
         "command": command,
         **({} if command else {"command_reason": "made by a program of its own"}),
-        "parent_commit": _parent_commit(root),
+        "parent_commit": commit and commit.strip(),
         "params_hash": params_hash(config),
         "data_manifest_hash": hash_file(data_manifest) if data_manifest else None,
         "device": device,
@@ -257,13 +252,3 @@ def _require_reasons(value: Any, where: str) -> None:
             _require_reasons(item, f"{where}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: {value} is not a finite number; write null with a reason")
-
-
-def _parent_commit(root: Path) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

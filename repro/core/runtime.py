@@ -5,12 +5,12 @@ import os
 import platform
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from .children import ask
 from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
@@ -181,12 +181,8 @@ def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
 
 def gpu_names() -> list[str]:
     """The names of NVIDIA GPUs by the driver's own tool, without importing torch; empty where there is none."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    said = ask(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]) or ""
+    return [line.strip() for line in said.splitlines() if line.strip()]
 
 
 def describe_machine() -> dict[str, Any]:

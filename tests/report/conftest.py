@@ -26,7 +26,7 @@ from stages import stage_names, verb_of
 from stages.report import ReportParams, load_scores, run
 from tests.conftest import ROOT
 
-SCORES = load_scores(Paths(ROOT))
+SCORES = load_scores()
 JUDGE = partial(judge_paper, speed_dtype="fp16", verbs=[verb_of(stage) for stage in stage_names()], profile="mini")
 
 
