@@ -5,7 +5,7 @@ There is no peer: what they replace is plain PyTorch, which is the backend `torc
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +15,14 @@ import triton
 from torch import Tensor
 
 from ..around import op, triton_bwd, triton_fwd
-from ..around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
+from ..around.reference import ONES
 from . import cases
 from .cases import ROUNDING, TOKENS, normal_drawer
+from .check import cast
 
 WIDTHS = (192, 384, 768)  # Vittt-T, S, B
 EPS = 1e-6
 ACTIVATIONS = {"conv_norm": ("tokens",), "scan_convs": ("x",), "gated_norm": ("z", "gate"), "gated_linear": ("x",)}
-ARGUMENTS = {"conv_norm": ConvNorm, "scan_convs": ScanConvs, "gated_norm": GatedNorm, "gated_linear": GatedLinear}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,6 @@ class Sizes(cases.Sizes):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the operator takes beside its tensors."""
         return {"conv_norm": {"height": self.height, "eps": EPS}, "gated_norm": {"eps": EPS}}.get(self.kind, {})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -97,9 +96,6 @@ class AroundCases(cases.Cases):
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
         return partial(getattr(op, sizes.kind), **sizes.options)
 
-    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Any:
-        return ARGUMENTS[sizes.kind](*inputs, **sizes.options)
-
     def ragged(self, interpreted: bool) -> list[Sizes]:
         lengths = ((1, 1), (2, 1), (3, 3), (35, 5), (81, 9), (196, 14), (197, 1), (4200, 60))
         lengths = [each for each in lengths if not interpreted or each[0] in (1, 2, 35, 81)]
@@ -117,13 +113,10 @@ class AroundCases(cases.Cases):
         ]
 
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
-        *inputs, _ = self.draw(0, sizes, device)
-        return [
-            x.bfloat16() if name in self.ACTIVATIONS else x.float() for name, x in zip(self.INPUTS, inputs, strict=True)
-        ]
+        return cast(self, self.draw(0, sizes, device)[:-1], torch.bfloat16)
 
     def compile_time(self, dtype: torch.dtype, channels: int = 192) -> tuple[dict[str, Any], dict[str, Any], tuple]:
-        hidden = int(8 * channels / 3)
+        hidden = dataclasses.replace(self.PLAIN, channels=channels).hidden
         constants = {"D": channels, "WIDTH": triton.next_power_of_2(channels), "HIDDEN": hidden, "PAD": ONES}
         return {"channels": channels}, constants, (dtype, channels)
 
@@ -132,10 +125,9 @@ class AroundCases(cases.Cases):
         return [out, *getattr(triton_bwd, self.NAME)(dout, arguments, backward_config)]
 
 
-def make(
-    name: str, custom_op: Any, kernels: Mapping[str, tuple], operands: tuple[str, ...], has_loops: bool = True
-) -> AroundCases:
+def make(name: str, kernels: Mapping[str, tuple], operands: tuple[str, ...], has_loops: bool = True) -> AroundCases:
     """The cases of the operator of that name. `kernels`: name -> candidates, kernel."""
+    custom_op = getattr(op, name.upper())
     plain = Sizes(batch=2, tokens=35, height=5, channels=24, kind=name)
     return AroundCases(
         NAME=name,
@@ -165,7 +157,6 @@ def make(
 CASES = (
     make(
         "conv_norm",
-        op.CONV_NORM,
         {
             "forward": (triton_fwd.grid_configs, triton_fwd.conv_norm_kernel),
             "backward_norm": (triton_bwd.row_configs, triton_bwd.norm_backward_kernel),
@@ -175,7 +166,6 @@ CASES = (
     ),
     make(
         "scan_convs",
-        op.SCAN_CONVS,
         {
             "forward": (triton_fwd.block_configs, triton_fwd.scan_convs_kernel),
             "backward": (triton_bwd.block_configs, triton_bwd.scan_convs_backward_kernel),
@@ -185,7 +175,6 @@ CASES = (
     ),
     make(
         "gated_norm",
-        op.GATED_NORM,
         {
             "forward": (triton_fwd.row_configs, triton_fwd.gated_norm_kernel),
             "backward": (triton_bwd.row_configs, triton_bwd.gated_norm_backward_kernel),
@@ -194,7 +183,6 @@ CASES = (
     ),
     make(
         "gated_linear",
-        op.GATED_LINEAR,
         {
             "forward": (triton_fwd.product_configs, triton_fwd.gated_linear_kernel),
             "backward": (triton_bwd.activation_configs, triton_bwd.activation_backward_kernel),

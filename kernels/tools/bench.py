@@ -8,6 +8,7 @@ tens of microseconds that Python needs for a launch shows that time instead: at 
 are checked by `check`, not here.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -60,19 +61,15 @@ def measure(
     """
     sizes, passes, name = step
     row = _blank(cases, name, sizes, passes)
-    if name not in OURS and (reason := cases.missing(name)):
+    if name not in OURS and (reason := cases.missing()):
         return row | {"status": "unavailable", "reason": reason}
     try:
         is_copy = name == "copy"
         call = copy_step(sizes, passes, device) if is_copy else op_step(cases, sizes, name, passes, device)
         call()  # compiles and tunes
-        torch.cuda.synchronize(device)
-        held = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        peak = torch.cuda.max_memory_allocated(device) - held
+        peak = peak_mib(call, device)
         copied = find(step_key(cases, sizes, passes, "copy")) or {}
-        return _filled(row, times(call), copied.get("median_ms"), peak / 2**20)
+        return _filled(row, times(call), copied.get("median_ms"), peak)
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return row | {"status": "oom"} | failure(error)
@@ -103,6 +100,15 @@ def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.de
         return torch.autograd.grad(function(*inputs), [x for x in inputs if x is not None], dout)
 
     return forward if passes == FORWARD else forward_backward
+
+
+def peak_mib(step: Callable[[], Any], device: torch.device) -> float:
+    """The most that a call has allocated at once, above what is allocated before it."""
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return (torch.cuda.max_memory_allocated(device) - held) / 2**20
 
 
 def times(step: Callable[[], Any]) -> list[float]:
@@ -152,6 +158,33 @@ def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any
     if None in found.values():
         found["reason"] = "a row that is compared is missing or did not run; see the rows"
     return found
+
+
+def memory_reference_over_kernel(cases: Cases, device: torch.device) -> dict[str, Any]:
+    """Appendix B: peak memory of both passes above the inputs, of the reference under autograd over the kernels.
+
+    With 8 samples of the shape of the goals: {memory_reference_over_kernel, reference_peak_mib, kernel_peak_mib,
+    sizes}, or nulls with the reason where the reference does not fit.
+    """
+    sizes = dataclasses.replace(cases.COMPARED, batch=8)
+    peaks: dict[str, float] = {}
+    for name in ("triton", "reference"):
+        inputs = [x.requires_grad_() for x in cases.layer_inputs(sizes, device)]
+
+        def differentiate(inputs: list[Tensor] = inputs, name: str = name) -> None:
+            out = cases.bind(sizes)(*inputs, backend=name)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        try:
+            peaks[name] = peak_mib(differentiate, device)
+        except torch.cuda.OutOfMemoryError as error:
+            return {"memory_reference_over_kernel": None, **failure(error)}
+    return {
+        "memory_reference_over_kernel": peaks["reference"] / peaks["triton"],
+        "reference_peak_mib": peaks["reference"],
+        "kernel_peak_mib": peaks["triton"],
+        "sizes": dataclasses.asdict(sizes),
+    }
 
 
 def tuned_configs(cases: Cases) -> list[dict[str, Any]]:

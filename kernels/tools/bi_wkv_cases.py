@@ -4,14 +4,13 @@ There is no peer: Vision-RWKV's own kernel computes something else, see `referen
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..bi_wkv import bi_wkv, op, triton_bwd, triton_fwd
-from ..bi_wkv.reference import Arguments
 from ..bi_wkv.triton_fwd import SEGMENT, configs, forward_kernel
 from . import cases
 from .cases import ROUNDING, TOKENS, normal_drawer
@@ -65,9 +64,6 @@ class BiWKVCases(cases.Cases):
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
         return bi_wkv
-
-    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Arguments:
-        return Arguments(*inputs)
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
         lengths = (1, 2, 7, 8, 9, 41) if interpreted else (1, 2, 7, 8, 9, 41, 196, 197, 784)

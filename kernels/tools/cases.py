@@ -6,6 +6,7 @@ A new operator is checked, timed, compiled and tested once its `Cases` stand in 
 import abc
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,11 @@ class Sizes(abc.ABC):
 
     batch: int = BATCH
     tokens: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the custom op beside its tensors."""
+        return {}
 
     @abc.abstractmethod
     def tensor_bytes(self) -> tuple[int, int]:
@@ -77,7 +83,8 @@ class Cases(abc.ABC):
     COMPARED: Sizes  # what GOALS and AT are about
     GOALS: Mapping[str, tuple[str, float, str]]  # key -> what, target, unit
     AT: str
-    PEER: str | None = None  # what `bench.summarise` calls other people's kernels
+    PEER: str | None = None  # the package of other people's kernels
+    PEER_MISSING: str = ""  # what is said where it is not installed
     # key in the record -> package that has them
     DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # name -> what gives its configs, the kernel, constants of its own
@@ -93,10 +100,6 @@ class Cases(abc.ABC):
     @abc.abstractmethod
     def bind(self, sizes: Any) -> Callable[..., Tensor]:
         """The public operator at these sizes, a function of INPUTS and a backend."""
-
-    @abc.abstractmethod
-    def arguments(self, inputs: Sequence[Tensor], sizes: Any) -> Any:
-        """The arguments of the custom op: the inputs with the options that belong to these sizes."""
 
     @abc.abstractmethod
     def limit(self, name: str, dtype: torch.dtype, sizes: Any) -> float:
@@ -124,6 +127,11 @@ class Cases(abc.ABC):
 
         By default they are those of the sizes that are tested and tuned; operators add options for others.
         """
+
+    def arguments(self, inputs: Sequence[Tensor | None], sizes: Any) -> Any:
+        """The arguments of the custom op: the inputs with the options that belong to these sizes."""
+        named = dict(zip(self.INPUTS, inputs, strict=True))
+        return self.op.CUSTOM_OP.arguments(**named, **sizes.options)
 
     def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         """The output and each gradient, by the Triton kernels; None: the config of a launch without one."""
@@ -163,9 +171,9 @@ class Cases(abc.ABC):
         """Other people's kernels, by name."""
         return {}
 
-    def missing(self, name: str) -> str | None:
+    def missing(self) -> str | None:
         """Why other people's kernels cannot run here, or None."""
-        return None
+        return None if self.PEER and importlib.util.find_spec(self.PEER) else self.PEER_MISSING
 
     def peer_checks(self, device: Any) -> Iterator[Check]:
         """Whether other people's kernels give the same."""
@@ -204,23 +212,3 @@ def normal_drawer(seed: int, device: Any = "cpu", dtype: torch.dtype = torch.flo
         return mean + scale * torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     return normal
-
-
-def in_directions(
-    both: Callable[..., Tensor],
-    one: Callable[..., Tensor],
-    one_direction: Callable[..., list],
-    reverse: tuple[bool, ...],
-    **options: Any,
-) -> Callable[..., Tensor]:
-    """An operator with a direction per flag of `reverse`: `both` for `BOTH`, or a call of `one` for each flag."""
-    if reverse == BOTH:
-        return functools.partial(both, **options)
-
-    def run(*inputs: Tensor, backend: str) -> Tensor:
-        outs = [
-            one(*one_direction(inputs, r), reverse=flag, backend=backend, **options) for r, flag in enumerate(reverse)
-        ]
-        return torch.stack(outs, 2)
-
-    return run

@@ -155,10 +155,13 @@ def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str,
     }
 
 
-def judge_peer(cases: Cases, theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> dict[str, Any]:
-    """The verdict about other people's output and gradients, by ours."""
-    by_name = [dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in (theirs, ours)]
-    return judge(relative_errors(*by_name), dict.fromkeys(by_name[1], PEER_LIMIT))
+def compare_peer(cases: Cases, name: str, sizes: Sizes, run: Callable[[Sizes], Sequence]) -> dict[str, Any]:
+    """One row: whether other people's kernels give in fp16 what ours do. `run`: sizes -> theirs and our results."""
+    row = make_row(cases.NAME, f"{name} gives the same", sizes, "fp16")
+    if reason := cases.missing():
+        return row | {"passed": None, "reason": reason}
+    theirs, ours = (dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in run(sizes))
+    return row | judge(relative_errors(theirs, ours), dict.fromkeys(ours, PEER_LIMIT))
 
 
 def failure(error: Exception) -> dict[str, str]:

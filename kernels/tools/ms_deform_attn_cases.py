@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from ..ms_deform_attn import ms_deform_attn, op, triton_bwd, triton_fwd
-from ..ms_deform_attn.reference import Arguments
 from . import cases
 from .cases import ROUNDING
 
@@ -37,6 +36,10 @@ class Sizes(cases.Sizes):
     levels: int = 1
     points: int = 4
     crowded: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"shapes": [size for shape in self.shapes() for size in shape]}
 
     def shapes(self) -> list[tuple[int, int]]:
         """(h, w) of each level of the value."""
@@ -82,10 +85,6 @@ class MSDeformAttnCases(cases.Cases):
             return ms_deform_attn(value, shapes, locations, weights, backend=backend)
 
         return run
-
-    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Arguments:
-        value, locations, weights = inputs
-        return Arguments(value, [size for shape in sizes.shapes() for size in shape], locations, weights)
 
     def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         """`config` is for both kernels by rows, `backward_config` for the one by pixels."""

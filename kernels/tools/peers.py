@@ -12,7 +12,6 @@ suits it. Shape letters: B samples, T tokens, H heads, D head width.
 """
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -23,11 +22,6 @@ from triton.runtime.autotuner import Autotuner
 
 KINDS = ("chunk", "fused_chunk")
 PACKAGE = "fla"
-
-
-def installed() -> bool:
-    """Whether the package can be imported."""
-    return importlib.util.find_spec(PACKAGE) is not None
 
 
 def _import(name: str) -> ModuleType:

@@ -42,7 +42,20 @@ class Compilation:
     def read(self, target: int) -> dict[str, Any]:
         """Compile it for sm_`target` and read the binary: the last five keys of a row."""
         binary = self.compile(target)
-        return {**_read_binary(binary.asm["cubin"]), "shared_bytes": binary.metadata.shared}
+        usage = _ask("cuobjdump", binary.asm["cubin"], "-res-usage")
+        names, loops = _instructions(disassemble(binary.asm["cubin"]))
+        counts = Counter(names)
+        return {
+            "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+            "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+            "instructions": {name: counts[name] for name in INSTRUCTIONS},
+            "loops": [
+                {"instructions": last - first + 1}
+                | {name: names[first : last + 1].count(name) for name in ("BAR", "SHFL")}
+                for first, last in loops
+            ],
+            "shared_bytes": binary.metadata.shared,
+        }
 
     def compile(self, target: int) -> Any:
         """What Triton compiles for sm_`target`. Pointers count as aligned to 16 bytes."""
@@ -140,21 +153,6 @@ def compile_row(labels: Mapping[str, Any], compilation: Compilation, target: int
 def disassemble(cubin: bytes) -> str:
     """The listing of a binary's machine code."""
     return _ask("nvdisasm", cubin, "-c")
-
-
-def _read_binary(cubin: bytes) -> dict[str, Any]:
-    usage = _ask("cuobjdump", cubin, "-res-usage")
-    names, loops = _instructions(disassemble(cubin))
-    counts = Counter(names)
-    return {
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "instructions": {name: counts[name] for name in INSTRUCTIONS},
-        "loops": [
-            {"instructions": last - first + 1} | {name: names[first : last + 1].count(name) for name in ("BAR", "SHFL")}
-            for first, last in loops
-        ],
-    }
 
 
 def _instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:

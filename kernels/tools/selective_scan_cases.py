@@ -10,20 +10,17 @@ flip of the second output.
 import dataclasses
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..selective_scan import op, selective_scan, selective_scan_bidir, selective_scan_routes, triton_bwd, triton_fwd
-from ..selective_scan.op import one_direction
-from ..selective_scan.reference import Arguments
+from ..selective_scan import op, selective_scan_bidir, selective_scan_routes, triton_bwd, triton_fwd
 from ..selective_scan.triton_fwd import configs, forward_kernel
 from . import cases
-from .cases import BOTH, ROUNDING, TOKENS, Check, Maker, in_directions, normal_drawer
-from .check import cast, judge_peer, make_row
+from .cases import BOTH, ROUNDING, TOKENS, Check, Maker, normal_drawer
+from .check import cast, compare_peer
 from .resources import Compilation
 
 CHANNELS = (384, 768, 1536)  # Vim-T, S, B
@@ -42,6 +39,10 @@ class Sizes(cases.Sizes):
     sequences: int = 0
     gate: bool = True
     full_precision: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"reverse": list(self.reverse), "full_precision": self.full_precision}
 
     @property
     def u_shape(self) -> tuple[int, int, int, int]:
@@ -83,14 +84,9 @@ class SelectiveScanCases(cases.Cases):
         return [None if x is None else x.double().to(device) for x in drawn]
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
-        if sizes.sequences:
-            return functools.partial(selective_scan_routes, reverse=sizes.reverse, full_precision=sizes.full_precision)
-        return in_directions(
-            selective_scan_bidir, selective_scan, one_direction, sizes.reverse, full_precision=sizes.full_precision
-        )
-
-    def arguments(self, inputs: Sequence[Tensor | None], sizes: Sizes) -> Arguments:
-        return Arguments(*inputs, list(sizes.reverse), sizes.full_precision)
+        if sizes.reverse == BOTH and not sizes.sequences:
+            return functools.partial(selective_scan_bidir, full_precision=sizes.full_precision)
+        return functools.partial(selective_scan_routes, **sizes.options)
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
         lengths = (1, 2, 5) if interpreted else (1, 2, 3, 63, 64, 65, 196, 197, 784)
@@ -156,24 +152,18 @@ class SelectiveScanCases(cases.Cases):
 
         return {"mamba-ssm": make}
 
-    def missing(self, name: str) -> str | None:
-        return None if importlib.util.find_spec("mamba_ssm") else "mamba-ssm is not installed"
-
     def peer_checks(self, device: Any) -> Iterator[Check]:
-        yield "mamba-ssm's selective_scan_fn", self.peer, (device,), {}
+        name = "mamba-ssm's selective_scan_fn"
+        yield name, compare_peer, (self, name, self.TYPICAL, functools.partial(self.run_peer, device)), {}
 
-    def peer(self, device: Any, sizes: Sizes | None = None) -> dict[str, Any]:
-        """One row: mamba-ssm against the kernels, in fp16 with parameters in fp32."""
-        sizes = sizes or self.TYPICAL
-        result = make_row(self.NAME, "mamba-ssm's selective_scan_fn gives the same", sizes, "fp16")
-        if reason := self.missing("mamba-ssm"):
-            return result | {"passed": None, "reason": reason}
+    def run_peer(self, device: Any, sizes: Sizes) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The results of mamba-ssm and of the kernels, in fp16 with parameters in fp32."""
         *leaves, dout = cast(self, self.draw(0, sizes, device), torch.float16)
         kept = self.kernels(self.arguments(leaves, sizes), dout)
         leaves = [x.requires_grad_() for x in leaves]
         out = mamba_ssm(*in_its_layout(leaves)).movedim(-1, 1)
         # it rounds its outputs before the gate's gradient
-        return result | judge_peer(self, (out, *torch.autograd.grad(out, leaves, dout)), kept)
+        return (out, *torch.autograd.grad(out, leaves, dout)), kept
 
 
 def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -218,6 +208,7 @@ CASES = SelectiveScanCases(
     },
     AT="B 64, T 6400, 384 channels, 16 states, both directions, bf16",
     PEER="mamba_ssm",
+    PEER_MISSING="mamba-ssm is not installed",
     DISTRIBUTIONS={"mamba_ssm": "mamba-ssm"},
     KERNELS={
         "selective_scan_forward": (configs, forward_kernel, WHOLE | {"KEEP": False}),

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ..ttt_linear import op, triton_bwd, triton_fwd, triton_phases, ttt_linear, ttt_linear_bidir
 from ..ttt_linear.op import one_direction
-from ..ttt_linear.reference import Arguments
 from ..ttt_linear.triton_bwd import back_configs, backward_kernel, replay_configs
 from ..ttt_linear.triton_phases import ROWS, output_configs, output_kernel, state_configs, state_kernel
 from . import cases, peers
-from .cases import BOTH, DTYPES, TOKENS, Check, Maker, in_directions, normal_drawer
-from .check import failure, judge_peer, make_row
+from .cases import BOTH, DTYPES, TOKENS, Check, Maker, normal_drawer
+from .check import compare_peer
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 81, 196, 197)
 EPS = 1e-6
@@ -40,6 +39,10 @@ class Sizes(cases.Sizes):
     chunk_size: int = 16
     reverse: tuple[bool, ...] = BOTH
     alike: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"chunk_size": self.chunk_size, "reverse": list(self.reverse), "eps": EPS}
 
     def tensor_bytes(self) -> tuple[int, int]:
         """q, k, v and lr; out. States, parameters and their gradients are left out: under 3 % of it at T >= 784."""
@@ -85,12 +88,18 @@ class TTTLinearCases(cases.Cases):
         return [x.to(device) for x in (q, k, v, *rest, dout)]
 
     def bind(self, sizes: Sizes) -> Callable[..., Tensor]:
-        return in_directions(
-            ttt_linear_bidir, ttt_linear, one_direction, sizes.reverse, chunk_size=sizes.chunk_size, eps=EPS
-        )
+        how = {"chunk_size": sizes.chunk_size, "eps": EPS}
+        if sizes.reverse == BOTH:
+            return functools.partial(ttt_linear_bidir, **how)
 
-    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> Arguments:
-        return Arguments(*inputs, sizes.chunk_size, list(sizes.reverse), EPS)
+        def run(*inputs: Tensor, backend: str) -> Tensor:
+            directions = enumerate(sizes.reverse)
+            outs = [
+                ttt_linear(*one_direction(inputs, r), reverse=flag, backend=backend, **how) for r, flag in directions
+            ]
+            return torch.stack(outs, 2)
+
+        return run
 
     def ragged(self, interpreted: bool) -> list[Sizes]:
         return [small(tokens, heads) for tokens in LENGTHS for heads in (1, 3)]
@@ -145,34 +154,28 @@ class TTTLinearCases(cases.Cases):
 
         return {f"fla {kind}": functools.partial(make, kind) for kind in peers.KINDS}
 
-    def missing(self, name: str) -> str | None:
-        return None if peers.installed() else "flash-linear-attention is not installed (the extra `bench`)"
-
     def peer_checks(self, device: Any) -> Iterator[Check]:
-        for kind in peers.KINDS:
-            yield f"flash-linear-attention's {kind}_ttt_linear", self.peer, (kind, device), {}
-
-    def peer(self, kind: str, device: Any) -> dict[str, Any]:
-        """One row: flash-linear-attention against the kernels where they agree, lr constant within a chunk; fp16."""
         sizes = Sizes(batch=2, tokens=250, heads=3, reverse=(False,))
-        result = make_row(self.NAME, f"flash-linear-attention's {kind}_ttt_linear gives the same", sizes, "fp16")
-        if reason := self.missing(kind):
-            return result | {"passed": None, "reason": reason}
+        for kind in peers.KINDS:
+            name = f"flash-linear-attention's {kind}_ttt_linear"
+            yield name, compare_peer, (self, name, sizes, functools.partial(self.run_peer, kind, device)), {}
+
+    def run_peer(self, kind: str, device: Any, sizes: Sizes) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The results of flash-linear-attention and of the kernels where they agree, lr constant within a chunk."""
         q, k, v, lr, *shared, dout = self.draw(0, sizes, device)
         dout = dout / 2**8  # the peer's gradient of its rates is fp16, and would overflow
         q, k, v, dout = (x[:, :, 0].to(DTYPES["fp16"]) for x in (q, k, v, dout))
         leaves = [x.requires_grad_() for x in (q, k, v, lr[:, ::16].float(), *(x[0].float() for x in shared))]
         results = []
         for function in (
-            functools.partial(ttt_linear, backend="triton"),
             functools.partial(peers.out, kind, chunk_size=16),
+            functools.partial(ttt_linear, backend="triton"),
         ):
             per_token = leaves[3].repeat_interleave(16, 1)[:, : sizes.tokens]
             out = function(*leaves[:3], per_token, *leaves[4:])
             results.append((out, *torch.autograd.grad(out, leaves, dout)))
-        kept, theirs = results
         # the peer keeps normalised keys, residuals, their means and the states in q's dtype
-        return result | judge_peer(self, theirs, kept)
+        return tuple(results)
 
 
 CASES = TTTLinearCases(
@@ -194,7 +197,8 @@ CASES = TTTLinearCases(
         "forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 40, " %"),
     },
     AT="B 64, T 6400, 3 heads, both directions, bf16",
-    PEER="fla",
+    PEER=peers.PACKAGE,
+    PEER_MISSING="flash-linear-attention is not installed (the extra `bench`)",
     DISTRIBUTIONS={"fla_core": "fla-core"},  # the package that holds its kernels
     KERNELS={
         "ttt_linear_forward": (triton_fwd.configs, triton_fwd.forward_kernel, {"KEEP": False}),
@@ -210,31 +214,3 @@ CASES = TTTLinearCases(
     TYPES={"eps": "fp32"},
     COMPILED=tuple({"chunk_size": chunk_size} for chunk_size in triton_fwd.CHUNK_SIZES),
 )
-
-
-def memory_reference_over_kernel(device: torch.device) -> dict[str, Any]:
-    """Appendix B: peak memory of both passes above the inputs, of the reference under autograd over the kernels.
-
-    At 8 samples of T = 6400, 3 heads, both directions, bf16 inputs: {memory_reference_over_kernel, reference_peak_mib,
-    kernel_peak_mib, sizes}, or nulls with the reason where the reference does not fit.
-    """
-    sizes = dataclasses.replace(CASES.COMPARED, batch=8)
-    peaks: dict[str, float] = {}
-    for name in ("triton", "reference"):
-        inputs = [x.requires_grad_() for x in CASES.layer_inputs(sizes, device)]
-        torch.cuda.synchronize(device)
-        held = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        try:
-            out = CASES.bind(sizes)(*inputs, backend=name)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-        except torch.cuda.OutOfMemoryError as error:
-            return {"memory_reference_over_kernel": None, **failure(error)}
-        del out
-        peaks[name] = (torch.cuda.max_memory_allocated(device) - held) / 2**20
-    return {
-        "memory_reference_over_kernel": peaks["reference"] / peaks["triton"],
-        "reference_peak_mib": peaks["reference"],
-        "kernel_peak_mib": peaks["triton"],
-        "sizes": dataclasses.asdict(sizes),
-    }

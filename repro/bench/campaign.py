@@ -7,19 +7,18 @@ therefore measured by calling the same command again.
 """
 
 import dataclasses
-import multiprocessing
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
-from ..core.record import read_json
+from ..core.record import make_identity, read_json, write_record
+from ..core.runtime import describe_machine, device_label, device_slug, find_peak, gpu_names, load_runtime, usable_cores
 from .kernels import run_bench, run_check
+from .lanes import run_in_lanes
 
 SHORTEST_S = 20.0  # with less left nothing is begun
 TRAINED = "pretrain/vittt_tiny_digits"  # a stage and a cell, which no params file has
@@ -43,7 +42,7 @@ class CampaignParams:
     """What the record of the machine depends on: nothing that can be chosen."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Step:
     """One record: its name, what it answers, and (paths, minutes left or None) -> whether it is complete."""
 
@@ -58,9 +57,6 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
 
     from kernels import selected_backend
     from kernels.dispatch import compiler_obstacle
-
-    from ..core.record import make_identity, write_record
-    from ..core.runtime import describe_machine, device_label, device_slug, gpu_names
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     metrics = {
@@ -85,7 +81,6 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
 
     from ..core.config import build
     from ..core.freshness import find_old
-    from ..core.runtime import device_slug, find_peak, load_runtime, usable_cores
     from ..runs.cells import train_cells
     from ..runs.job import Cell
     from ..tasks.classification.spec import SPEC
@@ -110,7 +105,6 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
 
 def sweep(paths: Paths, minutes: float | None, **options: Any) -> bool:
     """Rows of efficiency.json: those of a `SweepParams` with these options."""
-    from ..core.runtime import load_runtime
     from .efficiency import run_sweep
     from .params import SweepParams
 
@@ -118,43 +112,33 @@ def sweep(paths: Paths, minutes: float | None, **options: Any) -> bool:
 
 
 def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> Step:
-    return Step(name=name, about=about, run=partial(sweep, sizes=tuple(sizes), batch_size=batch_size, **options))
+    return Step(name, about, partial(sweep, sizes=tuple(sizes), batch_size=batch_size, **options))
 
 
+_check = partial(run_check, again=False)
+_compare = partial(run_bench, compared=True, again=False)
 # what the paper claims of speed, at both ends of the range of image sizes
 _CLAIMED = {"families": ("vittt", "deit", "deit_fused")}
 
 # the first minutes on a GPU answer the paper's claim
 STEPS = (
-    Step(name="environment", about="the machine and its versions", run=record_environment),
-    Step(
-        name="check of TTT-Linear",
-        about="its kernels against the fp64 reference",
-        run=partial(run_check, op="ttt_linear", again=False),
-    ),
+    Step("environment", "the machine and its versions", record_environment),
+    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(_check, op="ttt_linear")),
     _plan_sweep("1280², batch 64", "Vittt-T and DeiT-T, fused and unfused", "T", 64, image_sizes=(1280,), **_CLAIMED),
     _plan_sweep("1280², batch 1", "the same at batch 1", "T", 1, image_sizes=(1280,), **_CLAIMED),
     _plan_sweep("224², batch 64", "the same at 224²", "T", 64, image_sizes=(224,), **_CLAIMED),
     _plan_sweep("224², batch 1", "the same at batch 1", "T", 1, image_sizes=(224,), **_CLAIMED),
-    Step(
-        name="TTT-Linear",
-        about="its speed at the shapes that the goals are about",
-        run=partial(run_bench, op="ttt_linear", compared=True, again=False),
-    ),
-    Step(name="check", about="the kernels against the fp64 reference", run=partial(run_check, again=False)),
-    Step(
-        name="compared",
-        about="the kernels' speed at the shapes that the goals are about",
-        run=partial(run_bench, compared=True, again=False),
-    ),
-    Step(name="training", about="a short training in bf16", run=time_training),
+    Step("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
+    Step("check", "the kernels against the fp64 reference", _check),
+    Step("compared", "the kernels' speed at the shapes that the goals are about", _compare),
+    Step("training", "a short training in bf16", time_training),
     _plan_sweep(
         "1280², graphs", "batch 1 through CUDA graphs", "T", 1, image_sizes=(1280,), compile="graphs", **_CLAIMED
     ),
     _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
     _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, compile="graphs"),
     _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
-    Step(name="bench", about="the kernels' speed at every shape", run=partial(run_bench, again=False)),
+    Step("bench", "the kernels' speed at every shape", partial(run_bench, again=False)),
     _plan_sweep("batch 64, all sizes", "every family of every size at batch 64", "TSB", 64),
     _plan_sweep("batch 1, all sizes", "every family of every size at batch 1", "TSB", 1),
 )
@@ -241,17 +225,18 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _run_apart(step: Step, paths: Paths, minutes: float | None) -> bool:
     """Take a step in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        try:
-            return executor.submit(_run, step, paths, minutes).result()
-        except BrokenProcessPool:
-            raise RunError("its process was killed; what it had measured is kept") from None
+
+    def died(_: Any) -> bool:
+        raise RunError("its process was killed; what it had measured is kept")
+
+    ((_, is_complete),) = run_in_lanes([step], partial(_run, paths, minutes), 1, died)
+    return is_complete
 
 
-def _run(step: Step, paths: Paths, minutes: float | None) -> Any:
-    """In the process of a step: errors that are not ours become one line."""
+def _run(paths: Paths, minutes: float | None, step: Step) -> tuple[bool, bool]:
+    """In the process of a step, which is used no more: errors that are not ours become one line."""
     try:
-        return step.run(paths, minutes=minutes)
+        return step.run(paths, minutes=minutes), True
     except (UserError, RunError, ModuleNotFoundError):
         raise
     except Exception as error:

@@ -20,7 +20,7 @@ from ..core.runtime import Runtime, choose_device, device_label, device_slug, to
 from ..models.registry import family_module
 from .conclude import compare_at, conclude
 from .op_rate import OP_SIZES, kept_for_backward, op_rate
-from .params import EfficiencyParams, OpParams, SweepParams
+from .params import EfficiencyParams, SweepParams
 from .rows import (
     COLUMNS,
     ROW_KEYS,
@@ -30,7 +30,6 @@ from .rows import (
     measure_pairs,
     measure_rows,
     open_model_rows,
-    require_keys,
     write_rows,
 )
 from .sweep import SIZES, family_rows, group_rows
@@ -63,7 +62,11 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
         backend = selected_backend(params.backend, device, dtype=torch_dtype(params.dtype))
     store = open_model_rows(paths.root, label)
     measure_rows(params.specs(device.type, runtime.threads), store, keep_failures=False)
-    op = _measure_op(params.op, device=device.type, dtype=params.dtype, backend=params.backend)
+    sizes = {name: getattr(params.op, name) for name in OP_SIZES}
+    how = {"device": device.type, "backend": params.backend}
+    op = op_rate(sizes, repeats=params.op.repeats, dtype=params.dtype, **how) | kept_for_backward(sizes, **how)
+    share_percent = 100 * op["share_of_matmul_rate"]
+    print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {share_percent:.1f} % of the matrix-product rate")
     rows = [{name: value for name, value in row.items() if name not in _SWEEP_KEYS} for row in store.rows]
     pairs = {size: (pair.model, pair.baseline) for size, pair in params.sizes.items()}
 
@@ -152,15 +155,6 @@ def _list_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return ["stages.efficiency", *{family_module(row["model"]) for row in rows}]
 
 
-def _measure_op(params: OpParams, *, device: str, dtype: str, backend: str) -> dict[str, Any]:
-    sizes = {name: getattr(params, name) for name in OP_SIZES}
-    op = op_rate(sizes, repeats=params.repeats, device=device, dtype=dtype, backend=backend)
-    op |= kept_for_backward(sizes, device=device, backend=backend)
-    share_percent = 100 * op["share_of_matmul_rate"]
-    print(f"ttt_linear_bidir: {op['op_gflop_per_s']:.1f} GFLOP/s, {share_percent:.1f} % of the matrix-product rate")
-    return op
-
-
 def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:
     """The rows and gates of an earlier sweep on this device; none where there was no sweep."""
     if not record.is_file():
@@ -169,9 +163,14 @@ def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:
     metrics = content.get("metrics") if isinstance(content, Mapping) else None
     if not isinstance(metrics, Mapping) or not all(isinstance(metrics.get(name), list) for name in ("rows", "gates")):
         raise UserError(f"{record}: not the record of a sweep; move it away")
-    require_keys(metrics["rows"], ROW_KEYS, f"{record}: rows")
-    require_keys(metrics["gates"], ("family", "batch_size", "dtype"), f"{record}: gates")
-    return {name: metrics[name] for name in ("rows", "gates")}
+    needed = {"rows": ROW_KEYS, "gates": ("family", "batch_size", "dtype")}
+    for name, keys in needed.items():
+        for number, item in enumerate(metrics[name]):
+            missing = [key for key in keys if not isinstance(item, Mapping) or key not in item]
+            if missing:
+                where = f"{record}: {name}[{number}].{missing[0]}"
+                raise UserError(f"{where}: missing; another version wrote this file, move it away")
+    return {name: metrics[name] for name in needed}
 
 
 def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:

@@ -61,7 +61,8 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
             cases.op.selected_backend("triton", device)
     except ValueError as error:
         raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
-    path, deadline = _check_path(paths, device, operators.INTERPRETED), _deadline(minutes)
+    path = paths.measured(device_slug(device)) / f"kernels_check{'_interpreted' * operators.INTERPRETED}.json"
+    deadline = _deadline(minutes)
 
     def plan(cases: Any) -> Plan:
         return {number: partial(check.run, cases, *each) for number, each in enumerate(check.planned(cases, device))}
@@ -133,7 +134,6 @@ def run_bench(
     import torch
 
     from kernels.tools import bench, operators, text
-    from kernels.tools.ttt_linear_cases import memory_reference_over_kernel
 
     if not torch.cuda.is_available():
         raise UserError("kernels bench: PyTorch sees no CUDA device; speed is measured on a GPU")
@@ -168,7 +168,7 @@ def run_bench(
             tuned = [*table.extra.get("tuned", []), *bench.tuned_configs(cases)]
             table.extra["tuned"] = list({(each["kernel"], *each["key"]): each for each in tuned}.values())
             if name == "ttt_linear" and is_asked and _left(deadline) > 0:
-                table.extra["op"] = memory_reference_over_kernel(device)
+                table.extra["op"] = bench.memory_reference_over_kernel(cases, device)
     print(table.describe("rows"))
     ours = (row for row in table.chosen_rows() if row["implementation"] in bench.OURS)
     if failed := [row for row in ours if row["status"] == "failed"]:
@@ -351,10 +351,6 @@ class _Table(RowStore):
             self.paths.root, ["stages.kernels"], KernelsParams(command=self.command), **shown, backend=backend
         )
         write_record(self.path.parent, metrics, identity, time.monotonic() - self.started, name=self.path.stem)
-
-
-def _check_path(paths: Paths, device: Any, interpreted: bool) -> Path:
-    return paths.measured(device_slug(device)) / f"kernels_check{'_interpreted' * interpreted}.json"
 
 
 def _deadline(minutes: float | None) -> float:

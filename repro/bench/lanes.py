@@ -3,65 +3,45 @@
 An illegal address in a kernel ends every later use of the GPU in its process: what comes after would be blamed.
 """
 
+import contextlib
 import multiprocessing
-import queue
-import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-Answer = tuple[Any, bool]  # what a call returns: its result, and whether its process must not be used again
-
 
 def run_in_lanes(
-    tasks: Iterable[Hashable],
-    call: Callable[[Any], Answer],
+    tasks: Iterable[Any],
+    call: Callable[[Any], tuple[Any, bool]],
     lanes: int,
     died: Callable[[Any], Any],
     is_late: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[Hashable, Any]]:
+) -> Iterator[tuple[Any, Any]]:
     """Yield (task, result) of each task, in the order of the tasks, from so many processes.
 
-    `call` is found by its name in the new processes. `died`: task -> its result where the process ended. Once `is_late`
-    no further task is begun.
+    `call`: task -> its result, and whether its process must not be used again; it is found by its name in the new
+    processes. `died`: task -> its result where the process ended. Once `is_late` no further task is begun.
     """
-    waiting: queue.SimpleQueue = queue.SimpleQueue()
-    done: queue.SimpleQueue = queue.SimpleQueue()
-    for number, task in enumerate(tasks):
-        waiting.put((number, task))
+    idle: list[ProcessPoolExecutor] = []
 
-    def run_lane() -> None:
-        executor = None
+    def run(task: Any) -> tuple[Any, Any] | None:
+        if is_late():
+            return None
         try:
-            while not is_late():
-                number, task = waiting.get_nowait()
-                executor = executor or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-                try:
-                    result, is_lost = executor.submit(call, task).result()
-                except BrokenProcessPool:
-                    result, is_lost = died(task), True
-                done.put((number, task, result))
-                if is_lost:
-                    executor.shutdown()
-                    executor = None
-        except queue.Empty:
-            pass
-        finally:
-            if executor:
-                executor.shutdown()
-            done.put(None)
+            executor = idle.pop()
+        except IndexError:
+            executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            opened.enter_context(executor)
+        try:
+            result, is_lost = executor.submit(call, task).result()
+        except BrokenProcessPool:
+            result, is_lost = died(task), True
+        if is_lost:
+            executor.shutdown()
+        else:
+            idle.append(executor)
+        return task, result
 
-    threads = [threading.Thread(target=run_lane, daemon=True) for _ in range(lanes)]
-    for thread in threads:
-        thread.start()
-    left, early, coming = lanes, {}, 0
-    while left:
-        if (answer := done.get()) is None:
-            left -= 1
-            continue
-        number, *answer = answer
-        early[number] = tuple(answer)
-        while coming in early:
-            yield early.pop(coming)
-            coming += 1
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(lanes) as threads:
+        yield from filter(None, threads.map(run, tasks))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..core.csvfile import write_csv
-from ..core.errors import RunError, UserError, blame
+from ..core.errors import RunError, blame
 from ..core.freshness import hash_row
 from ..core.noise import describe_noise, find_spread, mark_noise
 from ..core.record import installed_version
@@ -118,14 +118,6 @@ def open_model_rows(
         return {**here, "run": run, "code_hash": hashes[model]}
 
     return RowStore({(row_key(row), row["run"]): row for row in rows}, provenance, save)
-
-
-def require_keys(items: Iterable[Any], keys: Iterable[str], where: str) -> None:
-    """Refuse items that another version wrote: raise a UserError that names the first key that an item lacks."""
-    for number, item in enumerate(items):
-        for key in keys:
-            if not isinstance(item, Mapping) or key not in item:
-                raise UserError(f"{where}[{number}].{key}: missing; another version wrote this file, move it away")
 
 
 def write_rows(path: Path, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> None:

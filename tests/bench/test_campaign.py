@@ -38,7 +38,7 @@ def act(name, paths, minutes):
 
 
 def make_steps(*names):
-    return tuple(Step(name=name, about="a test", run=partial(act, name)) for name in names)
+    return tuple(Step(name, "a test", partial(act, name)) for name in names)
 
 
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):

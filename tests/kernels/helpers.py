@@ -1,4 +1,4 @@
-"""Which backends run in this process: under Triton's interpreter its kernels alone, else all others.
+"""Which backends run in this process: under Triton's interpreter its kernels alone, else all others; their errors.
 
 `test_interpreted.py` starts the files that use this a second time, with TRITON_INTERPRET=1.
 """
@@ -6,6 +6,7 @@
 import pytest
 import torch
 
+from kernels.tools import check
 from kernels.tools.operators import INTERPRETED
 
 # the highest precision that the backend has, for gradients that are compared
@@ -16,3 +17,11 @@ ANY_BACKEND = [*BACKEND, "reference"]
 # what lies around the backends is the same for all of them, and the interpreter is slow
 once = pytest.mark.skipif(INTERPRETED, reason="tested on the torch backend, and the same for every backend")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a limit of Triton's interpreter: TRITON_INTERPRET=1")
+
+
+def find_errors(cases, inputs, sizes, backend, expected=None, floor=0.0):
+    """Of the output and every gradient, in memory full of NaN: against the reference of the same inputs in fp64."""
+    expected = expected or check.differentiate(cases, [x.double() for x in inputs], sizes, "reference")
+    with check.poisoned_memory():
+        found = check.differentiate(cases, inputs, sizes, backend)
+    return check.relative_errors(found, expected, floor)

@@ -149,10 +149,10 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     sizes = ttt_linear_cases.Sizes(tokens=196, heads=3)
     step = sizes, FORWARD, "fla chunk"
     monkeypatch.setattr(bench, "op_step", broken)
-    monkeypatch.setattr(peers, "installed", lambda: True)
+    monkeypatch.setattr(cases, "missing", lambda: None)
     row = bench.measure(cases, CPU, step, find={}.get)
     assert (row["status"], row["reason"], row["median_ms"]) == ("failed", "AssertionError: grid is too large", None)
-    monkeypatch.setattr(peers, "installed", lambda: False)
+    monkeypatch.setattr(cases, "missing", lambda: "not installed")
     unavailable = bench.measure(cases, CPU, step, find={}.get)
     assert unavailable["status"] == "unavailable"
     copied = bench._filled(bench._blank(cases, "copy", sizes, FORWARD), [1.0, 2.0, 3.0], None, 0.0)

@@ -261,13 +261,6 @@ def test_flops_are_those_of_the_sizes(cases, device, backend):
     assert counter.get_total_flops() == cases.SMALL.flop(BOTH_PASSES) - cases.SMALL.flop(FORWARD)
 
 
-def test_two_runs_give_the_same_bits(cases, backend):
-    sizes = cases.SMALL if INTERPRETED else cases.TYPICAL
-    inputs, _ = draw(cases, torch.float32, sizes)
-    function = operator(cases, backend, sizes)
-    assert_equal(differentiate(function, inputs), differentiate(function, inputs))
-
-
 LAYOUTS = {
     "a part of wider rows": lambda x: torch.stack([x, -x], -1)[..., 0],
     "transposed": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),

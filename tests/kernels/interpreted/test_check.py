@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import replay
 from kernels.selective_scan import selective_scan
 from kernels.tools import check
 from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
@@ -88,18 +89,33 @@ def test_a_check_that_breaks_is_a_row(monkeypatch):
     assert {row["operator"] for row in rows} == {"selective_scan"}
 
 
+def test_repeated_launches_are_the_operator(cases, monkeypatch):
+    """Launches that are repeated for other tensors; but a launch that takes a copy of its weights is not repeated."""
+    operator = cases.bind(cases.SMALL)
+    replay.REPLAYS.clear()
+    inputs = [check.cast(cases, cases.draw(seed, cases.SMALL)[:-1], torch.float32) for seed in range(3)]
+    with torch.inference_mode():
+        expected = [operator(*x, backend="triton") for x in inputs]
+        assert not replay.REPLAYS
+        monkeypatch.setattr(replay, "REPLAYED", {"cpu"})
+        found = [operator(*x, backend="triton") for x in inputs]
+    assert [each is None for each in replay.REPLAYS.values()] == [cases.NAME in ("conv_norm", "scan_convs")]
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.slow
 def test_mamba_ssm_against_the_kernels(monkeypatch):
     """With ours in its place they agree in output and gradients; a wrong one does not; without one, no verdict."""
     sizes = selective_scan_cases.SMALL
-    assert selective_scan_cases.peer("cpu", sizes)["passed"] is None
+    how = selective_scan_cases, "mamba-ssm", sizes, functools.partial(selective_scan_cases.run_peer, "cpu")
+    assert check.compare_peer(*how)["passed"] is None
 
     def stands_in(u, delta, A, B, C, D, z, delta_bias, delta_softplus, slip=0.0):
         return selective_scan(u.mT, delta.mT, A, B.mT, C.mT, D + slip, z.mT, delta_bias).mT
 
-    monkeypatch.setattr(selective_scan_cases, "missing", lambda name: None)
+    monkeypatch.setattr(selective_scan_cases, "missing", lambda: None)
     for slip, passed in ((0.0, True), (0.5, False)):
         module = SimpleNamespace(selective_scan_fn=functools.partial(stands_in, slip=slip))
         monkeypatch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", module)
-        row = selective_scan_cases.peer("cpu", sizes)
+        row = check.compare_peer(*how)
         assert row["passed"] is passed and set(row["errors"]) == {"out", *selective_scan_cases.INPUTS}, row
