@@ -115,7 +115,7 @@ class AroundCases(cases.Cases):
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
         return cast(self, self.draw(0, sizes, device)[:-1], torch.bfloat16)
 
-    def compile_time(self, dtype: torch.dtype, channels: int = 192) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(self, dtype: torch.dtype, channels: int = 192) -> cases.CompileTime:
         hidden = dataclasses.replace(self.PLAIN, channels=channels).hidden
         constants = {"D": channels, "WIDTH": triton.next_power_of_2(channels), "HIDDEN": hidden, "PAD": ONES}
         return {"channels": channels}, constants, (dtype, channels)

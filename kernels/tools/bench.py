@@ -27,15 +27,15 @@ Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 
 
-def planned(cases: Cases, compared: bool = False) -> list[Step]:
-    """What is timed of an operator, in order; with `compared` only at the shape that its goals are about."""
+def planned(cases: Cases, compared: bool = False) -> dict[str, Step]:
+    """`step_key` -> what is timed of an operator, in order; with `compared` only at the shape of its goals."""
     shapes = [cases.COMPARED] if compared else cases.shapes()
-    return [
-        (sizes, passes, name)
+    return {
+        step_key(cases, sizes, passes, name): (sizes, passes, name)
         for sizes in shapes
         for passes in (FORWARD, BOTH_PASSES)
         for name in ("copy", *cases.implementations(sizes))
-    ]
+    }
 
 
 def step_key(cases: Cases, sizes: Sizes, passes: str, name: str) -> str:
@@ -87,7 +87,7 @@ def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], A
 
 def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.device) -> Callable[[], Any]:
     """A call of an implementation: forward under inference mode, or forward and backward with all gradients."""
-    function, inputs = cases.implementations(sizes)[name](device)
+    function, inputs = cases.prepare(name, sizes, device)
     inputs = [x if x is None else x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
     with torch.no_grad():
         dout = torch.ones_like(function(*inputs))

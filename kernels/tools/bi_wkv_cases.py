@@ -83,7 +83,7 @@ class BiWKVCases(cases.Cases):
         w, u = (normal(C) / T for _ in range(2))
         return [w, u, *(normal(B, T, C).bfloat16() for _ in range(2))]
 
-    def compile_time(self, dtype: torch.dtype, channels: int = 192) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(self, dtype: torch.dtype, channels: int = 192) -> cases.CompileTime:
         return {"channels": channels}, {"C": channels}, (dtype,)
 
 

@@ -27,8 +27,8 @@ BATCH = 64
 TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixels a side
 FORWARD, BOTH_PASSES = "forward", "forward+backward"
 
-# device -> a function and its inputs
-Maker = Callable[[torch.device], tuple[Callable[..., Tensor], list[Tensor]]]
+# see `Cases.compile_time`
+CompileTime = tuple[dict[str, Any], dict[str, Any], tuple]
 # of `check`: what a row says if it breaks off, the function that makes the row, its arguments and its options
 Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
 
@@ -83,7 +83,8 @@ class Cases(abc.ABC):
     COMPARED: Sizes  # what GOALS and AT are about
     GOALS: Mapping[str, tuple[str, float, str]]  # key -> what, target, unit
     AT: str
-    PEER: str | None = None  # the package of other people's kernels
+    PEERS: tuple[str, ...] = ()  # other people's kernels
+    PEER: str | None = None  # their package
     PEER_MISSING: str = ""  # what is said where it is not installed
     # key in the record -> package that has them
     DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -122,7 +123,7 @@ class Cases(abc.ABC):
         """Inputs as a layer gives them: activations in bf16, parameters in fp32."""
 
     @abc.abstractmethod
-    def compile_time(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(self, dtype: torch.dtype) -> CompileTime:
         """The sizes that a record of `resources` shows, the kernels' constants, and the arguments of their `configs`.
 
         By default they are those of the sizes that are tested and tuned; operators add options for others.
@@ -141,9 +142,8 @@ class Cases(abc.ABC):
 
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
         """The backend that runs for a request."""
-        return self.op.selected_backend(
-            backend, device, dtype=dtype, **{name: getattr(sizes, name) for name in self.OPTIONS}
-        )
+        options = {name: getattr(sizes, name) for name in self.OPTIONS}
+        return self.op.selected_backend(backend, device, dtype=dtype, **options)
 
     def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
         """The candidates of the forward and of the backward kernel at TYPICAL."""
@@ -158,18 +158,13 @@ class Cases(abc.ABC):
             (kernel, tuned(kernel, candidates, *sizes)) for kernel, candidates in found if len(candidates(*sizes)) > 1
         ]
 
-    def implementations(self, sizes: Any) -> dict[str, Maker]:
-        """What is timed, by name: our function on two backends, and other people's kernels."""
-        function, inputs = self.bind(sizes), functools.partial(self.layer_inputs, sizes)
-        ours = {
-            name: lambda device, name=name: (functools.partial(function, backend=name), inputs(device))
-            for name in ("triton", "torch")
-        }
-        return ours | self.peers(sizes)
+    def implementations(self, sizes: Any) -> list[str]:
+        """The names of what is timed: our function on two backends, and other people's kernels."""
+        return ["triton", "torch", *self.PEERS]
 
-    def peers(self, sizes: Any) -> dict[str, Maker]:
-        """Other people's kernels, by name."""
-        return {}
+    def prepare(self, name: str, sizes: Any, device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor | None]]:
+        """The function of one of `implementations`, and its inputs."""
+        return functools.partial(self.bind(sizes), backend=name), self.layer_inputs(sizes, device)
 
     def missing(self) -> str | None:
         """Why other people's kernels cannot run here, or None."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ms_deform_attn import ms_deform_attn, op, triton_bwd, triton_fwd
 from . import cases
-from .cases import ROUNDING
+from .cases import ROUNDING, normal_drawer
 
 TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
 HEADS = (6, 12)  # of 32 channels: the ViT-Adapters T and B
@@ -113,25 +113,19 @@ class MSDeformAttnCases(cases.Cases):
 
     def layer_inputs(self, sizes: Sizes, device: torch.device) -> list[Tensor]:
         """As an untrained layer gives them: value in bf16, points around the queries' own pixels."""
-        generator = torch.Generator(device).manual_seed(0)
+        normal = normal_drawer(0, device)
         B, Q, M, L, P = shape = sizes.samples_shape()
-        tokens = sum(h * w for h, w in sizes.shapes())
-        value = torch.randn(B, tokens, M, sizes.head_dim, generator=generator, device=device).bfloat16()
-        centres = [
-            torch.stack(
-                torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy"), -1
-            ).view(-1, 2)
-            for h, w in sizes.query_maps()
-        ]
+        value = normal(B, sum(h * w for h, w in sizes.shapes()), M, sizes.head_dim).bfloat16()
+        centres = []
+        for h, w in sizes.query_maps():
+            x_y = torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy")
+            centres.append(torch.stack(x_y, -1).view(-1, 2))
         w_h = torch.tensor([(w, h) for h, w in sizes.shapes()], device=device)[:, None]
-        offsets = 2 * torch.randn(*shape, 2, generator=generator, device=device)
-        locations = torch.cat(centres).to(device).view(1, Q, 1, 1, 1, 2) + offsets / w_h
-        weights = torch.randn(B, Q, M, L * P, generator=generator, device=device).softmax(-1).view(shape)
+        locations = torch.cat(centres).to(device).view(1, Q, 1, 1, 1, 2) + 2 * normal(*shape, 2) / w_h
+        weights = normal(B, Q, M, L * P).softmax(-1).view(shape)
         return [value, locations, weights]
 
-    def compile_time(
-        self, dtype: torch.dtype, head_dim: int = 32, levels: int = 3
-    ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(self, dtype: torch.dtype, head_dim: int = 32, levels: int = 3) -> cases.CompileTime:
         """Six heads and four points, as in the ViT-Adapter T."""
         constants = {"M": 6, "C": head_dim, "L": levels, "P": 4, "WIDTH": triton.next_power_of_2(head_dim)}
         return {"heads": 6, "head_dim": head_dim, "levels": levels}, constants, (head_dim,)

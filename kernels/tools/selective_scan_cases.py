@@ -19,7 +19,7 @@ from torch import Tensor
 from ..selective_scan import op, selective_scan_bidir, selective_scan_routes, triton_bwd, triton_fwd
 from ..selective_scan.triton_fwd import configs, forward_kernel
 from . import cases
-from .cases import BOTH, ROUNDING, TOKENS, Check, Maker, normal_drawer
+from .cases import BOTH, ROUNDING, TOKENS, Check, normal_drawer
 from .check import cast, compare_peer
 from .resources import Compilation
 
@@ -55,9 +55,8 @@ class Sizes(cases.Sizes):
         return tokens * inputs, tokens * R * self.channels * (2 if self.full_precision else 1)
 
     def flop_of(self, passes: str) -> int:
-        return getattr(op, f"{passes}_flops")(
-            (self.batch, self.tokens, len(self.reverse), self.channels), self.state_dim
-        )
+        shape = (self.batch, self.tokens, len(self.reverse), self.channels)
+        return getattr(op, f"{passes}_flops")(shape, self.state_dim)
 
 
 VMAMBA = dict(state_dim=1, reverse=(False, False, True, True), sequences=2, gate=False, full_precision=True)
@@ -125,32 +124,29 @@ class SelectiveScanCases(cases.Cases):
 
     def compile_time(
         self, dtype: torch.dtype, state_dim: int = 16, gate: bool = True, sequences: int = 0
-    ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    ) -> cases.CompileTime:
         """`sequences` is K where routes share sequences, as VMamba's do; else 0."""
-        constants = triton_fwd.constants(state_dim, gate, sequences) | {
-            "SPAN": triton_bwd.span(state_dim),
-            "AHEAD": triton_fwd.ahead(state_dim),
-        }
+        constants = triton_fwd.constants(state_dim, gate, sequences)
+        constants |= {"SPAN": triton_bwd.span(state_dim), "AHEAD": triton_fwd.ahead(state_dim)}
         return {"state_dim": state_dim, "gate": gate, "sequences": sequences}, constants, (dtype,)
 
     def compilation(self, name: str, dtype: str, number: int = 0, **options: Any) -> Compilation:
         """VMamba's output, with its gradient, and the parts of du, which are then added up, are fp32."""
         one = super().compilation(name, dtype, number, **options)
         if one.constants.get("ENDS"):
-            one = dataclasses.replace(
-                one, constants={**one.constants, "AHEAD": triton_fwd.ahead(one.constants["N"], True)}
-            )
+            ahead = triton_fwd.ahead(one.constants["N"], True)
+            one = dataclasses.replace(one, constants={**one.constants, "AHEAD": ahead})
         fp32 = {"out", "dout", "du"} if options.get("sequences") else set()
         return dataclasses.replace(one, operands=[operand for operand in one.operands if operand not in fp32])
 
-    def peers(self, sizes: Sizes) -> dict[str, Maker]:
-        if sizes.reverse != BOTH:
-            return {}
+    def implementations(self, sizes: Sizes) -> list[str]:
+        return [name for name in super().implementations(sizes) if name != "mamba-ssm" or sizes.reverse == BOTH]
 
-        def make(device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor]]:
-            return mamba_ssm, [x.contiguous() for x in in_its_layout(self.layer_inputs(sizes, device))]
-
-        return {"mamba-ssm": make}
+    def prepare(self, name: str, sizes: Sizes, device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor]]:
+        function, inputs = super().prepare(name, sizes, device)
+        if name == "mamba-ssm":
+            return mamba_ssm, [x.contiguous() for x in in_its_layout(inputs)]
+        return function, inputs
 
     def peer_checks(self, device: Any) -> Iterator[Check]:
         name = "mamba-ssm's selective_scan_fn"
@@ -169,10 +165,9 @@ class SelectiveScanCases(cases.Cases):
 def in_its_layout(inputs: Sequence[Tensor]) -> list[Tensor]:
     """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in scan order, z per direction."""
     u, delta, A, B, C, D, z, bias = inputs
-    scanned = [
-        torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in (u, delta, B, C, z.unsqueeze(2).expand_as(u))
-    ]
-    return [*scanned[:2], A, *scanned[2:4], D, scanned[4], bias]
+    scanned = (u, delta, B, C, z.unsqueeze(2).expand_as(u))
+    u, delta, B, C, z = (torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in scanned)
+    return [u, delta, A, B, C, D, z, bias]
 
 
 def mamba_ssm(
@@ -207,6 +202,7 @@ CASES = SelectiveScanCases(
         "forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 30, " %"),
     },
     AT="B 64, T 6400, 384 channels, 16 states, both directions, bf16",
+    PEERS=("mamba-ssm",),
     PEER="mamba_ssm",
     PEER_MISSING="mamba-ssm is not installed",
     DISTRIBUTIONS={"mamba_ssm": "mamba-ssm"},

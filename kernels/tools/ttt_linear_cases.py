@@ -19,7 +19,7 @@ from ..ttt_linear.op import one_direction
 from ..ttt_linear.triton_bwd import back_configs, backward_kernel, replay_configs
 from ..ttt_linear.triton_phases import ROWS, output_configs, output_kernel, state_configs, state_kernel
 from . import cases, peers
-from .cases import BOTH, DTYPES, TOKENS, Check, Maker, normal_drawer
+from .cases import BOTH, DTYPES, TOKENS, Check, normal_drawer
 from .check import compare_peer
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 81, 196, 197)
@@ -126,9 +126,7 @@ class TTTLinearCases(cases.Cases):
         W0, b0 = normal(2, H, D, D, scale=0.02), torch.zeros(2, H, D, device=device)
         return [q, k, v, lr, scale, W0, b0, torch.ones_like(b0), torch.zeros_like(b0)]
 
-    def compile_time(
-        self, dtype: torch.dtype, chunk_size: int = 16, width: int = 64
-    ) -> tuple[dict[str, Any], dict[str, Any], tuple]:
+    def compile_time(self, dtype: torch.dtype, chunk_size: int = 16, width: int = 64) -> cases.CompileTime:
         return {"chunk_size": chunk_size}, triton_fwd.constants(width, chunk_size), (dtype, chunk_size, width)
 
     def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
@@ -145,14 +143,12 @@ class TTTLinearCases(cases.Cases):
         pairs = zip(replay_configs(*sizes), back_configs(*sizes), strict=True)
         return forward, [*backward, *(triton_bwd.TwoPasses(*pair) for pair in pairs)]
 
-    def peers(self, sizes: Sizes) -> dict[str, Maker]:
-        """flash-linear-attention's two."""
-
-        def make(kind: str, device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    def prepare(self, name: str, sizes: Sizes, device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor]]:
+        function, inputs = super().prepare(name, sizes, device)
+        if name in self.PEERS:
+            kind = name.removeprefix("fla ")
             function = functools.partial(peers.both_directions(kind), chunk_size=sizes.chunk_size)
-            return function, self.layer_inputs(sizes, device)
-
-        return {f"fla {kind}": functools.partial(make, kind) for kind in peers.KINDS}
+        return function, inputs
 
     def peer_checks(self, device: Any) -> Iterator[Check]:
         sizes = Sizes(batch=2, tokens=250, heads=3, reverse=(False,))
@@ -197,6 +193,7 @@ CASES = TTTLinearCases(
         "forward_share_of_copy_percent": ("forward, share of the bandwidth of a copy", 40, " %"),
     },
     AT="B 64, T 6400, 3 heads, both directions, bf16",
+    PEERS=tuple(f"fla {kind}" for kind in peers.KINDS),
     PEER=peers.PACKAGE,
     PEER_MISSING="flash-linear-attention is not installed (the extra `bench`)",
     DISTRIBUTIONS={"fla_core": "fla-core"},  # the package that holds its kernels

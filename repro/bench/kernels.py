@@ -82,15 +82,14 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
 def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
     """Make rows of `check.planned` on a GPU, several at a time."""
 
-    def died(task: tuple[str, int]) -> Row:
-        return {"operator": op, "check": f"number {task[1]}", "reason": "its process was killed", "passed": False}
+    def died(number: int) -> Row:
+        return {"operator": op, "check": f"number {number}", "reason": "its process was killed", "passed": False}
 
-    tasks, lanes = [(op, number) for number in numbers], min(LANES, usable_cores())
-    for (_, number), row in run_in_lanes(tasks, _check_one, lanes, died, lambda: _left(deadline) <= 0):
-        yield number, row
+    lanes = min(LANES, usable_cores())
+    return run_in_lanes(numbers, partial(_check_one, op), lanes, died, lambda: _left(deadline) <= 0)
 
 
-def _check_one(task: tuple[str, int]) -> tuple[Row, bool]:
+def _check_one(op: str, number: int) -> tuple[Row, bool]:
     """In the process of a lane: a row, and whether the GPU is lost to the process."""
     import torch
 
@@ -98,7 +97,6 @@ def _check_one(task: tuple[str, int]) -> tuple[Row, bool]:
     from kernels.tools import check, operators
 
     triton_launch.KEEP_CHOICES = False
-    op, number = task
     cases, device = operators.OPERATORS[op], torch.device("cuda")
     row = check.run(cases, *_list_checks(op)[number])
     try:
@@ -147,8 +145,7 @@ def run_bench(
 
     def plan(cases: Any, compared: bool = False) -> Plan:
         measure = partial(bench.measure, cases, device, find=lambda key: table.find((cases.NAME, key)))
-        steps = bench.planned(cases, compared)
-        return {bench.step_key(cases, *step): partial(measure, step) for step in steps}
+        return {key: partial(measure, step) for key, step in bench.planned(cases, compared).items()}
 
     path = paths.measured(device_slug(device)) / "kernels.json"
     options = {"wanted": lambda cases: plan(cases, compared), "key": bench.row_key, "again": again}

@@ -169,21 +169,17 @@ def _make_specs(
     params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None
 ) -> list[RowSpec]:
     """A row for each image size and (model, attention), with all that the params of the grid or sweep say of a row."""
-    shared = {
-        field.name: getattr(params, field.name) for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)
-    }
+    names = [field.name for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)]
+    shared = {name: getattr(params, name) for name in names} | {"device": device_type, "threads": threads}
     return [
-        RowSpec(
-            **shared, model=model, attention=attention, image_size=(side, side), device=device_type, threads=threads
-        )
+        RowSpec(**shared, model=model, attention=attention, image_size=(side, side))
         for side, (model, attention) in itertools.product(image_sizes, models)
     ]
 
 
 def parse_image_sizes(text: str) -> tuple[int, ...]:
     """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224`,
-    or several of
-    these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
+    or several of these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
     """
 
     def refuse(part: object, why: str) -> NoReturn:

@@ -231,12 +231,10 @@ def measure_gates(families: Iterable[str], *, batch_size: int, dtype: str, devic
     gates = []
     for family in sorted(OPERATORS.keys() & set(families)):
         gates.append(gate := measure_gate(family, batch_size=batch_size, dtype=dtype, device=device))
-        verdict = (
-            "" if gate["holds"] else f": below {gate['at_least_percent']} %, no ratio against {family} will be given"
-        )
-        print(
-            f"{gate['operator']}: {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy{verdict}", flush=True
-        )
+        line = f"{gate['operator']}: {gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
+        if not gate["holds"]:
+            line += f": below {gate['at_least_percent']} %, no ratio against {family} will be given"
+        print(line, flush=True)
     return gates
 
 

@@ -46,6 +46,11 @@ def measured(monkeypatch):
     return made
 
 
+@pytest.fixture
+def store(tmp_path):
+    return open_model_rows(tmp_path, "cpu: made up")
+
+
 def make_specs(*sides, **changes):
     pairs = [(side, *about) for side in sides for about in ((VITTT, None), (DEIT, "unfused"))]
     return [RowSpec(model=m, attention=a, image_size=(side, side), **changes) for side, m, a in pairs]
@@ -78,15 +83,14 @@ def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, cap
     assert [find_row(later, spec, 1) is None for spec in make_specs(32)] == [True, False]
 
 
-def test_what_does_not_fit_is_left_out(measured, tmp_path):
+def test_what_does_not_fit_is_left_out(measured, store):
     """Starting a process is assumed to take 6 s, so that two rows never fit into a second, the first image size aside."""
-    left_out = store_module.measure_rows(make_specs(32, 64), open_model_rows(tmp_path, "cpu: made up"), budget_s=1e-3)
+    left_out = store_module.measure_rows(make_specs(32, 64), store, budget_s=1e-3)
     assert measured.specs == make_specs(32) and list(left_out) == [64]
 
 
-def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_both(measured, tmp_path):
-    measured.fits = {DEIT: 16, VITTT: 32}
-    store, wanted = open_model_rows(tmp_path, "cpu: made up"), make_specs(32, batch_size=64)
+def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_both(measured, store):
+    measured.fits, wanted = {DEIT: 16, VITTT: 32}, make_specs(32, batch_size=64)
     store_module.measure_rows(wanted, store)
     store_module.measure_pairs(wanted, store)
     # 32 fits Vittt alone
@@ -99,9 +103,8 @@ def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_
     assert len(measured.specs) == 6
 
 
-def test_a_broken_process_is_a_row_or_the_end(measured, tmp_path):
+def test_a_broken_process_is_a_row_or_the_end(measured, store):
     measured.intervals = {VITTT: ["signal 6"] * 2, DEIT: ["signal 6"]}
-    store = open_model_rows(tmp_path, "cpu: made up")
     with pytest.raises(RunError, match=f"^efficiency: {VITTT}@32: signal 6"):
         store_module.measure_rows(make_specs(32), store, keep_failures=False)
     store_module.measure_rows(make_specs(32), store)
@@ -111,10 +114,10 @@ def test_a_broken_process_is_a_row_or_the_end(measured, tmp_path):
     assert {row["reason"] for row in store.rows} == {"signal 6"}
 
 
-def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, tmp_path):
+def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, store):
     specs = [*make_specs(32), RowSpec(model="vittt_gigantic", image_size=(32, 32))]
     with pytest.raises(UserError, match="^efficiency: vittt_gigantic: "):
-        store_module.measure_rows(specs, open_model_rows(tmp_path, "cpu: made up"))
+        store_module.measure_rows(specs, store)
     assert not measured.specs
 
 
@@ -135,8 +138,7 @@ def test_remaining_time(seconds, text):
     assert store_module.format_remaining(seconds) == text
 
 
-def test_the_table_of_rows(measured, tmp_path):
-    store = open_model_rows(tmp_path, "cpu: made up")
+def test_the_table_of_rows(measured, store, tmp_path):
     store_module.measure_rows(make_specs(32), store)
     write_rows(tmp_path / "rows.csv", store.rows)
     assert (tmp_path / "rows.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
@@ -145,16 +147,15 @@ def test_the_table_of_rows(measured, tmp_path):
     assert "attention" not in first and second["attention"] == "unfused" and "peak_memory_mib" not in first
 
 
-def measure_noisy(measured, root, *intervals, **changes):
+def measure_noisy(measured, store, *intervals, **changes):
     """Measure a row whose measurements have these intervals, and return it as it is stored."""
     measured.intervals[VITTT] = list(intervals)
-    store = open_model_rows(root, "cpu: made up")
     store_module.measure_rows(make_specs(32, **changes), store)
     return store.rows[0]
 
 
-def test_a_noisy_row_is_measured_again_until_it_is_quiet(measured, tmp_path, capsys):
-    row = measure_noisy(measured, tmp_path, [5.0, 15.0], [9.5, 10.5], [1.0, 99.0])
+def test_a_noisy_row_is_measured_again_until_it_is_quiet(measured, store, capsys):
+    row = measure_noisy(measured, store, [5.0, 15.0], [9.5, 10.5], [1.0, 99.0])
     assert (row["noisy"], row["attempts"], row["latency_ms_ci95"]) == ([], 2, [9.5, 10.5])
     assert [spec.model for spec in measured.specs] == [VITTT, DEIT, VITTT]
     said = capsys.readouterr().out.splitlines()
@@ -163,10 +164,10 @@ def test_a_noisy_row_is_measured_again_until_it_is_quiet(measured, tmp_path, cap
 
 
 @pytest.mark.parametrize("quietest", [0, 1, 2])
-def test_of_noisy_measurements_the_quietest_stays(measured, tmp_path, quietest):
+def test_of_noisy_measurements_the_quietest_stays(measured, store, tmp_path, quietest):
     intervals = [[5.0, 15.0] for _ in range(3)]
     intervals[quietest] = [7.0, 13.0]
-    row = measure_noisy(measured, tmp_path, *intervals, [9.9, 10.1])
+    row = measure_noisy(measured, store, *intervals, [9.9, 10.1])
     assert (row["noisy"], row["attempts"], row["status"]) == (["spread"], 3, "ok")
     assert row["latency_ms_ci95"] == [7.0, 13.0]
     again = open_model_rows(tmp_path, "cpu: made up", [row])
@@ -174,20 +175,19 @@ def test_of_noisy_measurements_the_quietest_stays(measured, tmp_path, quietest):
     assert again.rows == [row] and len(measured.specs) == 4
 
 
-def test_a_row_that_fails_when_measured_again_stays_as_it_was(measured, tmp_path):
-    row = measure_noisy(measured, tmp_path, [5.0, 15.0], "broken", "broken")
+def test_a_row_that_fails_when_measured_again_stays_as_it_was(measured, store):
+    row = measure_noisy(measured, store, [5.0, 15.0], "broken", "broken")
     assert (row["status"], row["noisy"], row["attempts"]) == ("ok", ["spread"], 3)
 
 
-def test_a_noisy_row_is_not_measured_again_beyond_its_own_budget(measured, tmp_path):
+def test_a_noisy_row_is_not_measured_again_beyond_its_own_budget(measured, store):
     """Starting a process is assumed to take 6 s."""
-    row = measure_noisy(measured, tmp_path, [5.0, 15.0], [9.5, 10.5], budget_s=0.5)
+    row = measure_noisy(measured, store, [5.0, 15.0], [9.5, 10.5], budget_s=0.5)
     assert (row["noisy"], row["attempts"]) == (["spread"], 1) and len(measured.specs) == 2
 
 
-def test_a_row_out_of_order_is_measured_again(measured, tmp_path):
+def test_a_row_out_of_order_is_measured_again(measured, store):
     """The row at 32 first takes 30 ms and the one at 64 takes 10, so that the former was slowed."""
     measured.intervals[VITTT] = [[30.0, 30.0], [10.0, 10.0], [5.0, 5.0]]
-    store = open_model_rows(tmp_path, "cpu: made up")
     store_module.measure_rows([spec for spec in make_specs(32, 64) if spec.model == VITTT], store)
     assert [(row["latency_ms"], row["noisy"], row["attempts"]) for row in store.rows] == [(5.0, [], 2), (10.0, [], 1)]

@@ -38,7 +38,7 @@ def run_step(cases, sizes, name, passes, **changed):
 def test_what_is_timed_runs(name):
     """The steps of the bench, on the torch backend at a small size, in bf16."""
     cases = OPERATORS[name]
-    assert list(cases.implementations(cases.SMALL))[:2] == ["triton", "torch"]
+    assert cases.implementations(cases.SMALL)[:2] == ["triton", "torch"]
     inputs = cases.layer_inputs(cases.SMALL, CPU)
     out = run_step(cases, cases.SMALL, "torch", FORWARD)
     assert out.dtype == torch.bfloat16

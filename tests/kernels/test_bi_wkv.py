@@ -8,6 +8,7 @@ import torch
 
 from kernels.bi_wkv import bi_wkv, torch_path
 from kernels.bi_wkv.reference import Arguments, bi_wkv_formula
+from kernels.decompositions import bi_wkv_by_scan
 from kernels.tools.bi_wkv_cases import CASES as cases
 from kernels.tools.bi_wkv_cases import Sizes
 from kernels.tools.cases import ROUNDING
@@ -62,6 +63,13 @@ def test_a_decay_that_rounds_exponents_away_is_refused(decay, backend):
     w[1] = decay
     with pytest.raises(ValueError, match="w: its largest size times the 74 tokens is"):
         bi_wkv(w, u, k, v, backend=backend)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 13])
+def test_a_scan_with_keys_whose_powers_would_overflow(tokens):
+    inputs = draw(0, Sizes(batch=3, tokens=tokens, channels=9), decay=1.0, keys=400.0)[:-1]
+    out, _ = bi_wkv_by_scan(*inputs, "auto", False)
+    torch.testing.assert_close(out, bi_wkv(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
 
 
 def test_exponents_are_left_out_where_they_may_be():

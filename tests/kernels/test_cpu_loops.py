@@ -7,7 +7,6 @@ import sys
 import numba
 import numpy as np
 import pytest
-import timm
 import torch
 from numba.core.caching import NullCache
 
@@ -17,7 +16,7 @@ from kernels.tools import around_cases, check
 from kernels.tools.operators import OPERATORS
 from repro.models import fused_block
 from tests.conftest import run_python
-from tests.models.helpers import shaken
+from tests.models.helpers import nano, shaken
 
 BITS = """
 import hashlib, torch
@@ -143,9 +142,7 @@ def test_where_numba_cannot_run():
 
 
 def make_model(**options):
-    torch.manual_seed(0)
-    options = {"depth": 1, "embed_dim": 64, "num_heads": 1, "img_size": 48} | options
-    return shaken(timm.create_model("vittt_nano_patch16_144", **options)).eval()
+    return shaken(nano("vittt", **{"depth": 1, "embed_dim": 64, "num_heads": 1, "img_size": 48} | options))
 
 
 def test_a_block_of_vittt():

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from kernels.decompositions import DECOMPOSITIONS
 from kernels.dispatch import compute_dtype
 from kernels.tools import check
 from kernels.tools.cases import BOTH_PASSES, FORWARD, ROUNDING
@@ -28,23 +29,18 @@ def cases(request):
     return OPERATORS[request.param]
 
 
-def backends_of(cases):
-    return ("triton",) if INTERPRETED else cases.CPU_BACKENDS
+BACKENDS = ["triton"] if INTERPRETED else ["numba", "torch"]
 
 
-@pytest.fixture(params=["triton"] if INTERPRETED else ["numba", "torch"])
-def backend(request, cases):
+def take_backend(request, cases):
     """Each backend of the custom op that runs here."""
-    if request.param not in backends_of(cases):
+    if request.param == "numba" and "numba" not in cases.CPU_BACKENDS:
         pytest.skip("the operator has no such backend")
     return request.param
 
 
-@pytest.fixture(params=["triton"] if INTERPRETED else ["numba", "torch", "reference"])
-def any_backend(request, cases):
-    if request.param not in (*backends_of(cases), "reference"):
-        pytest.skip("the operator has no such backend")
-    return request.param
+backend = pytest.fixture(params=BACKENDS)(take_backend)
+any_backend = pytest.fixture(params=BACKENDS if INTERPRETED else [*BACKENDS, "reference"])(take_backend)
 
 
 def draw(cases, dtype=EXACT, sizes=None, seed=0):
@@ -90,6 +86,10 @@ def every_size(cases):
         yield cases.TYPICAL, False
 
 
+def get_operation(name):
+    return getattr(torch.ops.vision_ttt, name).default
+
+
 EVERY_SIZE = [
     pytest.param(cases, sizes, marks=[pytest.mark.slow] * is_slow, id=f"{cases.NAME}-{i}")
     for cases in OPERATORS.values()
@@ -118,6 +118,23 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
         assert check.judge(errors, limits)["passed"], (backend, dtype, errors, limits)
         out_dtype = compute_dtype(dtype) if getattr(sizes, "full_precision", False) else dtype
         assert [x.dtype for x in got.values()] == [out_dtype, *(x.dtype for x in given[:-1] if x is not None)]
+
+
+SCANS = {name: cases for name, cases in OPERATORS.items() if get_operation(name) in DECOMPOSITIONS}
+SCANNED = [
+    pytest.param(name, sizes, id=f"{name}-{i}")
+    for name, cases in SCANS.items()
+    for i, sizes in enumerate([*cases.ragged(True), *(sizes for _, sizes in cases.variants())])
+]
+
+
+@once
+@pytest.mark.parametrize(("name", "sizes"), SCANNED)
+def test_a_decomposition_gives_the_output_of_the_reference(name, sizes):
+    assert set(SCANS) == {"ttt_linear", "selective_scan", "bi_wkv"}
+    cases, inputs = SCANS[name], SCANS[name].draw(0, sizes)[:-1]
+    out, _ = DECOMPOSITIONS[get_operation(name)](*cases.arguments(inputs, sizes), "auto", False)
+    torch.testing.assert_close(out, cases.bind(sizes)(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
 
 
 def test_memory_is_poisoned():

@@ -5,13 +5,11 @@ imported.
 every operator.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import run_python
 from tests.slow import slow
 
 FOLDER = Path(__file__).parent
@@ -23,8 +21,6 @@ KERNELS = ["interpreted", "test_ms_deform_attn.py"]
 )
 def test_under_the_interpreter(tests, chosen):
     options = ["-q", "--no-header", "-p", "no:cacheprovider", "-m", chosen]
-    command = [sys.executable, "-m", "pytest", *options, *(str(FOLDER / name) for name in tests)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
+    done = run_python("-m", "pytest", *options, *(str(FOLDER / name) for name in tests), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

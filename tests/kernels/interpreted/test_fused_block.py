@@ -1,20 +1,18 @@
 """A block of Vittt in few launches: its output and gradients are the plain path's, which everything else takes."""
 
 import pytest
-import timm
 import torch
 
 from kernels import replay
 from kernels.tools import check
 from repro.models import fused_block
-from tests.models.helpers import shaken
+from tests.models.helpers import nano, shaken
 from tests.slow import slow
 
 
 def make(**options):
-    torch.manual_seed(0)
-    options = {"num_classes": 5, "depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options
-    return shaken(timm.create_model("vittt_nano_patch16_144", **options))
+    options = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 80} | options
+    return shaken(nano("vittt", **options)).train()
 
 
 def differentiate(model, images, backend):
