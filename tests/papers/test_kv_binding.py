@@ -120,19 +120,7 @@ def test_the_authors_division_underflows_and_ours_does_not():
     assert max(formulas.momentum_error(chunks, "ours") for chunks in (16, 64, 256, 1024)) < 1e-6
 
 
-def test_the_value_rows_are_those_of_the_heads():
-    model = build_model("ladder_vit3_nano_patch4_32", num_classes=3)
-    training = model.blocks[0].attn
-    x = torch.randn(1, 64, 48)
-    _, _, v = training._split(training.qkv(x)[..., : 3 * 48], 2)
-    rows = formulas.find_values(model, "blocks.0.attn.qkv.weight")
-    stated = x @ training.qkv.weight[rows].T + training.qkv.bias[rows]
-    assert torch.allclose(v.transpose(1, 2).flatten(2), stated, atol=1e-6)
-    assert formulas.find_values(model, "blocks.0.mlp.fc1.weight") == slice(0)
-
-
-# --- variants and recipe
-# ------------------------------------------------------------------------------------------------------------
+# --- variants and recipe ------------------------------------------------------------------------------------------------------------
 
 
 MODELS = {"vit3": "ladder_vit3_nano_patch4_32", "lact": "lact_nano_patch4_32", "vittt": "ladder_vittt_nano_patch16_144"}
