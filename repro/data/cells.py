@@ -119,6 +119,13 @@ def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
     return f"; copy it from {' or '.join(having)}" if having else did_you_mean(name, known)
 
 
+def require_data(paths: Paths, stage: str, data: str) -> None:
+    """Raise UserError where what a stage is given as `--data` is no cell of `prepare_data:`."""
+    if data not in (known := section_keys(paths.params, "prepare_data")):
+        guess = suggest_data(paths, data, known)
+        raise UserError(f"{stage}: --data {data}: not a cell of prepare_data in params.yaml{guess}")
+
+
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     """A cell of `prepare_data:`; raises UserError where there is none, or it is not prepared or not located."""
     file = manifest_path(paths, name)

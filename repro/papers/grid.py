@@ -16,7 +16,7 @@ from ..core.paths import OWN_RATES, Paths, find_root
 from ..core.record import make_identity, read_json, read_record, write_record
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime
 from ..core.ui import print_table
-from ..data.cells import manifest_path, suggest_data
+from ..data.cells import manifest_path, require_data
 from ..data.kinds import PrepareData
 from ..data.manifest import read_manifest
 from ..runs.cells import find_finished_seeds, remove_states, train_cells
@@ -86,15 +86,14 @@ def find_variant_searches(grid: VariantSet, data: str, variant: str | None) -> l
     """
     paths = find_root()
     tune, shared = load_tune(paths, data)
-    shared["folder"] /= "variants"
     found = []
     for name in list(grid.variants) if variant is None else [variant]:
         cell = build_variant(grid, name, paths, data=data, seeds=1, epochs=None).cell
         optim = cell.params.optim
         rates = (optim.lr / 2, optim.lr, 2 * optim.lr)
         own = dataclasses.replace(tune, lr=rates, warmup_epochs=(optim.warmup_epochs,))
-        about = {"stage": cell.stage, "name": cell.name, "params": cell.params, "spec": cell.spec}
-        found.append(Search(tune=own, arguments=(*grid.flags, "--cell", name), **about, **shared))
+        cell = dataclasses.replace(cell, folder=shared["folder"] / "variants")
+        found.append(Search(cell=cell, tune=own, arguments=(*grid.flags, "--cell", name)))
     return found
 
 
@@ -107,7 +106,7 @@ def use_own_rates(grid: VariantSet, data: str, variant: str | None) -> VariantSe
     variants = {}
     for search in find_variant_searches(grid, data, variant):
         name = search.arguments[-1]
-        files = sorted(search.paths.root.glob(f"results/measured/*/tune/variants/{search.name}.json"))
+        files = sorted(search.cell.paths.root.glob(f"results/measured/*/tune/variants/{search.file.name}"))
         records = [read_json(file)["metrics"] for file in files]
         if not records:
             raise UserError(
@@ -207,9 +206,7 @@ def vary_recipe(
         where = f"{paths.params}: {grid.section}"
         raise UserError(f"{where}: has no cell with a {grid.model}, whose recipe the variants need; add one")
     data = data or ours[0].data
-    if data not in (known := section_keys(paths.params, "prepare_data")):
-        guess = suggest_data(paths, data, known)
-        raise UserError(f"{grid.stage}: --data {data}: not a cell of prepare_data in params.yaml{guess}")
+    require_data(paths, grid.stage, data)
     recipe = next((params for params in ours if params.data == data), None)
     if recipe is None:
         unchanged = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "color_jitter": None, "auto_augment": None}

@@ -10,7 +10,7 @@ from ..core.config import load_section, section_keys
 from ..core.errors import UserError
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
-from ..data.cells import manifest_path, suggest_data
+from ..data.cells import manifest_path, require_data
 from ..data.own import parse_own
 from ..data.prepare import prepare_own
 from ..tasks.linearization.params import LinearizeParams
@@ -93,10 +93,8 @@ def make_cell(
 
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
     """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
-    if data is not None and data not in (known := section_keys(paths.params, "prepare_data")):
-        raise UserError(
-            f"linearize: --data {data}: not a cell of prepare_data in params.yaml{suggest_data(paths, data, known)}"
-        )
+    if data is not None:
+        require_data(paths, STAGE, data)
     cells = [load_section(LinearizeParams, paths.params, STAGE, cell) for cell in section_keys(paths.params, STAGE)]
     if not cells:
         raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")

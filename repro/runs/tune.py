@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from ..core.errors import Diverged, RunError, UserError, did_you_mean
 from ..core.hashing import hash_code, hash_file
 from ..core.paths import Paths, find_root
 from ..core.record import find_difference, make_identity, read_json, write_json, write_record
-from ..core.runtime import Runtime, choose_device, device_slug, load_runtime
+from ..core.runtime import choose_device, device_slug, load_runtime
 from ..core.ui import print_table
-from ..data.cells import manifest_path
 from ..data.kinds import KINDS, PrepareData
 from ..models.registry import family_module
 from ..tasks.spec import TaskSpec
@@ -71,81 +70,77 @@ class Search:
     """The search of one cell.
 
     Args:
-        stage, name: the stage that trains the cell, and the cell's name.
-        params, tune: the cell's section, and the search.
-        spec, paths, runtime: see `Cell`.
-        folder: of the records.
+        cell: what is trained; its folder is that of the record.
+        tune: the search.
         arguments: of `repro tune`, beside --data, that choose this search.
     """
 
-    stage: str = STAGE
-    name: str
-    params: TrainParams
+    cell: Cell
     tune: TuneParams
-    spec: TaskSpec
-    paths: Paths
-    runtime: Runtime
-    folder: Path
     arguments: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        where = f"{self.stage}.{self.name}"
-        if self.tune.seed in self.params.seeds:
+        where, params = self.cell.where, self.cell.params
+        if self.tune.seed in params.seeds:
             raise UserError(
                 f"tune.seed: {self.tune.seed} is a seed of {where}, whose results are reported; take another"
             )
-        if (longest := max(self.tune.warmup_epochs)) >= (epochs := self.params.epochs):
-            raise UserError(f"tune.warmup_epochs: {longest}, and {where} trains {epochs} epochs; make it shorter")
+        if (longest := max(self.tune.warmup_epochs)) >= params.epochs:
+            raise UserError(
+                f"tune.warmup_epochs: {longest}, and {where} trains {params.epochs} epochs; make it shorter"
+            )
+
+    @property
+    def file(self) -> Path:
+        """The record."""
+        return self.cell.folder / f"{self.cell.name}.json"
+
+    @property
+    def score(self) -> str:
+        """What is compared."""
+        return next(iter(self.cell.spec.scores))
+
+    @property
+    def code(self) -> list[str]:
+        """The modules on which the outcome depends."""
+        return [f"stages.{self.cell.stage}", __name__, family_module(self.cell.params.model)]
 
     @property
     def trials(self) -> list[Cell]:
         """A cell for each trial, in the order of the grid; then those by which it was widened, as far as those before
         are finished.
         """
-        grid, score = self.tune, next(iter(self.spec.scores))
-        trials = self._list_trials(grid, ())
+        grid, trials = self.tune, self._list_trials(self.tune)
         for _ in range(WIDENINGS):
             finished = self.find_finished(trials)
-            best = choose([content["trial"] for content in finished.values()], score)
+            best = choose([content["trial"] for content in finished.values()], self.score)
             if len(finished) < len(trials) or best is None:
                 break
-            if (grid := widen(grid, best, self.params.epochs)) is None:
+            if (grid := widen(grid, best, self.cell.params.epochs)) is None:
                 break
-            trials += self._list_trials(grid, [trial.name for trial in trials])
+            known = {trial.name for trial in trials}
+            trials += [trial for trial in self._list_trials(grid) if trial.name not in known]
         return trials
 
-    def _list_trials(self, grid: TuneParams, known: Collection[str]) -> list[Cell]:
-        """The trials of a grid, without those whose names are known."""
-        found = []
+    def _list_trials(self, grid: TuneParams) -> list[Cell]:
+        found, params = [], dataclasses.replace(self.cell.params, seeds=(self.tune.seed,), snapshot_epochs=())
         for lr, warmup_epochs in itertools.product(grid.lr, grid.warmup_epochs):
-            optim = dataclasses.replace(self.params.optim, lr=lr, warmup_epochs=warmup_epochs)
-            params = dataclasses.replace(self.params, optim=optim, seeds=(self.tune.seed,), snapshot_epochs=())
-            name = f"{self.name}_lr{lr:g}_warmup{warmup_epochs}"
-            shared = {"spec": self.spec, "paths": self.paths, "runtime": self.runtime, "folder": self.folder}
-            if name not in known:
-                found.append(Cell(stage="tune", name=name, params=params, reported=False, **shared))
+            optim = dataclasses.replace(params.optim, lr=lr, warmup_epochs=warmup_epochs)
+            name = f"{self.cell.name}_lr{lr:g}_warmup{warmup_epochs}"
+            tried = {"stage": "tune", "name": name, "params": dataclasses.replace(params, optim=optim)}
+            found.append(dataclasses.replace(self.cell, **tried, reported=False))
         return found
-
-    @property
-    def code(self) -> list[str]:
-        """The modules on which the outcome depends."""
-        return [f"stages.{self.stage}", __name__, family_module(self.params.model)]
 
     @property
     def search_params(self) -> SearchParams:
         """What the record's hash of parameters covers: the first trial, which the grid names, and the search."""
-        return SearchParams(cell=self._list_trials(self.tune, ())[0].params, tune=self.tune)
-
-    @property
-    def manifest(self) -> Path:
-        """The manifest of the data."""
-        return manifest_path(self.paths, self.params.data)
+        return SearchParams(cell=self._list_trials(self.tune)[0].params, tune=self.tune)
 
     def find_origin(self, trial: Cell | None = None) -> dict[str, str]:
         """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
         params = self.search_params if trial is None else trial.params
-        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.manifest)}
-        return hashes | {"code_hash": hash_code(self.paths.root, self.code)}
+        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.cell.inputs[0])}
+        return hashes | {"code_hash": hash_code(self.cell.paths.root, self.code)}
 
     def find_finished(self, trials: Sequence[Cell] | None = None) -> dict[int, dict[str, Any]]:
         """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
@@ -158,11 +153,10 @@ class Search:
 
     def is_recorded(self) -> bool:
         """Whether the record is there; raises UserError where it is of another search."""
-        file = self.folder / f"{self.name}.json"
-        if not file.is_file():
+        if not self.file.is_file():
             return False
-        if different := find_difference(read_json(file)["identity"], self.find_origin()):
-            raise UserError(f"{file}: holds a search with other {different}; move the file away to search again")
+        if different := find_difference(read_json(self.file)["identity"], self.find_origin()):
+            raise UserError(f"{self.file}: holds a search with other {different}; move the file away to search again")
         return True
 
 
@@ -183,11 +177,9 @@ def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
             cells[name] = params
     if cell is not None and cell not in cells:
         raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, [*cells, *outside])}")
-    return [
-        Search(name=name, params=params, tune=tune, spec=spec, arguments=("--cell", name), **shared)
-        for name, params in cells.items()
-        if cell in (None, name)
-    ]
+    found = {name: Cell(stage=STAGE, name=name, params=params, spec=spec, **shared) for name, params in cells.items()}
+    chosen = found if cell is None else [cell]
+    return [Search(cell=found[name], tune=tune, arguments=("--cell", name)) for name in chosen]
 
 
 def load_tune(paths: Paths, data: str) -> tuple[TuneParams, dict[str, Any]]:
@@ -224,7 +216,7 @@ def run_searches(searches: list[Search], *, jobs: int) -> None:
         print(f"{len(open_searches)} open cells, {trials} trials: {len(waiting)} trainings to do", flush=True)
         if not waiting:
             break
-        failed = run_all(waiting, jobs, searches[0].runtime, searches[0].paths.root)
+        failed = run_all(waiting, jobs, searches[0].cell.runtime, searches[0].cell.paths.root)
         if failed:
             reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
             raise RunError(f"tune: {len(failed)} of {len(waiting)} failed, the others are done: {reasons}")
@@ -239,7 +231,7 @@ def _list_open(search: Search) -> dict[str, Work]:
     finished, works = search.find_finished(), {}
     for number, trial in enumerate(search.trials, 1):
         if number not in finished:
-            arguments = ("tune", "--data", search.params.data, *search.arguments, "--trial", str(number))
+            arguments = ("tune", "--data", search.cell.params.data, *search.arguments, "--trial", str(number))
             works[trial.name] = Work(arguments=arguments, log=trial.paths.logs("tune", trial.name) / "output.txt")
     return works
 
@@ -252,11 +244,11 @@ def run_trial(search: Search, number: int) -> None:
     """
     trials = search.trials
     if not 1 <= number <= len(trials):
-        raise UserError(f"tune: --trial {number}: {search.name} has the trials 1 to {len(trials)}")
+        raise UserError(f"tune: --trial {number}: {search.cell.name} has the trials 1 to {len(trials)}")
     trial = trials[number - 1]
     started, origin, optim = time.monotonic(), search.find_origin(trial), trial.params.optim
     found: dict[str, Any] = {"lr": optim.lr, "warmup_epochs": optim.warmup_epochs}
-    score, label = next(iter(search.spec.scores.items()))
+    score, label = search.score, search.cell.spec.scores[search.score]
     job = build_job(trial, search.tune.seed)
     try:
         metrics = run_job(job).metrics
@@ -280,26 +272,26 @@ def record_search(search: Search) -> None:
     Raises:
         RunError: every trial diverged.
     """
-    finished, score = list(search.find_finished().values()), next(iter(search.spec.scores))
+    finished, cell = list(search.find_finished().values()), search.cell
     trials = [content["trial"] for content in finished]
     seconds = sum(trial.pop("seconds") for trial in trials)
-    chosen = choose(trials, score)
+    chosen = choose(trials, search.score)
     if chosen is None:
-        raise RunError(f"tune: every trial of {search.name} diverged; lower tune.lr")
+        raise RunError(f"tune: every trial of {cell.name} diverged; lower tune.lr")
     metrics = {
-        "cell": f"{search.stage}.{search.name}",
-        "model": search.params.model,
-        "data": search.params.data,
+        "cell": cell.where,
+        "model": cell.params.model,
+        "data": cell.params.data,
         "split": "tune",
         "seed": search.tune.seed,
-        "score": score,
+        "score": search.score,
         "rule": RULE,
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
-    made = {"data_manifest": search.manifest, **finished[0]["place"]}
-    identity = make_identity(search.paths.root, search.code, search.search_params, **made)
-    write_record(search.folder, metrics, identity, seconds, name=search.name)
+    made = {"data_manifest": cell.inputs[0], **finished[0]["place"]}
+    identity = make_identity(cell.paths.root, search.code, search.search_params, **made)
+    write_record(cell.folder, metrics, identity, seconds, name=cell.name)
     for trial in search.trials:
         shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)
 
@@ -334,12 +326,14 @@ def _trial_file(trial: Cell) -> Path:
 
 
 def _show(search: Search) -> None:
-    metrics = read_json(search.folder / f"{search.name}.json")["metrics"]
+    metrics = read_json(search.file)["metrics"]
     score, chosen = metrics["score"], metrics["chosen"]
     rows = []
     for trial in metrics["trials"]:
         mark = "chosen" if all(trial[name] == value for name, value in chosen.items()) else ""
         shown = "diverged" if trial["diverged"] else f"{trial[score]:.2f} %"
         loss = "–" if trial["train_loss"] is None else f"{trial['train_loss']:.4f}"
-        rows.append([search.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), shown, loss, mark])
-    print_table(["cell", "rate", "warm-up epochs", f"{search.spec.scores[score]} on tune", "training loss", ""], rows)
+        rows.append([search.cell.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), shown, loss, mark])
+    print_table(
+        ["cell", "rate", "warm-up epochs", f"{search.cell.spec.scores[score]} on tune", "training loss", ""], rows
+    )

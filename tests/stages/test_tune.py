@@ -125,8 +125,8 @@ def test_a_cell_outside_the_pipeline_is_searched_where_it_is_named(ready):
     content = load_yaml(Path("params.yaml"))
     ((name, cell),) = content["pretrain"].items()
     Path("params.yaml").write_text(json.dumps(content | {"by_hand": {"pretrain": {"other": cell}}}))
-    assert [search.name for search in find_searches(SPEC, "digits", "other")] == ["other"]
-    assert [search.name for search in find_searches(SPEC, "digits", None)] == [name]
+    assert [search.cell.name for search in find_searches(SPEC, "digits", "other")] == ["other"]
+    assert [search.cell.name for search in find_searches(SPEC, "digits", None)] == [name]
 
 
 def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe_and_trained_at_their_own(ready):
@@ -134,7 +134,7 @@ def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe_an
     grid, path = choose_variants("vision_ttt"), Paths(ready)
     (search,) = find_variant_searches(grid, "digits", "head")
     tried = [trial.params.optim.lr for trial in search.trials]
-    assert (search.stage, search.name) == ("ablate", "digits_head")
+    assert search.cell.where == "ablate.digits_head"
     assert tried == pytest.approx([1.5e-3, 3e-3, 6e-3]) and search.trials[0].params.options["pool"] == "head"
     (work, *_) = _list_open(search).values()
     assert work.arguments == (*"tune --data digits --paper vision_ttt --cell head --trial 1".split(),)
