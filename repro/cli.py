@@ -70,12 +70,8 @@ def main() -> None:
         if os.environ.get("REPRO_DEBUG"):
             raise
         print_error(error)
-        # by a plain `dvc repro`; `repro run` says it itself, at its end
-        if (
-            "DVC_STAGE" in os.environ
-            and PARENT not in os.environ
-            and (missing := describe_missing_results(find_root().root))
-        ):
+        by_plain_dvc = "DVC_STAGE" in os.environ and PARENT not in os.environ  # `repro run` says it itself, at its end
+        if by_plain_dvc and (missing := describe_missing_results(find_root().root)):
             print(missing, file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all

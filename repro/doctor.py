@@ -74,11 +74,8 @@ def check_floors(project: Path) -> Iterator[Line]:
     about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     python, found = Requirement(f"python{about['requires-python']}"), platform.python_version()
     if not python.specifier.contains(found, prereleases=True):
-        yield (
-            "error",
-            "Python",
-            f"{found}, {python.specifier} is needed: make a virtual environment with a newer Python",
-        )
+        fix = "make a virtual environment with a newer Python"
+        yield "error", "Python", f"{found}, {python.specifier} is needed: {fix}"
     extras = [text for texts in about.get("optional-dependencies", {}).values() for text in texts]
     for text in dict.fromkeys([*about["dependencies"], *extras]):
         wanted, optional = Requirement(text), text not in about["dependencies"]
@@ -101,16 +98,16 @@ def check_lock(lock: Path) -> Iterator[Line]:
     if not lock.is_file():
         yield "note", lock.name, "not in this folder; versions are not compared"
         return
-    pins = [
-        Requirement(line) for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
-    ]
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
-    pairs = [(pin.name, str(pin.specifier).removeprefix("=="), installed_version(pin.name)) for pin in pins]
-    # the build's tag does not count: 2.14.1+cu130 is 2.14.1
-    differ = [
-        f"{name} {found} (pinned: {pin})" for name, pin, found in pairs if found and found.partition("+")[0] != pin
-    ]
-    absent = [name for name, _, found in pairs if found is None]
+    differ, absent = [], []
+    for pin in pins:
+        wanted, found = str(pin.specifier).removeprefix("=="), installed_version(pin.name)
+        if found is None:
+            absent.append(pin.name)
+        elif found.partition("+")[0] != wanted:  # the build's tag does not count: 2.14.1+cu130 is 2.14.1
+            differ.append(f"{pin.name} {found} (pinned: {wanted})")
     for what, names in (("differ", differ), ("are not installed", absent)):
         if names:
             yield "warning", lock.name, f"{len(names)} of {len(pins)} packages {what}: {', '.join(names)}: {INSTALL}"
@@ -144,11 +141,8 @@ def check_names(paths: Paths) -> Iterator[Line]:
         clash = f"Hugging Face's package kernels {installed} has our package's name, and transformers would import ours"
         yield "warning", "kernels", f"{clash}: python -m pip uninstall kernels, or give it an environment of its own"
     else:
-        yield (
-            "ok",
-            "kernels",
-            "`import kernels` gives this project's; Hugging Face's package of that name is not installed",
-        )
+        alone = "Hugging Face's package of that name is not installed"
+        yield "ok", "kernels", f"`import kernels` gives this project's; {alone}"
     code = Path(__file__).parent.resolve()
     if code == (paths.root / "repro").resolve():
         yield "ok", "repro", "the code that runs is this folder's"
@@ -171,11 +165,8 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
     cuda = torch.cuda.is_available()
     yield "ok", "torch", f"{torch.__version__}, CUDA runtime {torch.version.cuda or 'none (a CPU build)'}"
     if not cuda and (gpus or runtime.device == "cuda"):
-        fix = (
-            "update the driver, and look at CUDA_VISIBLE_DEVICES"
-            if torch.version.cuda
-            else f"install a CUDA build: {INSTALL}"
-        )
+        of_cuda, of_cpu = "update the driver, and look at CUDA_VISIBLE_DEVICES", f"install a CUDA build: {INSTALL}"
+        fix = of_cuda if torch.version.cuda else of_cpu
         mark = "error" if runtime.device == "cuda" else "warning"
         yield mark, "torch", f"sees no CUDA device (runtime.device: {runtime.device}): {fix}"
     if obstacle := compiler_obstacle():
@@ -198,11 +189,8 @@ def check_torch(runtime: Runtime, gpus: list[str]) -> Iterator[Line]:
             if device == "cpu" and (obstacle := loops_obstacle(torch.device(device), "", True)):
                 yield "note", "scans", f"torch on cpu, several times slower than numba: {obstacle}: {INSTALL}"
         else:
-            fix = (
-                INSTALL
-                if installed_version("triton") is None
-                else "slower than it could be; use an NVIDIA GPU from sm_80 on"
-            )
+            slow = "slower than it could be; use an NVIDIA GPU from sm_80 on"
+            fix = slow if installed_version("triton") else INSTALL
             yield "warning", "TTT-Linear", f"{backend} on {device}{reason}: {fix}"
 
 
@@ -215,11 +203,10 @@ def check_parameters(paths: Paths) -> Iterator[Line]:
     except UserError as error:
         yield "error", "params.yaml", f"{error}: correct it, or `repro profile use mini --force`"
         return
-    yield (
-        ("ok" if profile else "note"),
-        "params.yaml",
-        f"equals the {profile} profile" if profile else "edited, equals no profile",
-    )
+    if profile:
+        yield "ok", "params.yaml", f"equals the {profile} profile"
+    else:
+        yield "note", "params.yaml", "edited, equals no profile"
     users: dict[str, list[str]] = {key: [] for key in runtime.data_roots}
     sources = set()  # of published files from which a set is still to be written
     for cell, params in cells.items():
@@ -240,11 +227,8 @@ def check_parameters(paths: Paths) -> Iterator[Line]:
         elif folder is not None and key not in sources and any(cells[cell].settings for cell in needed_by):
             yield "note", subject, f"{state} yet; `repro prepare-data` writes it for {used}"
         else:
-            yield (
-                "error",
-                subject,
-                f"{state}, and {used} needs it: lay the data out as docs/data.md says, and set {subject}",
-            )
+            fix = f"lay the data out as docs/data.md says, and set {subject}"
+            yield "error", subject, f"{state}, and {used} needs it: {fix}"
 
 
 def check_space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
@@ -266,12 +250,9 @@ def check_space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
         return
     gib = shutil.disk_usage(SHM).total / 2**30
     small = runtime.workers > 0 and gib < 1
+    state = f"{gib:.2g} GiB, runtime.workers is {runtime.workers}"
     fix = ", too small for loading processes: give the container more (--shm-size=8g), or set runtime.workers: 0"
-    yield (
-        ("warning" if small else "ok"),
-        SHM,
-        f"{gib:.2g} GiB, runtime.workers is {runtime.workers}{fix if small else ''}",
-    )
+    yield ("warning", SHM, state + fix) if small else ("ok", SHM, state)
 
 
 def _first_line(error: Exception) -> str:

@@ -30,6 +30,7 @@ def release_dead_locks(root: Path) -> None:
     DVC itself takes one out where it is in the way, if no process has its number.
     """
     from dvc.lock import LockError, make_lock
+    from psutil import pid_exists  # DVC has it too
 
     with open_dvc(root) as repo:
         folder, hardlink = repo.tmp_dir, repo.config["core"].get("hardlink_lock", False)
@@ -40,21 +41,11 @@ def release_dead_locks(root: Path) -> None:
         make_lock(f"{file}.lock", tmp_dir=folder, hardlink_lock=hardlink),
     ):
         locks = {"write": {}, "read": {}} | json.loads(file.read_text(encoding="utf-8"))
-        write = {path: holder for path, holder in locks["write"].items() if _is_alive(holder["pid"])}
-        read = {path: [each for each in of_path if _is_alive(each["pid"])] for path, of_path in locks["read"].items()}
+        write = {path: holder for path, holder in locks["write"].items() if pid_exists(holder["pid"])}
+        read = {path: [each for each in of_path if pid_exists(each["pid"])] for path, of_path in locks["read"].items()}
         kept = {"write": write, "read": {path: of_path for path, of_path in read.items() if of_path}}
         if kept != locks:
             write_json(file, kept)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
 
 
 def choose_jobs(runtime: Runtime) -> int:
@@ -140,11 +131,8 @@ def read_steps(paths: Paths, here: str, jobs: int) -> list[Step]:
                 words = shlex.split(command.format_map(named))
                 begin = next(place for place, word in enumerate(words) if "=" not in word)
                 variables = dict(word.split("=", 1) for word in words[:begin])
-                steps.append(
-                    Step(
-                        group, variables, tuple(words[begin:]), tuple(each.format_map(found) for each in group.records)
-                    )
-                )
+                records = tuple(each.format_map(found) for each in group.records)
+                steps.append(Step(group, variables, tuple(words[begin:]), records))
     return steps
 
 

@@ -15,6 +15,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def run_main() -> int:
+    """Run `repro` with the arguments in sys.argv, in this process; its exit code."""
+    from repro.cli import main
+
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
 class CommandLine:
     """The command line, run in this process."""
 
@@ -23,21 +34,14 @@ class CommandLine:
 
     def __call__(self, *args: str) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of `repro ARGS`."""
-        from repro.cli import main
-
         self._monkeypatch.setattr(sys, "argv", ["repro", *args])
         self._capsys.readouterr()
-        code = 0
-        try:
-            main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        return code, *self._capsys.readouterr()
+        return run_main(), *self._capsys.readouterr()
 
-    def run(self, *args: str) -> str:
-        """What `repro ARGS` prints; it must succeed."""
+    def run(self, *args: str, silent: bool = False) -> str:
+        """What `repro ARGS` prints; it must succeed, and if it is to be `silent`, with nothing on stderr."""
         code, out, err = self(*args)
-        assert code == 0, err
+        assert code == 0 and not (silent and err), err
         return out
 
     def refuse(self, *args: str, code: int = 2) -> str:

@@ -79,13 +79,10 @@ class _TextLoader(yaml.CSafeLoader):
             parts = () if isinstance(node, yaml.ScalarNode) else node.value
             inner = itertools.chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts
             counts[id(node)] = 1 + sum(self._count_nodes(part, counts) for part in inner)
-        if not 0 < counts[id(node)] <= _MOST_NODES:
-            raise _refuse(
-                node,
-                "an anchor that holds itself"
-                if not counts[id(node)]
-                else f"aliases make more than {_MOST_NODES:,} values",
-            )
+        if not counts[id(node)]:
+            raise _refuse(node, "an anchor that holds itself")
+        if counts[id(node)] > _MOST_NODES:
+            raise _refuse(node, f"aliases make more than {_MOST_NODES:,} values")
         return counts[id(node)]
 
 

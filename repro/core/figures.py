@@ -55,18 +55,13 @@ def against_resolution(
         failed = []
         for family, rows in series.items():
             label, colour, marker, line = STYLES[family]
-            points = sorted((row["image_size"][0], row[key]) for row in rows if row[key] is not None)
-            if points:
-                panel.plot(*zip(*points), color=colour, marker=marker, linestyle=line, label=label, markersize=5)
-            noisy = [
-                (row["image_size"][0], row[key])
-                for row in rows
-                if key in _SPEEDS and row[key] is not None and row.get("noisy")
-            ]
-            if noisy:
-                panel.plot(
-                    *zip(*noisy), color=colour, marker=marker, linestyle="none", markerfacecolor="white", markersize=5
-                )
+            style = {"color": colour, "marker": marker, "markersize": 5}
+            measured = [row for row in rows if row[key] is not None]
+            if points := sorted((row["image_size"][0], row[key]) for row in measured):
+                panel.plot(*zip(*points), **style, linestyle=line, label=label)
+            noisy = [row for row in measured if key in _SPEEDS and row.get("noisy")]
+            if points := [(row["image_size"][0], row[key]) for row in noisy]:
+                panel.plot(*zip(*points), **style, linestyle="none", markerfacecolor="white")
                 hollow = True
             if key != "macs_g":
                 failed += [(row["image_size"][0], row["status"], colour) for row in rows if row["status"] != "ok"]
@@ -131,11 +126,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
-    shown = [
-        size
-        for i, size in enumerate(sizes)
-        if i in (0, len(sizes) - 1) or size == 640 or math.log2(size / 256) % 1 == 0
-    ]
+    shown = [size for size in sizes if size in (sizes[0], 640, sizes[-1]) or math.log2(size / 256) % 1 == 0]
     panel.set_xticks(shown, [str(size) for size in shown])
     panel.set_xticks([], minor=True)
 

@@ -45,6 +45,7 @@ from repro.models.checkpoints import open_weights
 from repro.models.weights import read_official
 from repro.training.checkpoint import Checkpointer
 from repro.training.guard import load_dump
+from tests.conftest import run_main
 from tests.faults.lab import PARAMS, describe_damage, flip, make_base
 from tests.stages import helpers
 
@@ -208,7 +209,7 @@ class Campaign:
             out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("repro.cli.app", command):
                 try:
-                    code = run_command()
+                    code = run_main()
                 except Exception as error:
                     return f"a traceback: {error!r:.300}"
             err.seek(0)
@@ -254,7 +255,7 @@ def start(root: Path, command: tuple[str, ...], kill_at: int | None = None) -> i
         os.chdir(root)
         sys.argv = ["repro", *command]
         counted = count_changes(kill_at)
-        code = run_command()
+        code = run_main()
         (root / "changes").write_text(str(next(counted)))
     except BaseException:
         traceback.print_exc()
@@ -279,17 +280,6 @@ def count_changes(kill_at: int | None) -> Iterator[int]:
     for name in CHANGES:
         setattr(os, name, watch(getattr(os, name)))
     return counted
-
-
-def run_command() -> int:
-    """Run `repro` with the arguments in sys.argv; its exit code."""
-    from repro.cli import main
-
-    try:
-        main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
 
 
 def wait(pid: int) -> int:

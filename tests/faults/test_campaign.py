@@ -1,10 +1,13 @@
 """The fault lab and the campaign see every difference, and one fault of each kind ends as it should."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from stages.selftest import GROUPS
+from tests.conftest import ROOT, run_python
+from tests.faults import test_faults
 from tests.faults.campaign import FILES, GOOD, KILLED, Campaign, list_cases, summarise
 from tests.faults.lab import CommandResult, describe_damage
 
@@ -68,3 +71,15 @@ def test_a_result_that_is_not_the_required_one(result, message):
 def test_the_last_step_is_found():
     result = CommandResult(0, "step 3, loss 1\nstep 12, loss 0.5\nat step 99\n", "")
     assert result.find_step("step") == 12 and result.find_step("continuing after step") == 0
+
+
+@pytest.mark.slow
+def test_the_chosen_faults_are_done_as_often_as_asked():
+    command = "-m repro selftest faults --only kill,batch --kills 3"
+    done = run_python(*command.split(), PYTEST_ADDOPTS="--collect-only -qq")
+    assert done.returncode == 0 and re.search(r"\b9/\d+ tests collected", done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_has_a_test(group):
+    assert any(group in name for name in vars(test_faults) if name.startswith("test_"))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.cli import main
-from tests.conftest import link_code
+from tests.conftest import link_code, run_main
 from tests.stages.helpers import PARAMS, prepare_cell
 
 
@@ -35,11 +34,10 @@ def trained(prepared, tmp_path_factory) -> Callable[[str], Path]:
 
     @functools.cache
     def train(stage: str) -> Path:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        with pytest.MonkeyPatch.context() as patch:
             patch.chdir(root)
             patch.setattr(sys, "argv", ["repro", stage, "--cell", "nano"])
-            main()
-        assert not ended.value.code
+            assert run_main() == 0
         return root
 
     return train

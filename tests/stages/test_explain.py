@@ -63,8 +63,8 @@ SEEN = "out.png: 1 picture, resized to a short side of 64 px; the model sees the
     ],
 )
 def test_a_picture_becomes_a_figure(weights, picture, repro_cli, file, map, says):
-    code, out, err = repro_cli("explain", str(picture), "--weights", str(file), "--map", map, "-o", "out.png")
-    assert (code, err) == (0, "") and is_figure(Path("out.png")) and says in out
+    out = repro_cli.run("explain", str(picture), "--weights", str(file), "--map", map, "-o", "out.png", silent=True)
+    assert is_figure(Path("out.png")) and says in out
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def models(checkout) -> tuple[str, ...]:
 
 
 def test_attention_before_and_after_linearising(models, picture, repro_cli):
-    code, out, err = repro_cli("explain", str(picture), *models, "-o", "out.png")
-    assert (code, err) == (0, "") and is_figure(Path("out.png"))
+    out = repro_cli.run("explain", str(picture), *models, "-o", "out.png", silent=True)
+    assert is_figure(Path("out.png"))
     rows = [line.split() for line in out.splitlines() if line.startswith("layer ")]
     assert [row[2] for row in rows] == ["teacher", "before", "after", "even"] * 2
     # before and after, the first layer's keys are those of the projections' weights, which `before` inherits
@@ -86,8 +86,8 @@ def test_attention_before_and_after_linearising(models, picture, repro_cli):
 
 @pytest.mark.slow
 def test_attention_of_a_data_set_is_recorded(models, repro_cli):
-    code, out, err = repro_cli("explain", *models, "--data", "digits")
-    assert (code, err) == (0, "") and is_figure(Path("explained.png"))
+    out = repro_cli.run("explain", *models, "--data", "digits", silent=True)
+    assert is_figure(Path("explained.png"))
     (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
     metrics = read_record(file)["metrics"]
     assert metrics["options"] == {"neighbours": 3} and metrics["data"] == "digits" and metrics["tokens"] == 25
@@ -97,8 +97,7 @@ def test_attention_of_a_data_set_is_recorded(models, repro_cli):
 
 
 def test_a_probe_prints_both_accuracies(weights, repro_cli):
-    code, out, err = repro_cli("explain", "--probe", "steps=1")
-    assert (code, err) == (0, "")
+    out = repro_cli.run("explain", "--probe", "steps=1", silent=True)
     assert "359 test images" in out and "(+0.00)" in out and "Liu et al. report: more inner steps" in out
 
 
@@ -106,8 +105,8 @@ def test_a_probe_prints_both_accuracies(weights, repro_cli):
 def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
     file = Path("results/measured/made_up/weights.safetensors")
     save_model(file, name, depth=1, img_size=32)
-    code, out, err = repro_cli("explain", "--probe", "steps=2", "--weights", str(file))
-    assert (code, err) == (0, "") and "359 test images" in out
+    out = repro_cli.run("explain", "--probe", "steps=2", "--weights", str(file), silent=True)
+    assert "359 test images" in out
     assert "inner loss before and after its steps, with steps=2" in out
     (record,) = Path("results/measured").glob(f"*/probes/{name}_digits_*/steps2.json")
     metrics = read_record(record)["metrics"]
@@ -123,8 +122,7 @@ def test_what_visualize_leaves(weights, repro_cli):
     add_params(Path(), VISUALIZE)
     before = {}
     for _ in range(2):
-        code, out, err = repro_cli("visualize")
-        assert (code, err) == (0, ""), err
+        repro_cli.run("visualize", silent=True)
         folder = Path("results/visualize")
         written = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "run.json"}
         assert before in ({}, written)

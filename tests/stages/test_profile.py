@@ -11,12 +11,9 @@ from tests.conftest import ROOT
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
-    shutil.copy(ROOT / "profiles" / "mini.yaml", tmp_path / "params.yaml")
-    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def checkout(bare_checkout):
+    shutil.copy(ROOT / "profiles" / "mini.yaml", bare_checkout / "params.yaml")
+    return bare_checkout
 
 
 def test_the_committed_parameters_are_the_mini_profile():

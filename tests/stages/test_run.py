@@ -162,20 +162,15 @@ def start_two_slow_stages(project) -> subprocess.Popen:
     return process
 
 
-def test_a_signal_reaches_the_stages_and_is_waited_for(project):
-    process = start_two_slow_stages(project)
-    process.send_signal(signal.SIGTERM)
-    assert "Interrupted" in process.communicate(timeout=120)[1]
-    assert all((project.root / f"{name}.saved").exists() for name in ("left", "right"))
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
-def test_when_a_run_is_killed_its_stages_save_and_no_process_of_it_lives_on(project):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_a_run_is_stopped_or_killed_its_stages_save_and_no_process_of_it_lives_on(project, number):
     process = start_two_slow_stages(project)
     assert len(list_processes_in(project.root)) >= 4
-    process.kill()
-    process.communicate()
-    until = time.monotonic() + 20
+    process.send_signal(number)
+    said = process.communicate(timeout=120)[1]
+    assert ("Interrupted" in said) == (number == signal.SIGTERM)
+    until = time.monotonic() + 20 * (number == signal.SIGKILL)  # a run that is stopped waits for its stages
     while (left := list_processes_in(project.root)) and time.monotonic() < until:
         time.sleep(0.05)
     kill_all_in(project.root)
