@@ -176,15 +176,16 @@ EXEMPT["ladder_vittt"] = EXEMPT["vittt"]
 
 @pytest.mark.parametrize("family", FAMILIES_OF_OURS)
 def test_weight_decay_falls_on_matrices_but_for_embeddings_and_inner_norms(family):
-    """VRWKV's release spares norms and biases alone."""
+    """VRWKV's release spares norms and biases alone. With rates that decay from layer to layer it is the same."""
     model = nano(family, **{"vittt": {"pool": "head"}, "vrwkv": {"post_norm": True}}.get(family, {}))
-    groups = build_optimizer(model, OptimParams(lr=1e-3), 512).param_groups
-    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        expected = parameter.ndim > 1 and not re.search(EXEMPT.get(family, r"pos_embed$|positions\.table$"), name)
-        if family == "vrwkv":
-            expected = not re.search(r"(norm|ln\d)\.weight$|\.bias$", name)
-        assert (id(parameter) in decayed) == expected, name
+    for layer_decay in (None, 0.5):
+        groups = build_optimizer(model, OptimParams(lr=1e-3, layer_decay=layer_decay), 512).param_groups
+        decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+        for name, parameter in model.named_parameters():
+            expected = parameter.ndim > 1 and not re.search(EXEMPT.get(family, r"pos_embed$|positions\.table$"), name)
+            if family == "vrwkv":
+                expected = not re.search(r"(norm|ln\d)\.weight$|\.bias$", name)
+            assert (id(parameter) in decayed) == expected, name
 
 
 @pytest.mark.parametrize(("family", "backend"), [("vittt", "numba"), ("vim", "numba"), ("vrwkv", "numba")])

@@ -4,11 +4,9 @@ import dataclasses
 import math
 
 import pytest
-import timm
 import torch
 from torch import nn
 
-import repro.models  # noqa: F401  registers the models
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
 
@@ -132,24 +130,3 @@ def test_frozen_parameters_are_in_no_group():
     model.old.requires_grad_(False)
     optimizer = build_optimizer(model, PARAMS, 16, new={"new.weight", "new.bias"}, new_factor=20.0, decay_all=True)
     assert set(groups_of(model, optimizer)) == {"new.weight", "new.bias", "table"}
-
-
-def test_without_a_factor_the_groups_are_timms():
-    model = Small()
-    found = groups_of(model, build_optimizer(model, PARAMS, 16))
-    assert len(found) == 5 and found == {
-        name: (1e-3, 0.05 if name in ("old.weight", "new.weight") else 0.0) for name in found
-    }
-
-
-def test_every_parameter_of_vrwkv_but_norms_and_biases_decays():
-    """With layer-wise rates, too: the same rate, with the decay."""
-    model = timm.create_model("vrwkv_nano_patch16_144", post_norm=True)
-    layered = dataclasses.replace(PARAMS, layer_decay=0.5)
-    for params in (PARAMS, layered):
-        groups = groups_of(model, build_optimizer(model, params, 16))
-        norms = tuple(name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
-        for name, (_, decay) in groups.items():
-            exempt = name.endswith(".bias") or name.startswith(norms)
-            assert decay == (0 if exempt else PARAMS.weight_decay), name
-        assert len(groups) == len(list(model.parameters()))
