@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
 from repro.models.pyramid import build_pyramid
-from repro.models.registry import build_model
+from repro.models.registry import build_denoiser, build_model
 from repro.models.weights import METADATA_KEY, adapt_to_size, load_state, save_weights, translate_official
 
 # families of `Hierarchy`, and those whose tokens have one grid but for timm's own: all that have a nano for these tests
 HIERARCHICAL = tuple(name.removesuffix("_nano_144") for name in timm.list_models("*_nano_144"))
 PLAIN = "_nano_patch16_144"
 OWN = tuple(n.removesuffix(PLAIN) for n in timm.list_models(f"*{PLAIN}", exclude_filters=["deit_*", "t5_softmax_*"]))
+DENOISERS = [(f"{name}_nano_patch4", {}) for name in ("dit", "dit3", "dit5")]
+DENOISERS += [("dit_nano_patch4", {"cpe": True, "learn_sigma": True})]
 PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_pct": 1.0}
 PREPROCESSING |= dict.fromkeys(("mean", "std"), [0.5] * 3)
 
@@ -45,6 +47,18 @@ def shaken(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return module
+
+
+def denoiser(name: str = "dit3_nano_patch4", **options) -> nn.Module:
+    """A small denoiser for images of one channel; always the same weights, none as at the start."""
+    torch.manual_seed(0)
+    return shaken(build_denoiser(name, **{"embed_dim": 24, "depth": 2, **options}))
+
+
+def draw_noisy(batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Images of noise for a denoiser, their steps and their classes."""
+    torch.manual_seed(1)
+    return torch.randn(batch, 1, 12, 20), torch.randint(1000, (batch,)), torch.arange(batch)
 
 
 class DenseModel(nn.Module):

@@ -14,7 +14,7 @@ from repro.models.hierarchy import Hierarchy
 from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams
 from tests.models import helpers
-from tests.models.helpers import HIERARCHICAL, OWN, gradients, nano, nano_name, relative, shaken
+from tests.models.helpers import DENOISERS, HIERARCHICAL, OWN, gradients, nano, nano_name, relative, shaken
 from tests.slow import first
 
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
@@ -49,6 +49,14 @@ def named(cases):
 each_hierarchy = pytest.mark.parametrize("family", HIERARCHICAL)
 each_family = pytest.mark.parametrize(("family", "options"), named(EVERY_FAMILY))
 each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
+each_variant_and_denoiser = pytest.mark.parametrize(("family", "options"), named([*VARIANTS, *DENOISERS]))
+
+
+def prepare(family, options, *size, batch=2):
+    """A model, and what it takes: images of this size, or what a denoiser takes beside its images."""
+    if (family, options) in DENOISERS:
+        return helpers.denoiser(family, **options), helpers.draw_noisy(batch)
+    return shaken(nano(family, **options)), (torch.randn(batch, 3, *size),)
 
 
 @pytest.mark.parametrize(("family", "options"), named([case for case in PLAIN_VARIANTS if case is not DEIT]))
@@ -127,22 +135,22 @@ def test_features_only_agrees_with_feature_info(family, options):
     assert {name for name, _ in backbone.named_parameters()} == kept
 
 
-@each_variant
+@each_variant_and_denoiser
 def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(family, options):
-    model = helpers.frozen_statistics(shaken(nano(family, **options)))
-    found = helpers.assert_recomputing_changes_nothing(model, torch.randn(2, 3, 64, 80))
+    model, inputs = prepare(family, options, 64, 80)
+    found = helpers.assert_recomputing_changes_nothing(helpers.frozen_statistics(model), *inputs)
     # delta of tokens beyond the longest chunk has no effect
     assert not [name for name, gradient in found.items() if not gradient.any() and "token_scale" not in name]
 
 
-@each_variant
+@each_variant_and_denoiser
 def test_every_parameter_has_a_layer(family, options):
     """Which learning rates that decay from layer to layer need."""
-    model = shaken(nano(family, **options))
+    model, _ = prepare(family, options, 64, 80)
     names = [name for name, _ in model.named_parameters()]
     groups = timm.models.group_parameters(model, model.group_matcher())
     assert sorted(name for group in groups.values() for name in group) == sorted(names)
-    first = ("cls_token", "cls_pos_embed", "pos_embed", "patch_embed")
+    first = ("cls_token", "cls_pos_embed", "pos_embed", "patch_embed", "time_embed", "class_embed")
     assert set(groups[0]) == {name for name in names if name.startswith(first)}
 
 
@@ -200,16 +208,15 @@ def test_backend_is_set_and_named(family, backend):
         torch.testing.assert_close(model(image), expected)
 
 
-@each_variant
+@each_variant_and_denoiser
 def test_an_image_alone_and_in_a_batch(family, options):
     """Each image starts from the initial state, and the model keeps nothing of what it learned."""
-    model = shaken(nano(family, **options))
-    images = torch.randn(3, 3, 144, 144)
+    model, inputs = prepare(family, options, 144, 144, batch=3)
     if family == "lact":  # Newton–Schulz makes singular values that are rounding alone a thousand times larger
-        model, images = model.double(), images.double()
+        model, inputs = model.double(), [inputs[0].double()]
     with torch.no_grad(), helpers.state_unchanged(model):
-        together = model(images)
-        alone = torch.cat([model(image[None]) for image in images.flip(0)]).flip(0)
+        together = model(*inputs)
+        alone = torch.cat([model(*(part[i, None] for part in inputs)) for i in (2, 1, 0)]).flip(0)
     assert (together - alone).abs().max() <= 4e-6 * together.abs().max()
 
 
@@ -231,13 +238,13 @@ def test_gradients_of_one_image_are_half_of_those_of_two(family, options):
         assert relative(gradient, of_two[name] / 2) < 1e-3, name
 
 
-@pytest.mark.parametrize(("family", "options"), first(named(EVERY_FAMILY)))
+@pytest.mark.parametrize(("family", "options"), [*first(named(EVERY_FAMILY)), *first(named(DENOISERS))])
 def test_compiled_equals_eager(family, options, backend="aot_eager"):
-    model = shaken(nano(family, **({} if family in HIERARCHICAL else {"depth": 1}), **options))
-    image = torch.randn(2, 3, 32, 48)
+    options = options if family in HIERARCHICAL or (family, options) in DENOISERS else {"depth": 1, **options}
+    model, inputs = prepare(family, options, 32, 48)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    torch.testing.assert_close(compiled(image), model(image))
-    found, plain = (list(gradients(each, image).values()) for each in (compiled, model))
+    torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    found, plain = (list(gradients(each, *inputs).values()) for each in (compiled, model))
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
 

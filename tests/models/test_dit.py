@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import Tensor
 
@@ -13,29 +12,7 @@ from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, o
 from repro.models.registry import build_denoiser
 from repro.models.weights import load_state, save_weights
 from repro.tasks.generation.data import fill
-from tests.models.helpers import (
-    assert_official_part,
-    assert_recomputing_changes_nothing,
-    below,
-    read_data,
-    relative,
-    shaken,
-)
-from tests.slow import first
-
-MORE = {"cpe": True, "learn_sigma": True}
-VARIANTS = [(f"{name}_nano_patch4", {}) for name in ("dit", "dit3", "dit5")] + [("dit_nano_patch4", MORE)]
-each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS)
-
-
-def small(name: str = "dit3_nano_patch4", **options) -> Denoiser:
-    torch.manual_seed(0)
-    return shaken(build_denoiser(name, **{"embed_dim": 24, "depth": 2, **options}))
-
-
-def make_inputs(batch: int = 2, channels: int = 1, size: tuple[int, int] = (12, 20)) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(batch, channels, *size), torch.randint(1000, (batch,)), torch.arange(batch)
+from tests.models.helpers import DENOISERS, assert_official_part, below, denoiser, draw_noisy, read_data, relative
 
 
 def test_block_equals_the_official_release():
@@ -134,12 +111,12 @@ def test_the_closed_form_is_what_the_counter_counts(name):
     assert counter.macs == sum(model.mac_terms((32, 32)).values())
 
 
-@each_variant
+@pytest.mark.parametrize(("name", "options"), DENOISERS)
 def test_any_grid_and_its_places(name, options):
     """An input need not be square; a token's position is its column and then its row, in sines and cosines."""
-    model = small(name, **options)
+    model = denoiser(name, **options)
     channels = 1 + ("learn_sigma" in options)
-    x, t, y = make_inputs()
+    x, t, y = draw_noisy()
     assert model(x, t, y).shape == (2, channels, 12, 20)
     assert embed_positions((3, 5), 24).view(3, 5, 24)[2, 4].tolist() == pytest.approx(
         [f(place / 10_000 ** (i / 6)) for place in (4, 2) for f in (np.sin, np.cos) for i in range(6)], abs=1e-6
@@ -151,47 +128,18 @@ def test_any_grid_and_its_places(name, options):
 
 def test_the_pixels_of_a_patch_come_back_to_their_places():
     """A head that says of each pixel its number in the patch."""
-    model = small("dit_nano_patch4", depth=1)
+    model = denoiser("dit_nano_patch4", depth=1)
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.copy_(torch.arange(16.0))
-        out = model(*make_inputs())
+        out = model(*draw_noisy())
     assert all(torch.equal(x, torch.arange(16.0).view(4, 4)) for x in (out[0, 0, :4, :4], out[1, 0, 8:, 16:]))
-
-
-@each_variant
-def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(name, options):
-    found = assert_recomputing_changes_nothing(small(name, **options), *make_inputs())
-    assert not [key for key, gradient in found.items() if not gradient.any()]
-
-
-@each_variant
-def test_every_parameter_has_a_layer(name, options):
-    model = small(name, **options)
-    groups = timm.models.group_parameters(model, model.group_matcher())
-    listed = sorted(key for group in groups.values() for key in group)
-    assert listed == sorted(key for key, _ in model.named_parameters())
-
-
-@each_variant
-def test_an_image_alone_and_in_a_batch(name, options):
-    model, (x, t, y) = small(name, **options), make_inputs(batch=3)
-    with torch.no_grad():
-        together = model(x, t, y)
-        alone = torch.cat([model(*(part[i : i + 1] for part in (x, t, y))) for i in range(3)])
-    assert relative(alone, together) < 1e-5
-
-
-@pytest.mark.parametrize(("name", "options"), first(VARIANTS))
-def test_compiled_equals_eager(name, options):
-    model, inputs = small(name, **options), make_inputs()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs), model(*inputs))
 
 
 def test_it_begins_as_the_identity_that_predicts_nothing():
     """adaLN-Zero: new residuals and outputs are zero whatever the mixer is; time and class reach trained ones."""
     model = build_denoiser("dit3_nano_patch4")
-    x, t, y = make_inputs()
+    x, t, y = draw_noisy()
     assert not model(x, t, y).any()
     block, grid = model.blocks[0], (3, 5)
     tokens = torch.randn(2, 15, 48)
@@ -199,7 +147,7 @@ def test_it_begins_as_the_identity_that_predicts_nothing():
     torch.testing.assert_close(block(tokens, grid, torch.randn(2, 48)), tokens + block.cpe(image).flatten(2).mT)
     weight = model.class_embed.weight.detach()
     assert weight.shape == (11, 48) and abs(weight.std().item() / 0.02 - 1) < 0.2
-    trained = small()
+    trained = denoiser()
     with torch.no_grad():
         assert relative(trained(x, t, y + 1), trained(x, t, y)) > 1e-3
         assert relative(trained(x, t // 2, y), trained(x, t, y)) > 1e-3
@@ -207,7 +155,7 @@ def test_it_begins_as_the_identity_that_predicts_nothing():
 
 def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
     """Everything that a DiT has is its own, whoever wrote the file; the rest is new; a DiT with a CPE does not fit."""
-    teacher = small("dit_nano_patch4")
+    teacher = denoiser("dit_nano_patch4")
     options = {"embed_dim": 24, "depth": 2}
     described = {"preprocessing": {"input_size": [1, 8, 8]}, "classes": [str(i) for i in range(10)]}
     own, foreign = tmp_path / "own.safetensors", tmp_path / "release.pt"
@@ -224,7 +172,7 @@ def test_a_dit5_inherits_a_dit_bit_by_bit(tmp_path):
     save_weights(own, student, name="dit5_nano_patch4", options=options, **described)
     again = build_denoiser("dit5_nano_patch4", **options)
     assert set(fill(again, own, "dit5_nano_patch4").values()) == {"used"}
-    torch.save(small("dit_nano_patch4", cpe=True).state_dict(), foreign)
+    torch.save(denoiser("dit_nano_patch4", cpe=True).state_dict(), foreign)
     with pytest.raises(UserError, match="does not fit dit5_nano_patch4 .*cpe"):
         fill(again, foreign, "dit5_nano_patch4")
 
