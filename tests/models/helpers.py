@@ -40,6 +40,11 @@ def nano(family: str, **options) -> nn.Module:
     return timm.create_model(nano_name(family), **{"num_classes": 10, **options}).eval()
 
 
+def count(module: nn.Module) -> int:
+    """The number of parameters."""
+    return sum(p.numel() for p in module.parameters())
+
+
 def shaken(module: nn.Module) -> nn.Module:
     """Move every parameter away from its initial value, so that zeros and ones hide nothing."""
     generator = torch.Generator().manual_seed(1)

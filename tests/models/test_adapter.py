@@ -11,7 +11,7 @@ from repro.models import adapter as parts
 from repro.models.adapter import AdapterSize, DeformableAttention, Extractor, ViTAdapter, reference_points
 from repro.models.pyramid import build_pyramid
 from repro.models.vittt import POOLS
-from tests.models.helpers import DenseModel, layer_scales, shaken
+from tests.models.helpers import DenseModel, count, layer_scales, shaken
 
 FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3", "t5")
 SIZE = AdapterSize(num_heads=2, prior_channels=4)
@@ -28,10 +28,6 @@ def block_outputs(adapter: ViTAdapter) -> list:
     for block in adapter.trunk.blocks:
         block.register_forward_hook(lambda module, args, out: found.append(out))
     return found
-
-
-def count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 @pytest.mark.parametrize(

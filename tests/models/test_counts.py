@@ -6,7 +6,7 @@ from repro.bench.build import create
 from repro.bench.flops import cost, counted_macs
 from repro.models.fast_weights import LADDER
 from repro.models.inner import LOSSES, MODELS
-from tests.models.helpers import nano_name
+from tests.models.helpers import count, nano_name
 
 # VRWKV's and Vim's stand with their multiply-adds in their own tests, Vittt's in tests/bench/test_flops.py
 PUBLISHED = {
@@ -65,5 +65,5 @@ def test_closed_forms_add_up(family, options, sizes):
     for size in sizes:
         counted = cost(nano_name(family), options, size)
         model = create(nano_name(family), options, size, fused=False, device="meta")
-        assert counted.method == "analytic" and counted.num_params == sum(p.numel() for p in model.parameters())
+        assert counted.method == "analytic" and counted.num_params == count(model)
         assert counted_macs(model, size) == counted.macs

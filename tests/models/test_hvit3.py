@@ -15,7 +15,7 @@ from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.upernet import build_upernet
-from tests.models.helpers import below, load_official, nano, read_data, relative
+from tests.models.helpers import below, count, load_official, nano, read_data, relative
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +90,6 @@ def test_rotations_are_complex_multiplications(grid, dim):
             pairs = torch.view_as_complex(x[:, row * w + column].unflatten(-1, (-1, 2)))
             turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(1)
             torch.testing.assert_close(found[:, row * w + column], turned, rtol=1e-12, atol=1e-12)
-
-
-def count(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 # parameters of the published detector and segmenter; multiply-adds of their backbone at 800 x 1280 and 512 x 2048 pixels

@@ -13,7 +13,7 @@ from repro.models.read_block import ReadMixer
 from repro.models.reading import Reading
 from repro.models.registry import build_model
 from repro.models.weights import read_metadata
-from tests.models.helpers import nano, rewrite_description, save_model, shaken
+from tests.models.helpers import count, nano, rewrite_description, save_model, shaken
 from tests.models.test_vittt import mixer_by_hand
 
 NANO = "vittt_nano_patch16_144"
@@ -79,7 +79,7 @@ def test_parameters_and_multiply_adds_by_hand(options, text, params, macs):
     with torch.device("meta"):
         name = "vittt_tiny_patch16_224"
         plain, model = (timm.create_model(name, **options, reading=reading) for reading in ("", text))
-    counts = [sum(p.numel() for p in each.parameters()) for each in (plain, model)]
+    counts = [count(each) for each in (plain, model)]
     totals = [sum(each.mac_terms((224, 224)).values()) for each in (plain, model)]
     assert counts[1] - counts[0] == params and totals[1] - totals[0] == macs
     assert sum(model.param_terms().values()) == counts[1]

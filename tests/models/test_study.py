@@ -8,7 +8,7 @@ from torch import Tensor
 
 from repro.bench.flops import cost
 from repro.models.inner import learn
-from tests.models.helpers import nano, relative, shaken
+from tests.models.helpers import count, nano, relative, shaken
 
 SMALL = "study_small_patch16_224"
 
@@ -23,7 +23,7 @@ def test_parameters_by_hand():
     counted = cost(SMALL, {"inner_rate": "dynamic", "positions": "none"}, (224, 224))
     assert counted.num_params == deit + 2 * 294_912 + 12 * 384 * 6
     # timm's DeiT-S has a class token, its position and 196 others
-    assert sum(p.numel() for p in timm.create_model("deit_small_patch16_224").parameters()) == deit + 384 + 197 * 384
+    assert count(timm.create_model("deit_small_patch16_224")) == deit + 384 + 197 * 384
     assert cost(SMALL, {"mixer": "softmax", "positions": "table"}, (224, 224)).num_params == deit + 196 * 384
 
 

@@ -13,7 +13,7 @@ from repro.models.weights import read_official
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from tests.models import helpers
-from tests.models.helpers import below, load_official, read_data
+from tests.models.helpers import below, count, load_official, read_data
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,7 @@ def test_dense_backbones_have_the_published_counts(size):
         pyramid = build_pyramid(f"vmamba_{size}_224")
         detector = MaskRcnn(pyramid, 80, MaskRcnnParams())
         model = timm.create_model(f"vmamba_{size}_224", num_classes=0)
-    assert sum(p.numel() for p in pyramid.parameters()) == params
-    assert round(sum(p.numel() for p in detector.parameters()) / 1e6) == millions
+    assert count(pyramid) == params and round(count(detector) / 1e6) == millions
     for image_size, giga in zip(((800, 1280), (512, 2048)), gigas, strict=True):
         terms, grids = model.paper_mac_terms(image_size), model.grids_of(*image_size)
         maps = [h * w * C for (h, w), C in zip(grids, model.widths, strict=True)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kernels.bi_wkv.reference import bi_wkv_formula
 from repro.bench.flops import counted_macs
 from repro.models.vrwkv import VRWKV, q_shift
-from tests.models.helpers import below, load_official, nano, read_data, relative, shaken
+from tests.models.helpers import below, count, load_official, nano, read_data, relative, shaken
 
 OWN_WKV_MACS, PAPER_WKV_MACS = 6, 29  # per token and channel: in the operator's formula, and in the paper's script
 
@@ -27,10 +27,9 @@ def test_sizes(size, params, backbone, macs_g):
     """Parameters exactly; multiply-adds with the paper's constant in place of the operator's own count."""
     with torch.device("meta"):
         model = timm.create_model(f"vrwkv_{size}_patch16_224")
-    assert sum(p.numel() for p in model.parameters()) == params
-    assert params - sum(p.numel() for p in model.head.parameters()) == backbone
+    assert count(model) == params and params - count(model.head) == backbone
     C = model.embed_dim
-    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    blocks = [count(block) for block in model.blocks]
     assert blocks[1:] == [13 * C * C + 11 * C + 2 * C * (size != "tiny")] * 11 and blocks[0] == blocks[1] + 2 * C
     ours = counted_macs(model, (224, 224))
     matrices = 12 * 13 * C * C * 196 + 196 * 768 * C + 1000 * C
