@@ -39,7 +39,8 @@ _FILES = (
 
 def _list_modules(params: ReportParams) -> list[str]:
     """What it shows, and all that a record can be of: the pages say whose code has changed since."""
-    return [*find_rooms(), *list_families(), *(f"stages.{name}" for name in stage_names())]
+    rooms = (f"repro.papers.{room}.{module}" for room in find_rooms() for module in ("paper", "formulas"))
+    return [*rooms, *list_families(), *(f"stages.{name}" for name in stage_names())]
 
 
 STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES, all_sections=True)

@@ -57,7 +57,7 @@ def _follow_records() -> None:
 
     paths = find_root()
     names = [record.path for record in list_stale_records(paths)]
-    grids = [grid for room in find_rooms() if (grid := load_variants(room.split(".")[-2]))]
+    grids = [grid for room in find_rooms() if (grid := load_variants(room))]
     tasks = {name: row.task for name, row in load_stages().items() if row.task}
     for line in follow_records(paths, names, [*grids, choose_readings()], tasks):
         print(line, flush=True)

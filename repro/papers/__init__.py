@@ -12,13 +12,13 @@ from .recipe import LINEARIZE, describe
 
 
 def find_rooms() -> list[str]:
-    """The modules that declare the papers."""
-    return [f"{__name__}.{room.name}.paper" for room in pkgutil.iter_modules(__path__) if room.ispkg]
+    """The names of the rooms."""
+    return [room.name for room in pkgutil.iter_modules(__path__) if room.ispkg]
 
 
 def load_papers() -> dict[str, Any]:
     """Id -> `Paper`; the primary paper first, then by name."""
-    papers = [importlib.import_module(room).PAPER for room in find_rooms()]
+    papers = [importlib.import_module(f"{__name__}.{room}.paper").PAPER for room in find_rooms()]
     return {paper.id: paper for paper in sorted(papers, key=lambda paper: (not paper.primary, paper.id))}
 
 

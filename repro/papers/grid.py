@@ -54,7 +54,7 @@ def choose_variants(paper: str, teacher: str | None = None) -> VariantSet:
     Raises:
         UserError: an unknown paper or one without variants; a teacher that is no softmax ViT, or that is not inherited.
     """
-    rooms = [room.split(".")[-2] for room in find_rooms()]
+    rooms = find_rooms()
     if paper not in rooms:
         raise UserError(f"ablate: --paper {paper}: not known{did_you_mean(paper, rooms)}")
     found = load_variants(paper)

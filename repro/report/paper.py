@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import importlib.resources
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -173,21 +174,20 @@ class Paper(About):
         return f"repro ablate {self.ablations.flags}".strip()
 
 
-def load_paper(
-    room: Path, formulas: Callable[[], ModuleType] | None = None, parts: Sequence[ModuleType] = (), **more: Any
-) -> Paper:
-    """The paper of a room, a folder with paper.yaml, ledger.yaml and, where its page says more, page.md.
+def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
+    """The paper of a room, a package with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
-    `formulas` loads the module whose functions the ledger's expressions may call; `parts`: those of its texts as well;
-    `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
+    The ledger's expressions may call the functions of its module `formulas`, which loads PyTorch, and its texts also
+    those of `parts`. `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
     """
-    text = room / "page.md"
+    room = Path(str(importlib.resources.files(package)))
+    text, has_formulas = room / "page.md", (room / "formulas.py").is_file()
     about = build(About, load_yaml(room / "paper.yaml"), f"{room.name}/paper.yaml")
     return Paper(
         **vars(about),
         ledger_file=room / "ledger.yaml",
         text=text if text.is_file() else None,
-        formulas=(lambda: list_functions(formulas())) if formulas else dict,
+        formulas=(lambda: list_functions(importlib.import_module(f"{package}.formulas"))) if has_formulas else dict,
         parts=list_functions(*parts),
         **more,
     )

@@ -5,13 +5,12 @@ from pathlib import Path
 from ...report import measured, passages
 from ...report.paper import Document, load_paper
 from ..variants import load_variants
-from . import formulas, readings_page, sections
+from . import readings_page, sections
 
 _ROOM = Path(__file__).parent
 
 PAPER = load_paper(
-    _ROOM,
-    lambda: formulas,
+    __package__,
     [measured, passages, readings_page, sections],
     passages={
         "docs/architecture.md": {"statuses": passages.describe_statuses},

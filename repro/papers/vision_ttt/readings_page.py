@@ -9,7 +9,7 @@ from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings, sampling_noise
 from ...report.records import Source, describe_age
 from ...report.results import Missing
-from .readings import Choice, list_trained, load_choices
+from .readings import list_trained, load_choices
 
 Trained = Mapping[str, Source]  # text of a reading -> the record of its training
 
@@ -37,7 +37,20 @@ def list_readings(report: Report) -> list[Block]:
     pairs = _compare_trained(trained)
     header = ["reading", "", "parameters of Vittt-T (M)", "printed counts that fit", "multiply-adds (G)", "that fit"]
     header += ["Top-1 (%)", "against ours (points)"] if trained else []
-    rows = [_value_row(choice, value, fits, trained, pairs) for choice in load_choices() for value in choice.values]
+    rows: list[list[Piece | Line]] = []
+    for choice in load_choices():
+        for value, says in choice.values.items():
+            text = "" if value == choice.default else f"{choice.switch}={value}"
+            found = fits["readings"][text]
+            row: list[Piece | Line] = [(code(f"{choice.switch}={value}"), "" if text else " (ours)"), says]
+            for count, kind in (("params_m", "params"), ("macs_g", "macs")):
+                row.append(number(found[count], ".4f"))
+                row.append(number(found[f"{kind}_fit"], "", f" of {fits[f'{kind}_entries']}"))
+            if trained:
+                source, pair = trained.get(text), pairs.get(text)
+                row.append(number(format_scores(source.metrics, {TOP1: ""}, 1) if source else None))
+                row.append(number(f"{pair.show(1)}, p {pair.p:.2f}" if pair else None))
+            rows.append(row)
     return [table(header, rows)]
 
 
@@ -114,19 +127,3 @@ def _compare_trained(trained: Trained) -> dict[str, Pair]:
     others = [(text, "") for text in trained if text]
     found = compare_trainings(trained, others) if others else ()
     return {pair.better: pair for pair in found if pair.interval}
-
-
-def _value_row(
-    choice: Choice, value: str, fits: Mapping[str, Any], trained: Trained, pairs: Mapping[str, Pair]
-) -> list[Piece | Line]:
-    text = "" if value == choice.default else f"{choice.switch}={value}"
-    found = fits["readings"][text]
-    row: list[Piece | Line] = [(code(f"{choice.switch}={value}"), "" if text else " (ours)"), choice.values[value]]
-    for count, kind in (("params_m", "params"), ("macs_g", "macs")):
-        row.append(number(found[count], ".4f"))
-        row.append(number(found[f"{kind}_fit"], "", f" of {fits[f'{kind}_entries']}"))
-    if trained:
-        source, pair = trained.get(text), pairs.get(text)
-        row.append(number(format_scores(source.metrics, {TOP1: ""}, 1) if source else None))
-        row.append(number(f"{pair.show(1)}, p {pair.p:.2f}" if pair else None))
-    return row
