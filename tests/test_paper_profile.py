@@ -16,6 +16,7 @@ from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from repro.tasks.spec import Datasets
 from stages import load_stages
+from tests.tasks.backbones import Batches
 
 FILES = {name: Path(__file__).parents[1] / "profiles" / f"{name}.yaml" for name in ("paper", "night")}
 PROFILES = {name: load_yaml(file) for name, file in FILES.items()}
@@ -37,12 +38,6 @@ def choose_cells():
         is_slow = kind in seen or "xlarge" in model
         yield pytest.param(profile, stage, cell, id=f"{stage}-{cell}", marks=[pytest.mark.slow] * is_slow)
         seen.add(kind)
-
-
-class Loader(list):
-    """One batch, and what a task asks of its loader beside it."""
-
-    dataset = None
 
 
 def classify(params, classes):
@@ -103,8 +98,8 @@ def test_a_batch_goes_through_every_cell(profile, stage, cell, tmp_path):
         init = save_softmax(tmp_path / "weights.safetensors", profile, params, classes)
     params = params if init else dataclasses.replace(params, init=None)
     model, _ = spec.build_model(params, names, init, f"{stage}.{cell}")
-    loader = Loader([batch])
-    datasets = Datasets(train=loader.dataset, held_out={"val": loader.dataset}, classes=names)
+    loader = Batches([batch])
+    datasets = Datasets(train=None, held_out={"val": None}, classes=names)
     parts = {"model": model.train(), "train": loader, "held_out": {"val": loader}, "batch_size": 2}
     task = spec.build_task(datasets, params, **parts, device=torch.device("cpu"))
     if params.teacher_from is not None:

@@ -4,7 +4,6 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from repro.bench.flops import cost
@@ -13,11 +12,10 @@ from repro.planning.planner import demands
 from repro.report.claims import Report
 from repro.report.paper import Paper
 from repro.report.results import Results
+from tests.conftest import ROOT
 from tests.report.conftest import JUDGE, SCORES, Checkout, checkout, paper
 
 __all__ = ["checkout", "count_model", "find_keys", "find_statuses", "judge", "judge_counts", "paper", "read_key"]
-
-ROOT = Path(__file__).parents[2]
 
 
 def judge(checkout: Checkout, paper: Paper) -> Report:

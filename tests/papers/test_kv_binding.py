@@ -3,7 +3,6 @@ made-up records.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_variant
 from repro.tasks.classification.params import ClassifierParams
+from tests.conftest import ROOT
 from tests.papers.conftest import find_statuses, judge
 from tests.report.conftest import JUDGE, SCORES
 
 VARIANTS = load_variants("kv_binding").options
-ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["kv_binding"]
 FORMS = ("recurrent", "parallel")
 BASE = "ladder_vit3_base_patch16_224"

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +19,11 @@ from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_groups, find_orders, judge_group
+from tests.conftest import ROOT
 from tests.papers.conftest import read_key
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
 
-ROOT = Path(__file__).parents[2]
 FROZEN = {"freeze": True, "init": {"weights": "w", "weights_hash": "ab"}}
 # room, table, model, its variants from the paper's worst to its best, how many pairs are ordered, further metrics
 STUDY, T5, LACT = "study_nano_patch4_32", "t5_nano_patch4_32", "lact_nano_patch4_32"

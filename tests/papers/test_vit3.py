@@ -5,7 +5,6 @@ variants.
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -25,12 +24,12 @@ from repro.report.results import Missing, Results
 from repro.report.variants import find_groups, plan_figures
 from repro.tasks.generation.params import SamplingParams
 from repro.tasks.generation.reference import KNOWN
+from tests.conftest import ROOT
 from tests.models.test_dit import COUNTS
 from tests.papers.conftest import count_model, count_statuses, find_keys, find_statuses, judge, judge_counts, read_key
 from tests.report.conftest import JUDGE, SCORES
 
 VARIANTS = load_variants("vit3").options
-ROOT = Path(__file__).parents[2]
 PAPER = load_papers()["vit3"]
 # the official H-ViT3-T/S/B: parameters, and multiply-adds at 224 as fvcore counts them, from the authors' code
 (PUBLISHED,) = KNOWN.values()

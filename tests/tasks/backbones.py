@@ -1,4 +1,4 @@
-"""Backbones for the tests of dense tasks: one of two convolutions, and the hierarchical ones."""
+"""What tests of several tasks share: batches, a backbone of two convolutions, and the hierarchical ones."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +17,12 @@ HIERARCHICAL = [
 ]
 # followed by batch norms, whose statistics take the gradient of a bias away
 BEFORE_NORMS = ("downsample.conv.2.conv.bias", "blocks.0.conv1.bias", "blocks.0.conv2.bias")
+
+
+class Batches(list):
+    """Batches, and what a task asks of its loader beside them."""
+
+    dataset = None
 
 
 class Pyramid(nn.Module):

@@ -24,6 +24,7 @@ from repro.tasks.generation.reference import KNOWN, ReferenceBatch
 from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, precision_recall
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
 from tests.models.helpers import read_data, relative
+from tests.tasks.backbones import Batches
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -121,12 +122,6 @@ def test_pictures_become_inputs_and_come_back():
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     assert torch.equal(to_pictures(to_inputs(every, CPU)), every) and to_inputs(every, CPU).aminmax() == (-1, 1)
     assert to_pictures(torch.tensor([-3.0, 3.0])).tolist() == [0, 255]
-
-
-class Batches(list):
-    """Batches, and what a task asks of its loader beside them."""
-
-    dataset = None
 
 
 class Silent(nn.Module):

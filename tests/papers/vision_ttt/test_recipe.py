@@ -4,7 +4,6 @@ config.py.
 
 import copy
 import dataclasses
-from pathlib import Path
 
 import pytest
 from timm.data import create_transform
@@ -19,16 +18,16 @@ from repro.papers.vit3 import recipe as vit3
 from repro.tasks.classification.params import ClassifierParams
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[3]
 IMAGENET = 1281167
 PAPER_CELLS = ["vittt_tiny_imagenet", "vittt_small_imagenet", "vittt_base_imagenet"]
 SIZES = "vittt_tiny_patch16_224, vittt_small_patch16_224, vittt_base_patch16_224"
 SILENT = ", which the paper does not state"
 
 
-def cell(name="vittt_tiny_imagenet", profile="paper"):
-    return dataclasses.asdict(load_section(ClassifierParams, ROOT / "profiles" / f"{profile}.yaml", "pretrain", name))
+def cell(name="vittt_tiny_imagenet"):
+    return dataclasses.asdict(load_section(ClassifierParams, ROOT / "profiles/paper.yaml", "pretrain", name))
 
 
 def change(params, changes):
@@ -253,7 +252,7 @@ def test_printed_lines(changes):
 )
 def test_a_cell_is_compared_with_the_recipe_of_its_own_paper(name, recipe):
     """From which the cell does not depart."""
-    params = load_section(ClassifierParams, ROOT / "profiles" / "paper.yaml", "pretrain", name)
+    params = load_section(ClassifierParams, ROOT / "profiles/paper.yaml", "pretrain", name)
     world = {"world_size": 1, "micro_batch": params.batch_size, "accumulate": 1}
     facts = {**world, "device": "cuda", "dtype": "bf16", "backend": "torch", "train_images": IMAGENET}
     found = describe_recipe(params, facts)

@@ -2,8 +2,6 @@
 is left out.
 """
 
-from pathlib import Path
-
 import pytest
 
 from repro.core.csvfile import read_csv
@@ -15,8 +13,6 @@ from repro.report.arithmetic import agreement
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.prose import read_page
 from tests.report.conftest import visualized
-
-ROOT = Path(__file__).parents[3]
 
 
 def findings(checkout) -> dict[str, tuple[str, str]]:
