@@ -228,6 +228,14 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
     assert report["pos_embed"] == "used"
 
 
+def test_initialise_from_published_weights(monkeypatch, tmp_path):
+    source = publish(monkeypatch, tmp_path, DEIT, "fb_in1k", num_classes=5)
+    model = build_model(DEIT, num_classes=3, img_size=64)
+    report = initialise(model, open_weights(None, model=DEIT))
+    assert report["head.weight"] == "expected: new" and report["pos_embed"] == "used"
+    assert torch.equal(model.blocks[3].attn.qkv.weight, source.blocks[3].attn.qkv.weight)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
