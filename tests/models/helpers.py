@@ -15,7 +15,6 @@ from timm.optim._param_groups import param_groups_layer_decay
 from torch import Tensor, nn
 
 import repro.models  # noqa: F401  registers the models
-from repro.models.pyramid import build_pyramid
 from repro.models.registry import build_denoiser, build_model
 from repro.models.weights import METADATA_KEY, adapt_to_size, load_state, save_weights, translate_official
 
@@ -183,27 +182,3 @@ def rewrite_description(path: Path, change: Callable[[dict], Any] = lambda descr
     change(described)
     save_file(load_file(path), path, metadata={METADATA_KEY: json.dumps(described)})
     return described
-
-
-@torch.no_grad()
-def assert_official_maps(name: str, model: nn.Module, options: dict, data: dict[str, Tensor], run: str) -> None:
-    """Maps, pooled features and logits are the release's, and with its norms the maps for dense tasks."""
-    image = data[f"x{run}"]
-    final, maps = model.forward_intermediates(image)
-    assert relative(model.forward_head(final, pre_logits=True), data[f"pooled{run}"]) < 1e-5
-    assert relative(model(image), data[f"logits{run}"]) < 1e-5
-    pyramid = build_pyramid(name, options=options).eval()
-    norms = {f"norms.{key.removeprefix('outnorm')}": value for key, value in below(data, "outnorm_state_dict/").items()}
-    trunk = {f"backbone.{key}": x for key, x in model.state_dict().items() if not key.startswith(("norm.", "head."))}
-    pyramid.load_state_dict(norms | trunk)
-    for i, (level, dense) in enumerate(zip(maps, pyramid(image), strict=True)):
-        assert relative(level, data[f"features{run}/{i}"]) < 1e-5
-        assert relative(dense, data[f"dense{run}/{i}"]) < 1e-5
-
-
-def assert_official_gradients(model: nn.Module, gradients: dict[str, Tensor]) -> None:
-    """After a backward pass these, which are of each part of a hierarchy, are those of the parameters."""
-    parameters = dict(model.named_parameters())
-    assert {name.split(".")[0] for name in gradients} == {"patch_embed", "stages", "norm", "head"}
-    errors = {name: relative(parameters[name].grad, expected) for name, expected in gradients.items()}
-    assert max(errors.values()) < 1e-4, errors

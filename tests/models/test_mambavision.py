@@ -1,42 +1,17 @@
-"""MambaVision against its official release, by-hand windows and mixers, the published counts, and timm's conventions."""
+"""MambaVision's parts against its official release, windows by hand, and the published counts; see test_hierarchies.py."""
 
 import pytest
 import timm
 import torch
 from timm.layers import Attention
-from torch import Tensor
 
 from repro.bench.flops import cost
-from repro.core.errors import UserError
 from repro.models import mambavision
 from repro.models.checkpoints import open_weights
-from repro.models.mambavision import MambaVision, MambaVisionMixer, official_state_dict
+from repro.models.mambavision import MambaVisionMixer
 from repro.models.pyramid import build_pyramid, load_backbone
-from repro.models.weights import read_official
 from tests.models import helpers
-from tests.models.helpers import below, load_official, nano, read_data, relative, save_model
-
-MODEL = "model_layer_scale/"
-
-
-@pytest.fixture(scope="module")
-def truth() -> dict[str, Tensor]:
-    return read_data("mambavision.npz")
-
-
-def shape(truth) -> dict:
-    config = {key: value.tolist() for key, value in below(truth, f"{MODEL}config/").items()}
-    options = {"widths": [config["dim"] << i for i in range(4)], "depths": config["depths"], "stem": config["in_dim"]}
-    options |= {"num_heads": config["num_heads"][2:], "windows": config["window_size"][2:]}
-    return options | {"layer_scale": config["layer_scale"]}
-
-
-def released(truth) -> MambaVision:
-    """The small model of the release, with its weights."""
-    model = MambaVision(num_classes=int(truth[f"{MODEL}config/num_classes"]), **shape(truth)).eval()
-    load_official(model, below(truth, f"{MODEL}state_dict/"))
-    return model
-
+from tests.models.helpers import below, nano, read_data, relative, save_model
 
 PARTS = {
     "mixer": lambda: MambaVisionMixer(32),
@@ -47,34 +22,15 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_official_parts(truth, name):
+def test_official_parts(name):
     """The output and every gradient; in training, of a batch's own statistics, and the running ones after it."""
-    data, part, training = below(truth, f"{name}/"), PARTS[name](), name == "conv_block_train"
+    data, part, training = read_data("mambavision.npz", f"{name}/"), PARTS[name](), name == "conv_block_train"
     helpers.assert_official_part(part, data)
     # the gradient of a bias before the statistics of a batch is zero in theory, and not compared
     assert len(below(data, "grads/")) >= len(list(part.parameters())) - 2 * training
     after = below(data, "after/")
     assert len(after) == 6 * training
     assert all(relative(part.state_dict()[key].double(), value) < 1e-6 for key, value in after.items())
-
-
-def test_official_model(truth):
-    model = released(truth)
-    logits = model(truth[f"{MODEL}x"])
-    assert relative(logits.detach(), truth[f"{MODEL}logits"]) < 1e-5
-    logits.backward(truth[f"{MODEL}grad_out"])
-    parameters, gradients = dict(model.named_parameters()), below(truth, f"{MODEL}grads/")
-    gradients = {key: value for key, value in official_state_dict(gradients).items() if key in parameters}
-    assert len(gradients) == 16
-    helpers.assert_official_gradients(model, gradients)
-    with torch.no_grad():
-        assert relative(model.train()(truth[f"{MODEL}x"]), truth[f"{MODEL}logits_train"]) < 1e-5
-
-
-@pytest.mark.parametrize("run", ["", "2"], ids=["64x64", "64x96"])
-def test_official_maps_pooling_and_logits(truth, run):
-    """Windows of 7 and 3 on grids of 4 x 4 or 4 x 6, and 2 x 2 or 2 x 3, so that all are padded."""
-    helpers.assert_official_maps("mambavision_nano_144", released(truth), shape(truth), below(truth, MODEL), run)
 
 
 class Count(torch.nn.Module):
@@ -139,26 +95,6 @@ def test_published_multiply_adds_of_dense_backbones(size, enlarged, usual):
         with torch.device("meta"):
             model = timm.create_model(f"mambavision_{size}_224", num_classes=0, windows=windows)
         assert round(sum(model.paper_mac_terms((800, 1280)).values()) / 1e9, 1) == giga
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "module.encoder.", "encoder."])
-@pytest.mark.parametrize("counters", [True, False])
-def test_official_files(truth, tmp_path, prefix, counters):
-    """With the prefixes of wrappers, and without the counters that early versions of BatchNorm did not have."""
-    state = below(truth, f"{MODEL}state_dict/")
-    given = {f"{prefix}{key}": x for key, x in state.items() if counters or not key.endswith("num_batches_tracked")}
-    if "encoder." in prefix:
-        given["module.decoder.weight" if prefix.startswith("module.") else "decoder.weight"] = torch.zeros(1)
-    torch.save({"state_dict": given, "epoch": 309, "arch": "mamba_vision_T"}, tmp_path / "official.pth.tar")
-    model, image = MambaVision(num_classes=7, **shape(truth)).eval(), truth[f"{MODEL}x2"]
-    load_official(model, read_official(tmp_path / "official.pth.tar"))
-    with torch.no_grad():
-        assert torch.equal(model(image), released(truth)(image))
-    counted = {key: x.item() for key, x in model.state_dict().items() if key.endswith("num_batches_tracked")}
-    official = official_state_dict(state)
-    assert counted == {key: official[key].item() if counters else 0 for key in counted} and len(counted) == 7
-    with pytest.raises(UserError, match=r"stages\.2\.blocks\.0\.mixer\.D missing"):
-        load_official(model, {key: x for key, x in state.items() if key != "levels.2.blocks.0.mixer.D"})
 
 
 def test_windows_may_differ_from_those_of_the_training(tmp_path):
