@@ -167,22 +167,24 @@ def memory_reference_over_kernel(cases: Cases, device: torch.device) -> dict[str
     sizes}, or nulls with the reason where the reference does not fit.
     """
     sizes = dataclasses.replace(cases.COMPARED, batch=8)
-    peaks: dict[str, float] = {}
-    for name in ("triton", "reference"):
+
+    def measure_backend(name: str) -> float:
         inputs = [x.requires_grad_() for x in cases.layer_inputs(sizes, device)]
 
-        def differentiate(inputs: list[Tensor] = inputs, name: str = name) -> None:
+        def differentiate() -> None:
             out = cases.bind(sizes)(*inputs, backend=name)
             torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-        try:
-            peaks[name] = peak_mib(differentiate, device)
-        except torch.cuda.OutOfMemoryError as error:
-            return {"memory_reference_over_kernel": None, **failure(error)}
+        return peak_mib(differentiate, device)
+
+    try:
+        kernel, reference = measure_backend("triton"), measure_backend("reference")
+    except torch.cuda.OutOfMemoryError as error:
+        return {"memory_reference_over_kernel": None, **failure(error)}
     return {
-        "memory_reference_over_kernel": peaks["reference"] / peaks["triton"],
-        "reference_peak_mib": peaks["reference"],
-        "kernel_peak_mib": peaks["triton"],
+        "memory_reference_over_kernel": reference / kernel,
+        "reference_peak_mib": reference,
+        "kernel_peak_mib": kernel,
         "sizes": dataclasses.asdict(sizes),
     }
 
