@@ -1,11 +1,9 @@
 """The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts."""
 
-import dataclasses
 import datetime
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..core.errors import UserError
@@ -14,11 +12,11 @@ from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
 from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
-from .gallery import OUTSIDE, Speeds, describe_origin, find_all_speeds, find_speeds, picture_blocks
+from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import render_blocks
 from .ordering import Ordering
 from .paper import ATTENTIONS, Contest, Question
-from .records import describe_age, describe_seeds, group_by
+from .records import OUTSIDE, describe_age, describe_origin, describe_seeds, group_by
 from .results import Results
 from .variants import judge_variants
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
@@ -30,7 +28,8 @@ Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was m
 def lead_blocks(report: Report) -> list[Block]:
     """The opening of a paper's page: its claim, our verdict in sentences, a picture, and our answer in numbers."""
     paper, about = report.paper, report.paper.ledger.paper
-    drawn = [picture_blocks(f"figures/{each}", each, report) for each in paper.drawings(report)]
+    drawings = paper.drawings(report).items()
+    drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
     shown = _contest_picture(report) or [block for blocks in drawn for block in blocks]
     claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
     return [claim, *verdict_blocks(report), *shown, *answer_blocks(report)]
@@ -41,7 +40,10 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     first, *_ = reports
     blocks = {"verdict": render_blocks(verdict_blocks(first))}
     blocks["papers"] = render_blocks([_papers_table(reports)], "results/")
-    blocks["run"] = _describe_run(first.results.paths.results / PIPELINE_FILE)
+    pipeline = first.results.paths.results / PIPELINE_FILE
+    took = f": {read_json(pipeline)['seconds'] / 60:.0f} minutes" if pipeline.is_file() else ""
+    command = f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}"
+    blocks["run"] = f"```\n{command}\nmake test        # the tests\n```"
     if shown := _contest_picture(first):
         blocks["picture"] = render_blocks(shown, "results/")
     return blocks
@@ -50,21 +52,17 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
 def verdict_blocks(report: Report) -> list[Block]:
     """A sentence each: what reproduces, what does not, what was not tested; and a table of how fast the model is."""
     lines: list[Line] = []
-    for question, own in _said_questions(report):
-        verb, detail = judge_question(own)
-        why = f": {question.why}." if question.why else "."
+    for question, verb, detail in _judge_questions(report):
+        why = f": {question.why}." if question.why and verb != "reproduce" else "."
         lines.append((strong(f"{question.says[0].upper()}{question.says[1:]} {verb}"), f" ({detail})", why))
     contest = report.paper.contest
-    measured = find_all_speeds(contest, report.results) if contest else []
+    measured = find_all_speeds(contest, report.results)
     return [Bullets(lines), *([_compare_speeds(contest, measured)] if measured else [])]
 
 
-def _said_questions(report: Report) -> list[tuple[Question, list[Verdict]]]:
-    """The questions that the verdict speaks of, with their verdicts; one that matches has no reason to give."""
-    asked = [(each, _find_own(each, report)) for each in report.paper.questions if each.says]
-    matching = [judge_question(own)[0] == "reproduce" for _, own in asked]
-    pairs = zip(asked, matching, strict=True)
-    return [(dataclasses.replace(each, why="") if matches else each, own) for (each, own), matches in pairs]
+def _judge_questions(report: Report) -> list[tuple[Question, str, str]]:
+    """The questions that the verdict speaks of, each with its verb and its numbers."""
+    return [(each, *judge_question(_find_own(each, report))) for each in report.paper.questions if each.says]
 
 
 def _find_own(question: Question, report: Report) -> list[Verdict]:
@@ -81,19 +79,17 @@ def _count_matches(own: Sequence[Verdict], by_truncation: str = "") -> str:
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     """What entries come to: a verb for a sentence, and their numbers."""
-    counts = count_statuses(own)
+    counts, detail = count_statuses(own), _count_matches(own)
     if all(verdict.ours is None for verdict in own):
         return "were not tested", f"{len(own)} numbers"
     good = counts[Status.MATCHED] + counts[Status.TRUNCATED]
-    fitted = counts[Status.FITTED]
     failing = Status.EXPLAINED, Status.UNEXPLAINED, Status.INCONSISTENT, Status.NOT_MEASURABLE
     bad = sum(counts[status] for status in failing)
-    detail = _count_matches(own)
     if good == len(own):
         return "reproduce", detail
     if contradicted := counts[Status.INCONSISTENT]:
         detail += f"; in {contradicted} the paper contradicts itself"
-    if fitted > good + bad:
+    if counts[Status.FITTED] > good + bad:
         return "agree only by a fitted convention", detail
     return "mostly reproduce" if good >= bad else "do not reproduce", detail
 
@@ -114,18 +110,11 @@ def _papers_table(reports: Sequence[Report]) -> Table:
     """A row for each paper: the verdict in a few words, and its page."""
     rows = []
     for report in reports:
-        said = group_by(_said_questions(report), lambda asked: judge_question(asked[1])[0])
-        words = "; ".join(f"{' and '.join(each.says for each, _ in own)} {verb}" for verb, own in said.items())
+        said = group_by(_judge_questions(report), lambda asked: asked[1])
+        words = "; ".join(f"{' and '.join(each.says for each, *_ in own)} {verb}" for verb, own in said.items())
         file = report.paper.page
         rows.append([report.paper.name, words, (Link(file.rpartition("/")[2], file),)])
     return table(["paper", "verdict", "page"], rows)
-
-
-def _describe_run(pipeline: Path) -> str:
-    """The commands of a first visit, with the time that the pipeline took."""
-    took = f": {read_json(pipeline)['seconds'] / 60:.0f} minutes" if pipeline.is_file() else ""
-    first = f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}"
-    return f"```\n{first}\nmake test        # the tests\n```"
 
 
 def note_pipeline(results: Results) -> None:
@@ -231,7 +220,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
 def _contest_picture(report: Report) -> tuple[Line, Line] | None:
     """The picture of the contest and its caption; None where its rows were not measured."""
     contest = report.paper.contest
-    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
+    if (speeds := find_speeds(contest, report.results)) is None:
         return None
     text = f"{contest.title}: time and peak memory over the image size. {speeds.scope} ("
     caption = text, code(speeds.source.path), ")." if speeds.source.stage else f", {OUTSIDE})."

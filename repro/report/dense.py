@@ -1,5 +1,6 @@
-"""Pictures of trainings beside a method without learning: their learning curves, and which classes they confuse."""
+"""Trainings beside a method without learning: their scores, their learning curves, and which classes they confuse."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,11 +8,22 @@ from typing import Any
 
 from ..core.figures import new_figure, save_png
 from .claims import Report
+from .document import Block, Bullets, Line, Piece, code, number, table
 from .measured import format_scores
 from .paper import Drawings
-from .records import Source, average_curves, describe_seeds, find_score_interval, group_by, keep_best, read_curves
-from .results import Results
+from .records import (
+    Source,
+    average_curves,
+    describe_origin,
+    describe_seeds,
+    find_score_interval,
+    group_by,
+    keep_best,
+    read_curves,
+)
+from .results import Missing, Results
 
+AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
 Runs = dict[tuple[str, str, str], list[Source]]
 _PANELS = 2  # scores of a task that are drawn, the most telling ones first
 _STYLES = {"pretrained": ("#D55E00", "o"), "random": ("#0072B2", "s")}
@@ -32,6 +44,31 @@ def find_compared_runs(results: Results) -> Runs:
 def name_first_weights(source: Source) -> str:
     """Whether a training began with pretrained or with random weights."""
     return "pretrained" if source.metrics.get("init") else "random"
+
+
+def compare_without_learning(report: Report) -> list[Block]:
+    """The runs on embedded data beside a method that learns nothing: who is ahead, by which score."""
+    results = report.results
+    runs = find_compared_runs(results)
+    if not runs:
+        raise Missing("nothing is recorded yet", "repro detect")
+    blocks: list[Block] = []
+    for (stage, data, _), own in runs.items():
+        labels = results.scores[stage]
+        reference = own[0].metrics["without_learning"]
+        rows = []
+        for source in own:
+            m = source.metrics
+            counts = (number(count, ".0f") for count in (m["epochs"], source.most_seeds, m["held_out_images"]))
+            scores = (format_scores(m, {key: ""}, 1) for key in labels)
+            origin = describe_origin([source], report.named)
+            rows.append([_name(source), name_first_weights(source), *counts, *scores, origin])
+        rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
+        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
+        header += [*labels.values(), "measured on"]
+        against = Bullets([_against(source, reference, labels) for source in own])
+        blocks += [table(header, rows), against, *_class_scores(own)]
+    return blocks
 
 
 def plan_dense(report: Report) -> Drawings:
@@ -110,3 +147,33 @@ def _draw_confusion(path: Path, source: Source) -> Path:
     figure.colorbar(image, ax=panel, fraction=0.046)
     figure.tight_layout()
     return save_png(figure, path)
+
+
+def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> Line:
+    """By which scores a run is ahead of the method without learning."""
+    m = source.metrics
+    said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
+    for key, label in labels.items():
+        interval = find_score_interval(m, key) or [m[key]] * 2
+        word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
+        said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
+    joined = ((word, " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))) for word, of in said.items())
+    parts = [f"{word} in {names}" for word, names in joined if names]
+    return _name(source), f", against the method without learning: {'; '.join(parts)} ({describe_seeds([source])})."
+
+
+def _class_scores(sources: Sequence[Source]) -> list[Block]:
+    """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
+    key = "class_iou_percent"
+    found = [(source, [run[key] for run in source.metrics["by_seed"] if key in run]) for source in sources]
+    names: list[str] = []
+    rows = []
+    for source, runs in ((source, runs) for source, runs in found if runs):
+        names = names or [name for name in runs[0] if not name.endswith("_reason")]
+        scores = [[run[name] for run in runs if isinstance(run.get(name), int | float)] for name in names]
+        rows.append([_name(source), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])
+    return [table(["IoU (%) by class", *names], rows)] if rows else []
+
+
+def _name(source: Source) -> Piece:
+    return code(source.folder.removeprefix("results/"))

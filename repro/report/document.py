@@ -117,24 +117,13 @@ _MARKUP = re.compile(r"`([^`]+)`|\*\*([^*]+)\*\*|\*(\w[^*]*)\*|\[([^]]+)\]\(([^)
 def prose(text: str) -> Line:
     """A line of our own words with the markup of Markdown: code, strong, emphasis and `[text](file of a checkout)`."""
 
-    def read(match: re.Match) -> Line:
-        typed, stressed, emphatic, linked, file = match.groups()
+    first, *parts = _MARKUP.split(text)
+    line: list[Piece] = [first]
+    for place in range(0, len(parts), 6):
+        typed, stressed, emphatic, linked, file, after = parts[place : place + 6]
         found = code(typed) if typed else strong(stressed) if stressed else Text(emphatic, "emphasis")
-        return (Link(linked, file) if linked else found,)
-
-    return replace_matches(_MARKUP, text, read, lambda between: (between,))
-
-
-def replace_matches(
-    pattern: re.Pattern, text: str, read: Callable[[re.Match], Line], read_between: Callable[[str], Line]
-) -> Line:
-    """A line of what is read from each match of a pattern and from the text between matches."""
-    line: list[Piece] = []
-    place = 0
-    for match in pattern.finditer(text):
-        line += [*read_between(text[place : match.start()]), *read(match)]
-        place = match.end()
-    return tuple(piece for piece in (*line, *read_between(text[place:])) if piece != "")
+        line += [Link(linked, file) if linked else found, after]
+    return tuple(piece for piece in line if piece != "")
 
 
 def number(value: object, form: str = "", unit: str = "") -> Piece:

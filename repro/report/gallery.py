@@ -14,21 +14,19 @@ from .claims import Report
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
 from .paper import ATTENTIONS, Contest, Drawings
-from .records import Source, describe_age, describe_twins, group_by
+from .records import Source, describe_age, describe_origin, group_by
 from .results import Results, SpeedGroup
 from .variants import plan_figures
 from .verdicts import format_counts, significant
-
-OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 
 
 def list_figures(report: Report) -> list[Block]:
     """The paper's figures and ours, and what the ledger says of each."""
     drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
     blocks: list[Block] = []
+    drawings = list_drawings(report)
     for figure in report.paper.figures:
-        files = drawn[figure.place]
-        if files:
+        if files := drawn[figure.place]:
             state = f"We have {'one picture' if len(files) == 1 else f'{len(files)} pictures'}."
         elif drawn.get(figure.shared_with):
             state = f"The pictures of {figure.shared_with} show it too."
@@ -38,7 +36,10 @@ def list_figures(report: Report) -> list[Block]:
         about = prose(f"{state} Entries: {entries or 'none'}.")
         blocks += [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
         for name in files:
-            blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", report)
+            # what lies elsewhere was drawn by the stage that wrote the record beside it
+            is_ours = name.startswith("figures/")
+            sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
+            blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report)
     return blocks
 
 
@@ -49,21 +50,19 @@ def list_examples(report: Report) -> list[Block]:
     patterns = (f"{where}{stage}/*/examples/*.png" for stage in results.scores for where in ("", "measured/*/"))
     files = (name for pattern in patterns for name in find_pictures(results, pattern))
     for run, names in group_by(files, lambda name: name.rpartition("/examples/")[0]).items():
-        beside = find_beside(names[0], results)
+        beside = _find_beside(names[0], results)
         if all(results.stands_on(report.paper, source.metrics["model"]) for source in beside):
             pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
-            blocks += [_origin_line(run, beside, report), table([""] * len(pictures), [pictures])]
+            origin = code(run), f": {describe_origin(beside, report.named)}"
+            blocks += [origin, table([""] * len(pictures), [pictures])]
     for name, (sources, _) in plan_dense(report).items():
-        picture = Picture(f"figures/{name}", Path(name).stem.replace("_", " "))
-        blocks += [(picture,), _origin_line(picture.file, sources, report)]
+        blocks += picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), sources, report)
     return blocks
 
 
-def picture_blocks(name: str, alt: str, report: Report) -> tuple[Line, Line]:
+def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Report) -> tuple[Line, Line]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
-    is_ours = name.startswith("figures/")  # drawn by the report itself
-    sources = list_drawings(report).get(Path(name).name, ([],))[0] if is_ours else find_beside(name, report.results)
-    return (Picture(name, alt),), _origin_line(name, sources, report)
+    return (Picture(name, alt),), (code(name), f": {describe_origin(sources, report.named)}")
 
 
 def list_drawings(report: Report) -> Drawings:
@@ -77,26 +76,10 @@ def find_pictures(results: Results, pattern: str) -> list[str]:
     return sorted(file.relative_to(root).as_posix() for file in root.glob(pattern))
 
 
-def find_beside(name: str, results: Results) -> list[Source]:
+def _find_beside(name: str, results: Results) -> list[Source]:
     """The records that lie beside a picture or above it."""
     beside = {f"results/{folder}{end}" for folder in Path(name).parents for end in ("/metrics.json", ".json")}
     return [source for source in results.sources if source.path in beside]
-
-
-def describe_origin(sources: Sequence[Source], named: str) -> str:
-    """The devices of records, the profile `named` or that a person ran them, their age, and other machines."""
-    if not sources:
-        return "no record beside it"
-    devices = dict.fromkeys(source.device for source in sources)
-    # on no device, and by no parameters that a run would have
-    if all(device.startswith("none: ") for device in devices):
-        return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
-    profiles = dict.fromkeys(named if source.stage else OUTSIDE for source in sources)
-    return f"{', '.join(devices)}; {' and '.join(profiles)}{describe_age(sources)}{describe_twins(sources)}"
-
-
-def _origin_line(name: str, sources: Sequence[Source], report: Report) -> Line:
-    return code(name), f": {describe_origin(sources, report.named)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +106,6 @@ class Speeds:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device is one."""
         return self.group.device.startswith("cuda")
 
     @property
@@ -143,7 +125,7 @@ def _describe_ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def plan_contest(report: Report) -> Drawings:
     """The picture of a paper's contest, if its rows were measured."""
     contest = report.paper.contest
-    if contest is None or (speeds := find_speeds(contest, report.results)) is None:
+    if (speeds := find_speeds(contest, report.results)) is None:
         return {}
     rows = {line: [row for key, row in speeds.rows.items() if key[:2] == of] for line, of in contest.series.items()}
     series = {line: own for line, own in rows.items() if own}
@@ -155,16 +137,18 @@ def plan_contest(report: Report) -> Drawings:
     return {contest.picture: ([speeds.source], draw)}
 
 
-def find_speeds(contest: Contest, results: Results) -> Speeds | None:
+def find_speeds(contest: Contest | None, results: Results) -> Speeds | None:
     """The record that a picture shows: the best of `find_all_speeds`, among equals a GPU's."""
     return max(find_all_speeds(contest, results), key=partial(_rank, contest), default=None)
 
 
-def find_all_speeds(contest: Contest, results: Results) -> list[Speeds]:
+def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
     """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
 
     The best has most of the contest's image sizes; among equals a fresh one comes first, then the one with most rows.
     """
+    if contest is None:
+        return []
     models = set(contest.series.values())
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
     for group, rows in results.speed_rows.items():

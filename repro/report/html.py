@@ -25,7 +25,7 @@ from .document import (
     make_anchor,
     plain,
 )
-from .gallery import OUTSIDE
+from .records import OUTSIDE
 from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small

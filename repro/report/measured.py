@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..core.config import find_cell, load_yaml
-from ..core.noise import find_interval
+from ..core.noise import find_interval, find_spread
 from ..core.statistics import measure_rise
 from .claims import Report
 from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
@@ -46,6 +46,28 @@ def list_speeds(report: Report) -> list[Block]:
             blocks += [tabulate(_SPEEDS, listed), *_ratios(rows)]
         if swept:
             blocks += _sweep(group, swept)
+    return blocks
+
+
+def count_noisy_rows(report: Report) -> list[Block]:
+    """How many rows of each device were noisy, and how often two measurements of a row agree."""
+    results, rows = report.results, []
+    for group, found in results.speed_rows.items():
+        spreads = {"quiet": [0.0], "noisy": [0.0]}
+        for row, _ in found:
+            spreads["noisy" if row["noisy"] else "quiet"].append(100 * (find_spread(row) or 0.0))
+        noisy = sum(bool(row["noisy"]) for row, _ in found)
+        widest = (number(f"{max(each):.0f} %") if len(each) > 1 else "–" for each in spreads.values())
+        rows.append([f"{group}, {group.mode}", number(len(found)), number(noisy), *widest])
+    if not rows:
+        return [prose("No row is measured yet: `repro efficiency`.")]
+    header = ["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"]
+    blocks: list[Block] = [table(header, rows)]
+    for source in results.sources:
+        repeated = source.metrics.get("repeated") or {}
+        if repeated.get("overlap_percent") is not None:
+            twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
+            blocks.append((code(source.path), f" ({source.origin})", twice))
     return blocks
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .arithmetic import Number
 from .claims import Report
-from .document import Block, Bullets, Heading, Line, Section, plain, prose, replace_matches
+from .document import Block, Bullets, Heading, Line, Section, plain, prose
 from .expressions import Expression
 from .results import Missing
 from .verdicts import significant
@@ -75,8 +75,11 @@ class _Filler:
 
     def fill_line(self, text: str) -> Line:
         """A line of text, whose own line breaks are spaces."""
-        text = re.sub(r"\s*\n\s*", " ", text)
-        return replace_matches(_PLACEHOLDER, text, lambda it: self._show(self._evaluate(it[1]), it[2]), prose)
+        first, *parts = _PLACEHOLDER.split(re.sub(r"\s*\n\s*", " ", text))
+        line = prose(first)
+        for expression, form, after in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            line += (*self._show(self._evaluate(expression), form), *prose(after))
+        return tuple(piece for piece in line if piece != "")
 
     def _evaluate(self, text: str) -> Any:
         return Expression.parse(text).evaluate(self._find_ours, self.functions)

@@ -22,6 +22,7 @@ VERIFIED_FILE = "verify.json"
 # how old a record is, as pages say it
 OLD = "made by older code"
 BEGUN_ALIKE = "made by older code, its first epochs repeated"
+OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 
 
 class Missing(Exception):
@@ -194,6 +195,18 @@ def describe_age(sources: Iterable[Source]) -> str:
     counts = Counter(filter(None, ages))
     parts = (age if count == len(ages) else f"{count} of {len(ages)} {age}" for age, count in sorted(counts.items()))
     return "".join(f"; {part}" for part in parts)
+
+
+def describe_origin(sources: Sequence[Source], named: str) -> str:
+    """The devices of records, the profile `named` or that a person ran them, their age, and other machines."""
+    if not sources:
+        return "no record beside it"
+    devices = dict.fromkeys(source.device for source in sources)
+    # on no device, and by no parameters that a run would have
+    if all(device.startswith("none: ") for device in devices):
+        return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
+    profiles = dict.fromkeys(named if source.stage else OUTSIDE for source in sources)
+    return f"{', '.join(devices)}; {' and '.join(profiles)}{describe_age(sources)}{describe_twins(sources)}"
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from .arithmetic import decimals
-from .document import Line, Mark, Piece, number
+from .document import Block, Bullets, Line, Mark, Piece, code, number
 from .ledger import Entry
 from .results import SpeedGroup
 
@@ -127,6 +127,11 @@ class Verdict:
     sources: tuple[str, ...] = ()  # the records that ours was read from
     checks: int = 0  # how many relations to the paper's own numbers could be decided
     violations: int = 0  # how many of them do not hold
+
+
+def describe_statuses(_: object) -> list[Block]:
+    """What an entry of a ledger can be, a sentence for each status."""
+    return [Bullets([(code(status), f": {status.means}.") for status in STATUSES])]
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:

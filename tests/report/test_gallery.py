@@ -11,9 +11,9 @@ from repro.core.csvfile import write_csv
 from repro.core.errors import UserError
 from repro.papers import load_primary
 from repro.report import dense
-from repro.report.gallery import describe_origin, list_examples
+from repro.report.gallery import list_examples
 from repro.report.markdown import render_blocks
-from repro.report.records import BEGUN_ALIKE, find_missing_records
+from repro.report.records import BEGUN_ALIKE, describe_origin, find_missing_records
 
 from .conftest import visualized
 

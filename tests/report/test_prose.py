@@ -6,11 +6,12 @@ import types
 
 import pytest
 
+from repro.report.dense import compare_without_learning
 from repro.report.document import Picture, Section, cross, number, plain, table
 from repro.report.markdown import render_blocks, render_markdown
+from repro.report.measured import count_noisy_rows
 from repro.report.pages import build_passages, write_report
 from repro.report.paper import list_functions
-from repro.report.passages import compare_without_learning, count_noisy_rows
 from repro.report.prose import read_page
 from repro.report.records import group_by, keep_best
 from repro.report.results import Missing

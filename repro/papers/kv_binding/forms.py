@@ -9,9 +9,8 @@ from typing import Any
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
 from ...report.document import Block, Heading, Picture, Piece, code, cross, number, prose, show_interval, table
-from ...report.gallery import describe_origin
 from ...report.paper import Drawings
-from ...report.records import Source, group_by
+from ...report.records import Source, describe_origin, group_by
 from ...report.results import Missing
 
 PICTURE = "kv_binding_forms.png"

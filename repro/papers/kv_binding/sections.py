@@ -8,9 +8,8 @@ from ...core.statistics import share_interval
 from ...report.claims import Report
 from ...report.document import Block, Heading, Piece, code, join, number, table, tabulate
 from ...report.expressions import Call
-from ...report.gallery import describe_origin
 from ...report.ordering import Pair, compare_pairs, round_off
-from ...report.records import Source, keep_best
+from ...report.records import Source, describe_origin, keep_best
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants

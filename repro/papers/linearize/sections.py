@@ -7,9 +7,8 @@ from typing import Any
 from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
-from ...report.gallery import describe_origin
 from ...report.ordering import TOP1, compare_trainings
-from ...report.records import Missing, Source, describe_seeds, group_by, keep_best, show_mean
+from ...report.records import Missing, Source, describe_origin, describe_seeds, group_by, keep_best, show_mean
 
 UNTRAINED = "untrained_top1_percent"
 COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...report import measured, passages
+from ...report import dense, measured, verdicts
 from ...report.paper import Document, load_paper
 from ..variants import load_variants
 from . import readings_page, sections
@@ -11,11 +11,11 @@ _ROOM = Path(__file__).parent
 
 PAPER = load_paper(
     __package__,
-    [measured, passages, readings_page, sections],
+    [measured, dense, readings_page, sections],
     passages={
-        "docs/architecture.md": {"statuses": passages.describe_statuses},
+        "docs/architecture.md": {"statuses": verdicts.describe_statuses},
         "docs/readings.md": {"choices": readings_page.describe_choices},
-        "results/speed.md": {"noise": passages.count_noisy_rows},
+        "results/speed.md": {"noise": measured.count_noisy_rows},
     },
     documents=(
         Document(

@@ -13,10 +13,9 @@ from ...core.csvfile import read_csv
 from ...core.figures import STYLES, new_figure, save_png
 from ...report.claims import Report
 from ...report.document import Block, Line, Piece, number, strong, table
-from ...report.gallery import describe_origin
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings
-from ...report.records import Source
+from ...report.records import Source, describe_origin
 from ...report.results import Missing
 from ...report.variants import Group
 

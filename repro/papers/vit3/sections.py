@@ -8,9 +8,18 @@ from pathlib import Path
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
-from ...report.gallery import describe_origin, find_pictures
+from ...report.gallery import find_pictures
 from ...report.ordering import compare_pairs
-from ...report.records import Source, average_curves, describe_seeds, find_common, group_by, keep_best, show_mean
+from ...report.records import (
+    Source,
+    average_curves,
+    describe_origin,
+    describe_seeds,
+    find_common,
+    group_by,
+    keep_best,
+    show_mean,
+)
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 from ..variants import load_variants
