@@ -108,8 +108,7 @@ def test_the_command_names_records_that_older_code_made_and_ends_well(project, m
     monkeypatch.chdir(project)
 
     def status(*options) -> list[str]:
-        out = repro_cli.run("status", *options, silent=True)
-        return out.splitlines()
+        return repro_cli.run("status", *options, silent=True).splitlines()
 
     assert status()[-1] == NOTHING_TO_DO
     make_records(project)
