@@ -13,6 +13,7 @@ from ..core.config import build
 from ..core.errors import UserError
 from ..core.hashing import short_hash
 from ..core.record import read_json, write_json
+from .findings import count
 from .kinds import KINDS
 
 
@@ -106,8 +107,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
         problem = "a file was changed or renamed"
     else:
         problem = "a file was renamed, or two were swapped"
-    number = "1 such difference" if len(different) == 1 else f"{len(different)} such differences"
-    raise UserError(f"{path}: {problem} ({number}); {advice}")
+    raise UserError(f"{path}: {problem} ({count(len(different), 'such difference')}); {advice}")
 
 
 def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:

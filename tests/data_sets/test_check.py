@@ -15,13 +15,12 @@ from repro.core.config import build
 from repro.core.errors import RunError, UserError
 from repro.data.ade20k import AdePairs
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
-from repro.data.check.folders import check_connect, check_digits, check_folder, check_imagenet
+from repro.data.check.folders import check_folder, check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
 from repro.data.check.speed import TRANSFORM, describe_speed, measure_speed
 from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection
 from repro.data.embedded.connect import write_connect
-from repro.data.embedded.digits import write_digits
 from repro.data.embedded.digits_wild import write_digits_wild
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import (
@@ -198,28 +197,19 @@ def test_the_sample(imagenet):
 
 
 CONNECT = ConnectSettings(image_size=96, train_pairs=3, tune_pairs=2, test_pairs=2, dashes=(1, 1))
-
-
 DIGITS = DigitsSettings(image_size=16, tune_fraction=0.3)
 
 
 @pytest.mark.parametrize(
-    ("check", "write", "settings", "counted", "gone", "says"),
+    ("kind", "settings", "counted", "gone", "says"),
     [
-        (check_digits, write_digits, DIGITS, "1,797 images in all", "tune/digit_3/*.png", "1,796 images in all splits"),
-        (
-            check_connect,
-            write_connect,
-            CONNECT,
-            "train: 3 pairs",
-            "tune/joined/pair_00001.png",
-            "is in one class alone",
-        ),
+        ("digits", DIGITS, "1,797 images in all", "tune/digit_3/*.png", "1,796 images in all splits"),
+        ("connect", CONNECT, "train: 3 pairs", "tune/joined/pair_00001.png", "is in one class alone"),
     ],
 )
-def test_a_set_that_the_project_writes(tmp_path, check, write, settings, counted, gone, says):
-    root = tmp_path / "set"
-    write(root, settings)
+def test_a_set_that_the_project_writes(tmp_path, kind, settings, counted, gone, says):
+    root, check = tmp_path / "set", load_function(KINDS[kind].check)
+    load_function(KINDS[kind].writer)(root, settings)
     lines, errors, warnings = findings(check, root, Depth(sample=20))
     assert (errors, warnings) == (0, 0) and counted in "\n".join(lines)
     next(root.glob(gone)).unlink()

@@ -65,8 +65,14 @@ def _check_classes(root: Path, kind: str, report: Report) -> Tree:
 def _check_tree(
     root: Path, report: Report, depth: Depth, *, kind: str, images: int | None = None, advice: str = _WRITE_AGAIN
 ) -> None:
-    """Check classes and files, and where `images` is known, that all splits together have so many."""
+    """Check classes and files, that pairs are whole, and that all splits together have `images`, where that is known."""
     tree = _check_classes(root, kind, report)
+    if tree.kind.paired:
+        for split, files in tree.splits.items():
+            names, counts = np.unique(files.names, return_counts=True)
+            report.ok(root / split, count(int((counts == 2).sum()), "pair"))
+            single = [f"{os.fsdecode(name)} is in one class alone" for name in names[counts == 1].tolist()]
+            report.errors([(root / split, problem) for problem in single], advice)
     if images is not None and len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
         compare_counts(report, root, "images in all splits together", found, images, advice)
@@ -77,19 +83,9 @@ def _check_tree(
 check_digits = partial(_check_tree, kind="digits", images=DIGITS_IMAGES)
 check_digits_wild = partial(_check_tree, kind="digits_wild")  # a setting says how often each scan is drawn
 check_cifar100 = partial(_check_tree, kind="cifar100", images=CIFAR100_IMAGES)
+check_connect = partial(_check_tree, kind="connect")
 check_imagenet100 = partial(_check_tree, kind="imagenet100")
 check_folder = partial(_check_tree, kind="folder", advice="replace the file or remove it")
-
-
-def check_connect(root: Path, report: Report, depth: Depth) -> None:
-    """Check the embedded connectivity task as `check_imagenet`; counts are settings, but pairs must be whole."""
-    tree = _check_classes(root, "connect", report)
-    for split, files in tree.splits.items():
-        names, counts = np.unique(files.names, return_counts=True)
-        report.ok(root / split, count(int((counts == 2).sum()), "pair"))
-        single = [(root / split, f"{os.fsdecode(name)} is in one class alone") for name in names[counts == 1].tolist()]
-        report.errors(single, _WRITE_AGAIN)
-    _check_files(tree, report, depth, _WRITE_AGAIN)
 
 
 def check_latents(root: Path, report: Report, depth: Depth) -> None:
