@@ -117,7 +117,8 @@ def load_stages() -> dict[str, Stage]:
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Purpose -> the names of its stages: those of the pipeline as dvc.yaml has them, the others in alphabetical order."""
-    text = (Path(repro.__file__).parents[1] / "dvc.yaml").read_text(encoding="utf-8")
+    file = Path(repro.__file__).parents[1] / "dvc.yaml"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a wheel has none
     order = {name: place for place, name in enumerate(re.findall(r"(?m)^  (\w+):$", text))}
     names = {purpose: [name for name, stage in table.items() if stage.purpose == purpose] for purpose in PURPOSES}
     return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}

@@ -61,3 +61,9 @@ def test_every_ledger_is_read(run):
 def test_a_report_of_nothing_is_refused_in_one_line(run):
     done = run("-m", "repro", "report")
     assert done.returncode and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_its_command_line_lists_the_verbs(run):
+    done = run("-m", "repro", "--help")
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in ("predict", "prepare-data"))
