@@ -71,7 +71,9 @@ class _Judge:
             reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
             missing = reason, f"repro efficiency  # on one {device}"
         self.plain: dict[str, bool] = {}
-        self.formulas = {**paper.formulas(), "agrees": self._agrees}
+        self.formulas = paper.formulas() | {
+            "agrees": lambda ours, name: bool(agreement(ours, self.entries[name].printed))
+        }
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(*missing))
 
     def judge(self, entry: Entry) -> Verdict:
@@ -216,9 +218,6 @@ class _Judge:
             return expression.evaluate(lambda name: self._ours(self.entries[name], group, choose), functions)
         except ZeroDivisionError:
             raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
-
-    def _agrees(self, number: Number, entry_id: str) -> bool:
-        return agreement(number, self.entries[entry_id].printed) is not None
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
         """What the entry comes to on each other group of rows that has some of what it needs."""

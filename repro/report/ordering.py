@@ -4,7 +4,6 @@ Why paired: a seed gives every variant the same order and augmentation of the im
 independent. The differences of a pair are, over the seeds; with n seeds Student's t has n − 1 degrees of freedom.
 """
 
-import bisect
 import dataclasses
 import math
 import statistics
@@ -151,14 +150,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
     """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread stay as they are."""
+    import numpy as np
     from scipy.stats import t as student
 
-    def is_enough(n: int) -> bool:
-        return abs(mean) / spread * math.sqrt(n) >= student.isf(alpha / 2, n - 1)
-
-    numbers = range(2, MOST_SEEDS + 1)
-    place = bisect.bisect_left(numbers, True, key=is_enough)
-    return numbers[place] if place < len(numbers) else None
+    n = np.arange(2, MOST_SEEDS + 1)
+    enough = n[abs(mean) / spread * np.sqrt(n) >= student.isf(alpha / 2, n - 1)]
+    return int(enough[0]) if enough.size else None
 
 
 def sampling_noise(percent: float, images: int) -> float:

@@ -33,6 +33,8 @@ BENCHMARKS = {
 }
 PROFILE = "profiles/paper.yaml"
 ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
+# how multiply-adds are counted, see `repro.bench.flops`
+_CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
 # of published scores of drawn pictures: how many are drawn, and what they are compared with
 DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
@@ -174,11 +176,8 @@ class Results:
     def functions(self) -> dict[str, Callable]:
         """What an expression may call that depends neither on a device nor on the paper."""
         return {
-            "params_m": lambda row: self._count(row)["num_params"] / 1e6,
-            "macs_g": lambda row: self._count(row)["macs_g"],
-            "macs_g_paper_convention": lambda row: self._count(row)["macs_g_paper_convention"],
-            "macs_g_of_authors": self._count_as_authors,
-            "macs_g_fvcore": self._count_as_fvcore,
+            "params_m": lambda row: self._count(row, "num_params") / 1e6,
+            **{field: partial(self._count, field=field) for field in _CONVENTIONS},
             "macs_saved_percent": partial(self._read, "complexity", "counted", "saved_at_1280_percent"),
             "complexity": partial(self._read, "complexity", "counted"),
             "accuracy": self._score,
@@ -251,27 +250,23 @@ class Results:
                     return value
         raise Missing(f"not {done} yet", f"repro {stage}")
 
-    def _count(self, row: str) -> Mapping[str, Any]:
+    def _count(self, row: str, field: str) -> float:
+        """A number of a counted row."""
         if row not in self.counts:
             absent = "no such row in results/complexity: not built yet, or not listed in params.yaml"
             raise Missing(absent if self.counts else "not counted yet", "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
-        return found
-
-    def _count_as_fvcore(self, row: str) -> float:
-        found = self._count(row)
-        if "macs_g_fvcore" not in found:
+        if (
+            field == "macs_g_of_authors"
+        ):  # by the convention of a family's own authors, which nobody fitted to their rows
+            field = "macs_g_paper_convention"
+            if found["model"] == ADAPTER or field not in found:
+                raise Missing("nobody has written down by which convention its authors count", "none")
+        if field == "macs_g_fvcore" and field not in found:
             why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
             raise Missing(why, "repro complexity")
-        return found["macs_g_fvcore"]
-
-    def _count_as_authors(self, row: str) -> float:
-        """By the convention of a family's own authors, which nobody fitted to their rows."""
-        found = self._count(row)
-        if found["model"] == ADAPTER or "macs_g_paper_convention" not in found:
-            raise Missing("nobody has written down by which convention its authors count", "none")
-        return found["macs_g_paper_convention"]
+        return found[field]
 
     def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:
         training = Training.parse(asked)

@@ -27,13 +27,6 @@ def test_nothing_measured_has_a_reason_and_a_command(checkout):
     assert set(counts) <= open_ones
 
 
-def test_default_options_name_the_plain_model(checkout):
-    checkout.count(t=(VITTT, {"design": "conv2d", "chunk_size": 16}, 224, 6_983_000, 1.44))
-    verdicts = checkout.judge()
-    assert verdicts["table1.vittt_t.params_m"].ours == pytest.approx(6.983)
-    assert verdicts["table3.dual.params_m"].status == "not measured"
-
-
 @pytest.mark.parametrize(
     ("own", "status", "ours"), [(8.566, "fitted", 8.716), (8.799, "fitted", 8.716), (8.7, "matched", 8.7)]
 )

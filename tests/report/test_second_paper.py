@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from repro.core.errors import UserError
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_runs, write_report
 from repro.report.paper import Document, Figure, Paper, Question
@@ -103,17 +102,6 @@ def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
     for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):
         report = JUDGE(papers[0], Results(checkout.paths, papers, SCORES))
         assert ("87.65 %" in render_markdown(build_runs(report))) == is_shown
-
-
-def test_a_damaged_record_stops_every_page_before_one_is_written(checkout, second):
-    """Only the page in docs/ reads this key."""
-    checkout.count(big=("other_big", {}, 224, 12_010_000, 1.0))
-    with checkout.edit("complexity/metrics.json") as record:
-        record["metrics"]["rows"]["big"]["macs_g"] = "much"
-    papers = [dataclasses.replace(second, primary=True)]
-    with pytest.raises(UserError, match="results/complexity/metrics.json: cannot be read as a record of this version"):
-        write_report(papers, Results(checkout.paths, papers, SCORES), JUDGE, with_html=False)
-    assert not (checkout.paths.results / "tables.md").exists() and not (checkout.paths.root / "docs").exists()
 
 
 def test_the_page_for_a_browser_has_a_tab_for_each(reported):
