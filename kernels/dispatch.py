@@ -178,7 +178,7 @@ def check_others(
         leading: the name of the argument by which the others are measured.
         tensors: all tensors by name, the leading one among them.
         same_dtype: the names of those that must have the leading one's dtype; the others may also be fp32.
-        beside: what else determines the shapes, such as ` and chunk_size 16`.
+        beside: what else the shapes depend on, such as ` and chunk_size 16`.
     """
     lead = tensors[leading]
     for name, x in tensors.items():

@@ -72,7 +72,7 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
         RunError: a stage failed; Interrupted: a signal came.
     """
     release_dead_locks(paths.root)
-    # dvc.yaml says `repro`, which lies beside this Python whether or not its environment is activated
+    # dvc.yaml says `repro`, which is in this Python's folder whether or not its environment is activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # DVC waits for the stage that it runs after a SIGINT, and dies of a SIGTERM
     shared = {"module": "dvc", "environment": {RUN_BEGAN: f"{time.time()} {jobs}", "PATH": path}}

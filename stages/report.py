@@ -1,4 +1,4 @@
-"""`repro report`: the papers' numbers beside ours, and the status of each, from the records under results/."""
+"""`repro report`: the papers' numbers next to ours, and the status of each, from the records under results/."""
 
 import dataclasses
 import importlib
@@ -54,7 +54,7 @@ def command(
         bool, typer.Option("--check", help="Write nothing; name each page that is not what the records give.")
     ] = False,
 ) -> None:
-    """Set the paper's numbers beside ours: write results/tables.md, report.html, claims.csv and claims.json."""
+    """Compare the papers' numbers with ours: write results/tables.md, report.html, claims.csv and claims.json."""
     paths = find_root()
     run(load_section(ReportParams, paths.params, "report"), paths, html=html, check=check)
 
@@ -111,7 +111,7 @@ def describe_verbs() -> str:
 
 
 def describe_families() -> str:
-    """The families with the sizes of their models beside nanos, as Markdown, by the first sentence of each module."""
+    """The families with the sizes of their models but nanos, as Markdown, by the first sentence of each module."""
     import timm
 
     import repro.models

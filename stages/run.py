@@ -1,4 +1,4 @@
-"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once; or all that is measured beside
+"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once; or all that is measured besides
 it.
 """
 
@@ -29,7 +29,7 @@ def command(
     """Run the stages of dvc.yaml, several at once where none needs another; measurements of speed run alone.
 
     Each stage is run by `dvc repro --single-item`, so DVC's records are those of a plain `dvc repro`. Their output goes
-    to .runs/logs/run. What runs beside the graph, `--measured`, keeps what is finished, so that a second call
+    to .runs/logs/run. What runs outside the graph, `--measured`, keeps what is finished, so that a second call
     continues.
     """
     from repro.core.errors import UserError

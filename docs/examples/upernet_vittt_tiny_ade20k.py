@@ -1,7 +1,7 @@
 """mmsegmentation's own training of UperNet with a backbone of this project: `Runner.from_cfg(Config.fromfile(this
 file)).train()`.
 
-`repro segment` needs no such file. This one shows how a config of your own names the backbone; beside the model it has
+`repro segment` needs no such file. This one shows how a config of your own names the backbone; besides the model it has
 Vision-RWKV's recipe for its tiny size, without the layer-wise decay of the learning rate, for which mmengine has no
 rule for this backbone.
 """

@@ -23,7 +23,7 @@ def lay_grid_taps(weight: Tensor) -> Tensor:
 
 
 def run_conv_norm(tokens: Tensor, taps: Tensor, gamma: Tensor, beta: Tensor, height: int, eps: float) -> Tensor:
-    """Of contiguous tensors in a compute dtype, the taps by `lay_grid_taps`."""
+    """Convolve and normalise contiguous tensors in a compute dtype, with the taps of `lay_grid_taps`."""
     out = tokens.new_empty(2, *tokens.shape)
     arrays, width = (tokens, taps, gamma, beta, out), (False,) * tokens.shape[2]
     number = out.numpy().dtype.type(eps)
@@ -38,7 +38,7 @@ def gated_norm(x: GatedNorm) -> Tensor:
 
 
 def run_gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Of tensors in a compute dtype; weight and bias are contiguous."""
+    """Normalise and gate tensors in a compute dtype; weight and bias are contiguous."""
     B, T, _ = gate.shape
     out = z.new_empty(gate.shape)
     rows = threads.lay_flat(z), threads.lay_flat(gate), weight, bias

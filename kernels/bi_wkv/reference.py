@@ -40,7 +40,7 @@ def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     This is the paper's equation. The official CUDA kernel computes something else. It goes through chunks of ⌈T/32⌉
     tokens. With t0 the first token of t's chunk, it takes the exponent k_i − |t−i| w for i < t0 and for i > t, and adds
-    (1 − e^w) e^{(t−i) w + k_i} to the sums for t0 < i ≤ t; its denominator has 1e-6 more, beside a largest term of 1.
+    (1 − e^w) e^{(t−i) w + k_i} to the sums for t0 < i ≤ t; its denominator has 1e-6 more, where the largest term is 1.
     For the w and u of models the outputs differ by up to 4 % of the largest one at T = 49, less in longer sequences.
 
     Args:

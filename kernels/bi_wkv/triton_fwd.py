@@ -15,7 +15,7 @@ come from the cache where a segment is short.
 
 Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one
 exponent for each direction serves a whole block: the token or state that it comes from has a weight of at least
-2^−GENTLE in all outputs of the block, and what is too small for a float beside it does not matter, whatever k is. That
+2^−GENTLE in all outputs of the block, and what is too small for a float next to it does not matter, whatever k is. That
 saves a fifth of the instructions, which are what limits this kernel. Otherwise every token has its own maximum. Shape
 letters as in `reference`.
 """

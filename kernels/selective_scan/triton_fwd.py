@@ -198,7 +198,7 @@ def forward_kernel(
 def starts_kernel(
     A_ptr, steps_ptr, ends_ptr, starts_ptr, segments, R, E, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """The states behind so many segments, starts (B,R,segments,E,N), from those of each alone: ends, and the sums of Δ,
+    """The states behind each segment, starts (B,R,segments,E,N), from those of each alone: ends, and the sums of Δ,
     steps (B,R,segments,E). A thread has one state of a channel.
     """
     route, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

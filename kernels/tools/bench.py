@@ -1,4 +1,4 @@
-"""How fast are the kernels on this GPU, beside the torch backend, other people's kernels, and a copy?
+"""How fast are the kernels on this GPU, against the torch backend, other people's kernels, and a copy?
 
 Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. What belongs to one
 operator, such as other people's kernels and the form in which they get the same work, is in its `cases.Cases`.

@@ -1,6 +1,6 @@
 """What an operator's cases are: all that `check`, `bench`, `resources` and the tests need to know about it.
 
-A new operator is checked, timed, compiled and tested once its `Cases` stand in `operators.OPERATORS`.
+A new operator is checked, timed, compiled and tested once its `Cases` are in `operators.OPERATORS`.
 """
 
 import abc

@@ -29,7 +29,7 @@ from ..dispatch import find_gpu
 from ..triton_launch import launch
 from . import triton_fwd
 from .reference import Arguments
-from .triton_fwd import INTERPRETED as INTERPRETED  # this module stands for the operator's forward pass
+from .triton_fwd import INTERPRETED as INTERPRETED  # callers take it from here, as from the forward pass
 from .triton_fwd import alive, place, shared_arguments, start_state, states_shape, token_rows
 from .triton_fwd import unsupported as unsupported
 

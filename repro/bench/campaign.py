@@ -145,7 +145,7 @@ STEPS = (
 
 
 def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, ...] = STEPS) -> bool:
-    """Take the steps in order for at most so many minutes, and say what is left; whether nothing is.
+    """Run the steps in order until the time is up, and print what is left; return whether nothing is.
 
     A step that lacks a package is left out and named.
 

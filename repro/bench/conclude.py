@@ -60,7 +60,7 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
 
     Returns:
         {speedup_at_<image_size>, memory_saved_at_<image_size>_percent}, both of them {name: {vs_deit_unfused,
-        vs_deit_fused}}, where None stands beside a reason. A noisy row gives no speed-up.
+        vs_deit_fused}}, where None comes with a reason. A noisy row gives no speed-up.
     """
     at_size = {
         (row["model"], row["attention"]): row

@@ -5,7 +5,7 @@ There is one convention: a MAC is one multiply-add of a matrix product, of a con
 field call MACs "FLOPs"; `torch.utils.flop_counter` counts two FLOPs per MAC.
 
 A model with a closed form is counted without a forward pass: this project's families have theirs as methods
-(`param_terms`, `mac_terms`), and the one of timm's plain ViT and DeiT stands here. Any other model runs once on the
+(`param_terms`, `mac_terms`), and timm's plain ViT and DeiT have theirs here. Any other model runs once on the
 meta device, with unfused attention, under a mode that refuses operators it cannot classify: an uncounted operator is an
 error, never a zero.
 """

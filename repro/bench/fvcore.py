@@ -33,7 +33,7 @@ def fvcore_terms(counted: Cost, name: str, options: Mapping[str, Any], image_siz
 
 
 def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
-    """What fvcore counts beside multiply-adds in a forward pass of one (H, W) image, on the model's own device."""
+    """Count fvcore's further operations in a forward pass of one (H, W) image, on the model's own device."""
     device = next(model.parameters()).device
     if isinstance(model, Denoiser):
         numbers = torch.zeros(1, dtype=torch.long, device=device)

@@ -18,7 +18,7 @@ def run_in_lanes(
     died: Callable[[Any], Any],
     is_late: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (task, result) of each task, in the order of the tasks, from so many processes.
+    """Yield (task, result) of each task, in the order of the tasks, from `lanes` processes.
 
     `call`: task -> its result, and whether its process must not be used again; it is found by its name in the new
     processes. `died`: task -> its result where the process ended. Once `is_late` no further task is begun.

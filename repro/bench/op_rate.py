@@ -100,7 +100,7 @@ def kept_for_backward(sizes: Mapping[str, int], *, device: str, backend: str) ->
 
 
 def measure_gate(family: str, *, batch_size: int, device: str, dtype: str) -> dict[str, Any]:
-    """Whether the operator of a family (a key of `OPERATORS`) runs fast enough, beside a copy, for a fair comparison.
+    """Whether the operator of a family (a key of `OPERATORS`) is fast enough, against a copy, for a fair comparison.
 
     The operator's forward pass at 6400 tokens and the copy are timed in turn.
 
@@ -169,7 +169,7 @@ def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
     return "selective_scan", lambda: selective_scan(u, delta, A, B, C, D, None, bias), moved
 
 
-# family with an operator of this project's -> that operator at the smallest width of its layers with so many tokens
+# family with an operator of this project's -> that operator at the smallest width of its layers, with `tokens` tokens
 OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {
     "vim": _selective_scan_case,
     "vrwkv": _bi_wkv_case,

@@ -11,7 +11,7 @@ from ..core.errors import UserError, did_you_mean
 from .speed import RowSpec
 from .sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
 
-# stands for the model in the rows of a backbone with its adapter; its option `backbone` names the backbone
+# the model's name in the rows of a backbone with its adapter; its option `backbone` names the backbone
 ADAPTER = "vit_adapter"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
@@ -130,7 +130,7 @@ GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "mi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepParams:
-    """The options of a sweep; None stands for the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
+    """The options of a sweep; None is the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
 
     Args:
         image_sizes: sides of square images in pixels.

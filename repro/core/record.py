@@ -1,8 +1,8 @@
-"""Results on disk: atomic files, records with their identity, `run.json` beside them, and the code's own hash.
+"""Results on disk: atomic files, records with their identity, their `run.json`, and the code's own hash.
 
 A record holds everything that explains a number and nothing that changes from run to run; date, seconds and host go to
 `run.json`, which no stage depends on. It is `metrics.json`; where it has scores, that file has these alone, so that
-`dvc metrics show` and `diff` print what a person compares, and `details.json` beside it has the rest. `read_record`
+`dvc metrics show` and `diff` print what a person compares, and `details.json` next to it has the rest. `read_record`
 joins them.
 """
 
@@ -130,7 +130,7 @@ def write_record(
 
 
 def read_record(path: Path) -> Any:
-    """A record, in one file or in `metrics.json` and the details beside it; a missing or damaged file is a `UserError`
+    """A record, in one file or in `metrics.json` and `details.json`; a missing or damaged file is a `UserError`
     naming it.
     """
     content, details = read_json(path), path.with_name(DETAILS_FILE)

@@ -207,7 +207,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_place(device: str) -> dict[str, Any]:
-    """What the numbers of a record that this process made on a device depend on, beside versions.
+    """What the numbers of a record that this process made on a device depend on, besides versions.
 
     Args:
         device: the record's device, see `device_label`.

@@ -81,7 +81,7 @@ class Progress:
         return (self.done - self._first) / max(self._now - self._started, 1e-9)
 
     def update(self, done: int, text: str = "") -> None:
-        """Show that `done` units are finished, with `text` beside the count."""
+        """Show that `done` units are finished, with `text` after the count."""
         self.done, self._now = done, time.monotonic()
         if not self.shown or self._now < self._next_line:
             return

@@ -23,7 +23,7 @@ class DataCell:
 
     Each `open_*` compares the data set with the manifest first, and writes an embedded one that is missing. The readers
     of dense formats are loaded by name, so that an edit in one leaves the code hash of a classifier's training as it
-    is; whoever uses one imports it.
+    is; the user of one imports it.
     """
 
     name: str

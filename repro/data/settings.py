@@ -43,7 +43,7 @@ class TransformSettings:
     ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)  # its aspect ratio, [smallest, largest]
     # probability of a horizontal flip; 0 where left and right differ, as for digits
     hflip: float = bounded(0.5, ge=0, le=1)
-    # strength; null switches it off. timm leaves it out beside `auto_augment`
+    # strength; null switches it off. timm leaves it out where `auto_augment` is set
     color_jitter: float | None = bounded(None, ge=0)
     auto_augment: str | None = None  # a RandAugment string such as `rand-m9-mstd0.5-inc1`; null switches it off
     re_prob: float = bounded(0.0, ge=0, le=1)  # probability of random erasing (mode `pixel`, after normalisation)

@@ -1,7 +1,7 @@
 """Data sets of classification: root/<split>/<class>/<image>, scanned once with `os.scandir`.
 
 A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image
-then comes from the first of these that exists: a member `<key>.cls` beside it, which holds an index among the sorted
+then comes from the first of these that exists: a member `<key>.cls`, which holds an index among the sorted
 wnids of ImageNet-1K (WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the
 archives in ILSVRC2012_img_train.tar are called).
 Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as
@@ -32,7 +32,7 @@ EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 # where the archive of Kaggle and the usual scripts put the splits
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
-# the listing of archives is kept beside them: to read 1.28 million headers takes minutes
+# the listing of archives is kept in their folder: to read 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
 Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
 

@@ -201,8 +201,8 @@ def explain_attention(
 ) -> dict[str, Any]:
     """Draw where the tokens of images uint8 (N,3,S,S) look, print the numbers by layer, and return them.
 
-    With the weights of the teacher from which the classifier was linearised, they are set beside the teacher's, and
-    beside those of the student before its training: with what it inherits, and new weights as they are drawn with seed
+    With the weights of the teacher from which the classifier was linearised, they are compared with the teacher's, and
+    with those of the student before its training: with what it inherits, and new weights as they are drawn with seed
     0.
 
     Raises:

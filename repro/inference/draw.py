@@ -100,7 +100,7 @@ def draw_fields(
 def draw_radial_profiles(
     path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str
 ) -> None:
-    """Each receptive field's share within a distance of its centre, beside `even`: label and shape of an even field."""
+    """Draw each receptive field's share within a distance of its centre; `even`: label and shape of an even field."""
     figure, axes = _figure(1, 1, 4.6)
     panel = axes[0, 0]
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])

@@ -48,7 +48,7 @@ def evaluate(
     models fails, a line on stderr says so and the others are evaluated.
 
     `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and
-    `find_printed` the accuracy that the paper prints for a model, which is shown beside a full score.
+    `find_printed` the accuracy that the paper prints for a model, which is shown next to a full score.
 
     Raises:
         UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together,

@@ -23,7 +23,7 @@ Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 
 def find_snapshots(weights: Path) -> dict[int, Path]:
-    """The snapshots that a training left beside a weights file: epoch -> file, in the order of the epochs."""
+    """The snapshots that a training left next to a weights file: epoch -> file, in the order of the epochs."""
     found = {
         re.fullmatch(r"epoch_(\d+)", file.stem): file
         for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")

@@ -198,7 +198,7 @@ def _build(checkpoint: Checkpoint, size: int) -> nn.Module:
 
 
 def _find_origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The weights' hash; and the commit and params hash that made them, if their record lies beside them."""
+    """The weights' hash; and the commit and params hash that made them, if their record is in their folder."""
     path = checkpoint.path.with_name("metrics.json")
     record = read_record(path) if path.is_file() else {"metrics": {}}
     if record["metrics"].get("weights_hash") != checkpoint.hash:

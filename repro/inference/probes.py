@@ -31,7 +31,7 @@ from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 
 KNOWN = "steps=K, ascent, q_is_k, distributions"
-# kind -> what it changes beside the number of steps, and what Liu et al. report
+# kind -> what it changes besides the number of steps, and what Liu et al. report
 _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "steps": (
         lambda o: o,
@@ -241,7 +241,7 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> di
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Paths, runtime: Runtime) -> None:
     """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe, and record them.
 
-    The record stands under results/measured/<device>/probes. Raises as `run_probe`; data with other classes than the
+    The record is under results/measured/<device>/probes. Raises as `run_probe`; data with other classes than the
     model's are a UserError, too.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
@@ -293,7 +293,7 @@ def record_probe(
 def _run_operator(
     classifier: Classifier, tree: Tree, name: str, workers: int
 ) -> tuple[dict[str, float], tuple[float, float]]:
-    """Of Vittt, whose operator is observed."""
+    """The inner losses of Vittt, whose operator is observed."""
     probe = Probe("steps=1" if name == UNCHANGED else name)
     with OverrideTTTLinear(probe):
         scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)

@@ -30,7 +30,7 @@ FIGURE = "accuracy_and_time.png"
 
 
 def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime) -> None:
-    """Write results/resolution/{metrics.json, run.json} and a figure beside them.
+    """Write results/resolution/{metrics.json, run.json} and a figure.
 
     Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch
     of them. Position embeddings are resampled as for any other image size.

@@ -28,7 +28,7 @@ INK = 0.5  # mean brightness, as a share of the full one, from which on a patch 
 
 
 def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
-    """Write results/visualize/{metrics.json, run.json} and four figures beside them.
+    """Write results/visualize/{metrics.json, run.json} and four figures.
 
     A receptive field whose weights are missing is left blank, and is null in the record with the reason.
 
@@ -122,7 +122,7 @@ def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, i
     """Shares in percent for maps (N,L,h,w): of gradients in marked tokens and first chunks, and ink in marked ones.
 
     `top30` are marked among all tokens, `later_top30` among those after the first chunks. The share of ink among all
-    tokens of the same kind stands beside each.
+    tokens of the same kind is next to each.
     """
     mean = maps.mean(1)
     total = mean.sum((1, 2))

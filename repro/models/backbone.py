@@ -1,6 +1,6 @@
 """What this project's families share: timm's interface and the PlainBackbone protocol, over blocks of equal width.
 
-A family adds its blocks, its final norm, its embeddings and its class feature. Everything else stands here once:
+A family adds its blocks, its final norm, its embeddings and its class feature. Everything else is here once:
 cutting an image into a grid of patches, returning features from between the blocks, replacing the head, and recomputing
 blocks in the backward pass.
 """

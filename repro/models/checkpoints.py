@@ -282,7 +282,7 @@ def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_classes(checkpoint: Checkpoint, classes: Sequence[str]) -> bool:
-    """Whether the outputs of a checkpoint's head stand for these classes, in this order; by number where it names none.
+    """Whether the outputs of a checkpoint's head are these classes, in this order; by number where it names none.
 
     Names that only count, 0, 1, ..., are none: files made of published weights have them.
     """

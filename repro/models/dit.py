@@ -72,7 +72,7 @@ class Denoiser(OperatorModel):
         patch_size: side of a patch; height and width of every input must be multiples of it.
         in_channels: K, of the input: 4 for latents, 1 or 3 for pixels.
         embed_dim, depth, num_heads: C, the number of blocks, and the heads of the mixer.
-        num_classes: labels 0 to num_classes - 1; the label num_classes stands for no class.
+        num_classes: labels 0 to num_classes - 1; the label num_classes means no class.
         mixer: how tokens see each other.
         cpe: a depth-wise 3x3 convolution before each mixer; None has it with `ttt` alone.
         learn_sigma: the output has K more channels, which determine the variance of a step; see

@@ -2,7 +2,7 @@
 width.
 
 A family adds its stem, the blocks of its stages, what lies between two stages, and its final norm. Feature maps for
-dense tasks, the head, stochastic depth and the recomputation of blocks stand here once. `pyramid.NativePyramid` makes a
+dense tasks, the head, stochastic depth and the recomputation of blocks are here once. `pyramid.NativePyramid` makes a
 `Hierarchy` the backbone of a detector or a segmenter.
 """
 

@@ -117,7 +117,7 @@ class ImageModel(OperatorModel):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay, beside norms and biases, which timm's own rule exempts."""
+        """Names of parameters without weight decay, besides norms and biases, which timm's own rule exempts."""
         return set()
 
     def check_image_size(self, height: int, width: int) -> None:

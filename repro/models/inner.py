@@ -56,7 +56,7 @@ class InnerLoop:
         muon: see `newton_schulz`, which makes a step orthogonal.
         norm: whether the weights are brought back to their first norms after each step, one for each output unit: the
             weights themselves (`state`; `detached` where no gradient goes through the first norms, as in LaCT for
-            novel views), or a copy that is read, beside weights that go on without (`copy`).
+            novel views), or a copy that is read, while the weights go on without (`copy`).
         order: when the queries of an inner batch are read out: `before` its own step, `after` it, or at the `end` of
             all learning.
 
@@ -174,7 +174,7 @@ def learn(
     """Learn k -> v from the start `weights`, and read out q as `loop.order` says: see `follow` and `read_out`.
 
     q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q; with the order `end`, there may be more or fewer queries
-    than keys. The computation is in fp32 or more, also under autocast: a step is small beside a weight.
+    than keys. The computation is in fp32 or more, also under autocast: a step is small against a weight.
     """
     with full_precision(q.device.type):
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -34,7 +34,7 @@ class Published:
     model: str  # registered name, without timm's tag
     tag: str  # timm's name for this set of weights; empty for a model with one unnamed set
     license: str | None  # stated by the publisher on the hub, according to timm's configuration
-    # whether a paper's row for the plain model may stand beside them: trained on ImageNet-1K alone, and the authors'
+    # whether a paper's row for the plain model may be set against them: trained on ImageNet-1K alone, and the authors'
     # own set if they published one
     comparable: bool
     # timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others
@@ -47,7 +47,7 @@ class Published:
 
     @property
     def record_name(self) -> str:
-        """The name in records: the plain one, by which reports find it, only if a paper's row may stand beside it."""
+        """The name in records: the plain one, by which reports find it, only if a paper's row may be set against it."""
         return self.model if self.comparable else self.full_name
 
 

@@ -186,7 +186,7 @@ def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
 
 
 def count_class_rows(reading: Reading, num_class_tokens: int) -> int:
-    """Rows of positions beyond the patches': one for each class token; T + 1 rows stand where there is none."""
+    """Rows of positions beyond the patches': one for each class token; T + 1 rows where there is none."""
     if reading.positions == "none":
         return 0
     return max(num_class_tokens, int(reading.positions == "patches_and_class"))

@@ -98,7 +98,7 @@ def _split(part: str) -> tuple[str, str]:
 
 
 def _read(text: str, hint: Any) -> Any:
-    """The value that a text stands for; a text that stands for none is returned, and then refused by the class."""
+    """The value of a text; a text without a value is returned, and then refused by the class."""
     if hint is float:
         try:
             return float(text)

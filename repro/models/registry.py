@@ -1,7 +1,7 @@
 """Building a registered model by name, and facts about a model that results record.
 
 Classifiers and backbones are registered with timm. A denoiser, which maps a noisy input, a timestep and a label to
-noise, would not be what timm's users expect of a model, so its name stands here.
+noise, would not be what timm's users expect of a model, so its name is listed here.
 """
 
 from collections.abc import Callable, Mapping

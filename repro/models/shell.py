@@ -2,7 +2,7 @@
 
 Patches get positions in one of three ways, blocks are a mixer and an MLP after LayerNorms, and the head reads the mean
 of the tokens. A family brings its mixer: a module `mixer(x_BNC, grid)` with `param_terms()` and `mac_terms(grid)`, the
-named counts of one layer, and `init_weights()` if it has parameters beside linear layers and convolutions. The shell
+named counts of one layer, and `init_weights()` if it has parameters besides linear layers and convolutions. The shell
 adds what is its own to these counts.
 
 Shape suffixes: B batch, N tokens (h·w), C width.

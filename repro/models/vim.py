@@ -141,7 +141,7 @@ class VimBlock(nn.Module):
 class Vim(Backbone):
     """Vision Mamba in timm's conventions, as a `PlainBackbone`.
 
-    The official release carries the output of a block beside the residual, and adds it before the next norm with the
+    The official release keeps the output of a block apart from the residual, and adds it before the next norm with the
     drop path rate of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0,
     p), which is built here.
 
@@ -190,7 +190,7 @@ class Vim(Backbone):
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, beside vectors and biases, exempt in every family; the rates A_log decay, as officially."""
+        """Embeddings, besides vectors and biases, exempt in every family; the rates A_log decay, as officially."""
         return {"pos_embed", "cls_token"}
 
 

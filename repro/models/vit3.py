@@ -1,7 +1,7 @@
 """ViT3, vision test-time training in the shell of DeiT: ViT3-T/S/B, and a nano for tests and the embedded data sets.
 
 Every block learns two small models on its own tokens, by one step of full-batch gradient descent per image, and reads
-them out: a gated linear unit for each head, and beside the heads one depth-wise 3x3 convolution on the grid. There is
+them out: a gated linear unit for each head, and in parallel one depth-wise 3x3 convolution on the grid. There is
 no position embedding and no class token. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width, d head dimension.
@@ -23,7 +23,7 @@ from .shell import NANO_PATCH16_144, ClassFreeViT, build_cpe, require_choice
 INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
 _SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
 # step -> how the heads learn, `own` as in ViT3. The gate SiLU(x w2) of V1 is static, so that w1 learns alone from
-# values v ⊙ SiLU(k w2). V6 leaves out the damping, which stands in ViT3 where LaCT has Muon. `as_run`: the value is v ⊙
+# values v ⊙ SiLU(k w2). V6 leaves out the damping, which ViT3 has where LaCT has Muon. `as_run`: the value is v ⊙
 # (k w1), since the paper's code keeps the line of the gated unit, whose gradient that is; without it, the step is the
 # gradient of the loss itself
 STEPS: dict[str, InnerLoop] = {
@@ -37,7 +37,7 @@ STEPS: dict[str, InnerLoop] = {
     "v6_as_run": InnerLoop(model="fc", scale=INNER_SCALE),
 }
 WITHOUT_GATE = ("v3", "v6")  # steps that have no w2; what was run keeps it, without effect
-# step -> products with a d x d matrix beside those of its learner: the gates of keys and queries, or k w1
+# step -> products with a d x d matrix besides those of its learner: the gates of keys and queries, or k w1
 _FURTHER_PRODUCTS = {"v1": 2, "v3_as_run": 1, "v6_as_run": 1}
 Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, C/2)
 

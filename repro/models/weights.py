@@ -34,7 +34,7 @@ State = Mapping[str, Tensor]
 
 # the only metadata key: safetensors would write several in an order that varies from run to run
 METADATA_KEY = "vision_ttt_repro"
-# what the metadata have, and what they may have beside it; an unknown key is a damaged one, or of a later version
+# what the metadata have, and what they may have besides; an unknown key is a damaged one, or of a later version
 _NEEDED, _FURTHER = {"model", "options", "preprocessing", "classes"}, {"checksum", "reading", "task"}
 # in the header, where the metadata are JSON in a string of JSON
 _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)
@@ -42,7 +42,7 @@ _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
 _NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})\.")  # torch.hub's names of files carry the first digits of their SHA-256
-# settings that training code saves beside the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin
+# settings that training code saves with the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin
 # and ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
@@ -171,7 +171,7 @@ def require_sound(state: State, where: Path | str) -> None:
 def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -> dict[str, Tensor]:
     """The state dict in an official file, under the names of its authors' model.
 
-    The file may hold the state dict itself, or hold it in the first of these `places` beside an optimiser or settings,
+    The file may hold the state dict itself, or hold it in the first of these `places`, with an optimiser or settings,
     which are ignored. The prefixes `module.` (DataParallel), `_orig_mod.` (torch.compile) and `backbone.` (mmcls) are
     removed, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's, must be right.
 
@@ -334,7 +334,7 @@ def _open(path: Path) -> Any:
 
 
 def _find_checksum(path: Path) -> tuple[int, bytes, bytes]:
-    """Where in a file its checksum stands, the stated one, and the right one; (0, b"", b"") for a file without one."""
+    """Where in a file its checksum is, the stated one, and the right one; (0, b"", b"") for a file without one."""
     with open(path, "rb") as stream:
         length = stream.read(8)
         header = stream.read(int.from_bytes(length, "little"))

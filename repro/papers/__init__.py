@@ -23,7 +23,7 @@ def load_papers() -> dict[str, Any]:
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained beside the recipe of the paper of its family; see `repro.papers.recipe.describe`."""
+    """How a classifier is trained against the recipe of the paper of its family; see `repro.papers.recipe.describe`."""
     family, primary = params.model.split("_")[0], load_primary().id
     # the primary paper also compares families of other papers, whose recipes are not its own
     rooms = [paper.id for paper in load_papers().values() if family in paper.families and not paper.primary] + [primary]

@@ -163,7 +163,7 @@ def _follow(job: Job, identity: Mapping[str, Any], seed: int) -> dict[str, Any]:
         raise UserError("its curve does not say how its first epoch went; train it again")
 
     def judge_epoch(epoch: int, now: Means) -> bool | None:
-        # of the record's other seeds, and of the same seed of what lies beside it
+        # of the record's other seeds, and of the same seed of its neighbours
         others = [
             means
             for file, epochs in every.items()

@@ -10,7 +10,7 @@ def find_error(found: Any, stated: Any) -> float:
 
 
 def choose(known: Mapping[str, Any], name: str, kind: str) -> Any:
-    """What a name stands for; a `ValueError` names all that there are."""
+    """What a name means; a `ValueError` lists all names."""
     if name not in known:
         raise ValueError(f"{name!r}: no {kind}; they are {', '.join(known)}")
     return known[name]

@@ -15,7 +15,7 @@ class Variant:
 
     Args:
         options: the options of the model that it changes; empty for the plain model.
-        changes: what it changes of the recipe beside them, as nested mappings.
+        changes: what else it changes of the recipe, as nested mappings.
         elsewhere: the same on other data than the recipe's own; None for `changes`.
     """
 

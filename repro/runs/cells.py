@@ -41,7 +41,7 @@ from .job import (
 _FOLDERS = ("snapshots", "examples")  # of the first seed's files
 # of a transform: what says how large an input is
 _SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
-# parameters that change what a GPU keeps beside the weights
+# parameters that change what a GPU keeps besides the weights
 _KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
 
 
@@ -193,7 +193,7 @@ def record_cell(
 
 
 def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
-    """Remove from .runs what seeds left there whose record stands."""
+    """Remove from .runs what finished seeds left there."""
     for seed in seeds:
         # the states first: a run that found one without its snapshots would end without them
         for state in cell.state_folder(seed).glob("step_*.pt"):
@@ -208,7 +208,7 @@ def record_speed(
     results/measured/<slug>/<stage>/<cell>.json.
 
     The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
-    go through it at once, and what a GPU keeps beside the weights. The speed is that of the last of the seeds that has
+    go through it at once, and what a GPU keeps besides the weights. The speed is that of the last of the seeds that has
     one, whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
     it is not an output of the graph.
     """
@@ -305,7 +305,7 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
         with contextlib.ExitStack() as renamed_at_the_end:
             for target, file in files.items():
                 shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
-            # that of an earlier run must not stand beside the new files
+            # that of an earlier run does not describe the new files
             (cell.folder / "metrics.json").unlink(missing_ok=True)
         for old in {
             file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()

@@ -86,7 +86,7 @@ def make_cell(
     cell = "-".join(parts).replace(".", "_")
     measured = paths.measured(device_slug(choose_device(runtime.device))) / STAGE
     about = {"stage": STAGE, "name": cell, "spec": SPEC, "recipe": recipe}
-    # the sets of one's own have a folder each, beside whose `data` the models lie
+    # the sets of one's own have a folder each, where the models are next to `data`
     folder = (manifest_path(paths, data).parents[1] if own else measured) / cell
     return Cell(**about, params=params, paths=paths, runtime=runtime, folder=folder)
 

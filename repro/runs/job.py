@@ -33,7 +33,7 @@ class Cell:
         paths, runtime: the checkout and its `runtime:` section.
         ranks: the processes that train together.
         folder: where its results go.
-        recipe: describes how it is trained, beside what the paper prescribes; None describes nothing.
+        recipe: compares how it is trained with what the paper prescribes; None describes nothing.
         reported: whether the trained model is evaluated on the reported split; not if the best of several cells is
             still to be chosen.
     """
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """The files, beside the code, on which a run depends: the data's manifest and the initial weights."""
+        """The files, besides the code, on which a run depends: the data's manifest and the initial weights."""
         manifest = manifest_path(self.paths, self.params.data)
         return (manifest, self.init) if self.init else (manifest,)
 
@@ -81,7 +81,7 @@ class Job:
         task: see `repro.training.loop.Task`.
         accumulate: parts into which a batch of a process is cut.
         data: the prepared data set.
-        described: what weights files say beside the weights, see `repro.models.weights.save_weights`.
+        described: what weights files say besides the weights, see `repro.models.weights.save_weights`.
         load_report: what became of each key of the initial weights.
     """
 
@@ -172,7 +172,7 @@ def build_job(cell: Cell, seed: int) -> Job:
 
 
 def run_job(job: Job) -> Outcome | None:
-    """Train, or continue where an earlier call stopped, and keep the results beside the run's state.
+    """Train, or continue where an earlier call stopped, and keep the results next to the run's state.
 
     Returns:
         The outcome on rank 0, None on the others. Raises as `repro.training.loop.fit`.
@@ -187,7 +187,7 @@ def run_job(job: Job) -> Outcome | None:
     if ranks.first:
         require_writable(cell.folder)  # better now than after the last epoch
         write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
-    # beside the state and not in the results: DVC empties these before it starts a stage, also one that continues
+    # next to the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots, result = state / "snapshots", state / "result"
     snapshots.mkdir(parents=True, exist_ok=True)
 

@@ -134,7 +134,7 @@ def train_own(
     parts += ([f"{seeds}seeds"] if seeds else []) + (["flipped"] if flip else [])
     name = "-".join(parts).replace(".", "_")
     params = dataclasses.replace(params, options=options, seeds=tuple(range(seeds or 1)))
-    folder = manifest_path(paths, data).parents[1] / name  # beside the folder `data`
+    folder = manifest_path(paths, data).parents[1] / name  # next to the folder `data`
     cell = {"stage": stage, "name": f"{own.name}-{name}", "params": params, "spec": spec, "folder": folder}
     train_cells([Cell(paths=paths, runtime=runtime, **cell)], gpus)
     if gpus is None and "WORLD_SIZE" not in os.environ:

@@ -31,8 +31,8 @@ class Work:
         module: what Python runs. One of others is asked to end by a SIGINT to all its processes, as by a Ctrl-C, and
             not by a SIGTERM.
         after: the names of others that must have succeeded before it starts; those that nobody runs count as done.
-        alone: whether nothing may run beside it; it then has all threads.
-        environment: variables that it has beside those of this process.
+        alone: whether nothing else may run meanwhile; it then has all threads.
+        environment: variables that it has besides those of this process.
     """
 
     arguments: tuple[str, ...]
@@ -129,7 +129,7 @@ def _start(work: Work, environment: Mapping[str, str], root: Path) -> subprocess
 
 
 def _find_outcome(work: Work, code: int, root: Path) -> str:
-    """Which signal killed it; else the error in its log, which may stand before what it still wrote when it ended; else
+    """Which signal killed it; else the error in its log, which may come before what it still wrote when it ended; else
     the last line.
     """
     said = work.log.read_text(encoding="utf-8", errors="replace").strip()

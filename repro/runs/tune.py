@@ -72,7 +72,7 @@ class Search:
     Args:
         cell: what is trained; its folder is that of the record.
         tune: the search.
-        arguments: of `repro tune`, beside --data, that choose this search.
+        arguments: of `repro tune`, besides --data, that choose this search.
     """
 
     cell: Cell

@@ -94,7 +94,7 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
-        """What a weights file says beside the weights, see `repro.models.weights.save_weights`."""
+        """What a weights file says besides the weights, see `repro.models.weights.save_weights`."""
 
     @abc.abstractmethod
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:

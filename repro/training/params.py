@@ -62,7 +62,7 @@ class InitParams:
 
     Args:
         weights: a file, from the checkout's root: of this project, or of an official release of the model.
-        sha256: the file's SHA-256, 16 hex digits or more; needed where no record beside the file states it.
+        sha256: the file's SHA-256, 16 hex digits or more; needed where no record in its folder states it.
     """
 
     weights: str

@@ -1,4 +1,4 @@
-"""The speed of the training loader beside a bare loop of decoding and transforming: the rest is its own cost."""
+"""The speed of the training loader against a bare loop of decoding and transforming: the rest is its own cost."""
 
 import contextlib
 import dataclasses

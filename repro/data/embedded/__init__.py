@@ -21,7 +21,7 @@ _MARKER = "generated.json"
 def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> Iterator[Path]:
     """Yield a tree of empty `folders` that takes the place of `root` on success; it replaces an earlier one of its own.
 
-    It lies beside `root` and is renamed at the end, so that an interrupted call leaves no half-written tree at `root`.
+    It is written next to `root` and renamed at the end, so that an interrupted call leaves no half-written tree.
     Kind and settings, a dataclass, are written to its `generated.json`.
 
     Raises:

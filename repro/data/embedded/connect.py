@@ -27,7 +27,7 @@ _QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exact, unlike exp(1j * a
 _SAMPLES_PER_PX = 2
 _COARSE = 4  # every fourth sample is tested for clearance
 _CANDIDATES = 32  # curves that are proposed at once
-_PROPOSALS = 8  # how often a curve is proposed beside those that were placed before
+_PROPOSALS = 8  # how often a curve is proposed next to those placed before
 _TRIES = 40  # how often the image is begun anew
 
 

@@ -46,7 +46,7 @@ def choose_splits(targets: np.ndarray, tune_fraction: float, test_fraction: floa
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(targets == digit))
         tune, test = (round(len(members) * fraction) for fraction in (tune_fraction, test_fraction))
-        # tune comes first: whoever changes the share of test leaves the scans as they are on which the recipe was
+        # tune comes first: another share of test leaves the scans as they are on which the recipe was
         # chosen
         chosen[members[:tune]] = "tune"
         chosen[members[tune : tune + test]] = "test"

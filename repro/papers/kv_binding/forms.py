@@ -193,7 +193,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Bl
 
 
 def compare_setting(report: Report) -> list[Block]:
-    """The paper's Table 2 beside ours, in its setting, for each device."""
+    """The paper's Table 2 and ours, in its setting, for each device."""
     entries, blocks = report.paper.ledger.entries, []
     for source in _require_forms(report):
         rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}

@@ -26,7 +26,7 @@ def identity_error(name: str) -> float:
     its damping. `gated_unit_without_rate`: the first as it is printed, without that rate.
     `damped_unit`: the gated unit with its damping, which divides each output channel by 1 + the norm of its step.
     `norm_of_static`: LaCT's norm of weights that do not learn gives these weights.
-    `rate_in_value`: a token's rate can stand at its value.
+    `rate_in_value`: a token's rate can multiply its value.
     `v6_of_lact`: its last step is o = q(W + Σ kᵀv).
     `v6_as_run`, `v6_derived`: the same of ViT³, as the authors ran it, and with the gradient of its loss and the factor
     s/N. `v6_as_run_repaired`: as they ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
@@ -147,7 +147,7 @@ def order_error(step: str, norm: str | None = None) -> float:
 
 @functools.cache
 def momentum_error(chunks: int, form: str) -> float:
-    """The error of momenta M_j = G_j + α_j M_{j−1} of so many chunks in fp32, against the recurrence in fp64; α is the
+    """The error of momenta M_j = G_j + α_j M_{j−1} of `chunks` chunks in fp32, against the recurrence in fp64; α is the
     mean of a chunk of 256 tokens, around ½.
 
     `ours` takes weights from differences of cumulated logarithms. `divided` is what the authors' code does:

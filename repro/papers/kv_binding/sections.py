@@ -1,4 +1,4 @@
-"""What the page of the KV binding says beside the tables: residuals, changes of an inner learner, and probes."""
+"""What the page of the KV binding says besides the tables: residuals, changes of an inner learner, and probes."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the page of the linearization says beside the tables: what students recover, and where their tokens look."""
+"""What the page of the linearization says besides the tables: what students recover, and where their tokens look."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which published weights can stand beside Table 1, and what the table prints for them."""
+"""Which published weights Table 1 can be compared with, and what it prints for them."""
 
 import timm
 

@@ -32,7 +32,7 @@ SAID: dict[str, dict[str, Any]] = {
         "options.chunk_size": 16,
         "options.w0": "per_direction",
     },
-    DEIT: {  # the same numbers stand in Swin's config.py
+    DEIT: {  # Swin's config.py has the same numbers
         "transform.scale": (0.08, 1.0),
         "transform.ratio": (3 / 4, 4 / 3),
         "transform.hflip": 0.5,

@@ -1,4 +1,4 @@
-"""What the page of ViT³ says beside the tables: the losses of Fig. 3, and denoisers that were trained outside the pipeline."""
+"""What the page of ViT³ says besides the tables: the losses of Fig. 3, and denoisers from outside the pipeline."""
 
 import itertools
 import statistics

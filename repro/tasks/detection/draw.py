@@ -12,7 +12,7 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 from ..dense.base import list_colours
 from .mask_rcnn import Detections
 
-_LEGIBLE = 512  # pixels of the short side from which on labels can be read beside small objects
+_LEGIBLE = 512  # pixels of the short side from which on labels of small objects can be read
 _COLOURS = list_colours()
 
 
