@@ -58,7 +58,7 @@ class Recorder:
         self._constants = {StorageWeakRef(x.untyped_storage()).cdata for x in constants}
 
     def add(self, run: Callable[..., None], names: Sequence[str], values: Sequence[Any]) -> None:
-        """Note a launch. Of an argument whose name ends in `_ptr` only its first element counts, not its shape."""
+        """Note a launch. An argument whose name ends in `_ptr` counts by its first element, not its shape."""
         step = Step(run, list(values), [], [], [])
         for argument, (name, x) in enumerate(zip(names, values, strict=True)):
             if isinstance(x, Tensor) and (place := self._find(argument, name, x, step)):

@@ -68,7 +68,7 @@ def sums_kernel(
 ):
     """What each segment adds to the state behind it, and to the one in front of it: both, to sums (B,S,2,3,C).
 
-    The first is not that of the last segment where that is shorter, which nothing needs. Of adjoint tokens k and v are
+    A shorter last segment adds a wrong first sum, which nothing reads. For adjoint tokens k and v are
     L and the gradient of out; else out is not read.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

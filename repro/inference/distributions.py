@@ -2,7 +2,7 @@
 al., "Test-Time Training with KV Binding Is Secretly Linear Attention", shows in two dimensions, as one number each.
 
 A Gaussian is fitted to each of two sets of vectors on half of the images, and tells the vectors of the other half
-apart. Of equal distributions it gets half of them right.
+apart. It gets half of them right where the distributions are equal.
 """
 
 import contextlib
