@@ -1,7 +1,5 @@
 """Counts, ours and fvcore's, against PyTorch's own counter, hand-written formulas, and what papers print."""
 
-import itertools
-
 import pytest
 import torch
 import torchvision
@@ -12,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from repro.bench import build
 from repro.bench.flops import OperatorCounter, cost, counted_macs
 from repro.bench.fvcore import count_extras, fvcore_terms
-from repro.models.ttt_mixer import DESIGNS, W0_MODES
-from repro.models.vittt import POOLS
+from repro.models.ttt_mixer import DESIGNS
 
 NANO, TINY, DEIT = "vittt_nano_patch16_144", "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 VIT3 = "vit3_nano_patch16_144"
@@ -30,16 +27,6 @@ def torch_macs(name, options, resolution, backend=None):
         model(torch.zeros(1, 3, *resolution))
     assert counter.get_total_flops() % 2 == 0
     return counter.get_total_flops() // 2
-
-
-@pytest.mark.parametrize("name", [NANO, TINY])
-@pytest.mark.parametrize("chunk_size", [16, 0])
-def test_parameter_terms_add_up_to_the_model(name, chunk_size):
-    combinations = list(itertools.product(DESIGNS, POOLS, W0_MODES))
-    for design, pool, w0 in combinations if name == NANO else combinations[:: len(W0_MODES) * 2 + 1]:
-        options = {"design": design, "pool": pool, "w0": w0, "chunk_size": chunk_size}
-        counted = cost(name, options, (64, 96))
-        assert sum(counted.param_terms.values()) == counted.num_params, options
 
 
 @pytest.mark.parametrize(
@@ -92,21 +79,6 @@ def test_equation_14():
 
 
 @pytest.mark.parametrize(
-    "size, C, heads, giga", [("tiny", 192, 6, 1.2235), ("small", 384, 6, 4.8169), ("base", 768, 12, 17.956)]
-)
-def test_vit3_by_hand_and_by_the_convention_of_its_paper(size, C, heads, giga):
-    """The paper counts with fvcore: 5 per element of a LayerNorm, and not the convolution's inner gradient."""
-    N, d = 196, C // heads
-    linear = C * (3 * C + 3 * d) + (C + d) * C + 8 * C * C
-    inner = 6 * C * d + 2 * 9 * d
-    by_hand = 12 * N * (linear + inner + 9 * C) + N * 768 * C + 1000 * C
-    counted = cost(f"vit3_{size}_patch16_224", {}, (224, 224))
-    assert counted.method == "analytic" and counted.macs == by_hand
-    theirs = by_hand - 12 * N * 9 * d + 25 * N * 5 * C
-    assert f"{theirs / 1e9:.5g}" == str(giga)
-
-
-@pytest.mark.parametrize(
     "name, options", [(DEIT, {}), (VIT3, {}), (VIT3, {"num_classes": 0, "num_heads": 4, "depth": 1})]
 )
 @pytest.mark.parametrize("resolution", [(144, 144), (32, 80)])
@@ -121,10 +93,7 @@ def test_closed_forms_equal_the_operators(name, options, resolution):
     [
         (lambda x: torchvision.ops.nms(x[0, 0, :, :4], x[0, 0, :, 4], 0.5), "torchvision.nms"),
         (torch.fft.rfft2, "aten._fft_r2c"),
-        (
-            lambda x: torch.nn.functional.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False),
-            "aten.grid_sampler_2d",
-        ),
+        (lambda x: nn.functional.grid_sample(x, x[..., :2], align_corners=False), "aten.grid_sampler_2d"),
     ],
 )
 def test_an_operator_that_cannot_be_counted_is_an_error(operation, named):
@@ -210,7 +179,7 @@ def test_single_layers_by_fvcore(layer, norms, interpolation, device):
 @pytest.mark.parametrize(
     ("name", "width", "tokens", "giga"),
     [
-        ("vit3_tiny_patch16_224", 192, 196, 1.22),  # the authors' code, for T, S and B: 1.2235, 4.8169 and 17.956
+        ("vit3_tiny_patch16_224", 192, 196, 1.22),  # the authors' code, for T, S and B
         ("vit3_small_patch16_224", 384, 196, 4.82),
         ("vit3_base_patch16_224", 768, 196, 17.96),
         ("deit_tiny_patch16_224", 192, 197, 1.26),

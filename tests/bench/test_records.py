@@ -27,55 +27,44 @@ def count(root, **sections):
     run_complexity(build(ComplexityParams, {"sizes": {}, "groups": [], **sections}, "complexity"), Paths(root))
 
 
-def test_complexity_counts_every_combination(tmp_path):
-    vary = {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}
+# what the terms of each kind add up to, and their unit
+TOTALS = {"num_params": ("num_params", 1), "macs": ("macs_g", 1e-9)}
+TOTALS |= {f"macs_{by}": (f"macs_g_{by}", 1e-9) for by in ("paper_convention", "fvcore")}
+
+
+def test_complexity_counts_every_combination_by_each_convention(tmp_path):
+    """By fvcore a LayerNorm counts 5 per value: 25 of them, of 197 tokens of width 192. Vittt's authors count as we do."""
     groups = [
-        {"models": [NANO, DEIT], "image_sizes": [144, 224]},
-        {"models": [NANO], "image_sizes": [144], "vary": vary},
+        {"models": [NANO, "vmamba_nano_144"], "image_sizes": [144, 288]},
+        {"models": [DEIT], "image_sizes": [224], "fvcore": True},
+        {"models": [NANO], "image_sizes": [144], "vary": {"design": ["dual", "conv2d"], "chunk_size": [8, 0]}},
     ]
     adapters = {"backbones": [NANO, DEIT], "image_sizes": [{"height": 64, "width": 96}]}
     count(tmp_path, sizes={"T": {"model": NANO, "baseline": DEIT}}, groups=groups, adapters=adapters)
-    folder = tmp_path / "results" / "complexity"
-    metrics, table = read(folder)
-    assert len(metrics["rows"]) == len(table) == 10
-    assert metrics["rows"][f"{DEIT}@224"]["num_params"] == 5_717_416
-    assert metrics["rows"][f"{NANO}[design=dual,chunk_size=0]@144"]["options"] == {"design": "dual", "chunk_size": 0}
-    assert metrics["dwconv_params_m"]["T"] == 4 * 9 * 64 / 1e6
-    assert 0 < metrics["saved_at_1280_percent"]["T"] < 100
-    _, terms = read(folder, "terms.csv")
-    for kind, total in (("num_params", 5_717_416), ("macs", round(metrics["rows"][f"{DEIT}@224"]["macs_g"] * 1e9))):
-        own = [term for term in terms if (term["row"], term["kind"]) == (f"{DEIT}@224", kind)]
-        assert sum(int(term["value"]) for term in own) == total
-    name = f"vit_adapter[backbone={DEIT}]@64x96"
-    adapted = metrics["rows"][name]
-    assert (adapted["num_params"], adapted["image_size"]) == (7_966_640, [64, 96])
-    assert adapted["options"] == {"backbone": DEIT}
-    own = [term for term in terms if (term["row"], term["kind"]) == (name, "macs_paper_convention")]
-    in_terms = sum(int(term["value"]) for term in own)
-    assert in_terms == round(adapted["macs_g_paper_convention"] * 1e9) > round(adapted["macs_g"] * 1e9)
-    lines = {line["row"]: line for line in table}
-    line, by_paper = lines[name], "macs_g_paper_convention"
-    assert float(line[by_paper]) == adapted[by_paper] and line["image_size"] == "64x96"
-    deit = f"{DEIT}@224"
-    assert lines[deit][by_paper] == "" and by_paper not in metrics["rows"][deit]
-
-
-def test_complexity_has_the_counts_of_fvcore_and_of_a_familys_authors_where_they_are_asked_for(tmp_path):
-    """By fvcore a LayerNorm counts 5 per value: 25 of them, of 197 tokens of width 192. Vittt's authors count as we do."""
-    groups = [{"models": ["vmamba_nano_144", NANO], "image_sizes": [144]}]
-    groups.append({"models": [DEIT], "image_sizes": [224], "fvcore": True})
-    count(tmp_path, groups=groups)
     metrics, table = read(tmp_path / "results" / "complexity")
-    vmamba, vittt, deit = (metrics["rows"][row] for row in ("vmamba_nano_144@144", f"{NANO}@144", f"{DEIT}@224"))
-    assert round((deit["macs_g_fvcore"] - deit["macs_g"]) * 1e9) == 25 * 197 * 192 * 5
-    assert vmamba["macs_g_paper_convention"] > vmamba["macs_g"]
-    for key, own in (("macs_g_fvcore", deit), ("macs_g_paper_convention", vmamba)):
-        assert [key in row for row in (vmamba, vittt, deit)] == [row is own for row in (vmamba, vittt, deit)]
-        assert sorted(line[key] for line in table) == ["", "", str(own[key])]
     _, terms = read(tmp_path / "results" / "complexity", "terms.csv")
-    listed = {term["term"]: int(term["value"]) for term in terms if term["kind"] == "macs_paper_convention"}
-    assert {"scan", "layer_norm", "pooling"} < set(listed)
-    assert sum(listed.values()) == round(vmamba["macs_g_paper_convention"] * 1e9)
+    rows, lines = metrics["rows"], {line["row"]: line for line in table}
+    assert rows.keys() == lines.keys() and len(table) == 11
+    assert metrics["dwconv_params_m"]["T"] == 4 * 9 * 64 / 1e6 and 0 < metrics["saved_at_1280_percent"]["T"] < 100
+    assert rows[f"{NANO}[design=dual,chunk_size=0]@144"]["options"] == {"design": "dual", "chunk_size": 0}
+    names = f"{NANO}@144", f"{DEIT}@224", "vmamba_nano_144@144", f"vit_adapter[backbone={DEIT}]@64x96"
+    vittt, deit, vmamba, adapted = (rows[name] for name in names)
+    assert deit["num_params"] == 5_717_416
+    assert (adapted["num_params"], adapted["options"]) == (7_966_640, {"backbone": DEIT})
+    assert (adapted["image_size"], lines[names[-1]]["image_size"]) == ([64, 96], "64x96")
+    assert round((deit["macs_g_fvcore"] - deit["macs_g"]) * 1e9) == 25 * 197 * 192 * 5
+    assert all(row["macs_g_paper_convention"] > row["macs_g"] for row in (vmamba, adapted))
+    for key, own in (("macs_g_fvcore", [deit]), ("macs_g_paper_convention", [vmamba, adapted])):
+        assert [row for row in (vittt, deit, vmamba, adapted) if key in row] == own
+        assert [lines[name][key] for name in names] == [str(rows[name].get(key, "")) for name in names]
+    kinds = {(term["row"], term["kind"]) for term in terms}
+    assert kinds >= {(names[1], kind) for kind in ("num_params", "macs", "macs_fvcore")}
+    assert kinds >= {(name, "macs_paper_convention") for name in names[2:]}
+    for name, kind in kinds:
+        values = {term["term"]: int(term["value"]) for term in terms if (term["row"], term["kind"]) == (name, kind)}
+        key, unit = TOTALS[kind]
+        assert sum(values.values()) == round(rows[name][key] / unit)
+        assert (name, kind) != (names[2], "macs_paper_convention") or {"scan", "layer_norm", "pooling"} < values.keys()
 
 
 @pytest.mark.parametrize(
