@@ -106,7 +106,6 @@ class CostPlan:
 
     @property
     def unknown(self) -> list[str]:
-        """The commands of rows whose hours or disk are unknown."""
         return [row.command for row in self.rows if None in (row.hours, row.disk_gb)]
 
     def find_rows(self, place: str) -> list[PlanRow]:

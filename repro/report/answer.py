@@ -66,7 +66,6 @@ def _judge_questions(report: Report) -> list[tuple[Question, str, str]]:
 
 
 def _find_own(question: Question, report: Report) -> list[Verdict]:
-    """The verdicts on the entries that a question names."""
     return [report.verdicts[name] for name in question.find(report.paper.ledger)]
 
 

@@ -32,7 +32,6 @@ class Report:
 
     @property
     def all(self) -> list[Verdict]:
-        """The verdicts on all entries."""
         return list(self.verdicts.values())
 
 

@@ -28,12 +28,10 @@ _COUNTED = {
 
 
 def find_claims_files(report: Report) -> Line:
-    """The files that hold all entries."""
     return prose("`claims.csv` and `claims.json`" if report.paper.primary else f"`{report.paper.id}.claims.json`")
 
 
 def list_marks(_: Report) -> list[Block]:
-    """What the marks mean."""
     return [table(["mark", "what it means"], LEGEND.items())]
 
 
@@ -89,7 +87,6 @@ def count_relations(report: Report, what: str) -> int:
 
 
 def list_headlines(report: Report) -> list[Block]:
-    """The claims that the paper leads with."""
     chosen = [claim for claim in report.paper.ledger.claims if _is_headline(claim, report)]
     return [_claim_table(chosen, report, with_reasons=True)] if report.paper.headlines else []
 
@@ -268,7 +265,6 @@ def _prints(entry: Entry) -> Line:
 
 
 def _first_command(commands: Iterable[str], report: Report) -> Line:
-    """The first of the commands, and how many more there are."""
     first, *more = dict.fromkeys(commands)
     shown: Piece = first if _is_remark(first) else code(first)
     file = "claims.csv" if report.paper.primary else f"{report.paper.id}.claims.json"

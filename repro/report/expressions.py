@@ -55,7 +55,6 @@ class Expression:
 
     @functools.cached_property
     def calls(self) -> tuple[Call, ...]:
-        """The functions that it calls, with their arguments."""
         nodes = [node for node in _walk(self._tree) if isinstance(node, ast.Call) and not _id_of(node)]
         constants = ([arg.value if isinstance(arg, ast.Constant) else None for arg in node.args] for node in nodes)
         return tuple(Call(node.func.id, tuple(args)) for node, args in zip(nodes, constants, strict=True))

@@ -224,7 +224,6 @@ class Claim(_Answer):
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Its entries, in order."""
         about = {"place": self.place, "says": self.says, "kind": self.kind, "unit": self.unit}
         if not self.values:
             rules = _relations(self.id, self.because, requires=self.holds)

@@ -41,17 +41,14 @@ class Pair:
 
     @property
     def word(self) -> str:
-        """The verdict on a paper's order."""
         return self.name_side("ordering seen", "ordering contradicted")
 
     def name_side(self, above: str, below: str) -> str:
-        """The verdict in words."""
         if self.interval is None:
             return "one seed"
         return (NOT_SEPARATED, above, below)[self.side]
 
     def show(self, places: int) -> str:
-        """The difference with its sign and its interval."""
         return show_interval(self.difference, self.interval, f"+.{places}f")
 
 

@@ -79,7 +79,6 @@ class Contest:
 
     @property
     def title(self) -> str:
-        """`Ours against theirs`."""
         return f"{self.ours[1]} against {self.theirs[1]}"
 
 
@@ -159,12 +158,10 @@ class Paper(About):
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Its ledger, read once."""
         return load_ledger(self.ledger_file)
 
     @cached_property
     def compared(self) -> tuple[VariantTable, ...]:
-        """Its tables and figures that compare variants."""
         tables = self.variants.tables if self.variants else {}
         return tuple(VariantTable(place=place, **table) for place, table in tables.items())
 

@@ -39,7 +39,6 @@ class Twin:
 
     @property
     def largest(self) -> float:
-        """The largest difference of a score, without its sign."""
         return max(map(abs, self.differences.values()))
 
 
@@ -58,7 +57,6 @@ class Source:
 
     @property
     def device(self) -> str:
-        """The device that the record names."""
         return str(self.identity.get("device", "–"))
 
     @property
@@ -73,7 +71,6 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The folder that the record lies in, relative to the checkout."""
         return PurePosixPath(self.path).parent.as_posix()
 
     @property
@@ -103,7 +100,6 @@ class Source:
         return OWN_RATES in PurePosixPath(self.path).parts
 
     def by_seed(self, key: str) -> dict[int, Any]:
-        """Seed -> a number of its training."""
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
 
 

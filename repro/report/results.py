@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
@@ -39,6 +39,11 @@ _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g
 DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float]], float]
+# what a training must have been: its `image_size`, its `epochs`, whether the moving average of the weights taught the
+# model (`mesa`), whether a linearization left the weights of its softmax model as they are (`frozen`); or less of it
+Training = Mapping[str, Any]
+_WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
+_WORDS |= {"linearized": {"frozen": False}, "linearized, frozen": {"frozen": True}}
 # of two rows that measure the same, the one of the first backend counts, then a quiet one
 _BACKENDS = ("triton", "numba", "torch")
 
@@ -62,53 +67,28 @@ class SpeedGroup:
         return cls(device, row["batch_size"], row["dtype"], mode)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """What a training must have been; None where any will do.
+def parse_training(asked: Sequence[int | str]) -> Training:
+    """What the last arguments of `accuracy` ask: a side in pixels, `36 epochs`, or one of `_WORDS`; else a `ValueError`."""
+    found: dict[str, Any] = {}
+    for each in asked:
+        if isinstance(each, int):
+            found["image_size"] = each
+        elif match := re.fullmatch(r"(\d+) epochs", each):
+            found["epochs"] = int(match[1])
+        elif each in _WORDS:
+            found |= _WORDS[each]
+        else:
+            words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
+            raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
+    return found
 
-    `mesa`: whether the moving average of the weights taught the model. `frozen`: whether a linearization left the
-    weights of its softmax model as they are.
-    """
 
-    image_size: int | None = None
-    epochs: int | None = None
-    mesa: bool | None = None
-    frozen: bool | None = None
-
-    @classmethod
-    def parse(cls, asked: Sequence[int | str]) -> Self:
-        """Of the last arguments of `accuracy`: a side in pixels, `36 epochs`, `MESA`, `no MESA`, `linearized` or
-        `linearized, frozen`; another one is a `ValueError`.
-        """
-        found: dict[str, Any] = {}
-        for each in asked:
-            if isinstance(each, int):
-                found["image_size"] = each
-            elif match := re.fullmatch(r"(\d+) epochs", each):
-                found["epochs"] = int(match[1])
-            elif each in ("MESA", "no MESA"):
-                found["mesa"] = each == "MESA"
-            elif each in ("linearized", "linearized, frozen"):
-                found["frozen"] = each != "linearized"
-            else:
-                words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
-                raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
-        return cls(**found)
-
-    @property
-    def is_of_recipe(self) -> bool:
-        """Whether more is asked than an evaluation of a file of weights can say."""
-        return any(each is not None for each in (self.epochs, self.mesa, self.frozen))
-
-    def fits(self, about: Mapping[str, Any]) -> bool:
-        """Whether a record of trainings, or a cell, is of such a training; `mesa` and `freeze` are there where used."""
-        if self.epochs is not None and about.get("epochs") != self.epochs:
-            return False
-        if self.mesa is not None and bool(about.get("mesa")) != self.mesa:
-            return False
-        if self.frozen is not None and (about.get("init") is None or bool(about.get("freeze")) != self.frozen):
-            return False
-        return self.image_size is None or about.get("image_size", self.image_size) == self.image_size
+def fits_training(about: Mapping[str, Any], asked: Training) -> bool:
+    """Whether a record of trainings, or a cell, is of such a training; `mesa` and `freeze` are there where used."""
+    said = {"epochs": about.get("epochs"), "mesa": bool(about.get("mesa"))}
+    said["image_size"] = about.get("image_size", asked.get("image_size"))  # a cell may say it elsewhere
+    said["frozen"] = None if about.get("init") is None else bool(about.get("freeze"))
+    return all(said[name] == value for name, value in asked.items())
 
 
 class Results:
@@ -166,7 +146,6 @@ class Results:
         return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
 
     def without(self, source: Source) -> "Results":
-        """The same but for one record."""
         others = copy.copy(self)
         others.sources = [each for each in self.sources if each is not source]
         for name in ("counts", "speed_rows"):
@@ -269,7 +248,7 @@ class Results:
         return found[field]
 
     def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:
-        training = Training.parse(asked)
+        training = parse_training(asked)
         benchmark, command = BENCHMARKS[kind], self._score_command(kind, model, training)
         of_kind = (each for each in self.score_sources if each.metrics["kind"] == kind and self.is_full(each))
         alike = (each for each in of_kind if self._is_as_described(each, benchmark, training))
@@ -289,16 +268,16 @@ class Results:
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
             return False
         if not source.most_seeds:  # a training evaluates in fp32, `repro evaluate` in what it is told
-            fits = dataclasses.replace(training, epochs=None, mesa=None, frozen=None).fits(record)
-            return fits and not training.is_of_recipe and source.identity.get("dtype") == "fp32"
+            is_of_recipe = bool(training.keys() - {"image_size"})
+            return not is_of_recipe and fits_training(record, training) and source.identity.get("dtype") == "fp32"
         # the command line may have shortened a training; and other first weights are another experiment
-        starts_pretrained = benchmark.starts_pretrained or training.frozen is not None
+        starts_pretrained = benchmark.starts_pretrained or "frozen" in training
         is_alike = (record.get("init") is not None) == starts_pretrained
-        return training.fits(record) and source.stage is not None and is_alike
+        return fits_training(record, training) and source.stage is not None and is_alike
 
     def _score_command(self, kind: str, model: str, training: Training) -> str:
         is_foreign = model.split("_")[0] not in self.families
-        if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.is_of_recipe:
+        if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
         for section in self.scores:
             if (cell := self.find_cell(section, model, kind, training)) is not None:
@@ -327,11 +306,11 @@ class Results:
         file = self.paths.profiles / "paper.yaml"
         return load_yaml(file) if file.is_file() else {}
 
-    def find_cell(self, section: str, model: str, kind: str, training: Training = Training()) -> str | None:
+    def find_cell(self, section: str, model: str, kind: str, training: Training) -> str | None:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self.paper_profile.get("prepare_data") or {}
         for name, cell in (self.paper_profile.get(section) or {}).items():
-            if not isinstance(cell, Mapping) or "model" not in cell or not training.fits(cell):
+            if not isinstance(cell, Mapping) or "model" not in cell or not fits_training(cell, training):
                 continue
             is_of_kind = (prepared.get(cell.get("data")) or {}).get("kind") == kind
             if is_of_kind and self.model_key(cell, f"{PROFILE}: {section}.{name}") == model:
@@ -349,7 +328,7 @@ class Results:
         return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        cell, absent = self.find_cell(section, model, kind), f" has no {section} cell for it"
+        cell, absent = self.find_cell(section, model, kind, {}), f" has no {section} cell for it"
         if cell is not None:
             absent = f": {section}.{cell} does not state {key}, so the code's default holds"
         value = self._state(absent, section, cell, *key.split("."))
@@ -364,7 +343,7 @@ class Results:
 
     def _drawn(self, model: str, key: str) -> float:
         """A score against ADM's reference batch, of pictures by weights of a whole training by the profile's cell."""
-        cell = self.find_cell("generate", model, "latents")
+        cell = self.find_cell("generate", model, "latents", {})
         if cell is None:
             raise Missing(f"{PROFILE} has no generate cell for it", "none")
         asked = self.paper_profile["generate"][cell]

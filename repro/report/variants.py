@@ -33,12 +33,10 @@ class Group:
 
     @property
     def most_seeds(self) -> int:
-        """The seeds of the variant that was trained most often."""
         return max(source.most_seeds for source in self.variants.values())
 
     @property
     def has_own_rates(self) -> bool:
-        """Whether each variant was trained at the rate that a search chose for it."""
         return all(source.has_own_rate for source in self.variants.values())
 
     @property

@@ -89,7 +89,6 @@ class Elsewhere:
 
     @property
     def found(self) -> str:
-        """`value` in words."""
         return self._format(self.value, self.ends)
 
     def _format(self, value: float | bool | str, ends: tuple[float, float] | None) -> str:
@@ -135,7 +134,6 @@ def describe_statuses(_: object) -> list[Block]:
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
-    """How many verdicts have each status."""
     return Counter(verdict.status for verdict in verdicts)
 
 

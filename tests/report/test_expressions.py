@@ -6,7 +6,7 @@ import pytest
 
 from repro.report.arithmetic import agreement, decimals
 from repro.report.expressions import Call, Expression
-from repro.report.results import Training
+from repro.report.results import fits_training, parse_training
 
 MESA = {"weight": 1.0}
 INIT = {"weights": "results/pretrain/teacher/weights.safetensors"}
@@ -120,10 +120,10 @@ def test_decimals(printed, digits):
     ],
 )
 def test_a_training_fits(asked, about, fits):
-    assert Training.parse(asked).fits(about) == fits
+    assert fits_training(about, parse_training(asked)) == fits
 
 
 @pytest.mark.parametrize("asked", ["mesa", "36", "36 epoch", "without MESA", "frozen"])
 def test_another_word_is_refused(asked):
     with pytest.raises(ValueError, match=f"'{asked}': no training; write a side in pixels"):
-        Training.parse([asked])
+        parse_training([asked])
