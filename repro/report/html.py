@@ -15,7 +15,6 @@ from .records import OUTSIDE
 from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
-TAGS = {"code": "code", "strong": "strong", "emphasis": "em"}  # of styles; numbers have none
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 
 
@@ -42,7 +41,6 @@ def render_html(pages: Sequence[tuple[Report, Sequence[Section]]]) -> str:
     for name in ("Heading", "Bullets", "Table", "Text", "Link", "Mark", "Comparison", "Picture"):
         environment.tests[name] = lambda each, kind=getattr(document, name): isinstance(each, kind)
     environment.tests |= {"prose": _is_prose, "read": _is_read}
-    environment.globals["tags"] = TAGS
     prefixes = ["", *(f"{report.paper.id}-" for report, _ in pages[1:])]
     described = [_describe(*page, prefix) for page, prefix in zip(pages, prefixes, strict=True)]
     return environment.get_template("template.html").render(pages=described, kinds=KINDS, statuses=STATUSES)
