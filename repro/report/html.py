@@ -102,6 +102,6 @@ def _embed(folder: Path, picture: Picture) -> Mapping[str, Any] | None:
     except OSError as error:
         raise UserError(f"{file}: not a picture that can be read ({error}); make it again, or remove it") from None
     image.thumbnail((LARGEST, LARGEST))
-    image.save(stream, "WEBP", quality=85)
+    image.save(stream, "WEBP", quality=75)
     data = base64.b64encode(stream.getvalue()).decode()
     return {"width": image.width, "height": image.height, "url": f"data:image/webp;base64,{data}"}
