@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.bench.params import ComplexityParams, EfficiencyParams, SweepParams, parse_image_sizes, parse_names
+from repro.bench.params import EfficiencyParams, SweepParams, parse_image_sizes, parse_names
 from repro.bench.sweep import FAMILIES, IMAGE_SIZES, SIZES
 from repro.core.config import build
 from repro.core.errors import UserError
@@ -43,16 +43,6 @@ def test_refused_image_sizes(text, message):
 def test_names_come_in_the_order_of_the_table():
     assert parse_names("--families", "vim, vittt", FAMILIES) == ("vittt", "vim")
     assert parse_names("--sizes", "B,T", SIZES) == ("T", "B")
-
-
-def test_rows_to_count_are_every_combination():
-    vary = {"x": [1, 2], "y": ["p", "q"]}
-    groups = [{"models": ["a", "b"], "image_sizes": [32, 64]}, {"models": ["a"], "image_sizes": [32], "vary": vary}]
-    adapters = {"backbones": ["c"], "image_sizes": [{"height": 32, "width": 64}]}
-    rows = list(build(ComplexityParams, {"sizes": {}, "groups": groups, "adapters": adapters}, "complexity").rows())
-    assert rows[:4] == [(model, {}, (side, side)) for model in "ab" for side in (32, 64)]
-    assert rows[4:8] == [("a", {"x": x, "y": y}, (32, 32)) for x in (1, 2) for y in "pq"]
-    assert rows[8:] == [("vit_adapter", {"backbone": "c"}, (32, 64))]
 
 
 def test_the_grid_measures_what_is_compared_next_to_each_other():

