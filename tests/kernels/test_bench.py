@@ -1,5 +1,6 @@
 """What the bench times and counts: peers get the same work, bytes and FLOPs are those of the tensors."""
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -177,6 +178,7 @@ def test_bytes_are_those_of_the_tensors_that_grow_with_t(name):
     assert sizes.bytes(BOTH_PASSES) == (read + written) + (read + written) + read
 
 
+attention = functools.partial(ms_deform_attn_cases.Sizes, batch=2, tokens=12, heads=2, head_dim=8)
 # multiply-adds forward, and of the backward pass alone
 FLOPS = {
     # Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N in each direction or route, twice that back
@@ -188,20 +190,13 @@ FLOPS = {
     "VMamba's routes": (ROUTES, (3 + 1) * (2 * 10 * 4 * 32), 2 * (3 + 1) * (2 * 10 * 4 * 32)),
     # of 640 tokens and channels: 2 sums in 2 directions, and the token itself in both sums
     "Bi-WKV": (WKVSizes(batch=2, tokens=10, channels=32), (2 * 2 + 2) * 640, (6 + 2 + 1 + 2 + 2 + 4) * 640),
+    # samples of four points in two heads: a channel is four neighbours and a weight; back, it is multiplied with four
+    # and added to four. A map of 3 by 4 pixels, and beside it those of twice and half the sides, 64 pixels together
+    "attention to a level": (attention(levels=1), 5 * (2 * 64 * 2 * 1 * 4 * 8), 8 * (2 * 64 * 2 * 1 * 4 * 8)),
+    "attention to three levels": (attention(levels=3), 5 * (2 * 12 * 2 * 3 * 4 * 8), 8 * (2 * 12 * 2 * 3 * 4 * 8)),
 }
 
 
 @pytest.mark.parametrize(("sizes", "forward", "backward"), FLOPS.values(), ids=FLOPS)
 def test_flop_by_hand(sizes, forward, backward):
     assert (sizes.flop(FORWARD), sizes.flop(BOTH_PASSES)) == (2 * forward, 2 * (forward + backward))
-
-
-@pytest.mark.parametrize(("levels", "tokens", "queries"), [(1, 12, 64), (3, 64, 12)])
-def test_flop_of_deformable_attention(levels, tokens, queries):
-    """A map of 3 by 4 pixels beside those of twice and half the sides, 64 pixels together."""
-    sizes = ms_deform_attn_cases.Sizes(batch=2, tokens=12, heads=2, head_dim=8, levels=levels)
-    value, locations, weights = ms_deform_attn_cases.CASES.layer_inputs(sizes, CPU)
-    assert value.shape == (2, tokens, 2, 8) and locations.shape == (2, queries, 2, levels, 4, 2)
-    # a sample's channel is four neighbours and a weight; back, it is multiplied with four and added to four
-    assert sizes.flop(FORWARD) == 2 * (4 + 1) * weights.numel() * 8
-    assert sizes.flop(BOTH_PASSES) - sizes.flop(FORWARD) == 2 * (4 + 4) * weights.numel() * 8

@@ -108,20 +108,13 @@ RELEASED = [DATA[name] for name in ("w_over_T", "u_over_T", "k", "v")]
 
 def official_kernel(w, u, k, v):
     """What reference.bi_wkv_formula says that the official CUDA kernel computes, token by token."""
-    T = k.shape[1]
-    n, outs = math.ceil(T / 32), []
-    for t in range(T):
-        first = t // n * n
-        weights = torch.zeros_like(k)
-        for i in range(T):
-            if i == t:
-                weights[:, i] = (u + k[:, i]).exp()
-            else:
-                weights[:, i] = (k[:, i] - (t - i - 1 if first <= i < t else abs(t - i)) * w).exp()
-            if first < i <= t:
-                weights[:, i] += (1 - w.exp()) * ((t - i) * w + k[:, i]).exp()
-        outs.append((weights * v).sum(1) / weights.sum(1))
-    return torch.stack(outs, 1)
+    i, length = torch.arange(k.shape[1])[:, None], math.ceil(k.shape[1] / 32)
+    t = i[:, None]
+    first, k = t // length * length, k[:, None]
+    steps = (t - i).abs() - ((first <= i) & (i < t)).long()
+    weights = torch.where(i == t, u + k, k - steps * w).exp()
+    weights += ((first < i) & (i <= t)) * (1 - w.exp()) * ((t - i) * w + k).exp()
+    return (weights * v[:, None]).sum(2) / weights.sum(2)
 
 
 def test_the_paper_s_equation():

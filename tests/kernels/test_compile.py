@@ -266,15 +266,6 @@ def test_sizes_that_do_not_fit_a_device_run_on_torch(monkeypatch, shared_kib, ba
         selected_backend("triton", "cuda")
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "head_dim", "dtype", "backend"),
-    [(64, 128, torch.float16, "triton"), (12, 64, torch.float16, "torch"), (16, 48, torch.float32, "torch")],
-)
-def test_sizes_that_triton_does_not_take(chunk_size, head_dim, dtype, backend):
-    """Asked of a GPU that need not exist."""
-    assert selected_backend("auto", "cuda", head_dim=head_dim, chunk_size=chunk_size, dtype=dtype) == backend
-
-
 # Around the scan
 
 

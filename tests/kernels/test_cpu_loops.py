@@ -11,7 +11,6 @@ import torch
 from numba.core.caching import NullCache
 
 from kernels import cpu_around, cpu_learner, cpu_loops, cpu_scan, cpu_wkv, dispatch
-from kernels.selective_scan.op import selected_backend
 from kernels.tools import around_cases, check
 from kernels.tools.operators import OPERATORS
 from repro.models import fused_block
@@ -129,16 +128,6 @@ def test_without_numba_torch_runs(reason, monkeypatch, tmp_path):
         assert select("auto", OPERATORS[name].SMALL, torch.float32, "cpu") == "torch"
         with pytest.raises(ValueError, match=f"backend 'numba': the package numba .*{reason}; use auto, torch or"):
             select("numba", OPERATORS[name].SMALL, torch.float32, "cpu")
-
-
-def test_where_numba_cannot_run():
-    with pytest.raises(ValueError, match="backend 'numba': u is on cuda, expected the CPU; use auto, torch or"):
-        selected_backend("numba", "cuda")
-    cases = OPERATORS["ms_deform_attn"]
-    with pytest.raises(ValueError, match="backend 'numba': this operator has no loops for it"):
-        cases.select("numba", cases.SMALL, torch.float32, "cpu")
-    cases = OPERATORS["ttt_linear"]  # its heads' width is no multiple of a vector
-    assert cases.select("auto", dataclasses.replace(cases.SMALL, head_dim=10), torch.float32, "cpu") == "torch"
 
 
 def make_model(**options):

@@ -333,6 +333,33 @@ def test_choice_of_a_backend(cases):
         assert select("torch", cases.TYPICAL, dtype, "cuda") == "torch"
 
 
+# operator, changed sizes, the backend that is asked for and where, and the one that runs or why it cannot
+REQUESTS = [
+    ("ttt_linear", {"chunk_size": 64, "head_dim": 128}, "auto", "cuda", "triton"),
+    ("ttt_linear", {"chunk_size": 12, "head_dim": 64}, "auto", "cuda", "torch"),
+    ("ttt_linear", {"chunk_size": 16, "head_dim": 48}, "auto", "cuda", "torch"),
+    ("ttt_linear", {"head_dim": 10}, "auto", "cpu", "torch"),  # no multiple of a vector
+    ("selective_scan", {}, "numba", "cuda", "u is on cuda, expected the CPU"),
+    ("ms_deform_attn", {}, "numba", "cpu", "this operator has no loops for it"),
+    ("ms_deform_attn", {"head_dim": 48, "levels": 3}, "auto", "cuda", "triton"),
+    ("ms_deform_attn", {"head_dim": 257}, "auto", "cuda", "torch"),
+    ("ms_deform_attn", {"levels": 5}, "auto", "cuda", "torch"),
+    ("ms_deform_attn", {"levels": 5}, "triton", "cuda", "there are 5 levels, expected at most 4"),
+]
+
+
+@once
+@pytest.mark.parametrize(("name", "changed", "backend", "device", "found"), REQUESTS)
+def test_sizes_and_devices_that_a_backend_does_not_take(name, changed, backend, device, found):
+    """Also of a GPU that need not exist."""
+    request = backend, dataclasses.replace(OPERATORS[name].SMALL, **changed), torch.float16, device
+    if backend == "auto":
+        assert OPERATORS[name].select(*request) == found
+    else:
+        with pytest.raises(ValueError, match=f"backend '{backend}': {found}; use auto, torch or"):
+            OPERATORS[name].select(*request)
+
+
 @once
 def test_shapes_on_a_gpu_that_need_not_exist(cases):
     """Fake tensors on CUDA: shapes, dtypes and device of results and gradients, without running anything."""
