@@ -147,43 +147,37 @@ def test_the_table_of_rows(measured, store, tmp_path):
     assert "attention" not in first and second["attention"] == "unfused" and "peak_memory_mib" not in first
 
 
-def measure_noisy(measured, store, *intervals, **changes):
-    """Measure a row whose measurements have these intervals, and return it as it is stored."""
+NOISY, QUIETER, QUIET = [5.0, 15.0], [7.0, 13.0], [9.5, 10.5]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "budget_s", "reasons", "attempts", "kept"),
+    [
+        ([NOISY, QUIET, [1.0, 99.0]], 600.0, [], 2, QUIET),
+        # of three that are noisy the quietest stays
+        ([QUIETER, NOISY, NOISY, QUIET], 600.0, ["spread"], 3, QUIETER),
+        ([NOISY, QUIETER, NOISY, QUIET], 600.0, ["spread"], 3, QUIETER),
+        ([NOISY, NOISY, QUIETER, QUIET], 600.0, ["spread"], 3, QUIETER),
+        ([NOISY, "broken", "broken"], 600.0, ["spread"], 3, NOISY),
+        ([NOISY, QUIET], 0.5, ["spread"], 1, NOISY),  # starting a process is assumed to take 6 s
+    ],
+)
+def test_a_noisy_row_is_measured_again(measured, store, tmp_path, capsys, intervals, budget_s, reasons, attempts, kept):
+    """After all others, until it is quiet, three times at most, within its own budget; a later call leaves it."""
     measured.intervals[VITTT] = list(intervals)
-    store_module.measure_rows(make_specs(32, **changes), store)
-    return store.rows[0]
-
-
-def test_a_noisy_row_is_measured_again_until_it_is_quiet(measured, store, capsys):
-    row = measure_noisy(measured, store, [5.0, 15.0], [9.5, 10.5], [1.0, 99.0])
-    assert (row["noisy"], row["attempts"], row["latency_ms_ci95"]) == ([], 2, [9.5, 10.5])
-    assert [spec.model for spec in measured.specs] == [VITTT, DEIT, VITTT]
+    specs = make_specs(32, budget_s=budget_s)
+    store_module.measure_rows(specs, store)
+    row = store.rows[0]
+    found = row["status"], row["noisy"], row["attempts"], row["latency_ms_ci95"]
+    assert found == ("ok", reasons, attempts, kept)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("100.00 img/s; noisy: spread")
-    assert said[2].startswith(f"[again, 2 of at most 3] {VITTT}@32: 10.0 ms")
-
-
-@pytest.mark.parametrize("quietest", [0, 1, 2])
-def test_of_noisy_measurements_the_quietest_stays(measured, store, tmp_path, quietest):
-    intervals = [[5.0, 15.0] for _ in range(3)]
-    intervals[quietest] = [7.0, 13.0]
-    row = measure_noisy(measured, store, *intervals, [9.9, 10.1])
-    assert (row["noisy"], row["attempts"], row["status"]) == (["spread"], 3, "ok")
-    assert row["latency_ms_ci95"] == [7.0, 13.0]
-    again = open_model_rows(tmp_path, "cpu: made up", [row])
-    store_module.measure_rows(make_specs(32)[:1], again)  # a later call measures it no more
-    assert again.rows == [row] and len(measured.specs) == 4
-
-
-def test_a_row_that_fails_when_measured_again_stays_as_it_was(measured, store):
-    row = measure_noisy(measured, store, [5.0, 15.0], "broken", "broken")
-    assert (row["status"], row["noisy"], row["attempts"]) == ("ok", ["spread"], 3)
-
-
-def test_a_noisy_row_is_not_measured_again_beyond_its_own_budget(measured, store):
-    """Starting a process is assumed to take 6 s."""
-    row = measure_noisy(measured, store, [5.0, 15.0], [9.5, 10.5], budget_s=0.5)
-    assert (row["noisy"], row["attempts"]) == (["spread"], 1) and len(measured.specs) == 2
+    assert said[0].endswith(" img/s; noisy: spread")
+    assert [spec.model for spec in measured.specs] == [VITTT, DEIT, *[VITTT] * (attempts - 1)]
+    if attempts > 1:  # else a later call has time for another
+        assert said[2].startswith(f"[again, 2 of at most 3] {VITTT}@32: ")
+        again = open_model_rows(tmp_path, "cpu: made up", [row])
+        store_module.measure_rows(specs[:1], again)
+        assert again.rows == [row] and len(measured.specs) == attempts + 1
 
 
 def test_a_row_out_of_order_is_measured_again(measured, store):

@@ -1,14 +1,12 @@
 """Which rows of speed are noisy, on rows made by hand; intervals of means and of shares."""
 
-import json
 import math
 
 import pytest
 from scipy.stats import binomtest
 
-from repro.core.noise import TOLERANCE, find_interval, find_noise, find_spread, mark_noise, pool_runs
+from repro.core.noise import find_interval, find_noise, find_spread, mark_noise, pool_runs
 from repro.core.statistics import clip_share, describe_sample, measure_rise, share_interval
-from tests.conftest import ROOT
 
 
 def make_row(side=224, latency=100.0, interval=(95.0, 105.0), **more):
@@ -74,15 +72,6 @@ def test_only_rows_alike_are_set_in_order(key, value):
 def test_rows_that_were_not_measured_are_no_measure_of_order():
     rows = [make_row(224, 100.0), make_row(1280, None, None, status="oom"), {"status": "ok"}]
     assert [row["noisy"] for row in mark_noise(rows)] == [[], [], []]
-
-
-def test_rows_by_an_older_version_are_judged_by_what_they_hold():
-    """Of the pipeline's committed rows, by their samples as they were written."""
-    rows = json.loads((ROOT / "results/efficiency/metrics.json").read_text())["metrics"]["rows"]
-    newer = {"noisy", "attempts", "load_average"}
-    for row in mark_noise([{key: row[key] for key in row.keys() - newer} for row in rows]):
-        low, high = row["latency_ms_ci95"] or (min(row["samples_ms"]), max(row["samples_ms"]))
-        assert ("spread" in row["noisy"]) == ((high - low) / row["latency_ms"] > TOLERANCE)
 
 
 def make_runs(*latencies, **more):
