@@ -40,17 +40,16 @@ def test_our_count_is_the_backbone_and_the_adapter(family, size, place):
     assert found.macs == backbone + adapter_macs(D, M, ratio, IMAGES[place])
 
 
-def test_attention_without_a_class_token_by_hand():
-    D, N = 192, 1024
-    backbone = 12 * (12 * N * D**2 + 2 * N**2 * D) + N * 768 * D
-    assert counted("deit_tiny_patch16_224", (512, 512)).macs == backbone + adapter_macs(D, 6, 1.0, (512, 512))
-
-
-def test_what_hooks_count_beside_the_products_by_hand():
-    """DeiT-T at 512²: conv biases, 2 per element of 24 + 4·2 + 6·3 LayerNorms, the prior's ReLU and pooling."""
+def test_products_and_what_hooks_count_beside_them_by_hand():
+    """DeiT-T at 512², without its class token: conv biases, 2 per element of 24 + 4·2 + 6·3 LayerNorms, the prior's ReLU
+    and pooling.
+    """
     D, N, c, k = 192, 1024, 64, 48
     K = 21 * N // 4
-    terms = counted("deit_tiny_patch16_224", (512, 512)).paper_terms
+    found = counted("deit_tiny_patch16_224", (512, 512))
+    backbone = 12 * (12 * N * D**2 + 2 * N**2 * D) + N * 768 * D
+    assert found.macs == backbone + adapter_macs(D, 6, 1.0, (512, 512))
+    terms = found.paper_terms
     assert terms["layer_norm"] == 2 * D * (24 * N + 4 * (N + K) + 6 * (K + N + K))
     assert terms["relu"] == 3 * 64 * N * c + 4 * N * 2 * c + N * 4 * c + N // 4 * 4 * c
     assert terms["max_pool"] == 64 * N * c

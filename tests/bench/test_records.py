@@ -97,11 +97,6 @@ def test_the_grid_measures_both_kinds_of_attention(tmp_path):
     metrics, table = read(tmp_path / "results" / "efficiency")
     found = [(row["model"], row["attention"]) for row in metrics["rows"]]
     assert found == [(NANO, None), (DEIT, "unfused"), (DEIT, "fused")]
-    # every DataFrame column of the table, in order; the rows of a sweep have more
-    assert ",".join(table[0]) == (
-        "row,model,attention,image_size,batch_size,dtype,device,backend,status,noisy,throughput_img_per_s,latency_ms,latency_ms_low,"
-        "latency_ms_high,peak_memory_mib,macs_g"
-    )
     for row, line in zip(metrics["rows"], table, strict=True):
         assert row["status"] == line["status"] == "ok"
         assert row["device"].startswith("cpu: ") and line["image_size"] == "32"
@@ -109,8 +104,6 @@ def test_the_grid_measures_both_kinds_of_attention(tmp_path):
         # whether it is noisy depends on what else the machine does
         assert row["attempts"] in (1, 2, 3) and line["noisy"] == " ".join(row["noisy"])
         assert row["threads"] >= 1 and row["cores"] == os.cpu_count() and row["load_average"] >= 0
-        low, high = row["latency_ms_ci95"] or ("", "")
-        assert (line["latency_ms_low"], line["latency_ms_high"]) == (str(low), str(high))
     op = metrics["op"]
     assert op["share_of_matmul_rate"] == pytest.approx(op["op_gflop_per_s"] / op["matmul_gflop_per_s"])
     # 2 FLOPs per MAC, two directions, 40 tokens in chunks of 16, 16 and 8, head 64

@@ -213,11 +213,8 @@ def find_cases(kernel):
 @pytest.mark.parametrize(
     ("kernel", "dtype", "target", "options"),
     [
-        ("ttt_linear_forward", "bf16", 90, {}),
         ("selective_scan_backward", "bf16", 90, {}),
-        slow("selective_scan_backward", "bf16", 80, {"state_dim": 1, "gate": False, "sequences": 2}),
         ("bi_wkv_backward_segments", "bf16", 90, {}),
-        slow("bi_wkv_forward_keeping_states", "fp16", 80, {}),
         slow("ms_deform_attn_forward", "fp32", 80, {"head_dim": 256}),
         ("ms_deform_attn_backward_points", "bf16", 90, {"head_dim": 64}),
         slow("ms_deform_attn_backward_value", "fp16", 80, {"head_dim": 48}),

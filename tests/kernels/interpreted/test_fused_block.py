@@ -39,17 +39,6 @@ def test_it_is_the_plain_path(options, sides):
     assert max(errors.values()) < 2e-5, errors
 
 
-UNFIT = [{"pool": "head"}, {"design": "dual"}, {"step": "ascent"}, {"step": "q_is_k"}]
-UNFIT += [{"reading": reading} for reading in ("swiglu_bias=false", "gate_activation=sigmoid")]
-
-
-@pytest.mark.parametrize("options", UNFIT, ids=str)
-def test_what_it_is_not_for(options):
-    model = make(**options)
-    model.set_backend("triton")
-    assert not any(fused_block.find_backend(block, torch.zeros(1)) for block in model.blocks)
-
-
 def write_data(model):
     for parameter in model.parameters():
         parameter.data.mul_(0.9)
