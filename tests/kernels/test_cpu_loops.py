@@ -42,22 +42,15 @@ print(torch.get_num_threads(), os.waitpid(child, 0)[1])
 LOOPS = [name for name, cases in OPERATORS.items() if "numba" in cases.CPU_BACKENDS]
 
 
-def make_loop(function):
-    """A loop that applies a function of loops to every number."""
-
-    @numba.njit
-    def loop(x, out):
-        for i in range(len(x)):
-            out[i] = function(x[i])
-
-    return loop
+def softplus(x):
+    return torch.nn.functional.softplus(x, threshold=1000)
 
 
 # our function, PyTorch's, the largest argument of which the result does not underflow
 FUNCTIONS = {
-    "exp2": (make_loop(cpu_loops.exp2), torch.exp2, 125.0),
-    "sigmoid": (make_loop(cpu_loops.sigmoid), torch.sigmoid, 80.0),
-    "softplus": (make_loop(cpu_loops.softplus), lambda x: torch.nn.functional.softplus(x, threshold=1000), 80.0),
+    "exp2": (numba.vectorize(lambda x: cpu_loops.exp2(x)), torch.exp2, 125.0),
+    "sigmoid": (numba.vectorize(lambda x: cpu_loops.sigmoid(x)), torch.sigmoid, 80.0),
+    "softplus": (numba.vectorize(lambda x: cpu_loops.softplus(x)), softplus, 80.0),
 }
 
 
@@ -67,8 +60,7 @@ def test_functions(name, dtype):
     """Within a few roundings of fp64, over all of the range that does not underflow."""
     function, expected, largest = FUNCTIONS[name]
     x = np.concatenate([np.linspace(-largest, largest, 20_001), np.linspace(-1, 1, 2_001), [0.0]]).astype(dtype)
-    out = np.empty_like(x)
-    function(x, out)
+    out = function(x)
     want = expected(torch.from_numpy(x).double()).numpy()
     # the polynomials' coefficients are themselves of fp64
     spacing = np.finfo(dtype).eps * (1 if dtype == np.float32 else 4)
@@ -83,8 +75,8 @@ def test_functions_at_what_is_no_number(dtype):
     x = np.array([math.nan, math.inf, -math.inf, 5000.0, -5000.0], dtype)
     wanted = {"exp2": [math.inf, 0, math.inf, 0], "sigmoid": [1, 0, 1, 0], "softplus": [math.inf, 0, 5000, 0]}
     for name, expected in wanted.items():
-        out = np.empty_like(x)
-        FUNCTIONS[name][0](x, out)
+        with np.errstate(invalid="ignore"):
+            out = FUNCTIONS[name][0](x)
         assert np.isnan(out[0]) and out[1:].tolist() == pytest.approx(expected, abs=1e-37), name
 
 

@@ -253,6 +253,24 @@ def test_without_a_gradient_nothing_is_kept(cases, monkeypatch, backend):
     assert asked == [True, False, False]
 
 
+def test_a_backward_pass_keeps_its_inputs_and_what_is_named_alone(cases, backend):
+    """By the storages that autograd holds; `states_shape` says how large the states are."""
+    op, held = cases.op.CUSTOM_OP, {}
+    sizes = cases.ragged(True)[-1]
+    inputs, _ = draw(cases, torch.float32, sizes)
+
+    def keep(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = operator(cases, backend, sizes)(*inputs)
+    for x in inputs:
+        held.pop(x.untyped_storage().data_ptr(), None)
+    results = run_forward(op, cases.arguments([x.detach() for x in inputs], sizes), backend)
+    assert out.requires_grad and sorted(held.values()) == sorted(results[name].nbytes for name in op.kept)
+
+
 @once
 def test_the_second_derivative_is_refused(cases, backend):
     inputs, _ = draw(cases)

@@ -108,17 +108,14 @@ def test_a_capture_runs_what_was_chosen_before_it(kernel, monkeypatch):
     assert launch(kernel)[-1][0] == 1 and kept == triton_launch.CHOSEN
 
 
-def test_deterministic_is_the_first_config_in_and_out_of_a_capture(kernel, monkeypatch):
+def test_a_given_config_runs_and_deterministic_is_the_first_in_and_out_of_a_capture(kernel, monkeypatch):
+    assert launch(kernel, CONFIGS[1]) == [(2, 5)]
     launch(kernel)
     launch(kernel)  # the tuner's choice is ready, and not taken
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         assert launch(kernel)[-1][0] == 4
-
-
-def test_a_given_config_runs(kernel):
-    assert launch(kernel, CONFIGS[1]) == [(2, 5)]
 
 
 def test_the_operators_around_the_scan_are_tuned_by_their_rows(monkeypatch):
