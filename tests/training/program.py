@@ -10,15 +10,14 @@ from repro.core.ranks import joined
 from repro.data.loader import TrainOrder
 from repro.models.registry import build_model
 from repro.training.checkpoint import Checkpointer
-from repro.training.loop import fit
-from repro.training.optim import build_optimizer
+from repro.training.loop import Task, fit
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
 
 BATCH, STEPS = 64, 5
 
 
-class Task:
+class Random(Task):
     batch_size, steps_per_epoch, device = BATCH, STEPS, torch.device("cpu")
     curve_split = reported_split = "val"
 
@@ -27,9 +26,6 @@ class Task:
         self.model = build_model("vittt_nano_patch16_144", img_size=32, num_classes=10, depth=2).double()
         self.ranks, self.losses, self.gradients = ranks, [], None
         self.order = TrainOrder(BATCH * STEPS, ranks.share(BATCH, "batch"), 0, ranks.rank, ranks.world_size)
-
-    def build_optimizer(self, params):
-        return build_optimizer(self.model, params, self.batch_size)
 
     def batches(self, epoch, start):
         for keys in self.order.batches(epoch, start):
@@ -40,9 +36,6 @@ class Task:
             images = [torch.randn(3, 32, 32, generator=g, dtype=torch.float64) for g in drawn]
             yield torch.stack(images), torch.tensor([i % 10 for _, i in keys])
 
-    def split(self, batch, parts):
-        return list(zip(*(x.chunk(parts) for x in batch), strict=True))
-
     def loss(self, network, batch):
         loss = F.cross_entropy(network(batch[0]), batch[1])
         self.losses.append(self.ranks.sum([loss.item()])[0] / self.ranks.world_size)
@@ -51,11 +44,14 @@ class Task:
     def evaluate(self, model, split):
         return {}
 
+    def inspect(self, batch):
+        return {}
+
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with joined("cpu") as ranks:
-        task = Task(ranks)
+        task = Random(ranks)
         optim = OptimParams(lr=1e-3, lr_batch_size=BATCH, warmup_epochs=0, clip_grad_norm=None)
         watch = Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks)
         params = TrainParams(model="", data="", epochs=1, batch_size=BATCH, drop_path=0.0, optim=optim)
