@@ -16,7 +16,7 @@ from torch import nn
 from repro.core.config import load_section
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.record import write_json
+from repro.core.record import read_record, write_json
 from repro.core.runtime import load_runtime
 from repro.data.kinds import PrepareData
 from repro.data.manifest import read_manifest, write_manifest
@@ -69,6 +69,11 @@ def accept_data() -> None:
     """Make the manifest of the digits anew, as that of data of one's own would be, whose contents nobody compares."""
     file = Path("results/prepare_data/digits/manifest.json")
     write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """The numbers of the record in a folder of results."""
+    return read_record(folder / "metrics.json")["metrics"]
 
 
 def add_params(root: Path, text: str) -> None:

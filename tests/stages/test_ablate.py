@@ -16,7 +16,6 @@ from repro.bench.speed import describe_samples, unmeasured_row
 from repro.core.config import load_section
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.record import read_record
 from repro.core.runtime import choose_device, device_slug, load_runtime
 from repro.papers.grid import build_variant, choose_variants, vary_recipe
 from repro.papers.variants import load_variants
@@ -24,7 +23,7 @@ from repro.runs.cells import train_cells
 from repro.runs.job import Cell
 from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
-from tests.stages.helpers import ABLATE, add_params, edit, stop_at_state
+from tests.stages.helpers import ABLATE, add_params, edit, read_metrics, stop_at_state
 
 VARIANTS = load_variants("vision_ttt").options
 CELL = Path("results/ablate/conv1d")
@@ -44,14 +43,6 @@ def make_cell(root: Path, name: str, **changes) -> Cell:
     params = dataclasses.replace(load_section(SPEC.params, paths.params, "ablate", "conv1d"), **changes)
     about = {"params": params, "spec": SPEC, "paths": paths, "runtime": load_runtime(paths)}
     return Cell(stage="ablate", name=name, folder=Path(name), **about)
-
-
-def measured_folder(root: Path) -> Path:
-    return Paths(root).measured(device_slug(choose_device("cpu"))) / "ablate"
-
-
-def record(folder: Path) -> dict:
-    return read_record(folder / "metrics.json")
 
 
 # Tables 3 and 4 by spec, in thousands: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position
@@ -76,7 +67,7 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
         assert not CELL.exists()
     # the first seed's last step: it is not trained again
     assert "continuing after step 8" in repro_cli.run("ablate", "--cell", "conv1d")
-    ours, theirs = record(CELL)["metrics"], record(Path("whole"))["metrics"]
+    ours, theirs = read_metrics(CELL), read_metrics(Path("whole"))
     assert ours["by_seed"] == theirs["by_seed"] and len({entry["weights_hash"] for entry in ours["by_seed"]}) == 2
     for name in ("weights.safetensors", "curve.csv"):
         assert (CELL / name).read_bytes() == (Path("whole") / name).read_bytes()
@@ -117,7 +108,7 @@ def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     every = load_variants("vision_ttt")
     two = dataclasses.replace(every, variants={name: every.variants[name] for name in ("conv1d", "head")})
     monkeypatch.setattr("repro.papers.grid.load_variants", lambda room: two)
-    blocked = measured_folder(ready) / "digits" / "head"
+    blocked = Paths(ready).measured(device_slug(choose_device("cpu"))) / "ablate/digits/head"
     blocked.parent.mkdir(parents=True)
     blocked.write_text("in the way")
     code, out, err = repro_cli("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
@@ -128,7 +119,7 @@ def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
     weights = (folder / "weights.safetensors").read_bytes()
     monkeypatch.setattr("repro.papers.grid.measure", measure_32)
     repro_cli.run("ablate", "--variant", "conv1d", "--seeds", "2")
-    metrics = record(folder)["metrics"]
+    metrics = read_metrics(folder)
     assert [entry["seed"] for entry in metrics["by_seed"]] == metrics["seeds"] == [0, 1]
     speed = json.loads((folder / "speed.json").read_text())["metrics"]
     found = speed["throughput_img_per_s"], speed["batch_size"], speed["weights_hash"]
@@ -152,7 +143,8 @@ def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
     arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
     out = repro_cli.run(*arguments)
     assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out
-    metrics = record(measured_folder(ready) / "vit3" / "digits" / "fc")["metrics"]
+    (folder,) = ready.glob("results/measured/*/ablate/vit3/digits/fc")
+    metrics = read_metrics(folder)
     found = metrics["model"], metrics["options"], metrics["image_size"]
     assert found == ("study_nano_patch4_32", {"inner_model": "fc"}, 32) and "mesa" not in metrics
     built = build_variant(choose_variants("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
@@ -163,4 +155,4 @@ def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
 def test_the_record_of_a_training_with_mesa_says_so(ready):
     mesa = MesaParams(weight=1.5, start_fraction=0.0)
     train_cells([make_cell(ready, "taught", seeds=(0,), ema_decay=0.9, mesa=mesa)])
-    assert record(Path("taught"))["metrics"]["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}
+    assert read_metrics(Path("taught"))["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}

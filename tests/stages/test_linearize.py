@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from repro.core.errors import UserError
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.record import read_record
 from repro.papers import describe_recipe
 from repro.runs import from_weights
 from repro.runs.job import build_job
-from tests.stages.helpers import SOFTMAX, write_student
+from tests.stages.helpers import SOFTMAX, read_metrics, write_student
 from tests.stages.test_own import draw
 
 
@@ -23,10 +22,6 @@ def ready(checkout) -> Path:
     """A checkout with a softmax model of ours and a cell that linearises it."""
     write_student(checkout)
     return checkout
-
-
-def read_metrics(folder: Path) -> dict:
-    return read_record(folder / "metrics.json")["metrics"]
 
 
 def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_cli):

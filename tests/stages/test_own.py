@@ -103,15 +103,6 @@ def test_a_bad_csv_is_refused(tmp_path, text):
     assert "\n" not in str(caught.value) and not (tmp_path / "checkout/data").exists()
 
 
-@pytest.mark.parametrize(
-    ("data", "word"), [("folder:", "no such"), ("folder:nowhere", "nowhere"), ("zip:a", "folder:PATH")]
-)
-def test_what_names_no_data_is_refused(data, word):
-    with pytest.raises(UserError, match=word):
-        parse_own(data)
-    assert parse_own("digits") is None
-
-
 @pytest.mark.parametrize("images", [100, 1_000, SMALL - 1, SMALL, 1_000_000])
 @pytest.mark.parametrize("model", ["vittt_nano_patch16_144", "vittt_tiny_patch16_224"])
 def test_a_recipe_has_enough_steps_for_any_number_of_pictures(images, model):
@@ -211,26 +202,17 @@ def prepare_rooms(root: Path, kind: str) -> None:
     prepare_own(f"{kind}:{root / 'rooms'}", Paths(root / "checkout"), Runtime(data_roots={}))
 
 
-def blank(root):
-    for file in (root / "annotations/training").iterdir():
+def blank(folder):
+    for file in folder.iterdir():
         Image.new("L", (SIDE, SIDE)).save(file)
 
 
-def write_classes(*names):
-    return lambda root: (root / "classes.txt").write_text("\n".join(names))
+def write(*names):
+    return lambda file: file.write_text("\n".join(names))
 
 
-def cut_at(name):
-    return lambda root: cut(root / name)
-
-
-def remove(name):
-    return lambda root: (root / name).unlink()
-
-
-def change(function, split="train"):
-    def spoil(root):
-        file = root / f"annotations/instances_{split}.json"
+def change(function):
+    def spoil(file):
         content = json.loads(file.read_text())
         function(content)
         file.write_text(json.dumps(content))
@@ -242,45 +224,48 @@ def move_box(content):
     content["annotations"][0]["bbox"] = [-9, 5, 24, 24]
 
 
+TRAIN, VAL = (f"annotations/instances_{split}.json" for split in ("train", "val"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "spoil", "words"),
+    ("kind", "file", "spoil", "words"),
     [
-        ("coco", change(move_box), "outside of the picture or without area: 1"),
-        ("coco", change(lambda content: content.update(annotations=content["annotations"][::2])), "door: 0 training"),
-        ("ade20k", write_classes("lamp", "door", "wall", "sky"), "sky: 0 pixels"),
+        ("coco", TRAIN, change(move_box), "outside of the picture or without area: 1"),
+        ("coco", TRAIN, change(lambda found: found.update(annotations=found["annotations"][::2])), "door: 0 training"),
+        ("ade20k", "classes.txt", write("lamp", "door", "wall", "sky"), "sky: 0 pixels"),
     ],
 )
-def test_what_training_survives_is_said(tmp_path, capsys, kind, spoil, words):
+def test_what_training_survives_is_said(tmp_path, capsys, kind, file, spoil, words):
     source = draw_scenes(tmp_path / "rooms")
     prepare_rooms(tmp_path, kind)
     assert words not in capsys.readouterr().out
-    spoil(source)
+    spoil(source / file)
     prepare_rooms(tmp_path, kind)
     assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("kind", "spoil", "word"),
+    ("kind", "file", "spoil", "word"),
     [
-        ("coco", cut_at("train/001.png"), "001.png"),
-        ("coco", remove("val/001.png"), "001.png: no such file"),
-        ("coco", change(lambda content: content.update(categories=[])), "category_id"),
-        ("coco", change(lambda content: content.update(annotations=[]), "val"), "val.json: has no"),
-        ("coco", change(lambda content: content["categories"].pop(), "val"), "category_id"),
-        ("coco", change(lambda content: content["annotations"][1].pop("segmentation")), "segmentation"),
-        ("coco", remove("annotations/instances_val.json"), "instances_val2017.json"),
-        ("ade20k", cut_at("annotations/training/001.png"), "001.png"),
-        ("ade20k", cut_at("images/validation/001.png"), "001.png"),
-        ("ade20k", remove("annotations/training/001.png"), "no label map"),
-        ("ade20k", write_classes("lamp", "wall"), "label 3"),
-        ("ade20k", write_classes("lamp", "lamp", "wall"), "classes.txt"),
-        ("ade20k", write_classes("lamp"), "one class"),
-        ("ade20k", remove("classes.txt"), "classes.txt"),
-        ("ade20k", blank, "training"),
+        ("coco", "train/001.png", cut, "001.png"),
+        ("coco", "val/001.png", Path.unlink, "001.png: no such file"),
+        ("coco", TRAIN, change(lambda found: found.update(categories=[])), "category_id"),
+        ("coco", VAL, change(lambda found: found.update(annotations=[])), "val.json: has no"),
+        ("coco", VAL, change(lambda found: found["categories"].pop()), "category_id"),
+        ("coco", TRAIN, change(lambda found: found["annotations"][1].pop("segmentation")), "segmentation"),
+        ("coco", VAL, Path.unlink, "instances_val2017.json"),
+        ("ade20k", "annotations/training/001.png", cut, "001.png"),
+        ("ade20k", "images/validation/001.png", cut, "001.png"),
+        ("ade20k", "annotations/training/001.png", Path.unlink, "no label map"),
+        ("ade20k", "classes.txt", write("lamp", "wall"), "label 3"),
+        ("ade20k", "classes.txt", write("lamp", "lamp", "wall"), "classes.txt"),
+        ("ade20k", "classes.txt", write("lamp"), "one class"),
+        ("ade20k", "classes.txt", Path.unlink, "classes.txt"),
+        ("ade20k", "annotations/training", blank, "training"),
     ],
 )
-def test_scenes_that_cannot_be_learned_are_one_line_and_leave_nothing(tmp_path, kind, spoil, word):
-    spoil(draw_scenes(tmp_path / "rooms", 3))
+def test_scenes_that_cannot_be_learned_are_one_line_and_leave_nothing(tmp_path, kind, file, spoil, word):
+    spoil(draw_scenes(tmp_path / "rooms", 3) / file)
     with pytest.raises(UserError, match=word) as caught:
         prepare_rooms(tmp_path, kind)
     assert "\n" not in str(caught.value) and not (tmp_path / "checkout").exists()

@@ -46,9 +46,8 @@ def lab(prepared, tmp_path_factory) -> Path:
     torch.save({"model": timm.create_model("deit_tiny_patch16_224", depth=1).state_dict()}, root / "short.pth")
     options = {"depth": 1, "img_size": 32, "num_classes": 10}
     described = {"options": options, "preprocessing": {"input_size": [3, 32, 32]}, "classes": DIGITS}
-    save_weights(
-        root / "unknown.safetensors", build_model(NANO, **options), name="vittt_nanno_patch16_144", **described
-    )
+    unknown = root / "unknown.safetensors"
+    save_weights(unknown, build_model(NANO, **options), name="vittt_nanno_patch16_144", **described)
     Image.new("RGB", (20, 20)).save(root / "picture.png")
     (root / "text.png").write_text("no picture")
     (root / "there.pt2").write_text("somebody's")
@@ -75,7 +74,6 @@ COMMANDS = {
     "detect --data folder:.": "--data folder:. coco:",
     "detect --data coco:rooms --random": "--random --data",
     "detect --data coco:rooms --from own.safetensors": "own.safetensors classif",
-    "segment --data folder:.": "--data folder:. ade20k:",
     "efficiency --res 225": "--res 225 224",
     "efficiency --families deit,vmi": "--families vmi 'vim'",
     "efficiency --sizes L": "--sizes L B",
@@ -83,7 +81,6 @@ COMMANDS = {
     "evaluate --data digit --weights vittt.safetensors": "digit 'digits'",
     "evaluate --data scenes_hard --weights vittt.safetensors": "scenes_hard profiles/paper.yaml",
     "evaluate --data digits": "--weights --pretrained",
-    "evaluate --data digits --model vittt_tiny_patch16_224": "--weights --pretrained",
     "evaluate --data digits --pretrained": "--model",
     "evaluate --data digits --weights vittt.safetensors --limit 359": "--limit 359 test",
     "evaluate --data digits --weights vittt.safetensors --image-size 32 --image-size 32": "--image-size 32",
@@ -118,7 +115,6 @@ COMMANDS = {
     "export --weights vittt.safetensors --format torch_export -o there.pt2": "there.pt2",
     "generate": "--cell --weights",
     "generate --cell nano --steps 20": "--steps --weights",
-    "generate --class-label 3": "--class-label --weights",
     "generate --cell nano --from absent.pt": "--from absent.pt",
     "generate --cell nano --from vittt.safetensors": f"vittt.safetensors {NANO}",
     "generate --weights own.safetensors --cell nano": "--cell --weights",
@@ -169,10 +165,12 @@ COMMANDS = {
     "prepare-data --cell imagenet": "data/imagenet",
     "pretrain --cell nan": "pretrain.nan 'nano'",
     "pretrain --flip": "--flip --data",
-    "pretrain --model vim_nano_patch16_144": "--model --data",
     "pretrain --data folder:. --cell nano": "--data --cell",
     "pretrain --data folder:. --model vittt_nanno_patch16_144": "--model vittt_nanno_patch16_144",
     "pretrain --data coco:.": "--data coco:. folder:",
+    "pretrain --data folder:": "--data folder: no such",
+    "pretrain --data folder:nowhere": "folder:nowhere",
+    "pretrain --data zip:a": "zip:a folder:PATH",
     "pretrain --data digits": "--data digits folder:",
     "pretrain --replay-bad-step x.pt --seeds 2": "--replay-bad-step --seeds",
     "selftest faults --only kill,flood": "--only flood kill",
