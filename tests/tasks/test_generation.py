@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from scipy.spatial.distance import cdist
 from torch import Tensor, nn
 
 from repro.core.errors import UserError
@@ -225,16 +226,14 @@ def test_the_inception_score_of_known_distributions():
 
 
 @pytest.mark.parametrize("rows", [4, 512])
-def test_precision_and_recall_by_a_double_loop(monkeypatch, rows):
+def test_precision_and_recall_by_all_distances(monkeypatch, rows):
     monkeypatch.setattr("repro.tasks.generation.scores.ROWS", rows)
     torch.manual_seed(0)
     real, drawn = torch.randn(30, 3), 0.7 * torch.randn(26, 3) + 1.5
 
     def share(points: Tensor, centres: Tensor) -> float:
-        radii = [sorted(math.dist(centre, other) for other in centres.tolist())[3] for centre in centres.tolist()]
-        balls = list(zip(centres.tolist(), radii, strict=True))
-        inside = [any(math.dist(point, centre) <= radius for centre, radius in balls) for point in points.tolist()]
-        return np.mean(inside)
+        radii = np.sort(cdist(centres, centres))[:, 3]
+        return (cdist(points, centres) <= radii).any(1).mean()
 
     found = precision_recall(real, drawn)
     assert found == pytest.approx((share(drawn, real), share(real, drawn))) and 0 < found[1] < found[0] < 1
@@ -262,22 +261,21 @@ class StandIn(nn.Module):
 
 @pytest.fixture
 def inception(tmp_path):
-    """A file with this layer, and its hash."""
+    """Features by the file of a module with this layer, and the module."""
 
-    def make(layer: str) -> tuple[Path, str, StandIn]:
+    def make(layer: str) -> tuple[Inception, StandIn]:
         torch.manual_seed(0)
-        module, path = StandIn(layer).eval(), tmp_path / f"{layer}.pt"
+        module, path = StandIn(layer).eval(), tmp_path / "inception.pt"
         torch.jit.script(module).save(str(path))
-        return path, hash_file(path), module
+        return Inception(path, CPU, hash_file(path)), module
 
     return make
 
 
 @pytest.mark.slow
 def test_features_are_those_of_the_file(inception):
-    path, sha256, module = inception("mixed_6")
+    found, module = inception("mixed_6")
     pictures = torch.randint(0, 256, (3, 3, 299, 299), dtype=torch.uint8)
-    found = Inception(path, CPU, sha256)
     torch.testing.assert_close(found.pooled(pictures), pictures.float().mean(dim=(2, 3)))
 
     def convolve(shown: Tensor) -> Tensor:
@@ -303,15 +301,15 @@ def test_features_are_those_of_the_file(inception):
 
 
 def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
-    path, sha256, _ = inception("other")
-    tallies = [Tally(None, Inception(path, CPU, sha256)) for _ in range(2)]
+    judge, _ = inception("other")
+    tallies = [Tally(None, judge) for _ in range(2)]
     for tally in tallies:
         tally.add(torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8), torch.zeros(3))
     scores = compare(*tallies)
     assert scores["fid"] >= 0 and scores["sfid"] is None and "no layer mixed_6" in scores["sfid_reason"]
-    for wanted in (None, "0123456789abcdef", sha256[:8]):
-        with pytest.raises(UserError, match=f"has SHA-256 {sha256}"):
-            Inception(path, CPU, wanted)
+    for wanted in (None, "0123456789abcdef", judge.hash[:8]):
+        with pytest.raises(UserError, match=f"has SHA-256 {judge.hash}"):
+            Inception(tmp_path / "inception.pt", CPU, wanted)
     with pytest.raises(UserError, match="no such Inception file"):
         Inception(tmp_path / "absent.pt", CPU)
 
@@ -327,23 +325,16 @@ def write_batch(path: Path, **changes) -> dict[str, np.ndarray]:
 
 
 def test_scores_against_a_reference_batch(inception, tmp_path):
-    path, sha256, _ = inception("mixed_6")
-    judge = Inception(path, CPU, sha256)
+    judge, _ = inception("mixed_6")
     arrays = write_batch(tmp_path / "batch.npz")
     batch = ReferenceBatch.open(tmp_path / "batch.npz", 8)
     drawn, pictures = Tally(None, judge), torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
     drawn.add(pictures, torch.zeros(6))
     found, real = compare(drawn, batch.read(judge)), Tally(None, judge)
     assert batch.known is None and found["real_judged_percent"] is None
-
-    def distance(features: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> float:
-        """By the eigenvalues of the product of the covariances, which are real and not negative."""
-        own = np.cov(features, rowvar=False)
-        shared = np.sqrt(np.linalg.eigvals(own @ covariance).real.clip(0)).sum()
-        return ((features.mean(0) - mean) ** 2).sum() + np.trace(own + covariance) - 2 * shared
-
-    pooled = torch.cat(drawn.pooled).double().numpy()
-    assert found["fid"] == pytest.approx(distance(pooled, arrays["mu"], arrays["sigma"]), rel=1e-6)
+    whole = measures.Gaussian(torch.from_numpy(arrays["mu"]), torch.from_numpy(arrays["sigma"]))
+    pooled = moments(torch.cat(drawn.pooled))
+    assert found["fid"] == pytest.approx(measures.frechet_distance(pooled, whole), rel=1e-6)
     # the root of Σ I has the singular values of the five degrees of freedom that six pictures leave
     spatial = judge.spatial(pictures).double().numpy()
     roots = np.linalg.svd(spatial - spatial.mean(0), compute_uv=False) / math.sqrt(5)
@@ -371,28 +362,29 @@ WRONG_BATCHES = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG_BATCHES, ids=[message for _, message in WRONG_BATCHES])
 def test_a_wrong_reference_batch_is_one_line(inception, tmp_path, changes, message):
-    path, sha256, _ = inception("other")
     write_batch(tmp_path / "batch.npz", **changes)
     with pytest.raises(UserError) as error:
-        ReferenceBatch.open(tmp_path / "batch.npz", 8).read(Inception(path, CPU, sha256))
+        ReferenceBatch.open(tmp_path / "batch.npz", 8).read(inception("other")[0])
     assert message in str(error.value) and "\n" not in str(error.value) and "batch.npz: " in str(error.value)
 
 
 def test_a_damaged_reference_batch_is_one_line(tmp_path):
     path = tmp_path / "batch.npz"
     write_batch(path)
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1  # in the values of sigma_s
-    cases = [bytes(whole), bytes(whole[:-100]), b"text", b""]
-    for content in cases:
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1  # in the values of sigma_s
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for content in (flipped, whole[:-100], b"text", b"", (tmp_path / "array.npy").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(UserError, match="batch.npz: not a readable .npz file"):
             ReferenceBatch.open(path, 8)
-    np.save(tmp_path / "array.npy", np.zeros(3))
-    for name, message in (("array.npy", "not a readable .npz file"), ("absent.npz", "no such reference batch")):
-        with pytest.raises(UserError, match=message):
-            ReferenceBatch.open(tmp_path / name, 8)
+
+
+def test_a_reference_batch_is_known_by_its_hash(tmp_path):
     (published,) = KNOWN.values()
+    with pytest.raises(UserError, match="no such reference batch"):
+        ReferenceBatch.open(tmp_path / published, 8)
     write_batch(tmp_path / published)
     with pytest.raises(UserError, match=f"{published}: has SHA-256 .*, expected b32732719497e426"):
         ReferenceBatch.open(tmp_path / published, 8)

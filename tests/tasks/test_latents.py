@@ -26,28 +26,24 @@ from repro.tasks.generation.task import to_inputs, to_pictures
 CPU = torch.device("cpu")
 
 
-def write(path: Path, array: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, array)
-
-
 @pytest.fixture
 def latents(tmp_path) -> Path:
     """Two classes of two files in each split, of which one also has the latents of its mirrored picture."""
     for split in ("train", "val"):
         for place, name in enumerate(("cat", "dog")):
-            write(tmp_path / "latents" / split / name / "one.npy", np.full((4, 2, 2), place + 1, np.float16))
-            both = np.stack([np.full((4, 2, 2), 5.0), np.full((4, 2, 2), 7.0)]).astype(np.float32)
-            write(tmp_path / "latents" / split / name / "two.npy", both)
+            folder = tmp_path / "latents" / split / name
+            folder.mkdir(parents=True)
+            np.save(folder / "one.npy", np.full((4, 2, 2), place + 1, np.float16))
+            np.save(folder / "two.npy", np.float32([5, 7]).repeat(16).reshape(2, 4, 2, 2))
     return tmp_path / "latents"
 
 
 def test_latents_are_scaled_and_mirrored(latents):
     tree = scan_tree(latents, "latents")
     assert tree.classes == ("cat", "dog") and len(tree.splits["train"].names) == 4
-    always, never = (LatentFolder(tree, "train", (4, 2, 2), scale=0.5, hflip=hflip, seed=0) for hflip in (1.0, 0.0))
-    assert [float(always[(0, i)][0].mean()) for i in range(4)] == [0.5, 3.5, 1.0, 3.5]
-    assert [float(never[(0, i)][0].mean()) for i in range(4)] == [0.5, 2.5, 1.0, 2.5]
+    for hflip, expected in ((1.0, [0.5, 3.5, 1.0, 3.5]), (0.0, [0.5, 2.5, 1.0, 2.5])):
+        folder = LatentFolder(tree, "train", (4, 2, 2), scale=0.5, hflip=hflip, seed=0)
+        assert [float(folder[(0, i)][0].mean()) for i in range(4)] == expected
     half = LatentFolder(tree, "train", (4, 2, 2), scale=1.0, hflip=0.5, seed=0)
     drawn = [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
     assert set(drawn) == {5.0, 7.0} and drawn == [float(half[(epoch, 1)][0].mean()) for epoch in range(40)]
@@ -67,13 +63,9 @@ def test_archives_hold_the_same_latents(latents, tmp_path):
     assert len(packed) == 4 and all(torch.equal(folders[(0, i)][0], packed[(0, i)][0]) for i in range(4))
 
 
-def archive_of_arrays() -> bytes:
-    stream = io.BytesIO()
-    np.savez(stream, latents=np.zeros((4, 2, 2), np.float32))
-    return stream.getvalue()
-
-
-NO_LATENTS = {"empty": b"", "text": b"no array", "several": archive_of_arrays(), "objects": np.array(None)}
+ARRAYS = io.BytesIO()
+np.savez(ARRAYS, latents=np.zeros((4, 2, 2), np.float32))
+NO_LATENTS = {"empty": b"", "text": b"no array", "several": ARRAYS.getvalue(), "objects": np.array(None)}
 NO_LATENTS |= {"fp64": np.zeros((4, 2, 2), np.float64), "integers": np.zeros((4, 2, 2), np.int16)}
 NO_LATENTS |= {"width": np.zeros((4, 2, 3), np.float32), "three": np.zeros((3, 4, 2, 2), np.float32)}
 NO_LATENTS |= {"channels": np.zeros((8, 2, 2), np.float32), "nan": np.full((4, 2, 2), np.nan, np.float32)}
@@ -120,20 +112,19 @@ class Vae(nn.Module):
 
 def test_the_example_writes_latents_that_are_read_as_those_of_their_pictures(tmp_path):
     """Pictures whose patches have one colour each: the latents, and those of the mirror image, are known."""
-    rng, colours = np.random.default_rng(0), {}
-    for number, place in enumerate(("train/cat", "train/dog", "train/dog", "val/cat", "val/dog")):
-        split, name = place.split("/")
-        colours[split, name, number] = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        file = tmp_path / "pictures" / split / name / f"{number}.png"
+    files = ("train/cat/0.png", "train/dog/1.png", "train/dog/2.png", "val/cat/3.png", "val/dog/4.png")
+    colours = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    for name, colour in zip(files, colours):
+        file = tmp_path / "pictures" / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(colours[split, name, number].repeat(8, 0).repeat(8, 1)).save(file)
+        Image.fromarray(colour.repeat(8, 0).repeat(8, 1)).save(file)
     how = {"kind": "folder", "image_size": 32, "batch_size": 2}
     sd_vae.write_latents(Vae(), tmp_path / "pictures", tmp_path / "latents", **how)
     tree = scan_tree(tmp_path / "latents", "latents")
     assert tree.classes == ("cat", "dog")
     assert {split: len(own.names) for split, own in tree.splits.items()} == {"train": 3, "val": 2}
-    for (split, name, number), colour in colours.items():
-        file = tmp_path / "latents" / split / name / f"{number}.png.npy"
+    for name, colour in zip(files, colours):
+        file = tmp_path / "latents" / f"{name}.npy"
         found, expected = np.load(file), colour.transpose(2, 0, 1) / 127.5 - 1
         assert found.shape == (2, 4, 4, 4) and found.dtype == np.float16
         np.testing.assert_allclose(found[0, :3], expected, atol=1e-3)
