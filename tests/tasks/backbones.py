@@ -1,22 +1,18 @@
-"""What tests of several tasks share: batches, a backbone of two convolutions, and the hierarchical ones."""
+"""What tests of several tasks share: batches, a backbone of two convolutions, and a hierarchical one."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from repro.models.pyramid import build_pyramid
 from repro.tasks.segmentation.params import UperNetParams
 
 NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
-# name in timm, options, and the widths of the four maps
 SWIN = {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}
-HIERARCHICAL = [
-    ("swin_tiny_patch4_window7_224", SWIN, (8, 16, 32, 64)),
-    ("convnext_tiny", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24)}, (8, 12, 16, 24)),
-    ("hvit3_nano_144", {}, (16, 32, 64, 96)),
-    ("vmamba_nano_144", {}, (16, 32, 64, 128)),
-    ("mambavision_nano_144", {"windows": (8, 4)}, (16, 32, 64, 128)),
-]
-# followed by batch norms, whose statistics take the gradient of a bias away
-BEFORE_NORMS = ("downsample.conv.2.conv.bias", "blocks.0.conv1.bias", "blocks.0.conv2.bias")
+
+
+def build_swin(features: str = "last") -> nn.Module:
+    """A pyramid whose four maps have the widths 8, 16, 32 and 64."""
+    return build_pyramid("swin_tiny_patch4_window7_224", options=SWIN, features=features, drop_path_rate=0.1)
 
 
 class Batches(list):

@@ -55,12 +55,6 @@ def test_areas_are_added_up_over_images_before_any_quotient():
     assert confusion == [[31 * n for n in row] for row in ([16, 4, 0, 0], [0, 36, 8, 0], [0, 0, 0, 0], [0, 0, 0, 0])]
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    root = write_ade20k(tmp_path_factory.mktemp("ade"), classes=5)
-    return write_ade20k(root, classes=5, split="validation", pairs=3)
-
-
 def make_task(tree, **rank):
     torch.manual_seed(0)
     splits = (AdePairs(tree, "train"), True), (AdePairs(tree, "val"), False)
@@ -71,8 +65,8 @@ def make_task(tree, **rank):
 
 
 @pytest.fixture
-def task(tree):
-    return make_task(tree)
+def task(ade20k):
+    return make_task(ade20k)
 
 
 def test_a_batch_can_be_learned_by_heart(task):
@@ -94,7 +88,7 @@ def test_a_batch_can_be_learned_by_heart(task):
     assert losses["loss"] < 0.7 * first["loss"] and losses["accuracy_percent"] > first["accuracy_percent"] + 15
 
 
-def test_every_held_out_image_counts_once_and_at_its_own_size(task, tree):
+def test_every_held_out_image_counts_once_and_at_its_own_size(task, ade20k):
     task.model.eval()
     metrics = task.evaluate(task.model, "val")
     assert metrics["held_out_images"] == 3 and set(task.class_iou_percent) == {f"class {k}" for k in range(1, 6)}
@@ -105,7 +99,7 @@ def test_every_held_out_image_counts_once_and_at_its_own_size(task, tree):
         right += (predicted.numpy() + 1 == values).sum()
         labelled += (values > 0).sum()
     assert metrics["aacc_percent"] == pytest.approx(100 * right / labelled)
-    parts = [make_task(tree, rank=rank, world_size=2) for rank in range(2)]
+    parts = [make_task(ade20k, rank=rank, world_size=2) for rank in range(2)]
     assert [part.evaluate(part.model.eval(), "val")["held_out_images"] for part in parts] == [2, 1]
 
 

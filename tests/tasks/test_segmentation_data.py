@@ -9,7 +9,7 @@ from repro.data.ade20k import AdePairs
 from repro.data.classification import ToInput
 from repro.data.loader import own_randomness
 from repro.tasks.segmentation.data import IGNORED, AdeSegmentation, resize
-from repro.tasks.segmentation.openmmlab import transforms
+from repro.tasks.segmentation.openmmlab import mmengine, mmseg, transforms
 from repro.tasks.segmentation.params import SegmentationTransformSettings
 from tests.data_sets.made import write_ade20k
 from tests.slow import first
@@ -22,45 +22,32 @@ def samples(root, training=True, seed=0, split="train", **settings):
     return AdeSegmentation(AdePairs(root, split), settings, training=training, seed=seed)
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    root = write_ade20k(tmp_path_factory.mktemp("ade"), classes=150)
-    return write_ade20k(root, classes=150, split="validation", pairs=3)
+LOAD, LABELS, PACK = ({"type": name} for name in ("LoadImageFromFile", "LoadAnnotations", "PackSegInputs"))
+# the pipelines of mmsegmentation's configuration for ADE20K, at our sizes
+TRAINING = [
+    LOAD,
+    LABELS,
+    {"type": "RandomResize", "scale": SMALL["scale"], "ratio_range": (0.5, 2.0), "keep_ratio": True},
+    {"type": "RandomCrop", "crop_size": (64, 64), "cat_max_ratio": 0.75},
+    {"type": "RandomFlip", "prob": 0.5},
+    {"type": "PhotoMetricDistortion"},
+    PACK,
+]
+RESIZE = {"type": "Resize", "scale": SMALL["scale"], "keep_ratio": True}
+EVALUATION = [LOAD, RESIZE, {"type": "ResizeToMultiple", "size_divisor": 32}, LABELS, PACK]
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    """mmsegmentation's data set with the pipelines of its ADE20K configuration, at our sizes, and its preprocessor."""
-    from mmengine.registry import DefaultScope
-    from mmseg.datasets import ADE20KDataset
-    from mmseg.models import SegDataPreProcessor
-
-    scale, side = SMALL["scale"], SMALL["crop_size"]
-    load, labels, pack = ({"type": name} for name in ("LoadImageFromFile", "LoadAnnotations", "PackSegInputs"))
-    drawn = [
-        {"type": "RandomResize", "scale": scale, "ratio_range": (0.5, 2.0), "keep_ratio": True},
-        {"type": "RandomCrop", "crop_size": (side, side), "cat_max_ratio": 0.75},
-        {"type": "RandomFlip", "prob": 0.5},
-        {"type": "PhotoMetricDistortion"},
-    ]
-    resized = [{"type": "Resize", "scale": scale, "keep_ratio": True}, {"type": "ResizeToMultiple", "size_divisor": 32}]
-
-    def build(root, split, training):
-        with DefaultScope.overwrite_default_scope("mmseg"):
-            return ADE20KDataset(
-                data_root=str(root),
-                data_prefix={"img_path": f"images/{split}", "seg_map_path": f"annotations/{split}"},
-                pipeline=[load, labels, *drawn, pack] if training else [load, *resized, labels, pack],
-            )
-
-    colours = {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375], "bgr_to_rgb": True}
-    return build, SegDataPreProcessor(**colours, size=(side, side), pad_val=0, seg_pad_val=255)
+def theirs(root, split, pipeline):
+    prefix = {"img_path": f"images/{split}", "seg_map_path": f"annotations/{split}"}
+    with mmengine.registry.DefaultScope.overwrite_default_scope("mmseg"):
+        return mmseg.datasets.ADE20KDataset(data_root=str(root), data_prefix=prefix, pipeline=pipeline)
 
 
 @pytest.mark.parametrize("epoch", first([1, 0, 2]))
-def test_training_samples_are_mmsegmentations_and_follow_from_seed_epoch_and_index(tree, theirs, epoch):
-    build, preprocessor = theirs
-    ours, reference = samples(tree, seed=5), build(tree, "training", True)
+def test_training_samples_are_mmsegmentations_and_follow_from_seed_epoch_and_index(ade20k, epoch):
+    ours, reference = samples(ade20k, seed=5), theirs(ade20k, "training", TRAINING)
+    colours = {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375], "bgr_to_rgb": True}
+    preprocessor = mmseg.models.SegDataPreProcessor(**colours, size=(64, 64), pad_val=0, seg_pad_val=255)
     padded = 0
     for index in range(len(ours)):
         image, labels = ours[epoch, index]
@@ -78,8 +65,8 @@ def test_training_samples_are_mmsegmentations_and_follow_from_seed_epoch_and_ind
     assert padded
 
 
-def test_evaluation_samples_are_mmsegmentations(tree, theirs):
-    ours, reference = samples(tree, training=False, split="val"), theirs[0](tree, "validation", False)
+def test_evaluation_samples_are_mmsegmentations(ade20k):
+    ours, reference = samples(ade20k, training=False, split="val"), theirs(ade20k, "validation", EVALUATION)
     for index in range(len(ours)):
         image, labels = ours[0, index]
         found = reference[index]
@@ -93,10 +80,10 @@ def test_evaluation_samples_are_mmsegmentations(tree, theirs):
 
 
 @pytest.mark.parametrize("photometric", [True, False])
-def test_colours_change_in_training_only_where_asked(tree, photometric):
+def test_colours_change_in_training_only_where_asked(ade20k, photometric):
     """Without a change of size, a flip or a crop, a training sample is the picture itself, but for its colours."""
     still = {"ratio": (1.0, 1.0), "hflip": 0.0, "crop_size": 128, "stride": 128, "photometric": photometric}
-    dataset, same = samples(tree, **still), 0
+    dataset, same = samples(ade20k, **still), 0
     for index in range(len(dataset)):
         image = dataset[0, index][0]
         enlarge = transforms.Resize(scale=SMALL["scale"], keep_ratio=True)

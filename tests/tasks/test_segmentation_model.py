@@ -14,12 +14,13 @@ from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.task import label_map
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.conftest import run_python
-from tests.tasks.backbones import BEFORE_NORMS, HIERARCHICAL, NARROW, Pyramid, list_unreached
+from tests.tasks.backbones import NARROW, SWIN, Pyramid, build_swin, list_unreached
 
 
-def small(classes=3, window=32, stride=21):
+def small(window=32, stride=21, **params):
     torch.manual_seed(0)
-    model = build_upernet(Pyramid(), NARROW, num_classes=classes, window=window, stride=stride).eval()
+    params = dataclasses.replace(NARROW, **params)
+    model = build_upernet(Pyramid(), params, num_classes=3, window=window, stride=stride).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):  # statistics that are not the identity's
             torch.nn.init.uniform_(module.running_var, 0.5, 2)
@@ -58,33 +59,32 @@ def test_classifiers_start_small_and_the_backbone_is_left_alone():
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
 
 
-@pytest.mark.parametrize(("weights", "aux_weight"), [(None, 0.4), ((1.0, 0.25, 0.5), 0.7)])
-def test_losses_are_means_over_all_pixels_or_weighted_ones_over_the_labelled(weights, aux_weight):
+@pytest.mark.parametrize(
+    "params", [{}, {"class_weights": (1.0, 0.25, 0.5), "aux_weight": 0.7}], ids=["plain", "weighted"]
+)
+def test_losses_are_means_over_all_pixels_or_weighted_ones_over_the_labelled(params):
     """The auxiliary loss weighs less, by default 0.4."""
-    model = small().double()
-    if weights:
-        params = dataclasses.replace(NARROW, class_weights=weights, aux_weight=aux_weight)
-        model = build_upernet(Pyramid(), params, num_classes=3, window=32, stride=21).eval().double()
-    images = torch.randn(2, 3, 32, 64, dtype=torch.float64)
-    labels = torch.randint(0, 3, (2, 32, 64))
+    model = small(**params).double()
+    images, labels = torch.randn(2, 3, 32, 64, dtype=torch.float64), torch.randint(0, 3, (2, 32, 64))
+    labelled = labels[:, 10:].clone()
     labels[:, :10] = IGNORED
     losses, maps = model(images, sample(labels), mode="loss"), model.backbone(images)
 
     assert torch.equal(model(images), model.decode_head(maps)) and model(images).shape == (2, 3, 8, 16)
-    pixels = [(b, y, x, labels[b, y, x].item()) for b in range(2) for y in range(10, 32) for x in range(64)]
-    total = sum(weights[label] for *_, label in pixels) if weights else labels.numel()
-    for name, head, weight in (("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, aux_weight)):
-        log_p = F.interpolate(head(maps), size=(32, 64), mode="bilinear", align_corners=False).log_softmax(1)
-        loss = -sum((weights[label] if weights else 1) * log_p[b, label, y, x].item() for b, y, x, label in pixels)
-        assert losses[f"{name}.loss_ce"].item() == pytest.approx(weight * loss / total, rel=1e-6 if weights else 1e-9)
-    right = (F.interpolate(model(images), size=(32, 64), mode="bilinear").argmax(1) == labels)[:, 10:]
+    weights = torch.tensor(params.get("class_weights", (1.0, 1.0, 1.0)), dtype=torch.float64)
+    total = weights[labelled].sum() if params else labels.numel()
+    heads = ("decode", model.decode_head, 1.0), ("aux", model.auxiliary_head, params.get("aux_weight", 0.4))
+    for name, head, weight in heads:
+        log_p = F.interpolate(head(maps), size=(32, 64), mode="bilinear", align_corners=False).log_softmax(1)[:, :, 10:]
+        loss = weight * F.nll_loss(log_p, labelled, weights, reduction="sum") / total
+        assert losses[f"{name}.loss_ce"].item() == pytest.approx(loss.item(), rel=1e-6 if params else 1e-9)
+    right = F.interpolate(model(images), size=(32, 64), mode="bilinear").argmax(1)[:, 10:] == labelled
     assert losses["decode.acc_seg"].item() == pytest.approx(100 * right.double().mean().item(), rel=1e-5)
 
 
 def test_class_weights_are_one_for_each_class():
-    params = dataclasses.replace(NARROW, class_weights=(1.0, 0.5))
     with pytest.raises(UserError, match="upernet.class_weights: 2 numbers for 3 classes"):
-        build_upernet(Pyramid(), params, num_classes=3, window=32, stride=21)
+        small(class_weights=(1.0, 0.5))
 
 
 # the last window of an axis is shifted inside: 0, 21, 42 -> 32 and 0, 21 -> 8 (64 and 40 pixels, windows of 32)
@@ -117,16 +117,14 @@ def test_windows_are_averaged_resized_and_the_largest_logit_taken(window, stride
     torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "options", "channels"), HIERARCHICAL)
-def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels):
+def test_a_hierarchical_backbone_is_trained_and_segments():
     torch.manual_seed(0)
-    backbone = build_pyramid(name, options=options, features="each", drop_path_rate=0.1)
-    model = build_upernet(backbone, NARROW, num_classes=3, window=64, stride=43).train()
-    assert model.decode_head.in_channels == list(channels) and model.auxiliary_head.in_channels == channels[2]
+    model = build_upernet(build_swin("each"), NARROW, num_classes=3, window=64, stride=43).train()
+    assert model.decode_head.in_channels == [8, 16, 32, 64] and model.auxiliary_head.in_channels == 32
     images, labels = torch.randn(2, 3, 64, 96), torch.randint(0, 3, (2, 64, 96))
     losses = model(images, sample(labels), mode="loss")
     sum(value for name, value in losses.items() if "loss" in name).backward()
-    assert list_unreached(model, *BEFORE_NORMS) == []
+    assert list_unreached(model) == []
     with torch.no_grad():
         assert label_map(model.eval(), images[:1], (20, 30)).shape == (20, 30)
 
@@ -134,8 +132,7 @@ def test_a_hierarchical_backbone_is_trained_and_segments(name, options, channels
 def test_a_swin_in_mmsegmentations_registry():
     from repro.tasks.segmentation.mmseg_backbone import VitttAdapter
 
-    options = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
-    maps = VitttAdapter("swin_tiny_patch4_window7_224", options=options)(torch.zeros(1, 3, 64, 64))
+    maps = VitttAdapter("swin_tiny_patch4_window7_224", options=SWIN)(torch.zeros(1, 3, 64, 64))
     assert [tuple(level.shape) for level in maps] == [(1, 8, 16, 16), (1, 16, 8, 8), (1, 32, 4, 4), (1, 64, 2, 2)]
 
 
