@@ -41,9 +41,7 @@ def test_our_count_is_the_backbone_and_the_adapter(family, size, place):
 
 
 def test_products_and_what_hooks_count_beside_them_by_hand():
-    """DeiT-T at 512², without its class token: conv biases, 2 per element of 24 + 4·2 + 6·3 LayerNorms, the prior's ReLU
-    and pooling.
-    """
+    """DeiT-T, no class token, 512²: conv biases, 2 per element of 24 + 4·2 + 6·3 LayerNorms, the prior's ReLU, pooling."""
     D, N, c, k = 192, 1024, 64, 48
     K = 21 * N // 4
     found = counted("deit_tiny_patch16_224", (512, 512))

@@ -137,7 +137,6 @@ def test_composite_operators_are_taken_apart(operation, macs, mode):
 @pytest.mark.parametrize(
     "name, options, resolution, message",
     [
-        ("vittt_huge_patch16_224", {}, (224, 224), "no such model"),
         (TINY, {}, (224, 230), "224x230"),
         (DEIT, {}, (224, 230), "224x230"),
         (TINY, {"design": "conv3d"}, (224, 224), "conv3d"),

@@ -149,16 +149,13 @@ FILES = {
     "repro/__init__.py": "",
     "repro/core/__init__.py": "from .paths import find",
     "repro/core/paths.py": "import os",
-    "repro/core/unused.py": "",
     "repro/data/__init__.py": "",
     "repro/data/loader.py": "from ..core import paths\nfrom . import sibling\nimport torch",
     "repro/data/sibling.py": "def f():\n    from .late import g  # imported when called",
     "repro/data/late.py": "from ..models.vim import Vim",
     "repro/data/other.py": "",
-    "repro/models/__init__.py": "from .registry import x",
-    "repro/models/registry.py": "",
+    "repro/models/__init__.py": "",
     "repro/models/vim.py": "import kernels.scan.op",
-    "repro/models/vittt.py": "",
     "kernels/__init__.py": "",
     "kernels/scan/__init__.py": "",
     "kernels/scan/op.py": "from .reference import scan as reference_scan",
@@ -180,7 +177,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_import_closure_by_hand(checkout):
     core = ["repro/__init__.py", "repro/core/__init__.py", "repro/core/paths.py"]
     assert import_closure(checkout, ["stages.report"]) == sorted([*core, "stages/__init__.py", "stages/report.py"])
-    not_reached = {"repro/core/unused.py", "repro/data/other.py", "repro/models/vittt.py", "stages/report.py"}
+    not_reached = {"repro/data/other.py", "stages/report.py"}
     assert import_closure(checkout, ["stages.train"]) == sorted(FILES.keys() - not_reached)
 
 

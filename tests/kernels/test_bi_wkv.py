@@ -17,8 +17,6 @@ from tests.kernels.helpers import find_errors
 from tests.models.helpers import read_data
 
 INPUTS, draw = cases.INPUTS, cases.draw
-
-
 errors = functools.partial(find_errors, cases, backend="torch", floor=cases.FLOOR)
 
 

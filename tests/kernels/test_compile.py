@@ -38,9 +38,6 @@ def test_the_state_s_gradient_is_read_after_a_barrier():
     assert words[-6:] == ["tt.store", "tt.store", "barrier", *["tt.store"] * 3]
 
 
-# Of the record: every kernel, size, dtype, config and target.
-
-
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_record_is_of_these_kernels(record, name):
     changed = f"the kernels changed: run `repro kernels resources --op {name}`"
@@ -223,9 +220,6 @@ def test_it_compiles_without_spills(kernel, dtype, target, options):
     assert found["loops"] and spills(found) == (0, 0, 0)
 
 
-# TTT-Linear
-
-
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included
 @pytest.mark.parametrize(
     ("dtype", "width", "chunk_size"),
@@ -259,9 +253,6 @@ def test_sizes_that_do_not_fit_a_device_run_on_torch(monkeypatch, shared_kib, ba
     card.major = 7
     with pytest.raises(ValueError, match="q is on a card, expected an NVIDIA GPU from sm_80 on"):
         selected_backend("triton", "cuda")
-
-
-# Around the scan
 
 
 def test_the_product_reads_x_once():

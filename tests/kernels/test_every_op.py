@@ -394,9 +394,8 @@ def test_shapes_on_a_gpu_that_need_not_exist(cases):
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
 
 
-def wrong_arguments(cases):
+def wrong_arguments(cases, inputs):
     """(what is changed, the changed inputs and backend, the error, the message) of mistakes with any operator."""
-    inputs = {name: x.detach() for name, x in zip(cases.INPUTS, draw(cases, torch.float32)[0], strict=True)}
     leading = cases.op.CUSTOM_OP.leading
     lead = inputs[leading]
     dtypes, names = "expected one of fp64, fp32, bf16, fp16", "expected one of auto, triton, numba, torch, reference"
@@ -424,7 +423,7 @@ def wrong_arguments(cases):
 def test_wrong_arguments(cases, backend):
     """One line that names the operator, the argument, what it is and what is expected."""
     inputs = dict(zip(cases.INPUTS, (x.detach() for x in draw(cases, torch.float32)[0]), strict=True))
-    for what, changed, error, message in wrong_arguments(cases):
+    for what, changed, error, message in wrong_arguments(cases, inputs):
         given = inputs | {"backend": backend} | changed
         with pytest.raises(error) as caught:
             cases.bind(cases.SMALL)(*(given[name] for name in cases.INPUTS), backend=given["backend"])

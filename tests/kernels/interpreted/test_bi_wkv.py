@@ -1,5 +1,7 @@
 """What is Bi-WKV's own among the tests of its kernels: exponents of any size, other configs, NaN in a channel."""
 
+import functools
+
 import pytest
 
 from kernels.bi_wkv import bi_wkv, triton_fwd
@@ -9,11 +11,7 @@ from tests.kernels.helpers import find_errors
 from tests.slow import slow
 
 draw = cases.draw
-
-
-def assert_near_reference(inputs, sizes, limit):
-    errors = find_errors(cases, [x.float() for x in inputs], sizes, "triton", floor=cases.FLOOR)
-    assert max(errors.values()) < limit, errors
+errors = functools.partial(find_errors, cases, backend="triton", floor=cases.FLOOR)
 
 
 @pytest.mark.parametrize(
@@ -22,9 +20,8 @@ def assert_near_reference(inputs, sizes, limit):
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_any_sign_and_size(decay, keys, limit, sign):
     sizes = Sizes(batch=1, tokens=30, channels=5)
-    w, *rest = draw(0, sizes, decay=decay, keys=keys)
-    inputs = [sign * w.abs(), *rest]
-    assert_near_reference(inputs, sizes, limit)
+    w, *rest = (x.float() for x in draw(0, sizes, decay=decay, keys=keys))
+    assert max(errors([sign * w.abs(), *rest], sizes=sizes).values()) < limit
 
 
 def test_a_decay_that_rounds_exponents_away_fills_its_channel():
@@ -43,8 +40,8 @@ def test_sequences_that_are_cut_into_segments(tokens, decay, keys, limit, monkey
     monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
     assert triton_fwd.count_segments(tokens) == -(-tokens // 16)
     sizes = Sizes(batch=2, tokens=tokens, channels=5)
-    inputs = draw(0, sizes, decay=decay, keys=keys)
-    assert_near_reference(inputs, sizes, limit)
+    inputs = [x.float() for x in draw(0, sizes, decay=decay, keys=keys)]
+    assert max(errors(inputs, sizes=sizes).values()) < limit
 
 
 def test_short_sequences_are_not_cut():
