@@ -14,6 +14,7 @@ from repro.models.ttt_mixer import DESIGNS
 
 NANO, TINY, DEIT = "vittt_nano_patch16_144", "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 VIT3 = "vit3_nano_patch16_144"
+MILLIONS = 5.877, 5.435, 5.889, 5.900, 6.962, 6.983  # of parameters of each design
 VALUES = 3 * 8 * 12  # of an input of the layers that fvcore counts
 
 
@@ -32,10 +33,7 @@ def torch_macs(name, options, resolution, backend=None):
 @pytest.mark.parametrize(
     "name, options, million",
     [
-        *(
-            (TINY, {"design": design}, m)
-            for design, m in zip(DESIGNS, (5.877, 5.435, 5.889, 5.900, 6.962, 6.983), strict=True)
-        ),
+        *((TINY, {"design": design}, million) for design, million in zip(DESIGNS, MILLIONS, strict=True)),
         ("vittt_small_patch16_224", {}, 26.365),
         ("vittt_base_patch16_224", {}, 102.329),
         (DEIT, {}, 5.717),

@@ -38,13 +38,9 @@ def path(tmp_path):
     return tmp_path / "params.yaml"
 
 
-@pytest.fixture
-def load(path):
-    def from_text(text: str) -> Params:
-        path.write_text("stage:\n  cell: {" + text + "}\n")
-        return load_section(Params, path, "stage", "cell")
-
-    return from_text
+def load(path, text):
+    path.write_text("stage:\n  cell: {" + text + "}\n")
+    return load_section(Params, path, "stage", "cell")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +62,8 @@ def load(path):
         ("name: '1e-3'", "name", "1e-3"),
     ],
 )
-def test_values(load, text, field, value):
-    found = getattr(load(f"epochs: 3, {text}"), field)
+def test_values(path, text, field, value):
+    found = getattr(load(path, f"epochs: 3, {text}"), field)
     assert found == value and type(found) is type(value)
 
 
@@ -101,9 +97,9 @@ def test_values(load, text, field, value):
         ("epochs: [", r"params\.yaml:\d+: not valid YAML"),
     ],
 )
-def test_errors_name_the_key_and_what_is_allowed(load, text, message):
+def test_errors_name_the_key_and_what_is_allowed(path, text, message):
     with pytest.raises(UserError, match=message) as caught:
-        load(text)
+        load(path, text)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
