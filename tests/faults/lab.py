@@ -36,13 +36,6 @@ PARAMS: dict[str, Any] = {
 }
 SAVE_EVERY = PARAMS["runtime"]["save_every_steps"]
 TRAIN = ("pretrain", "--cell", CELL)
-# a write beyond the limit fails like a write to a full disk, only with another errno
-SMALL_FILES = """
-import resource, runpy, sys
-n = int(sys.argv.pop(1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (n, n))
-runpy.run_module("repro", run_name="__main__", alter_sys=True)
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +49,9 @@ class CommandResult:
     def require(self, code: int, *parts: str) -> None:
         """Assert that the exit code is this one and, where it is not 0, that one line of error contains all `parts`."""
         lines = self.err.strip().splitlines()
-        assert self.code == code, f"exit code {self.code} instead of {code}: {lines[-1] if lines else 'no message'}"
-        told = len(lines) == 1 and lines[0].startswith("repro: ")
-        assert not code or told, f"{len(lines)} lines of error instead of one: {lines[-1:]}"
-        missing = [part for part in parts if part not in self.err]
-        assert not missing, f"the error does not mention {missing[0]!r}: {self.err.strip()}"
+        assert self.code == code, self.err
+        assert not code or (len(lines) == 1 and lines[0].startswith("repro: ")), self.err
+        assert all(part in self.err for part in parts), self.err
 
     def find_step(self, before: str) -> int:
         """The largest number that follows this text at the beginning of a line; 0 if there is no such line."""
@@ -93,21 +84,19 @@ class Checkout:
         params["pretrain"][CELL] |= changed
         (self.root / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
 
-    def start(self, *args: str, program: tuple[str, ...] = ("-m", "repro")) -> subprocess.Popen:
+    def start(self, *args: str) -> subprocess.Popen:
         """Start `repro ARGS` here."""
         not_ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "REPRO_DEBUG")
         environment = {name: value for name, value in os.environ.items() if name not in not_ours}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(self.root)}
         # in a session of its own: a Ctrl-C here must not be one of the faults
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, *program, *args]
+        command = [sys.executable, "-m", "repro", *args]
         return subprocess.Popen(command, cwd=self.root, env=environment, start_new_session=True, **pipes)
 
-    def start_training(self, processes: int = 1, largest_file: int | None = None) -> subprocess.Popen:
-        """Start the training; with `largest_file`, no file may grow beyond so many bytes."""
-        args = [*TRAIN, *(["--gpus", str(processes)] if processes > 1 else [])]
-        program = ("-m", "repro") if largest_file is None else ("-c", SMALL_FILES, str(largest_file))
-        return self.start(*args, program=program)
+    def start_training(self, processes: int = 1) -> subprocess.Popen:
+        """Start the training."""
+        return self.start(*TRAIN, *(["--gpus", str(processes)] if processes > 1 else []))
 
     def wait_for_training(self, process: subprocess.Popen) -> float:
         """Wait until the process begins to train, or ends; return the time of day then, in seconds."""

@@ -53,19 +53,11 @@ def test_a_fault_of_each_kind_ends_as_it_should(tmp_path):
     assert {case: outcome for case, outcome in outcomes.items() if outcome not in GOOD} == {}
 
 
-WRONG_RESULTS = [
-    (CommandResult(0, "", ""), "exit code 0 instead of 2"),
-    (CommandResult(2, "", "Traceback\nrepro: bad"), "2 lines of error"),
-    (CommandResult(2, "", "bad"), "1 lines of error"),
-    (CommandResult(2, "", "repro: worse"), "does not mention 'bad'"),
-]
-
-
-@pytest.mark.parametrize(("result", "message"), WRONG_RESULTS)
-def test_a_result_that_is_not_the_required_one(result, message):
+@pytest.mark.parametrize(("code", "err"), [(0, ""), (2, "Traceback\nrepro: bad"), (2, "bad"), (2, "repro: worse")])
+def test_a_result_that_is_not_the_required_one(code, err):
     CommandResult(2, "", "repro: bad\n").require(2, "bad")
-    with pytest.raises(AssertionError, match=message):
-        result.require(2, "bad")
+    with pytest.raises(AssertionError):
+        CommandResult(code, "", err).require(2, "bad")
 
 
 def test_the_last_step_is_found():

@@ -19,6 +19,7 @@ import pytest
 from repro.core.record import read_record
 from repro.training.checkpoint import Checkpointer
 from tests.faults.lab import FIRST_PARTY, ROOT, SAVE_EVERY, TRAIN, Lab, flip, kill_all_in, require_kept, step_of
+from tests.training.conftest import limit_files
 
 USUAL = {"FAULT_KILLS": 1, "FAULT_FLIPS": 5, "FAULT_SEED": 0}
 KILLS, FLIPS, SEED = (int(os.environ.get(name, usual)) for name, usual in USUAL.items())
@@ -112,7 +113,8 @@ def test_a_run_continues_from_the_undamaged_state_and_leaves_nothing_behind(lab)
 @pytest.mark.slow
 def test_no_room_to_save_ends_the_run_and_leaves_its_states(lab):
     checkout, states = lab.copy_stopped()
-    process = checkout.start_training(largest_file=min(map(len, states.values())) // 2)
+    with limit_files(min(map(len, states.values())) // 2):
+        process = checkout.start_training()
     checkout.wait(process).require(1, os.strerror(errno.EFBIG))
     require_kept(states)
     assert not [*checkout.root.glob(".runs/**/*.tmp")]
