@@ -1,4 +1,4 @@
-"""Trainings beside a method without learning: their scores, their learning curves, and which classes they confuse."""
+"""Trainings next to a method without learning: their scores, their learning curves, and which classes they confuse."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ _STYLES = {"pretrained": ("#D55E00", "o"), "random": ("#0072B2", "s")}
 
 
 def find_compared_runs(results: Results) -> Runs:
-    """(stage, data set, scores without learning as text) -> the records that have these scores beside their own."""
+    """(stage, data set, scores without learning as text) -> the records that have these scores next to their own."""
     runs: Runs = {}
     for source in results.score_sources:
         m = source.metrics
@@ -47,7 +47,7 @@ def name_first_weights(source: Source) -> str:
 
 
 def compare_without_learning(report: Report) -> list[Block]:
-    """The runs on embedded data beside a method that learns nothing: who is ahead, by which score."""
+    """The runs on embedded data next to a method that learns nothing: who is ahead, by which score."""
     results = report.results
     runs = find_compared_runs(results)
     if not runs:
@@ -67,19 +67,21 @@ def compare_without_learning(report: Report) -> list[Block]:
         header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
         header += [*labels.values(), "measured on"]
         against = Bullets([_against(source, reference, labels) for source in own])
-        blocks += [table(header, rows), against, *_class_scores(own)]
+        blocks += [table(header, rows), against, *_compare_first_weights(own, labels), *_class_scores(own)]
     return blocks
 
 
 def plan_dense(report: Report) -> Drawings:
     """The learning curves, and what the first seed of each run of the pipeline confuses.
 
-    The curves of a model, a task and a data set share a picture; the training with most seeds is drawn.
+    The curves of a model, a task and a data set share a picture; the training with most seeds is drawn, and of these
+    the longest.
     """
     drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
         runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
         drawable = [source for source in runs if source.most_seeds and read_curves(report.results.paths, source)]
+        drawable.sort(key=lambda source: -source.metrics["epochs"])
         best = keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source)))
         for model, shown in group_by(best, lambda source: source.metrics["model"]).items():
             curves = partial(_draw_curves, sources=shown, stage=stage, results=report.results)
@@ -160,6 +162,23 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
     joined = ((word, " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))) for word, of in said.items())
     parts = [f"{word} in {names}" for word, names in joined if names]
     return _name(source), f", against the method without learning: {'; '.join(parts)} ({describe_seeds([source])})."
+
+
+def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> list[Block]:
+    """What pretrained first weights gain in the first score after as many epochs; nothing without both over seeds."""
+    key, label = next(iter(labels.items()))
+    runs = [source for source in sources if find_score_interval(source.metrics, key)]
+    by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))
+    lines: list[Line] = []
+    for (model, epochs), alike in sorted(by_length.items()):
+        found = {name_first_weights(source): source.metrics for source in keep_best(alike, name_first_weights)}
+        if len(found) == 2:
+            gain = found["pretrained"][key] - found["random"][key]
+            (low, high), (low_random, high_random) = (find_score_interval(found[name], key) for name in _STYLES)
+            met = "meet" if low <= high_random and low_random <= high else "do not meet"
+            gained = f"{gain:+.1f} points of {label} by pretrained first weights"
+            lines.append((code(model), f" after {epochs} epochs: {gained}; the 95 % intervals {met}."))
+    return [Bullets(lines)] if lines else []
 
 
 def _class_scores(sources: Sequence[Source]) -> list[Block]:

@@ -119,7 +119,7 @@ def passage(build, checkout) -> str:
 
 def detector(checkout, path="detect/nano_scenes", **more):
     about = {"epochs": 7, "held_out_images": 100, "without_learning": REFERENCE}
-    checkout.train(path, "nano", "scenes", **about, **DETECTOR, **more)
+    checkout.train(path, "nano", "scenes", **{**about, **DETECTOR, **more})
 
 
 def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout):
@@ -160,6 +160,19 @@ def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(check
     assert f"{row} {checkout.CPU}; the mini settings |" in said
     assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "outside the pipeline" in said
     assert said.count("| without learning | – | – | – | – | 25.5 % | 30.0 % | 20.5 % | 30.0 % | – |") == 1
+
+
+def test_first_weights_are_compared_after_as_many_epochs(checkout):
+    """30 points against 25 with ends that meet, and against 21 with ends that do not; one seed has no ends."""
+    for epochs, random, ends in ((2, 21.0, [19.0, 23.0]), (8, 25.0, [22.0, 28.5])):
+        for name, weights, score, interval in (("p", {"weights": "w"}, 30.0, [28.0, 32.0]), ("r", None, random, ends)):
+            scores = {"epochs": epochs, "ap_box_percent": score, "ap_box_ci95_percent": interval, "init": weights}
+            detector(checkout, f"measured/cpu/detect/nano_scenes_{name}{epochs}", **scores)
+    detector(checkout, epochs=4)
+    said = passage(compare_without_learning, checkout)
+    assert "`nano` after 2 epochs: +9.0 points of box AP" in said and "the 95 % intervals do not meet." in said
+    assert "`nano` after 8 epochs: +5.0 points of box AP" in said and "the 95 % intervals meet." in said
+    assert "after 4 epochs" not in said
 
 
 def test_runs_with_other_references_stand_apart_and_classes_are_means_over_seeds(checkout):
