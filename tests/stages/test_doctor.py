@@ -3,8 +3,8 @@
 import os
 import shutil
 import subprocess
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +17,6 @@ from tests.stages.helpers import edit
 SECTIONS = (
     "machine|packages|name clashes|PyTorch and TTT-Linear|segmentation|parameters and data|disk and shared memory"
 )
-Usage = namedtuple("Usage", "total used free")
 
 
 def pretend(folder: Path, **versions: str) -> None:
@@ -162,7 +161,7 @@ def test_data_and_parameters(project):
 
 
 def test_little_disk_and_shared_memory(project, monkeypatch):
-    usage = Usage(total=64 * 2**20, used=0, free=3e9)
+    usage = SimpleNamespace(total=64 * 2**20, free=3e9)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setattr(doctor, "SHM", str(project.root))
     lines = doctor.examine(project)["disk and shared memory"]

@@ -1,6 +1,5 @@
 """Which rate and which decay each parameter has at each step, and the first step of LAMB."""
 
-import dataclasses
 import math
 
 import pytest
@@ -10,8 +9,7 @@ from torch import nn
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
 
-PARAMS = OptimParams(lr=1e-3, warmup_lr=1e-5, min_lr=1e-4, lr_batch_size=16, warmup_epochs=1, clip_grad_norm=None)
-PARAMS = dataclasses.replace(PARAMS, weight_decay=0.05)
+PARAMS = OptimParams(lr=1e-3, warmup_lr=1e-5, min_lr=1e-4, lr_batch_size=16, warmup_epochs=1, weight_decay=0.05)
 
 
 class Small(nn.Module):
