@@ -1,7 +1,6 @@
 """The fault lab and the campaign see every difference, and one fault of each kind ends as it should."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,18 +9,6 @@ from tests.conftest import ROOT, run_python
 from tests.faults import test_faults
 from tests.faults.campaign import FILES, GOOD, KILLED, Campaign, list_cases, summarise
 from tests.faults.lab import CommandResult, describe_damage
-
-
-@pytest.fixture
-def killed(tmp_path) -> tuple[Path, Path]:
-    """A checkout of a killed run and one of an uninterrupted run, with the same results."""
-    checkouts = tmp_path / "killed", tmp_path / "whole"
-    for root in checkouts:
-        (root / "results" / "pretrain").mkdir(parents=True)
-        (root / ".runs").mkdir()
-        for name in ("weights", "metrics.json"):
-            (root / "results" / "pretrain" / name).write_text(name)
-    return checkouts
 
 
 @pytest.mark.parametrize(
@@ -34,8 +21,14 @@ def killed(tmp_path) -> tuple[Path, Path]:
     ],
     ids=["half a file", "a temporary file", "a state", "a missing file"],
 )
-def test_what_a_kill_must_not_leave_is_found(killed, name, content, finished):
-    ours, whole = killed
+def test_what_a_kill_must_not_leave_is_found(tmp_path, name, content, finished):
+    """In the checkout of a killed run, beside that of an uninterrupted one with the same results."""
+    ours, whole = tmp_path / "killed", tmp_path / "whole"
+    for root in (ours, whole):
+        (root / "results" / "pretrain").mkdir(parents=True)
+        (root / ".runs").mkdir()
+        for result in ("weights", "metrics.json"):
+            (root / "results" / "pretrain" / result).write_text(result)
     assert not describe_damage(ours, whole, finished=True)
     (ours / name).unlink() if content is None else (ours / name).write_text(content)
     assert name in describe_damage(ours, whole, finished=finished)
