@@ -1,4 +1,4 @@
-"""What all sets that this project draws have in common; digits_wild against the scans and what its settings promise."""
+"""What all sets that this project draws have in common; digits and digits_wild against scikit-learn's scans."""
 
 import dataclasses
 import os
@@ -11,20 +11,23 @@ from sklearn.datasets import load_digits
 
 from repro.core.config import build
 from repro.core.errors import UserError
+from repro.data.cells import write_embedded
 from repro.data.embedded import digits, digits_wild
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
 from repro.data.embedded.digits_wild import draw, write_digits_wild
 from repro.data.embedded.scenes import write_scenes
+from repro.data.kinds import KINDS
 from repro.data.settings import ConnectSettings, DigitsSettings, ScenesSettings, WildDigitsSettings
 from tests.data_sets.conftest import hash_files
 
 SMALL = WildDigitsSettings(image_size=48, side_px=(24, 32), angle_degrees=15.0, train_copies=2)
+CURVES = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": [1, 2]}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_scans():
-    """The first 200 of the 1,797 scans."""
+    """Take the first 200 of the 1,797 scans."""
     scans, targets = digits.load_scans()
     with pytest.MonkeyPatch.context() as patch:
         for module in (digits, digits_wild):
@@ -32,27 +35,44 @@ def few_scans():
         yield
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "digits_wild"
-    write_digits_wild(folder, SMALL)
-    return folder
+def list_scans(root: Path) -> list[tuple[int, str, Path]]:
+    """(number, class, file) of each image of digits."""
+    return sorted((int(path.stem.removeprefix("scan_")), path.parent.name, path) for path in root.rglob("*.png"))
 
 
-def test_each_scan_is_in_the_split_that_digits_has_it_in(root, tmp_path):
+@pytest.mark.parametrize("test_fraction", [0.2, 0.1])
+def test_digits_has_every_scan_once_with_its_label_and_tune_is_what_the_recipe_was_chosen_on(tmp_path, test_fraction):
+    """That was once called val: the first fifth of a permutation of each class, drawn with seed 0, digit by digit."""
+    write_digits(tmp_path, DigitsSettings(image_size=144, test_fraction=test_fraction))
+    truth, rng, first_fifth = load_digits(), np.random.Generator(np.random.PCG64(0)), set()
+    for digit in range(10):
+        members = rng.permutation(np.flatnonzero(truth.target[:200] == digit))
+        first_fifth |= set(members[: round(0.2 * len(members))].tolist())
+        held_out = len(list((tmp_path / f"test/digit_{digit}").iterdir()))
+        assert abs(held_out - test_fraction * len(members)) <= 0.5
+    assert {number for number, *_ in list_scans(tmp_path / "tune")} == first_fifth
+    for place, (number, label, path) in enumerate(list_scans(tmp_path)):
+        assert (number, label) == (place, f"digit_{truth.target[place]}")
+        scan, pixels = truth.images[number] * 255 / 16, np.asarray(Image.open(path), dtype=float)
+        blocks = pixels.reshape(8, 18, 8, 18).mean(axis=(1, 3))
+        assert np.corrcoef(blocks.ravel(), scan.ravel())[0, 1] > 0.97 and abs(pixels.mean() - scan.mean()) < 8
+    assert number == 199
+
+
+def test_each_scan_is_in_the_split_that_digits_has_it_in(tmp_path):
     write_digits(tmp_path / "digits", DigitsSettings(image_size=8))
+    write_digits_wild(tmp_path / "wild", SMALL)
     for split, copies in (("train", 2), ("tune", 1), ("test", 1)):
         scans = sorted(f"{path.parent.name}/{path.stem}" for path in (tmp_path / "digits" / split).rglob("*.png"))
-        drawn = sorted(f"{path.parent.name}/{path.stem}" for path in (root / split).rglob("*.png"))
+        drawn = sorted(f"{path.parent.name}/{path.stem}" for path in (tmp_path / "wild" / split).rglob("*.png"))
         assert drawn == sorted(f"{scan}_{copy}" for scan in scans for copy in range(copies))
 
 
-CURVES = ConnectSettings(image_size=96, train_pairs=6, tune_pairs=2, test_pairs=4, dashes=(1, 2))
 # what writes a set, its settings, and those with which it is larger
 SETS = {
     "digits": (write_digits, DigitsSettings(image_size=16), {}),
     "digits_wild": (write_digits_wild, SMALL, {"train_copies": 3}),
-    "connect": (write_connect, CURVES, {"train_pairs": 7}),
+    "connect": (write_connect, build(ConnectSettings, CURVES, "curves"), {"train_pairs": 7}),
     "scenes": (write_scenes, ScenesSettings(train=2, tune=1, test=1, image_size=128), {"train": 3}),
 }
 
@@ -125,14 +145,41 @@ def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings():
         (ScenesSettings, {"overlap": 0.1, "side_px": [24, 120]}, "120, turned by 30 degrees, needs 166 pixels of"),
         (ConnectSettings, {"image_size": 100}, "image_size: expected a multiple of 16, got 100"),
         (ConnectSettings, {"dashes": [3, 2]}, r"dashes: expected \[fewest, most\], got \[3, 2\]"),
-        (ConnectSettings, {"dashes": [0, 2]}, r"dashes: 0 is out of range"),
         (ConnectSettings, {"gap_px": 2}, "gap_px: dashes touch, expected at least thickness_px"),
         (ConnectSettings, {"clearance_px": 9}, "clearance_px: expected marker_px"),
         (ConnectSettings, {"curvature": 0.2}, "curvature: expected at most 1 / clearance_px = 0.143, got 0.2"),
     ],
 )
 def test_settings_that_cannot_be_drawn_are_refused(settings, changes, message):
-    needed = {WildDigitsSettings: {}, ScenesSettings: {"image_size": 128}}
-    needed[ConnectSettings] = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": [1, 2]}
+    needed = {WildDigitsSettings: {}, ScenesSettings: {"image_size": 128}, ConnectSettings: CURVES}
     with pytest.raises(UserError, match=message):
         build(settings, needed[settings] | changes, "settings")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.embedded], ids=lambda kind: kind.name)
+def test_a_folder_with_other_files_is_refused(tmp_path, kind, request):
+    source = request.getfixturevalue("published_files")[kind.source] if kind.source else None
+    file = tmp_path / "mine/thesis.tex"
+    file.parent.mkdir()
+    file.write_text("mine")
+    needed = CURVES if kind.name == "connect" else {"images_per_class": 1} if kind.source else {}
+    with pytest.raises(UserError, match=rf"did not write; .*runtime\.data_roots\.{kind.name}"):
+        write_embedded(kind, file.parent, build(kind.settings, needed, "settings"), source)
+    assert file.read_text() == "mine"
+
+
+def test_stopped_while_writing_leaves_no_tree(tmp_path, monkeypatch):
+    target, save, calls = tmp_path / "digits", Image.Image.save, []
+
+    def strike(image, path, **options):
+        calls.append(path)
+        save(image, path, **options)
+        if len(calls) == 100:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Image.Image, "save", strike)
+        write_digits(target, DigitsSettings(image_size=16))
+    assert len(calls) == 100 and not target.exists()
+    write_digits(target, DigitsSettings(image_size=16))
+    assert len(list_scans(target)) == 200
