@@ -1,4 +1,4 @@
-"""The ledger against the paper: its tables (paper_tables.txt, from one rendering), and numbers typed from its text."""
+"""The ledger against the paper: its tables and numbers of its text (paper.txt, copied from one rendering)."""
 
 import dataclasses
 from pathlib import Path
@@ -8,15 +8,19 @@ import pytest
 from repro.core.errors import UserError
 from repro.report.ledger import Claim, Column, Table, find_narrowed, load_ledger
 
-PAPER_TABLES = Path(__file__).with_name("paper_tables.txt")
+PAPER = Path(__file__).with_name("paper.txt")
 SIZES = {"table1": (35, 3), "table2_coco": (15, 4), "table2_ade20k": (15, 3), "table3": (6, 7), "table4": (5, 6)}
+
+
+def read_section(name: str) -> list[str]:
+    text = PAPER.read_text(encoding="utf-8")
+    return text.partition(f"[{name}]\n")[2].partition("[")[0].strip().splitlines()
 
 
 def paper_rows(table: str) -> list[tuple[str, list[str]]]:
     """(label, numbers without their M and G) as the paper prints them."""
-    lines = PAPER_TABLES.read_text(encoding="utf-8").partition(f"[{table}]\n")[2].partition("[")[0].splitlines()
     width, further = SIZES[table][1], table == "table1"  # which has the side of the images too
-    found = [line.rsplit(maxsplit=width + further) for line in lines]
+    found = [line.rsplit(maxsplit=width + further) for line in read_section(table)]
     return [(label, [word.rstrip("MG") for word in words[further:]]) for label, *words in found]
 
 
@@ -29,38 +33,9 @@ def test_every_number_of_the_tables_is_in_the_ledger_as_printed(ledger, table):
     assert list(zip(labels, ours, strict=True)) == paper_rows(table)
 
 
-# copied from the paper's text by another hand: the entry, or those of several ends, its number, its unit
-NUMBERS = """
-text.abstract.top1_t/s/b 77.7/81.8/82.7 %
-text.abstract.speedup_1280_t 4.72 ×
-text.abstract.memory_saved_1280_t 88.9 %
-text.1.flops_saved_1280_t 79.4 %
-text.4_1.batch_b 16
-text.4_3.dwconv_params_t/s/b 0.02/0.04/0.08 M
-text.5_1.gain_over_vim_t/s 1.6/1.5 points
-text.5_1.gain_base_least/most 0.7/0.9 points
-text.5_2.gain_t_over_vim_ap_mask 0.5 points
-text.5_2.gain_s_over_vim_miou 1.4 points
-text.5_2.gain_b_over_vrwkv_ap_box 2.0 points
-text.5_2.tokens_coco 4200 tokens
-text.5_3.flops_saved_1280_t/s/b 79.4/66.3/48.9 %
-text.5_3.speedup_1280_s/b 4.23/3.88 ×
-text.5_3.memory_saved_1280_b 89.0 %
-text.5_4.share_params_t 0.44 M
-text.5_4.gating_conv1d_fps_t 14.1 %
-text.5_4.dual_fps_t 38.2 %
-text.5_4.steps_b4 49 steps
-appendix.b2.memory_factor_x 4 ×
-appendix.d.imagenet_lr 1e-3
-appendix.d.imagenet_batch_size 1024
-appendix.d.coco_weight_decay 0.05
-appendix.d.ade20k_lr_t/s 12e-5/6e-5
-appendix.d.ade20k_weight_decay 0.01
-"""
-
-
-@pytest.mark.parametrize("line", NUMBERS.strip().splitlines())
+@pytest.mark.parametrize("line", read_section("text"))
 def test_numbers_of_the_text(ledger, line):
+    """Each line has the entry, or those of several ends, its number and its unit, copied by another hand."""
     names, printed, *unit = line.split()
     stem, _, ends = names.rpartition("_")
     for end, number in zip(ends.split("/"), printed.split("/"), strict=True):
@@ -74,16 +49,11 @@ def test_places_are_named_once_and_with_a_capital(ledger):
     assert ledger.entries["text.fig7a.chunk"].places == ("Section 5.4", "Fig. 7a")
 
 
-BASE = """
-paper: {title: t, version: v, speed_device: d, speed_batch: 1}
-claims:
-"""
+BASE = "paper: {title: t, version: v, speed_device: d, speed_batch: 1}\nclaims:\n"
 NUMBER = "  - {id: x.y, place: p, says: s, kind: count, values: {a: {printed: 1.0, equals: 1 + 0%s}}}\n"
 EXPLAINED = "explanations: [{ids: [x.y_a], text: t%s}]\n"
-# of three sizes, one of which nobody asked
-NARROWED = """
-  - {id: x.gap, place: p, says: X has a gap to Y, kind: statement, holds: "a.x_s.ap > 1 and a.x_b.ap > 1"}
-"""
+# nobody asked for T
+NARROWED = '  - {id: x.gap, place: p, says: X has a gap, kind: statement, holds: "a.x_s.ap > 1 and a.x_b.ap > 1"}\n'
 
 
 @pytest.mark.parametrize(
@@ -154,17 +124,12 @@ def test_a_statement_is_judged_for_every_size_that_it_is_about(says, asked, narr
     assert find_narrowed(dataclasses.replace(claim, about="the size of its section")) is None
 
 
-def test_settings_are_declared_and_never_read_from_a_measurement(ledger):
-    """What was copied from the paper has no counterpart that could match."""
+def test_what_was_copied_has_no_counterpart_that_could_match_and_what_was_fitted_says_to_what(ledger):
     copied = {"profile", "profile_setting", "expected", "model_constant"}
     for entry in ledger.entries.values():
-        assert not entry.ours or not copied & {call.name for call in entry.ours.calls}, entry.id
-
-
-def test_what_was_fitted_says_to_what(ledger):
-    for entry in ledger.entries.values():
-        if entry.ours and "macs_g_paper_convention" in {call.name for call in entry.ours.calls}:
-            assert "fitted to the rows" in entry.fitted, entry.id
+        called = {call.name for call in entry.ours.calls} if entry.ours else set()
+        assert not copied & called, entry.id
+        assert "macs_g_paper_convention" not in called or "fitted to the rows" in entry.fitted, entry.id
 
 
 def test_rows_that_are_counted_as_their_authors_count_are_asked_by_formula(ledger):
