@@ -1,4 +1,4 @@
-"""Where tokens look: implicit attention against softmax weights, formulas, whole Jacobians and hand counts."""
+"""Where tokens look: implicit attention against whole Jacobians, softmax weights, formulas and hand counts."""
 
 import pytest
 import timm
@@ -13,40 +13,13 @@ from repro.models.registry import build_model
 GRID, HEADS, DIM = (3, 4), 2, 8
 
 
-def projections() -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(0)
-    return tuple(torch.randn(2, 12, HEADS * DIM, dtype=torch.float64) for _ in range(3))
-
-
-def split(x):
-    return x.unflatten(2, (HEADS, DIM)).transpose(1, 2)
-
-
-def test_the_implicit_attention_of_softmax_is_its_weights():
-    q, k, v = projections()
-    weights = (split(q) @ split(k).mT / DIM**0.5).softmax(-1)
-
-    def mix(q, k, v):
-        return (weights @ split(v)).transpose(1, 2).flatten(2)
-
-    found = measure_implicit_attention(mix, q, k, v, HEADS, [0, 5, 11])
-    torch.testing.assert_close(found, weights[:, :, [0, 5, 11]])
-
-
 @pytest.mark.parametrize(
     ("inner", "dwc", "neighbours"),
-    [
-        ("linear", "none", 0),
-        ("swiglu", "qk", 0),
-        ("gate", "v", 0),
-        ("2layer", "none", 3),
-        ("3layer", "none", 0),
-        ("swiglu", "qk", 3),
-    ],
+    [("linear", "none", 0), ("gate", "v", 0), ("2layer", "none", 3), ("swiglu", "qk", 3)],
 )
-def test_that_of_an_inner_learner_is_the_norm_of_its_jacobian(inner, dwc, neighbours):
-    q, k, v = projections()
-    torch.manual_seed(1)
+def test_implicit_attention_is_the_norm_of_the_jacobian(inner, dwc, neighbours):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 12, HEADS * DIM, dtype=torch.float64)
     mixer = InnerMixer(HEADS * DIM, HEADS, inner, dwc=dwc, neighbours=neighbours)
     mixer.init_weights()
     mixer = mixer.double().requires_grad_(False)

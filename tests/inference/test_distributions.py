@@ -39,7 +39,8 @@ def test_equal_means_of_other_spread_are_told_apart():
 def test_the_vectors_of_every_layer_are_noted_and_nothing_changes(name):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=4).eval().requires_grad_(False)
-    images = torch.randn(2, 3, 144 if "144" in name else 32, 144 if "144" in name else 32)
+    side = int(name.rpartition("_")[2])
+    images = torch.randn(2, 3, side, side)
     with torch.no_grad():
         before = model(images)
         with observe_vectors(model) as calls:

@@ -13,6 +13,8 @@ import repro.models  # noqa: F401
 from repro.inference.erf import compute_receptive_field, describe_field, find_centre, get_last_features
 from tests.slow import first
 
+UNITS = [("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("resnet_nano", 160), ("vim_nano_patch16_144", 144)]
+
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_uniform_convolutions_give_repeated_convolution(depth):
@@ -52,11 +54,10 @@ def test_radii_and_anisotropy_of_known_fields():
 
     ray = torch.zeros(129, 129, dtype=torch.float64)
     ray[64, 65:] = 1.0
-    # all of each ring in one of eight sectors
-    assert describe_field(ray, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)
-    assert describe_field(ray, (64, 64)).share_ahead == 1
-    assert describe_field(ray.flip(1), (64, 64)).share_ahead == 0
-    assert describe_field(ray.T, (64, 64)).anisotropy == pytest.approx(7 / 8, abs=0.01)
+    for field, ahead in ((ray, 1), (ray.T, 1), (ray.flip(1), 0)):
+        shape = describe_field(field, (64, 64))
+        # all of each ring in one of eight sectors
+        assert shape.anisotropy == pytest.approx(7 / 8, abs=0.01) and shape.share_ahead == ahead
     with pytest.raises(ValueError, match="has no shape"):
         describe_field(0 * even, (64, 64))
 
@@ -72,12 +73,7 @@ def test_one_direction_sees_nothing_ahead(design, ahead):
     assert find_centre(model, (80, 80)) == (39.5, 39.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    first(
-        [("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("resnet_nano", 160), ("vim_nano_patch16_144", 144)], 2
-    ),
-)
+@pytest.mark.parametrize(("name", "size"), first(UNITS, 2))
 def test_the_centre_is_where_the_central_unit_looks(name, size):
     """The centre of gravity of an untrained model's field is there, and not where a neighbouring unit's would be."""
     torch.manual_seed(0)

@@ -92,8 +92,7 @@ def test_the_marked_tokens():
     maps = torch.tensor([[5.0, 1, 2, 3, 9], [4, 8, 7, 6, 0]])
     everywhere = torch.ones(2, 5, dtype=torch.bool)
     assert inner.select_top_tokens(maps, everywhere).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]
-    within = everywhere.clone()
-    within[1, 1:] = False
+    within = torch.tensor([[True] * 5, [True] + [False] * 4])
     assert inner.select_top_tokens(maps, within).nonzero().tolist() == [[0, 0], [0, 4]]
     assert not inner.select_top_tokens(maps, ~everywhere).any()
 
