@@ -14,6 +14,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from repro.tasks.detection import mask_rcnn
 from repro.tasks.detection.mask_rcnn import Anchors, IouMatcher, MaskRcnn, ProposalNetwork, PyramidRoiAlign
 from repro.tasks.detection.params import MaskRcnnParams
+from tests.data_sets.made import block
 from tests.tasks.backbones import Pyramid, build_swin, list_unreached
 
 SMALL = MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_layers=1, rpn_samples=32, roi_samples=32)
@@ -22,9 +23,8 @@ SMALL = MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_la
 def sample(height, width, objects, seed=0):
     """An image, and a target whose masks fill their boxes; objects are (label, x1, y1, x2, y2)."""
     generator = torch.Generator().manual_seed(seed)
-    masks = torch.zeros(len(objects), height, width, dtype=torch.uint8)
-    for mask, (_, x1, y1, x2, y2) in zip(masks, objects):
-        mask[y1:y2, x1:x2] = 1
+    masks = [block(*corners, height, width) for _, *corners in objects]
+    masks = torch.from_numpy(np.array(masks, dtype=np.uint8).reshape(-1, height, width))
     boxes = torch.tensor([corners for _, *corners in objects], dtype=torch.float32).reshape(-1, 4)
     labels = torch.tensor([label for label, *_ in objects], dtype=torch.int64)
     image = torch.randint(0, 256, (3, height, width), generator=generator, dtype=torch.uint8)
@@ -57,15 +57,13 @@ def test_parameters_are_those_of_the_published_models(embed_dim, fpn):
 def test_one_box_for_all_classes_is_the_same_box_for_each():
     """The losses and the detections are those of a head with a box for each class whose rows for all classes are equal."""
     models = of_each, of_all = [build(min_score=0.0, class_agnostic_boxes=agnostic) for agnostic in (False, True)]
-    own, state = of_all.state_dict(), of_each.state_dict()
     torch.manual_seed(1)
-    weight, bias = (f"roi_heads.box_predictor.bbox_pred.{part}" for part in ("weight", "bias"))
-    own[weight].normal_(std=0.1)
-    own[bias].normal_(std=0.1)
-    assert own[weight].shape == (4, SMALL.box_channels)
+    own = of_all.state_dict()
+    assert own["roi_heads.box_predictor.bbox_pred.weight"].shape == (4, SMALL.box_channels)
     for key, tensor in own.items():
-        # three classes and the background
-        state[key].copy_(torch.cat([tensor] * 4) if key in (weight, bias) else tensor)
+        if "box_predictor.bbox_pred" in key:
+            own[key] = torch.cat([tensor.normal_(std=0.1)] * 4)  # of three classes and the background
+    of_each.load_state_dict(own)
     images, targets = samples()
     losses, found = [], []
     for model in models:
@@ -95,8 +93,8 @@ def test_initialisation():
     xavier += [(heads.box_head.fc6, 256 * 49 + 1024)]
     for layer, fans in xavier:  # U(-b, b), b² = 6 / (fan_in + fan_out)
         assert layer.weight.abs().max().item() == pytest.approx(math.sqrt(6 / fans), rel=0.01)
-    own = {name: p for name, p in model.named_parameters() if not name.startswith("backbone")}
-    assert not any(p.any() for name, p in own.items() if name.endswith("bias"))
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias") and not name.startswith("backbone")]
+    assert not any(bias.any() for bias in biases)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,21 +201,18 @@ def test_pasted_masks_are_sampled_at_pixel_centres():
 
 
 @pytest.mark.parametrize("training", [False, True])
+@torch.no_grad()
 def test_detections_and_the_classification_loss_are_those_of_torchvision(training):
     """Its forward pass over the same parts."""
-    model = build()
+    model = build(min_score=0.0)
     images, targets = samples()
-    with torch.no_grad():
-        batch, features = model._features(images)
-    first, second = [(4.0, 4.0, 42.0, 33.0), (28.0, 28.0, 80.0, 62.0), (0.0, 0.0, 20.0, 20.0)], [(1.0, 2.0, 30.0, 31.0)]
-    heads = model.roi_heads.train(training)
-    heads.score_thresh = 0.0
+    batch, features = model._features(images)
+    first = torch.tensor([(4.0, 4.0, 42.0, 33.0), (28.0, 28.0, 80.0, 62.0), (0.0, 0.0, 20.0, 20.0)])
+    proposals, heads = [first, torch.tensor([(1.0, 2.0, 30.0, 31.0)])], model.roi_heads.train(training)
     found = []
     for forward in (type(heads).forward, RoIHeads.forward):
         torch.manual_seed(1)
-        proposals = [torch.tensor(first), torch.tensor(second)]
-        with torch.no_grad():
-            found.append(forward(heads, features, proposals, batch.image_sizes, targets if training else None))
+        found.append(forward(heads, features, list(proposals), batch.image_sizes, targets if training else None))
     (ours, losses), (theirs, their_losses) = found
     if training:
         assert losses["loss_cls"].item() == pytest.approx(their_losses["loss_classifier"].item())
