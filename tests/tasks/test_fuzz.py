@@ -22,7 +22,7 @@ from repro.tasks.segmentation.data import AdeSegmentation
 from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.task import Segmentation
 from repro.tasks.segmentation.upernet import build_upernet
-from tests.data_sets.made import block, compressed, runs, write_ade20k, write_coco
+from tests.data_sets.made import block, compressed, image, picture, runs, write_ade20k, write_coco
 from tests.data_sets.test_coco import content, detection
 from tests.slow import first
 from tests.tasks.backbones import NARROW, Pyramid
@@ -70,18 +70,17 @@ def test_flipped_bytes_of_pictures(tmp_path, cases):
     write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
     folder = TransformSettings(image_size=32, auto_augment="rand-m9-mstd0.5-inc1")
     for split in ("train", "val"):
-        (tmp_path / "pets" / split / "cat").mkdir(parents=True)
-        for name in ("flipped.png", "whole.png"):
-            (tmp_path / "pets" / split / "cat" / name).write_bytes(encode(pixels, "PNG"))
+        for name in ("flipped.jpg", "whole.jpg"):
+            picture(tmp_path / "pets" / split / "cat" / name, (60, 40))
     tree = scan_tree(tmp_path / "pets", "folder")
     transforms = {"train": train_transform(folder), "val": eval_transform(folder)}
     objects = [detection(tmp_path / "coco", BOXES, training=training) for training in (True, False)]
     pairs = open_pairs(tmp_path / "ade")
     files = [tree.path("train", 0), tree.path("val", 0), objects[1].instances.path(1), pairs[0].pairs.paths(0)[0]]
     for case in range(cases):
-        picture = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
+        flipped = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
         for file in files:
-            file.write_bytes(picture)
+            file.write_bytes(flipped)
         for split, transform in transforms.items():
             pets = ImageFolder(tree, split, transform, max_unreadable=int(split == "train"))
             read = ends_well(lambda: pets.collate([pets[case, 0], pets[case, 1]])[0].shape == (2, 3, 32, 32))
@@ -93,10 +92,7 @@ def test_flipped_bytes_of_pictures(tmp_path, cases):
 @pytest.mark.parametrize("size", [(1, 2000), (2000, 1), (51, 1), (50, 1), (1, 1)])
 def test_odd_sizes_of_pictures(tmp_path, size):
     """A thin picture of which scaling leaves no column, and one whose scaling would fill the memory."""
-    found = content()
-    found["images"] = [{"id": 12, "file_name": "odd.png", "height": size[0], "width": size[1]}]
-    found["annotations"] = []
-    write_coco(tmp_path / "coco", found)
+    write_coco(tmp_path / "coco", content() | {"images": [image(12, size[1], size[0])], "annotations": []})
     write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
     pixels, pairs = np.zeros((*size, 3), dtype=np.uint8), open_pairs(tmp_path / "ade")
     for path, each in zip(pairs[0].pairs.paths(0), (pixels, pixels[..., 0])):

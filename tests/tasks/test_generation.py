@@ -248,10 +248,8 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: str):
         super().__init__()
-        self.layers = nn.Sequential()
-        self.layers.add_module("stem", nn.Conv2d(3, 4, 1))
-        # sFID takes the first channels of this convolution
-        self.layers.add_module(layer, nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 9, 18, stride=17))))
+        last = nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 9, 18, stride=17)))  # sFID takes its first channels
+        self.layers = nn.Sequential(OrderedDict([("stem", nn.Conv2d(3, 4, 1)), (layer, last)]))
         self.output = nn.Linear(3, 5)
 
     def forward(self, img: Tensor, return_features: bool = False) -> Tensor:
@@ -272,40 +270,39 @@ def inception(tmp_path):
     return make
 
 
+def tally(inception: Inception, pictures: Tensor) -> Tally:
+    found = Tally(None, inception)
+    found.add(pictures, torch.zeros(len(pictures)))
+    return found
+
+
 @pytest.mark.slow
+@torch.no_grad()
 def test_features_are_those_of_the_file(inception):
     found, module = inception("mixed_6")
     pictures = torch.randint(0, 256, (3, 3, 299, 299), dtype=torch.uint8)
     torch.testing.assert_close(found.pooled(pictures), pictures.float().mean(dim=(2, 3)))
 
     def convolve(shown: Tensor) -> Tensor:
-        with torch.no_grad():
-            return module.layers((shown - 128) / 128)[:, :7].permute(0, 2, 3, 1).flatten(1)
+        return module.layers((shown - 128) / 128)[:, :7].permute(0, 2, 3, 1).flatten(1)
 
     torch.testing.assert_close(found.spatial(pictures), convolve(pictures.float()), rtol=1e-4, atol=1e-4)
     # of a picture whose columns rise by 2 from 0 on, column i of the result is 2·i·100/299, up to the last column
     ramp = (2 * torch.arange(100.0)).expand(1, 3, 60, 100).to(torch.uint8)
     shown = (2 * torch.arange(299) * (100 / 299)).clamp(max=198).expand(1, 3, 299, 299)
     torch.testing.assert_close(found.spatial(ramp), convolve(shown), rtol=1e-4, atol=1e-3)
-    tallies = [Tally(None, found) for _ in range(2)]
-    for tally, part in zip(tallies, (pictures, 255 - pictures), strict=True):
-        tally.add(part, torch.zeros(3))
-    scores = compare(*tallies)
+    scores = compare(tally(found, pictures), tally(found, 255 - pictures))
     assert scores["fid"] > 0 and scores["sfid"] > 0
     assert scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
-    with torch.no_grad():
-        logits = pictures.float().mean(dim=(2, 3)) @ module.output.weight.T  # its bias is left out
-        expected = measures.inception_score(logits)
-    assert scores["inception_score"] == pytest.approx(expected)
+    logits = pictures.float().mean(dim=(2, 3)) @ module.output.weight.T  # its bias is left out
+    assert scores["inception_score"] == pytest.approx(measures.inception_score(logits))
     assert scores["precision"] is None and scores["recall_reason"] == "needs 4 pictures of each"
 
 
 def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
     judge, _ = inception("other")
-    tallies = [Tally(None, judge) for _ in range(2)]
-    for tally in tallies:
-        tally.add(torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8), torch.zeros(3))
-    scores = compare(*tallies)
+    drawn, real = torch.randint(0, 256, (2, 3, 1, 8, 8), dtype=torch.uint8)
+    scores = compare(tally(judge, drawn), tally(judge, real))
     assert scores["fid"] >= 0 and scores["sfid"] is None and "no layer mixed_6" in scores["sfid_reason"]
     for wanted in (None, "0123456789abcdef", judge.hash[:8]):
         with pytest.raises(UserError, match=f"has SHA-256 {judge.hash}"):
@@ -328,9 +325,9 @@ def test_scores_against_a_reference_batch(inception, tmp_path):
     judge, _ = inception("mixed_6")
     arrays = write_batch(tmp_path / "batch.npz")
     batch = ReferenceBatch.open(tmp_path / "batch.npz", 8)
-    drawn, pictures = Tally(None, judge), torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
-    drawn.add(pictures, torch.zeros(6))
-    found, real = compare(drawn, batch.read(judge)), Tally(None, judge)
+    pictures = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
+    drawn = tally(judge, pictures)
+    found = compare(drawn, batch.read(judge))
     assert batch.known is None and found["real_judged_percent"] is None
     whole = measures.Gaussian(torch.from_numpy(arrays["mu"]), torch.from_numpy(arrays["sigma"]))
     pooled = moments(torch.cat(drawn.pooled))
@@ -341,8 +338,7 @@ def test_scores_against_a_reference_batch(inception, tmp_path):
     expected = ((spatial.mean(0) - arrays["mu_s"]) ** 2).sum() + ((1 - roots) ** 2).sum() + 2023 - len(roots)
     assert found["sfid"] == pytest.approx(expected, rel=1e-6)
     # precision and recall are of the pictures, which a data set could hold as well
-    real.add(torch.from_numpy(arrays["arr_0"]).permute(0, 3, 1, 2), torch.zeros(5))
-    same = compare(drawn, real)
+    same = compare(drawn, tally(judge, torch.from_numpy(arrays["arr_0"]).permute(0, 3, 1, 2)))
     assert (found["precision"], found["recall"]) == (same["precision"], same["recall"]) and same["fid"] != found["fid"]
 
 
