@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from repro.core.errors import UserError
 from repro.core.ranks import Ranks
@@ -15,36 +14,24 @@ from repro.tasks.segmentation.data import IGNORED, AdeSegmentation
 from repro.tasks.segmentation.draw import draw, predict
 from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.spec import Segment
-from repro.tasks.segmentation.task import Segmentation, label_map, measure
+from repro.tasks.segmentation.task import Segmentation, measure
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.conftest import ROOT, run_python
-from tests.data_sets.made import write_ade20k
 from tests.tasks.backbones import NARROW, Pyramid
 
 CPU = torch.device("cpu")
 SETTINGS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
 
 
-def reader(classes):
-    """A UperNet whose heads are replaced by reading the class off the first channel, so that its predictions are known."""
-    model = build_upernet(Pyramid(), NARROW, num_classes=classes, window=32, stride=21).eval()
-    model.encode_decode = lambda window, metas: F.one_hot(window[:, 0].long(), classes).permute(0, 3, 1, 2).float()
-    return lambda image, size: label_map(model, image, size)
-
-
-def image_of(labels):
-    return torch.from_numpy(labels)[None, None].float().expand(1, 3, -1, -1)
-
-
 def test_areas_are_added_up_over_images_before_any_quotient():
     """First image: 0 and 1 part at column 20, predicted at 16; second: all 1, eight columns predicted as 2."""
-    labels, predicted = np.zeros((2, 2, 32, 32), dtype=np.int64)
+    labels, predicted = torch.zeros(2, 2, 32, 32, dtype=torch.int64)
     labels[0, :, 20:], predicted[0, :, 16:] = 1, 1
     labels[1], predicted[1] = 1, 1
     predicted[1, :, :8] = 2
     labels[:, 0] = IGNORED
-    batches = [(image_of(p), torch.from_numpy(l)[None]) for p, l in zip(predicted, labels, strict=True)]
-    metrics, iou, confusion = measure(reader(4), batches, 4)
+    batches = zip(predicted[:, None], labels[:, None])
+    metrics, iou, confusion = measure(lambda image, size: image[0], batches, 4)
     # in columns: class 0 meets 16 of 20; class 1 meets 12 + 24 of 16 + 24 predicted and 12 + 32 labelled; class 2 has
     # no label
     assert iou[:3] == pytest.approx([100 * 16 / 20, 100 * 36 / 48, 0]) and iou[3] is None
@@ -154,10 +141,8 @@ def test_the_truth_leaves_unlabelled_pixels_as_they_are():
 
 
 @pytest.mark.slow
-def test_mmsegmentations_runner_trains_and_tests_with_the_example(tmp_path):
+def test_mmsegmentations_runner_trains_and_tests_with_the_example(ade20k, tmp_path):
     """The documented configuration at a small size: one step, then the evaluation."""
-    data = write_ade20k(tmp_path / "ade", classes=150)
-    write_ade20k(tmp_path / "ade", classes=150, split="validation", pairs=2)
     program = f"""
 from mmengine.config import Config
 from mmengine.runner import Runner
@@ -175,7 +160,7 @@ config.merge_from_dict({{
 config.optim_wrapper.pop("loss_scale")
 for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
     loader.update(num_workers=0, persistent_workers=False)
-    loader.dataset.data_root = {str(data)!r}
+    loader.dataset.data_root = {str(ade20k)!r}
 runner = Runner.from_cfg(config)
 before = runner.model.backbone.adapter.level_embed.detach().clone()
 runner.train()
