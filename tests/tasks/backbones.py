@@ -1,10 +1,14 @@
 """What tests of several tasks share: batches, a backbone of two convolutions, and a hierarchical one."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro.models.pyramid import build_pyramid
 from repro.tasks.segmentation.params import UperNetParams
+from repro.training.loop import Task
 
 NARROW = UperNetParams(channels=8, aux_channels=4, pool_scales=(1, 2))
 SWIN = {"embed_dim": 8, "depths": (1, 2, 1, 1), "num_heads": (1, 1, 2, 2)}
@@ -39,3 +43,15 @@ def list_unreached(model: nn.Module, *exempt: str) -> list[str]:
     """The parameters without a gradient, or with one that is zero or not finite; those that end in `exempt` may be."""
     own = {name: p for name, p in model.named_parameters() if not name.endswith(exempt)}
     return [name for name, p in own.items() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
+
+
+def fit(task: Task, batch: Any, lr: float, steps: int) -> list[dict[str, float]]:
+    """Train on one batch; the losses of each step."""
+    optimizer, losses = torch.optim.AdamW(task.model.train().parameters(), lr=lr), []
+    for _ in range(steps):
+        found = task.loss(task.model, batch)
+        optimizer.zero_grad()
+        found["loss"].backward()
+        optimizer.step()
+        losses.append({name: loss.item() for name, loss in found.items()})
+    return losses

@@ -15,6 +15,7 @@ from repro.tasks.detection import mask_rcnn
 from repro.tasks.detection.mask_rcnn import Anchors, IouMatcher, MaskRcnn, ProposalNetwork, PyramidRoiAlign
 from repro.tasks.detection.params import MaskRcnnParams
 from tests.data_sets.made import block
+from tests.models.helpers import count
 from tests.tasks.backbones import Pyramid, build_swin, list_unreached
 
 SMALL = MaskRcnnParams(fpn_channels=8, box_channels=16, mask_channels=8, mask_layers=1, rpn_samples=32, roi_samples=32)
@@ -48,10 +49,9 @@ def test_parameters_are_those_of_the_published_models(embed_dim, fpn):
         model = MaskRcnn(Pyramid(embed_dim), 80, MaskRcnnParams())
     heads = model.roi_heads
     parts = ([model.fpn], [model.rpn], [heads.box_head, heads.box_predictor], [heads.mask_head, heads.mask_predictor])
-    counts = [sum(p.numel() for part in group for p in part.parameters()) for group in parts]
+    counts = [sum(map(count, group)) for group in parts]
     assert counts == [fpn, 593_935, 14_310_805, 2_643_537]
-    backbone = sum(p.numel() for p in model.backbone.parameters())
-    assert sum(p.numel() for p in model.parameters()) == sum(counts) + backbone
+    assert count(model) == sum(counts) + count(model.backbone)
 
 
 def test_one_box_for_all_classes_is_the_same_box_for_each():

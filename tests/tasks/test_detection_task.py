@@ -17,7 +17,7 @@ from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
 from tests.conftest import ROOT, run_python
 from tests.data_sets.made import annotation, block, compressed, image
-from tests.tasks.backbones import Pyramid
+from tests.tasks.backbones import Pyramid, fit
 from tests.tasks.test_detection_model import sample
 
 IDS = (7, 3)  # the file's ids of label 1 and 2
@@ -170,15 +170,7 @@ def make_task(file, ranks=Ranks()):
 def learnt(tmp_path_factory):
     """A task whose model has seen two pictures many times, and its losses."""
     task = make_task(annotated(tmp_path_factory.mktemp("task") / "truth.json"))
-    optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(80):
-        (batch,) = task.batches(step, 0)
-        found = task.loss(task.model, batch)
-        optimizer.zero_grad()
-        found["loss"].backward()
-        optimizer.step()
-        losses.append({name: loss.item() for name, loss in found.items()})
+    losses = fit(task, task.train[0], lr=3e-3, steps=80)
     task.model.eval()
     return task, losses
 
