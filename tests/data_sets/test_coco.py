@@ -113,23 +113,13 @@ def test_sizes_by_hand(tmp_path, size, expected):
     assert torch.stack(edges).tolist() == pytest.approx(target["boxes"][0].tolist(), abs=1)
 
 
-def test_flip_by_hand(root):
-    plain, flipped = (detection(root, same_size(hflip=p), training=True)[(0, 0)] for p in (0.0, 1.0))
-    assert torch.equal(flipped[0], plain[0].flip(-1)) and torch.equal(flipped[1]["masks"], plain[1]["masks"].flip(-1))
-    assert flipped[1]["boxes"].tolist() == [[30, 5, 50, 15], [52, 0, 60, 40], [0, 30, 10, 40]]
-    assert torch.equal(flipped[1]["labels"], plain[1]["labels"])
-    dataset = detection(root, same_size(hflip=0.3), training=True)
-    flips = sum(int(dataset[(epoch, 0)][0][0, 0, 0]) != 0 for epoch in range(100))
-    assert 15 < flips < 45  # 30, standard deviation 4.6
-
-
-def test_crops_by_hand(root):
+def test_flips_and_crops_by_hand(root):
     """A resize to a short side of 40, as it is; a crop of 16 to 24 pixels each way; an enlargement."""
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
     boxes = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]])
     masks = [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)]
-    seen, crops, sides = set(), 0, set()
+    seen, crops, flips, sides = set(), 0, 0, set()
     for epoch in range(60):
         pixels, target = dataset[(epoch, 0)]
         # the colours of the enlarged image tell which pixels of the file are in it
@@ -138,18 +128,17 @@ def test_crops_by_hand(root):
         left, right = sorted((round(x[0].item()), round(x[-1].item())))
         top, bottom = round(y[0].item()), round(y[-1].item())
         flipped, wide, high = bool(x[0] > x[-1]), right - left + 1, bottom - top + 1
-        crops += (wide, high) != (60, 40)
-        if (wide, high) == (60, 40):
-            continue
-        assert 16 <= wide <= 24 and 16 <= high <= 24
-        sides |= {wide, high}
+        flips += flipped
+        if (wide, high) != (60, 40):
+            crops += 1
+            assert 16 <= wide <= 24 and 16 <= high <= 24
+            sides |= {wide, high}
         inside = [mask[top : bottom + 1, left : right + 1] for mask in masks]
         kept = [place for place, mask in enumerate(inside) if mask.any()]
         assert target["labels"].tolist() == [(3, 1, 2)[place] for place in kept]
         seen.add(tuple(kept))
         for place, box, mask in zip(kept, target["boxes"], target["masks"], strict=True):
-            clipped = boxes[place] - [left, top, left, top]
-            clipped = np.clip(clipped, 0, [wide, high, wide, high])
+            clipped = np.clip(boxes[place] - [left, top, left, top], 0, [wide, high, wide, high])
             expected = inside[place]
             if flipped:
                 clipped[[0, 2]] = wide - clipped[[2, 0]]
@@ -158,7 +147,7 @@ def test_crops_by_hand(root):
             assert box.tolist() == pytest.approx((clipped * [across, down, across, down]).tolist(), rel=1e-5, abs=1e-4)
             enlarged = expected[(np.arange(height) * high) // height][:, (np.arange(width) * wide) // width]
             assert (enlarged != mask.numpy()).mean() < 1e-3
-    assert 15 < crops < 45  # half of them, standard deviation 3.9
+    assert 15 < crops < 45 and 15 < flips < 45  # half of them, standard deviation 3.9
     assert len(seen) >= 4 and () in seen and len(sides) >= 8
 
 

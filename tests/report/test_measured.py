@@ -6,7 +6,7 @@ from repro.report.markdown import render_blocks
 from repro.report.measured import list_speeds, over_resolution
 
 CPU = "cpu: Made-up, 2 threads"
-VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_patch16_224"
 
 
 def row(model, attention, size, latency, memory, **more):
@@ -23,28 +23,31 @@ NO_RATIO = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "cros
 POWERS = {"macs_exponent": 1.0, "latency_exponent": 1.123, "memory_exponent": 0.5}
 
 
-def section(checkout, rows, **concluded):
-    """The section of a sweep whose record holds these rows, and what the sweep concludes from them."""
-    concluded = {"gates": [], "compared": [], "growth": [], **concluded}
-    checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", **concluded)
-    return render_blocks(list_speeds(checkout.report()))
-
-
 def test_matrices_comparisons_and_growth(checkout):
+    """What was measured twice counts once, by its mean; Vim's interval is half as wide as its median is long."""
     rows = [row(VITTT, None, size, size**2 / 1e3, size**2 / 1e4) for size in (512, 1024)]
     rows += [row(DEIT, "unfused", 512, 1048.576, 100.0), row(DEIT, "unfused", 1024, None, None, status="oom")]
-    rows += [row(VITTT, None, 512, 512**2 / 1e3, 512**2 / 1e4, run=2), row(VITTT, None, 512, 9.0, 9.0, compile=True)]
+    rows += [row(VITTT, None, 512, 1.02 * 512**2 / 1e3, 512**2 / 1e4, run=2)]
+    rows += [row(VITTT, None, 512, 9.0, 9.0, compile=True), row(VIM, None, 512, 1000.0, 1.0)]
+    rows[-1] |= {"latency_ms_ci95": [750.0, 1250.0]}
+    noisy = {"speedup": None, "speedup_reason": f"{VIM} at 512 is noisy: spread", "crossover": None}
+    noisy |= {"crossover_reason": "noisy", "crossover_image_size": None, "crossover_image_size_reason": "noisy"}
     never = {"crossover": "never", "crossover_image_size": None, "reason": "never faster"}
     compared = [
         {**GROUP, **RATIO, "against": "deit"},
         {**GROUP, **RATIO, "against": "vit3", **never},
         {**GROUP, **NO_RATIO, "size": "T", "against": "vim", "reason": "its operator is too slow"},
         {**GROUP, **RATIO, "against": "vrwkv", "batch_size": 64},
+        {**GROUP, **RATIO, "size": "S", "against": "vim", **noisy},
     ]
     growth = [{**GROUP, **POWERS, "model": VITTT, "attention": "none", "image_sizes": [512, 1024]}]
     growth += [{**GROUP, **POWERS, "model": DEIT, "attention": "unfused", "image_sizes": [512]}]
-    text = section(checkout, rows, compared=compared, growth=growth)
-    assert f"| {VITTT} | 262 | 1049 |" in text
+    about = {"gates": [], "compared": compared, "growth": growth}
+    checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", **about)
+    text = render_blocks(list_speeds(checkout.report()))
+    assert f"| {VITTT} | 265 | 1049 |" in text
+    assert f"| {VIM} | 1000 (noisy) | – |" in text
+    assert f"| S | vim | 512² | no ratio: {VIM} at 512 is noisy: spread | 73.8 % | – |" in text
     assert f"| {DEIT}, unfused | 1049 | oom |" in text
     assert "| T | deit | 512² | 4.00× | 73.8 % | from 440² |" in text
     assert "| T | vit3 | 512² | 4.00× | 73.8 % | never |" in text
@@ -53,26 +56,6 @@ def test_matrices_comparisons_and_growth(checkout):
     assert f"| {VITTT} | 1.00 | 1.12 | 0.500 |" in text
     assert text.count("| 1.12 |") == 1  # one size shows no growth
     assert f"### {CPU}, batch 1, fp32, infer\n" in text and f"### {CPU}, batch 1, fp32, infer, compiled\n" in text
-
-
-def test_noisy_rows_are_marked_and_give_no_ratio(checkout):
-    """DeiT's interval is half as wide as its median is long."""
-    rows = [
-        row(VITTT, None, 512, 262.0, 26.2),
-        {**row(DEIT, "unfused", 512, 1000.0, 100.0), "latency_ms_ci95": [750.0, 1250.0]},
-    ]
-    withheld = {"speedup": None, "speedup_reason": f"{DEIT} at 512 is noisy: spread"}
-    withheld |= {"crossover": None, "crossover_image_size": None}
-    reasons = {"crossover_reason": "noisy", "crossover_image_size_reason": "noisy"}
-    text = section(checkout, rows, compared=[{**GROUP, **RATIO, "against": "deit", **withheld, **reasons}])
-    assert f"| {VITTT} | 262 |" in text and f"| {DEIT}, unfused | 1000 (noisy) |" in text
-    assert f"| T | deit | 512² | no ratio: {DEIT} at 512 is noisy: spread | 73.8 % | – |" in text
-
-
-def test_what_was_measured_twice_counts_once(checkout):
-    section(checkout, [row(VITTT, None, 512, 10.0, 1.0), row(VITTT, None, 512, 20.0, 1.0, run=2)])
-    (rows,) = checkout.results().speed_rows.values()
-    assert [found["latency_ms"] for found, _ in rows] == [15.0]
 
 
 def test_accuracies_and_times_stand_in_a_row_for_each_model(checkout):
