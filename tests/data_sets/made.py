@@ -36,13 +36,8 @@ def compressed(mask: np.ndarray) -> dict[str, Any]:
 
 def runs(mask: np.ndarray) -> dict[str, Any]:
     """Uncompressed RLE: lengths of runs of 0 and 1, column by column, zeros first."""
-    counts, value = [0], 0
-    for pixel in mask.T.ravel().tolist():
-        if pixel != value:
-            counts.append(0)
-            value = pixel
-        counts[-1] += 1
-    return {"size": list(mask.shape), "counts": counts}
+    changes = np.flatnonzero(np.diff(mask.T.ravel(), prepend=0))
+    return {"size": list(mask.shape), "counts": np.diff(changes, prepend=0, append=mask.size).tolist()}
 
 
 def annotation(number: int, image_id: int, category_id: int, bbox: list[float], segmentation=None, **more) -> dict:

@@ -68,7 +68,7 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     assert found["anything on a GPU"][0] == "**not measured**"
     shown = render_blocks(verdict_blocks(checkout.report())).splitlines()[-1]
     assert shown == "| some processor, 2 threads, batch 1, fp32 | – | 2.50× | 0.500× | 0.250× |"
-    speeds(checkout, latency_ms_ci95=[7.0, 13.0])  # wide beside 10 and 20 ms, and narrow beside the others
+    speeds(checkout, latency_ms_ci95=[7.0, 13.0])  # wide next to 10 and 20 ms, and narrow next to the others
     found = facts(checkout)
     ours, _ = found["Vittt-T against DeiT-T at 224²"]
     assert "(Vittt-T 0.250× (0.538 to 1.86) as fast)" in ours and ours.count("noisy: spread") == 2
@@ -106,20 +106,6 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
     assert "picture" not in readme_blocks([checkout.report()])
 
 
-@pytest.fixture
-def timed(checkout):
-    """Three stages, of 90, 31 and 10 seconds, that ended one after another, and a README with a block."""
-    speeds(checkout)
-    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359)
-    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=10)
-    checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
-    checkout.write("README.md", "<!-- run -->\n<!-- /run -->\n")
-    files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
-    for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
-        file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')
-    return files
-
-
 @pytest.mark.parametrize(
     ("began", "expected"),
     [
@@ -128,12 +114,20 @@ def timed(checkout):
         (START + 11, (131, 1)),  # it is of an earlier run
     ],
 )
-def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, timed, monkeypatch, began, expected):
-    """And outlives the files that Git does not keep."""
+def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, monkeypatch, began, expected):
+    """Stages of 90, 31 and 10 seconds ended one after another; the note outlives the files that Git does not keep."""
+    speeds(checkout)
+    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=97.0, held_out_images=359)
+    checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=10)
+    checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
+    checkout.write("README.md", "<!-- run -->\n<!-- /run -->\n")
+    files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
+    for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
+        file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')
     if began:
         monkeypatch.setenv(RUN_BEGAN, f"{began} 2")
         monkeypatch.setattr("time.time", lambda: began + 300)
-    for gone in (None, *timed[: not began]):
+    for gone in (None, *files[: not began]):
         if gone:
             gone.unlink()
         checkout.run_stage(html=False)
@@ -144,7 +138,7 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, timed,
 
 
 def test_every_block_that_code_writes_is_what_the_committed_records_give(committed):
-    """Of README and of the pages in docs/ and results/."""
+    """In README and in the pages of docs/ and results/."""
     blocks = [("README.md", name, block) for name, block in readme_blocks(committed).items()]
     for file, marker, text in (*blocks, *(each for report in committed for each in build_passages(report))):
         _, _, rest = (ROOT / file).read_text(encoding="utf-8").partition(f"<!-- {marker} -->\n")

@@ -1,6 +1,7 @@
 """Each status from real records, and what may never be compared."""
 
 import collections
+import json
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
     assert [str(each) for each in verdict.elsewhere] == said
 
 
-def test_both_kinds_of_attention_stand_beside_a_claim(checkout):
+def test_both_kinds_of_attention_are_shown_with_a_claim(checkout):
     fused = {"model": DEIT, "attention": "fused", "throughput_img_per_s": 125.0}
     checkout.speed(*pair(throughput_img_per_s=50.0), fused, device=checkout.H200)
     (found,) = checkout.judge()[SPEEDUP].elsewhere
@@ -170,7 +171,7 @@ def test_a_statement_holds_only_where_the_intervals_are_apart(checkout, deit_ms,
         ((50.0, 50.0), True, ["holds in the 2 of 27 measured"]),
         # at 224 the speeds are equal, which leaves it open; one part that never holds refutes the statement
         ((100.0, 200.0), True, ["does not hold in the 2 of 27 measured"]),
-        ((50.0, 50.0), False, []),  # a model whose operator is too slow is set beside nothing
+        ((50.0, 50.0), False, []),  # a model whose operator is too slow is compared with nothing
     ],
 )
 def test_a_statement_of_several_parts(checkout, of_vim, is_fast_enough, found):
@@ -228,25 +229,22 @@ def test_a_data_set_is_declared_until_it_is_here(checkout):
     """The published counts of ImageNet-1K; the paper's 1.28 M are 1,281,167."""
     train, classes = "appendix.d.imagenet_data_train_m", "appendix.d.imagenet_data_classes"
     assert checkout.judge()[train].status == "not measured"
-    checkout.write(
-        "profiles/paper.yaml",
-        "prepare_data: {imagenet: {kind: imagenet, expected: {train: 1281167, val: 50000, classes: 1000}}, coco: {kind: coco}}\n",
-    )
+    imagenet = {"kind": "imagenet", "expected": {"train": 1281167, "val": 50000, "classes": 1000}}
+    cells = {"imagenet": imagenet, "coco": {"kind": "coco"}}
+    checkout.write("profiles/paper.yaml", json.dumps({"prepare_data": cells}))
     verdicts = checkout.judge()
     assert (verdicts[train].status, verdicts[train].ours) == ("declared", pytest.approx(1.281167))
     assert verdicts[classes].status == "declared"
     coco = verdicts["appendix.d.coco_data_train_k"]
     assert coco.status == "not measured" and "profiles/paper.yaml has no data set of kind coco" in coco.reason
-    manifest = (
-        '{"kind": "imagenet", "classes": {"n01440764": 0}, "departures": [%s],'
-        ' "splits": {"train": {"images": 1281167}, "val": {"images": 50000}}}'
-    )
-    checkout.write("results/prepare_data/imagenet/manifest.json", manifest % "")
+    file = "results/prepare_data/imagenet/manifest.json"
+    splits = {"train": {"images": 1281167}, "val": {"images": 50000}}
+    manifest = {"kind": "imagenet", "classes": {"n01440764": 0}, "splits": splits}
+    checkout.write(file, json.dumps(manifest | {"departures": []}))
     verdicts = checkout.judge()
-    assert verdicts[train].status == "matched"
-    assert verdicts[train].sources == ("results/prepare_data/imagenet/manifest.json",)
+    assert (verdicts[train].status, verdicts[train].sources) == ("matched", (file,))
     assert verdicts[classes].status == "differs, unexplained"
-    checkout.write("results/prepare_data/imagenet/manifest.json", manifest % '"one image is missing"')
+    checkout.write(file, json.dumps(manifest | {"departures": ["one image is missing"]}))
     assert checkout.judge()[train].status == "declared"
 
 
@@ -286,8 +284,7 @@ def test_equal_peaks_of_memory_say_nothing_about_growth(checkout):
     assert verdict.status == "not measured" and "divides by a difference of our numbers" in verdict.reason
 
 
-def damage(metrics: str) -> str:
-    return f'{{"metrics": {{"rows": {metrics}}}, "identity": {{"device": "cpu"}}}}'
+DAMAGED = '{"metrics": {"rows": %s}, "identity": {"device": "cpu"}}'
 
 
 @pytest.mark.parametrize(
@@ -296,10 +293,10 @@ def damage(metrics: str) -> str:
         ("complexity", '{"metrics": {', ": not valid JSON"),
         ("pretrain/nano", "[1, 2]", ": expected {metrics, identity}"),
         ("measured/gpu/x", '{"metrics": {}}', ": expected {metrics, identity}"),
-        ("efficiency", damage("3"), ": metrics.rows: expected a list"),
-        ("efficiency", damage('[{"model": "m"}]'), ": metrics.rows[0].image_size: missing"),
-        ("complexity", damage("[1]"), ": metrics.rows: expected a mapping"),
-        ("complexity", damage('{"a": {"model": "m"}}'), ": metrics.rows.a.image_size: missing"),
+        ("efficiency", DAMAGED % "3", ": metrics.rows: expected a list"),
+        ("efficiency", DAMAGED % '[{"model": "m"}]', ": metrics.rows[0].image_size: missing"),
+        ("complexity", DAMAGED % "[1]", ": metrics.rows: expected a mapping"),
+        ("complexity", DAMAGED % '{"a": {"model": "m"}}', ": metrics.rows.a.image_size: missing"),
     ],
 )
 def test_a_damaged_record_is_one_line_that_names_the_file(checkout, path, text, message):

@@ -35,13 +35,13 @@ def draw(checkout, name: str) -> None:
     Image.new("RGB", (4, 4)).save(file)
 
 
-def test_every_figure_of_the_paper_stands_in_its_order(checkout):
+def test_every_figure_of_the_paper_is_in_its_order(checkout):
     found = figures(checkout)
     assert list(found) == PAPER == [figure.place.removeprefix("Fig. ") for figure in load_primary().figures]
     assert all("Not drawn yet: `repro " in text for text in found.values())
 
 
-def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(checkout):
+def test_a_picture_names_the_device_and_the_profile_of_the_record_next_to_it(checkout):
     checkout.record("visualize", visualized(), device=checkout.CPU)
     checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
     drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png"}
@@ -52,12 +52,12 @@ def test_a_picture_names_the_device_and_the_profile_of_the_record_beside_it(chec
     for number, name in drawn.items():
         assert f"]({name})\n\n`{name}`: {origin[number]}" in found[number]
         assert "Not drawn yet" not in found[number]
-    # the pictures of Fig. 3 stand for 9 and 10
+    # the pictures of Fig. 3 serve for 9 and 10
     assert [found[number].count("![") for number in ("3", "9", "10")] == [1, 0, 0]
     assert all("The pictures of Fig. 3 show it too." in found[number] for number in ("9", "10"))
 
 
-def test_examples_stand_in_a_row_for_each_run(checkout):
+def test_examples_are_in_a_row_for_each_run(checkout):
     for run in ("detect/a", "measured/gpu/segment/b"):
         for name in ("1", "a b"):
             draw(checkout, f"{run}/examples/{name}.png")
@@ -102,7 +102,7 @@ def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
         assert describe() == said
 
 
-def test_many_seeds_that_the_present_code_begins_alike_stand_before_one_new_seed(checkout):
+def test_many_seeds_that_the_present_code_begins_alike_come_before_one_new_seed(checkout):
     many, one = (f"measured/{device}/pretrain/a" for device in ("old", "new"))
     shared = {"held_out_images": 8, "top1_ci95_percent": [80.0, 95.0]}
     checkout.train(many, "vittt_nano_patch16_144", "digits", top1=(90.0, 80.0), **shared)
@@ -111,14 +111,14 @@ def test_many_seeds_that_the_present_code_begins_alike_stand_before_one_new_seed
         present, record["identity"]["number_hash"] = record["identity"]["number_hash"], "of other files"
         record["metrics"]["by_seed"][0]["weights_hash"] = "w"
 
-    def find_standing():
+    def find_shown():
         return [(source.path.split("/")[2], source.age) for source in checkout.results().sources if source.most_seeds]
 
-    assert find_standing() == [("new", "")]
+    assert find_shown() == [("new", "")]
     followed = {"first_epochs": {"of w": {"weights_hash": "w", "number_hash": present, "follows": True}}}
     begun = {"metrics": followed, "identity": {"device": "cpu"}}
     checkout.write("results/measured/new/first_epochs.json", json.dumps(begun))
-    assert find_standing() == [("old", BEGUN_ALIKE)]
+    assert find_shown() == [("old", BEGUN_ALIKE)]
 
 
 def detector(checkout, path="detect/nano_scenes", seeds=1, **more):
@@ -149,7 +149,7 @@ def test_nothing_is_drawn_without_a_curve_or_without_the_method_that_learns_noth
     assert list(drawn(checkout)) == ["confusion_detect_nano_scenes.png"]  # which the record itself has
 
 
-def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_random_weights_stand_beside(checkout):
+def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_random_weights_are_next_to_it(checkout):
     detector(checkout)
     detector(checkout, "measured/cpu/detect/nano_scenes_random", seeds=3, init=None)
     pipeline = "results/detect/nano_scenes/metrics.json"
@@ -183,7 +183,7 @@ def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypa
     assert all(min(Image.open(path).size) > 200 for path in files)
 
 
-def test_they_stand_below_the_examples_with_their_records(checkout):
+def test_they_are_below_the_examples_with_their_records(checkout):
     detector(checkout)
     text = render_blocks(list_examples(checkout.report()))
     assert "](figures/learning_detect_nano_scenes.png)" in text

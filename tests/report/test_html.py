@@ -82,7 +82,7 @@ def test_the_ledgers_rows_are_those_of_claims_json(checkout):
     assert chips == [(status, paper["summary"][status]) for paper in claims.values() for status in STATUSES]
     style = (ROOT / "repro/report/template.html").read_text(encoding="utf-8")
     assert all(re.search(rf"\.{make_anchor(word)}[ ,]", style) for word in STATUSES)  # every one has a colour
-    # what explains a status stands in its row
+    # what explains a status is in its row
     texts = (text for _, _, text in elements.all("div", **{"class": "about"}))
     about = dict(zip((entry["id"] for entry in claims[""]["entries"]), texts))
     for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "mini", "rounding"):
@@ -116,7 +116,7 @@ def test_the_same_records_give_the_same_bytes(checkout):
     assert page(checkout) == first and "data:image/webp;base64," in first
 
 
-def test_it_stands_alone_and_is_small(pages):
+def test_it_needs_no_other_file_and_is_small(pages):
     _, text = pages
     elements = Elements(text)
     links = [each[1].get("src") or each[1].get("href") for each in elements.found if {"src", "href"} & each[1].keys()]

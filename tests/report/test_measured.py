@@ -58,7 +58,7 @@ def test_matrices_comparisons_and_growth(checkout):
     assert f"### {CPU}, batch 1, fp32, infer\n" in text and f"### {CPU}, batch 1, fp32, infer, compiled\n" in text
 
 
-def test_accuracies_and_times_stand_in_a_row_for_each_model(checkout):
+def test_accuracies_and_times_are_in_a_row_for_each_model(checkout):
     assert over_resolution(checkout.report()) == []  # without a record there is no section
     rows = []
     for family, shift in (("vittt", 0), ("deit", 20)):

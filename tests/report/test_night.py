@@ -1,4 +1,4 @@
-"""The night's questions are the paper's, only its own records fill its slots, and ImageNet-1K stands apart."""
+"""The night's questions are the paper's, only its own records fill its slots, and ImageNet-1K is apart."""
 
 import re
 
@@ -72,7 +72,7 @@ def test_models_that_were_trained_differently_are_not_compared(checkout):
 
 
 @pytest.mark.parametrize("data", ["cifar100", "imagenet100"])
-def test_no_accuracy_of_the_night_stands_beside_one_of_imagenet(checkout, data):
+def test_no_accuracy_of_the_night_is_next_to_one_of_imagenet(checkout, data):
     before = checkout.judge()
     # as if ImageNet's whole validation split had been taken
     whole = {"split": "val", "held_out_images": 50_000, "image_size": 224, "options": {}}
@@ -83,4 +83,4 @@ def test_no_accuracy_of_the_night_stands_beside_one_of_imagenet(checkout, data):
     lines = [line for line in page.splitlines() if "61.17" in line]
     assert all(re.search(r"cifar100|imagenet100|^\| Vittt-T \|", line) for line in lines), lines
     train(checkout, data, **whole, kind="imagenet")
-    assert checkout.judge() != before, "the same records do stand there where their data are ImageNet-1K"
+    assert checkout.judge() != before, "the same records are there where their data are ImageNet-1K"

@@ -87,7 +87,7 @@ def test_seeds_needed_is_the_first_number_that_does(mean, spread, alpha):
     assert ordering.seeds_needed(0.0, 1.0, 0.05) is None
 
 
-def test_seeds_needed_by_a_pair_are_enough_beside_the_other_pairs():
+def test_seeds_needed_by_a_pair_are_enough_next_to_the_other_pairs():
     """Holm's correction asks the smallest of two p for α / 2."""
     values = {"a": dict(enumerate((1.0, -0.5, 2.0))), **{name: dict.fromkeys(range(3), 0.0) for name in "bc"}}
     t = 2.5 / 3 / statistics.stdev([1.0, -0.5, 2.0])

@@ -175,7 +175,7 @@ def test_first_weights_are_compared_after_as_many_epochs(checkout):
     assert "after 4 epochs" not in said
 
 
-def test_runs_with_other_references_stand_apart_and_classes_are_means_over_seeds(checkout):
+def test_runs_with_other_references_are_apart_and_classes_are_means_over_seeds(checkout):
     by_seed = [
         {"seed": 0, "class_iou_percent": {"sky": 90.0, "7": 0.0}},
         {"seed": 1, "class_iou_percent": {"sky": 80.0, "7": None, "7_reason": "not there"}},

@@ -64,12 +64,11 @@ def test_every_page_shows_the_records(reported):
     assert f"| {DEIT} | unfused | 1280×1280 | 40.0 |" in speed
     assert f"| {DEIT} | fused | 1280×1280 | oom |" in speed
     for elsewhere in ("2.5×", "T 2.5×"):
-        said = f"elsewhere: {elsewhere} (2.05 to 3.06) ({cpu}, batch 1, fp32)"
-        assert said in section(text, "Headline claims")
+        assert f"elsewhere: {elsewhere} (2.05 to 3.06) ({cpu}, batch 1, fp32)" in section(text, "Headline claims")
     for block in re.findall(r"(?m)(?:^\|.*\n)+", text):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
         assert len(widths) == 1, block
-    # a small run stands on the page of the runs only
+    # a small run is on the page of the runs only
     runs = reported.read("results/papers/vision_ttt_runs.md")
     assert runs.count("98.77 %") == 1 and "98.77" not in text
     claims = reported.read("results/claims.csv")
@@ -92,13 +91,8 @@ def test_a_page_is_short_explains_its_marks_and_leads_to_the_others(name):
     assert len(text.encode()) <= 80_000
     links = re.findall(r"\]\(([^)#]*)\)", text.split("\n\n")[1])
     files = {(ROOT / "results" / name).parent.joinpath(link).resolve().relative_to(ROOT).as_posix() for link in links}
-    assert files == {
-        "README.md",
-        "results/papers/errata.md",
-        "docs/README.md",
-        "results/report.html",
-        *(paper.page for paper in load_papers().values()),
-    }
+    others = {"README.md", "results/papers/errata.md", "docs/README.md", "results/report.html"}
+    assert files == others | {paper.page for paper in load_papers().values()}
     explained = re.findall(r"(?m)^\| (\S) \| ", text.split("\n## How to read this page\n")[1].split("\n## ")[0])
     assert len(explained) <= 6 and {status.mark.text.rstrip("ᵉ") for status in STATUSES} == set(explained)
 

@@ -74,7 +74,7 @@ def list_twins(checkout):
     return {source.path.split("/")[2]: [twin.differences for twin in source.twins] for source in sources}
 
 
-def test_one_record_stands_for_those_of_several_machines(checkout):
+def test_one_record_serves_for_those_of_several_machines(checkout):
     train(checkout, "p", 50.0, 60.0)
     train(checkout, "q", 51.0, 63.0, 90.0)
     train(checkout, "r", 50.0, 60.0)

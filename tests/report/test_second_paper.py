@@ -1,4 +1,4 @@
-"""A made-up second paper beside the first: its own page, claims and tab in report.html, nothing of the first one's."""
+"""A made-up second paper next to the first: its own page, claims and tab in report.html, nothing of the first one's."""
 
 import dataclasses
 import re
@@ -96,7 +96,7 @@ def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
 
 
 def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
-    """Of the paper itself; a second paper's pages change nothing on the page of the first."""
+    """This is so for the paper itself; a second paper's pages change nothing on the page of the first."""
     checkout.train("measured/gpu/second/a", "other_big", "digits", top1=87.65, held_out_images=359)
     own = dataclasses.replace(second, primary=True)
     for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):

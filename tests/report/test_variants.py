@@ -1,4 +1,4 @@
-"""The ablations on the page: the paper's rows beside ours, verdicts, missing variants, what is never joined, Fig. 7."""
+"""The ablations on the page: the paper's rows next to ours, verdicts, missing variants, what is never joined, Fig. 7."""
 
 import pytest
 
@@ -43,10 +43,10 @@ def part(checkout, title):
     return found
 
 
-def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_stand_beside_the_papers(checkout):
+def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_are_next_to_the_papers(checkout):
     grid(checkout)
     head, *found = parts(checkout)
-    # digits never stand for the paper's accuracy
+    # digits never count as the paper's accuracy
     judged = checkout.judge()
     assert all(judged[name].ours is None for name in judged if name.startswith("table3.") and "top1" in name)
     assert "There are none yet" in checkout.runs().split("\n## Runs")[1].split("\n## ")[0]
@@ -85,7 +85,7 @@ def test_other_recipes_and_other_devices_are_other_groups(checkout):
     assert find_shown(checkout.report()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
 
 
-def test_variants_at_rates_of_their_own_are_one_group_beside_those_at_one_rate(checkout):
+def test_variants_at_rates_of_their_own_are_one_group_besides_those_at_one_rate(checkout):
     """Their recipes differ in the rate alone; a training of another length does not join them."""
     for name, rate, epochs in (("conv2d", 4e-3, 4), ("head", 2e-3, 4), ("mid", 4e-3, 9)):
         train(checkout, name, [80, 81, 82])

@@ -84,8 +84,8 @@ def test_declared_is_asked_only_where_ours_has_no_number(checkout):
         ("source: 'A. Author (2020), Table 1'", "it gives {computed} (A. Author (2020), Table 1)"),
     ],
 )
-def test_an_explanation_stands_only_with_its_evidence(checkout, evidence, explanation):
-    """Also below one that fails; and none stands where ours matches."""
+def test_an_explanation_is_given_only_with_its_evidence(checkout, evidence, explanation):
+    """Also below one that fails; and none is given where ours matches."""
     listed = f"explanations:\n{EXPLANATION % 'shows: 10 + 5'}{EXPLANATION % evidence}"
     count(checkout, 13_000_000)
     verdict = judge(checkout, claim(), more=listed)["text.x_v"]
@@ -146,7 +146,7 @@ def test_what_nobody_can_have_measured_is_not_compared(checkout):
 
 
 def test_how_each_number_can_be_made_again(checkout):
-    """Of a record of the graph, of one outside it, of none, and of what nothing measures."""
+    """From a record of the graph, from one outside it, from none, or not at all."""
     count(checkout)
     losses = {"inner_loss_after": 2.0, "inner_loss_before": 1.0}
     checkout.record("measured/cpu/probes/p", {"probe": "ascent", "probed": losses})
