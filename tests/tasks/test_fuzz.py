@@ -12,25 +12,19 @@ import torch
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.data.ade20k import AdePairs
 from repro.data.classification import ImageFolder, eval_transform, train_transform
-from repro.data.loader import EvalLoader, TrainLoader
 from repro.data.settings import DetectionTransformSettings, TransformSettings
 from repro.data.tree import scan_tree
 from repro.tasks.detection.mask_rcnn import MaskRcnn
-from repro.tasks.segmentation.data import AdeSegmentation
-from repro.tasks.segmentation.params import SegmentationTransformSettings
-from repro.tasks.segmentation.task import Segmentation
-from repro.tasks.segmentation.upernet import build_upernet
 from tests.data_sets.made import block, compressed, image, picture, runs, write_ade20k, write_coco
 from tests.data_sets.test_coco import content, detection
 from tests.slow import first
-from tests.tasks.backbones import NARROW, Pyramid
+from tests.tasks.backbones import Pyramid
 from tests.tasks.test_detection_model import SMALL
+from tests.tasks.test_segmentation import make_task, open_pairs
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 BOXES = DetectionTransformSettings(min_size=(40, 56), max_size=64, crop_min_size=(40, 60), crop_size=(8, 40))
-MAPS = SegmentationTransformSettings(scale=(64, 32), ratio=(1.0, 2.0), crop_size=32, stride=21)
 
 
 def ends_well(work) -> bool:
@@ -41,11 +35,6 @@ def ends_well(work) -> bool:
         assert "\n" not in str(error)
         return False
     return True
-
-
-def open_pairs(root):
-    """The training images of a tree of ADE20K, to be trained on and to be evaluated."""
-    return [AdeSegmentation(AdePairs(root, "train"), MAPS, training=training) for training in (True, False)]
 
 
 def encode(pixels, form):
@@ -75,7 +64,7 @@ def test_flipped_bytes_of_pictures(tmp_path, cases):
     tree = scan_tree(tmp_path / "pets", "folder")
     transforms = {"train": train_transform(folder), "val": eval_transform(folder)}
     objects = [detection(tmp_path / "coco", BOXES, training=training) for training in (True, False)]
-    pairs = open_pairs(tmp_path / "ade")
+    pairs = [open_pairs(tmp_path / "ade", training=training) for training in (True, False)]
     files = [tree.path("train", 0), tree.path("val", 0), objects[1].instances.path(1), pairs[0].pairs.paths(0)[0]]
     for case in range(cases):
         flipped = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
@@ -94,7 +83,8 @@ def test_odd_sizes_of_pictures(tmp_path, size):
     """A thin picture of which scaling leaves no column, and one whose scaling would fill the memory."""
     write_coco(tmp_path / "coco", content() | {"images": [image(12, size[1], size[0])], "annotations": []})
     write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
-    pixels, pairs = np.zeros((*size, 3), dtype=np.uint8), open_pairs(tmp_path / "ade")
+    pixels = np.zeros((*size, 3), dtype=np.uint8)
+    pairs = [open_pairs(tmp_path / "ade", training=training) for training in (True, False)]
     for path, each in zip(pairs[0].pairs.paths(0), (pixels, pixels[..., 0])):
         path.write_bytes(encode(each, "PNG"))
     for dataset in (detection(tmp_path / "coco", BOXES), *pairs):
@@ -162,15 +152,11 @@ def assert_finite(model, loss):
 @pytest.mark.parametrize("flips", first([20, 300]))
 def test_odd_label_maps(tmp_path, flips):
     """A training step and an evaluation with one, also without a label, and with flipped bytes of a good one."""
-    torch.manual_seed(0)
-    model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
     root = write_ade20k(tmp_path, classes=5, pairs=2)
+    model = make_task(root, held_out="train").model
 
     def step():
-        train, whole = open_pairs(root)
-        loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(whole, batch_size=1)}
-        shared = {"batch_size": 2, "transform": MAPS, "classes": train.pairs.classes, "device": torch.device("cpu")}
-        task = Segmentation(model.train(), *loaders, **shared)
+        task = make_task(root, model.train(), held_out="train")
         assert_finite(model, task.loss(model, next(task.batches(0, 0)))["loss"])
         task.evaluate(model.eval(), "val")
 

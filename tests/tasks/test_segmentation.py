@@ -42,11 +42,14 @@ def test_areas_are_added_up_over_images_before_any_quotient():
     assert confusion == [[31 * n for n in row] for row in ([16, 4, 0, 0], [0, 36, 8, 0], [0, 0, 0, 0], [0, 0, 0, 0])]
 
 
-def make_task(tree, **rank):
+def open_pairs(root, split="train", training=False):
+    return AdeSegmentation(AdePairs(root, split), SETTINGS, training=training)
+
+
+def make_task(root, model=None, held_out="val", **rank):
     torch.manual_seed(0)
-    splits = (AdePairs(tree, "train"), True), (AdePairs(tree, "val"), False)
-    train, val = (AdeSegmentation(pairs, SETTINGS, training=training) for pairs, training in splits)
-    model = build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
+    train, val = open_pairs(root, training=True), open_pairs(root, held_out)
+    model = model or build_upernet(Pyramid(), NARROW, num_classes=5, window=32, stride=21)
     loaders = TrainLoader(train, batch_size=2, seed=0), {"val": EvalLoader(val, batch_size=1, **rank)}
     return Segmentation(model, *loaders, batch_size=2, transform=SETTINGS, classes=train.pairs.classes, device=CPU)
 
