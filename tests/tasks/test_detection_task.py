@@ -214,12 +214,11 @@ def test_of_masks_that_overlap_the_one_with_the_highest_score_is_on_top(shown):
 
 
 def test_the_truth_is_drawn_whole_and_without_scores(shown):
-    grey = torch.full((3, 64, 64), 90, dtype=torch.uint8)
+    grey, scores = torch.full((3, 64, 64), 90, dtype=torch.uint8), shown.pop("scores")
     target = {**shown, "masks": shown["masks"].byte(), "image_id": 3, "original_size": (64, 64)}
-    del target["scores"]
     drawn = np.asarray(Detect().draw_truth(grey, target, ["square", "disc"]))[4::8, 4::8].astype(int)
     assert (np.ptp(drawn, axis=2) > 40)[shown["masks"].any(0).numpy()].mean() > 0.9
-    certain = np.asarray(draw(grey, {**shown, "scores": torch.ones(2)}, ["square", "disc"], 0.5))
+    certain = np.asarray(draw(grey, {**shown, "scores": torch.ones_like(scores)}, ["square", "disc"], 0.5))
     assert not np.array_equal(certain[4::8, 4::8], drawn), "with scores the labels are longer"
 
 

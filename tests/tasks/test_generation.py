@@ -15,8 +15,6 @@ from repro.core.errors import UserError
 from repro.core.hashing import hash_file
 from repro.data.classification import ToInput
 from repro.data.settings import TransformSettings
-from repro.models.registry import build_model
-from repro.models.weights import save_weights
 from repro.tasks.classification.task import accuracy
 from repro.tasks.generation import scores as measures
 from repro.tasks.generation.diffusion import Diffusion, guide, make_generator
@@ -24,7 +22,7 @@ from repro.tasks.generation.params import InputSettings, LatentSettings, Samplin
 from repro.tasks.generation.reference import KNOWN, ReferenceBatch
 from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, precision_recall
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
-from tests.models.helpers import read_data, relative
+from tests.models.helpers import read_data, relative, save_model
 from tests.tasks.backbones import Batches
 
 CPU = torch.device("cpu")
@@ -175,12 +173,9 @@ def test_classes_are_left_out_in_training(share):
 
 def test_a_judge_says_what_the_classifier_says_of_the_same_images(tmp_path):
     """A picture at the judge's own size goes through its evaluation unchanged."""
-    torch.manual_seed(0)
-    settings, classes = TransformSettings(image_size=32, crop_pct=1.0), ["a", "b", "c"]
-    name, options = "vit3_nano_patch16_144", {"depth": 1, "num_classes": 3, "img_size": 32}
-    model, path = build_model(name, **options).eval(), tmp_path / "judge.safetensors"
-    made = {"name": name, "options": options, "preprocessing": settings.preprocessing(), "classes": classes}
-    save_weights(path, model, **made)
+    path, classes = tmp_path / "judge.safetensors", ["a", "b", "c"]
+    model = save_model(path, "vit3_nano_patch16_144", side=32, classes=classes, depth=1)
+    settings = TransformSettings(image_size=32, crop_pct=1.0, mean=(0.5,) * 3, std=(0.5,) * 3)
     judge = Judge.open(path, classes, CPU)
     pictures, labels = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8), torch.arange(9) % 3
     found = accuracy(model, [(pictures, labels)], ToInput(settings, CPU))
