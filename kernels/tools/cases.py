@@ -42,7 +42,7 @@ class Sizes(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the custom op beside its tensors."""
+        """The arguments of the custom op besides its tensors."""
         return {}
 
     @abc.abstractmethod

@@ -130,7 +130,7 @@ def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> Ca
     z = draw(batch_size, TOKENS, width, dtype=dtype)
     A = -torch.arange(1.0, states + 1, device=device).expand(2, width, states).contiguous()
     D, bias = torch.ones(2, width, device=device), torch.full((2, width), -4.0, device=device)
-    # the second u stands for the output, of the same size
+    # the second u is as large as the output
     moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, z, u))
     return "selective_scan_bidir", lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), moved
 

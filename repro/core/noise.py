@@ -1,5 +1,5 @@
 """Whether other work on the machine disturbed a row of speed: by its own samples, the load before it, and the rows
-beside it.
+around it.
 """
 
 import math

@@ -3,7 +3,7 @@
 The shell is a DeiT without class token: its projections, MLPs, norms and positions come from a softmax model
 (`repro.models.linearize` moves them), and the inner weights and convolutions are new. One class has the paper's
 switches: softmax itself, two linear attentions, four inner learners, norms of the keys, convolutions, and neighbourhood
-attention beside. `import repro.models` registers the models with timm; `t5_softmax_*` are the softmax models of the
+attention as well. `import repro.models` registers the models with timm; `t5_softmax_*` are the softmax models of the
 same sizes.
 """
 

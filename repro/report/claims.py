@@ -134,7 +134,7 @@ class _Judge:
         return self._evaluate_ours(entry.declared, self.paper_group), True
 
     def _compare(self, entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
-        """What ours comes to beside the paper's; only independent numbers can match."""
+        """What ours comes to against the paper's; only independent numbers can match."""
         if how is None:
             return Status.EXPLAINED if explanation else Status.UNEXPLAINED
         parts = list(self.ledger.trace(entry))
@@ -147,7 +147,7 @@ class _Judge:
         return Status.TRUNCATED if how == "truncation" else Status.MATCHED
 
     def _explain(self, entry: Entry) -> str | None:
-        """Why ours differs, with its evidence; None where no explanation stands up to its computation."""
+        """Why ours differs, with its evidence; None where no explanation is confirmed by its computation."""
         for explanation in entry.explanations:
             if explanation.source is not None:
                 return f"{explanation.text} ({explanation.source})"

@@ -92,7 +92,7 @@ def list_headlines(report: Report) -> list[Block]:
 
 
 def list_tables(report: Report) -> list[Section]:
-    """Every table of the paper, each number beside ours."""
+    """Every table of the paper, each number with ours."""
     sections = []
     for about in report.paper.ledger.tables:
         header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]

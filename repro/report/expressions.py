@@ -73,7 +73,7 @@ class Expression:
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
         """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
 
-        `value` looks up an id; `functions` may be called beside `arithmetic.FUNCTIONS`, others are a `ValueError`.
+        `value` looks up an id; `functions` may be called besides `arithmetic.FUNCTIONS`, others are a `ValueError`.
         """
         functions = {**FUNCTIONS, **functions, "entry": value}
         if unknown := [call.name for call in self.calls if call.name not in functions]:

@@ -36,7 +36,7 @@ def list_figures(report: Report) -> list[Block]:
         about = prose(f"{state} Entries: {entries or 'none'}.")
         blocks += [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
         for name in files:
-            # what lies elsewhere was drawn by the stage that wrote the record beside it
+            # what lies elsewhere was drawn by the stage that wrote the record in its folder
             is_ours = name.startswith("figures/")
             sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
             blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report)
@@ -77,7 +77,7 @@ def find_pictures(results: Results, pattern: str) -> list[str]:
 
 
 def _find_beside(name: str, results: Results) -> list[Source]:
-    """The records that lie beside a picture or above it."""
+    """The records in a picture's folder or above it."""
     beside = {f"results/{folder}{end}" for folder in Path(name).parents for end in ("/metrics.json", ".json")}
     return [source for source in results.sources if source.path in beside]
 

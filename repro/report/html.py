@@ -85,7 +85,7 @@ def _is_prose(line: Line) -> bool:
 
 
 def _is_read(table: Table) -> bool:
-    """Whether a cell beside the heads of the rows holds text to read."""
+    """Whether a cell but for the heads of the rows holds text to read."""
     return any(_is_prose(line) for _, *rest in table.rows for line in rest)
 
 

@@ -71,7 +71,7 @@ class Entry:
     """One number or one statement of the paper."""
 
     id: str  # stable, e.g. `table1.vittt_t.macs_g`
-    place: str  # where it stands, e.g. `Table 1, row Vittt-T, column Acc.`
+    place: str  # where the paper has it, e.g. `Table 1, row Vittt-T, column Acc.`
     says: str  # the statement; for a number of a table, the table's title
     kind: Kind  # the sort of evidence that decides it
     unit: str = ""  # the number's unit; empty for statements and pure numbers
@@ -102,7 +102,7 @@ class Entry:
 class Column:
     """A column of a table. `ours` may use {model}, {size} and the other keys of a row.
 
-    `by_formula`: pattern of ids of rows -> what stands for `ours` where the paper counts as a family's own authors do.
+    `by_formula`: pattern of ids of rows -> what `ours` is where the paper counts as a family's own authors do.
     A column without `ours` has a `reason` and a `command`, or is `out_of_scope`.
     """
 

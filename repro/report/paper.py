@@ -53,7 +53,7 @@ class Question:
     says: str = ""  # the same as the subject of a sentence of the verdict; empty where the verdict leaves them out
     why: str = ""  # a clause that says why they do not match, or were not tested
     entries: tuple[str, ...]  # patterns of ids
-    shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown beside the count; they have one unit
+    shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown before the count; they have one unit
     shown_label: str = ""  # what these numbers are of
 
     def find(self, ledger: Ledger) -> list[str]:
@@ -138,7 +138,7 @@ class Paper(About):
     # draws it
     pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
     text: Path | None = None  # what its page also says: Markdown that `repro.report.prose` fills
-    # what the expressions of its texts may call, beside what those of its ledger may: functions of a
+    # what the expressions of its texts may call, besides what those of its ledger may: functions of a
     # `repro.report.claims.Report` and of the expression's constants
     parts: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     documents: tuple[Document, ...] = ()  # further pages

@@ -1,4 +1,4 @@
-"""Pages that people write: Markdown in which `{expression}` stands for what the records say.
+"""Pages that people write: Markdown in which `{expression}` becomes what the records say.
 
 A page has sections (`## title`), headings (`### title`), bullets and paragraphs, with the markup of `document.prose`.
 An expression is one of a ledger, see `expressions`; an id is our number. `{expression:.1f}` formats a number. An

@@ -75,7 +75,7 @@ class Source:
 
     @property
     def run_file(self) -> str:
-        """The file beside the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
+        """The file by the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
         name = PurePosixPath(self.path)
         return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
 
@@ -106,7 +106,7 @@ class Source:
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
 
-    Of trainings that several machines ran, one record stands for all: one that the code here made or begins alike, with
+    One record represents the trainings of several machines: one that the code here made or begins alike, with
     the most seeds.
     """
     root = paths.results
@@ -149,7 +149,7 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
 
 
 def _merge(alike: Sequence[Source], verified: Sequence[Source]) -> Source:
-    """The one of some records of one experiment that stands for them, with what other machines made of it."""
+    """The one of some records of one experiment that represents them, with what other machines made of it."""
     first, *others = sorted(alike, key=lambda each: (each.age == OLD, -each.most_seeds, each.age, each.path))
     made = [(other, _compare_scores(first, other)) for other in others]
     cpus = [(source.identity.get("machine") or {}).get("cpu") for source in (first, *verified)]
@@ -240,7 +240,7 @@ def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, fl
 
 
 def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
-    """Seed -> epoch -> a column of the learning curve beside a record; none where there is no curve."""
+    """Seed -> epoch -> a column of a record's learning curve; none where there is no curve."""
     file, curves = paths.root / source.folder / "curve.csv", {}
     for row in read_csv(file) if file.is_file() else ():
         if row.get(key) is not None:

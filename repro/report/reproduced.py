@@ -1,4 +1,4 @@
-"""The scores that this machine made beside those that a commit holds: what `make reproduce` ends with."""
+"""The scores that this machine made against those that a commit holds: what `make reproduce` ends with."""
 
 import json
 import subprocess

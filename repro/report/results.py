@@ -18,7 +18,7 @@ from .records import OLD, Missing, Source, check_mapping, name_keys, read_source
 
 
 class Benchmark(NamedTuple):
-    """A data set of the field, and when a score on it may stand beside a paper's."""
+    """A data set of the field, and when a score on it may be set against a paper's."""
 
     name: str
     val_images: int  # of its validation split; a score counts only when it was taken on all of it
@@ -263,7 +263,7 @@ class Results:
         return source.metrics[key]
 
     def _is_as_described(self, source: Source, benchmark: Benchmark, training: Training) -> bool:
-        """Whether a record's score may stand beside a paper's, as far as the model's training and evaluation go."""
+        """Whether a record's score may be set against a paper's, as far as the model's training and evaluation go."""
         record = source.metrics
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
             return False

@@ -1,4 +1,4 @@
-"""The variants that a paper ablates: its rows beside ours, and whether its ordering is seen in our data."""
+"""The variants that a paper ablates: its rows next to ours, and whether its ordering is seen in our data."""
 
 import dataclasses
 import fnmatch
