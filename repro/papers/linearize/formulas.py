@@ -56,10 +56,9 @@ def identity_error(name: str) -> float:
     `two_layers`: softmax attention is σ(q·W1)·W2 with W1 = Kᵀ, W2 = V and the row-wise softmax as σ.
     `single_layer`: linear attention is φ(q)·W with W = φ(K)ᵀV, each row divided by φ(q)·φ(K)ᵀ1.
     `inner_step`: our two-layer inner learner is SiLU(q·W1')·W2' with W' = W − ∂L/∂W by autograd, L the mean of
-    −d^-½·⟨F(k), v⟩. `shifted_gradient`: ∂L/∂W1 at k + δ has, to the first order in δ, the term of the text and another one of
-    σ''. `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε
-    = 1. `half_neighbours`: with neighbourhood attention, a mixer's output is half of it and half of the inner
-    learner's.
+    −d^-½·⟨F(k), v⟩. `shifted_gradient`: ∂L/∂W1 at k + δ has, to the first order in δ, the term of the text and another
+    one of σ''. `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε =
+    1. `half_neighbours`: with neighbourhood attention, a mixer's output is half of it and half of the inner learner's.
 
     Raises:
         ValueError: another name.
