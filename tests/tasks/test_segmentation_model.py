@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from repro.core.errors import UserError
 from repro.models.pyramid import build_pyramid
 from repro.tasks.segmentation.data import IGNORED
+from repro.tasks.segmentation.mmseg_backbone import VitttAdapter
 from repro.tasks.segmentation.openmmlab import mmengine, mmseg
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.task import label_map
@@ -129,8 +130,6 @@ def test_a_hierarchical_backbone_is_trained_and_segments():
 
 
 def test_a_swin_in_mmsegmentations_registry():
-    from repro.tasks.segmentation.mmseg_backbone import VitttAdapter
-
     maps = VitttAdapter("swin_tiny_patch4_window7_224", options=SWIN)(torch.zeros(1, 3, 64, 64))
     assert [tuple(level.shape) for level in maps] == [(1, 8, 16, 16), (1, 16, 8, 8), (1, 32, 4, 4), (1, 64, 2, 2)]
 
