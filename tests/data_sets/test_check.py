@@ -37,23 +37,6 @@ from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
 from tests.data_sets.made import annotation, image, picture, write_ade20k, write_coco
 
 
-def require_fault(check, root, table, fault, read, *, refused, expected) -> None:
-    """Plant a fault: the check counts and names it; training raises one of the check's errors, or takes the data."""
-    plant, errors, message = table[fault]
-    plant(root)
-    lines, found, _ = findings(check, root, expected=expected)
-    named = only(lines, "error")
-    assert message in "\n".join(named) and found == errors, lines
-    assert all(line.count("; ") >= 1 for line in named), "each says what to do"
-    said = ""
-    try:
-        read()
-    except UserError as error:
-        said = str(error).removeprefix(f"{root}/")
-    assert bool(said) == refused and "\n" not in said, said
-    assert said.partition(" (and ")[0].partition("; ")[0] in "\n".join(lines), (said, lines)
-
-
 def check_small(root, depth=FULL):
     return findings(check_imagenet, root, depth, expected=SMALL)
 
@@ -139,14 +122,6 @@ TREE_FAULTS = {
     # three folders, and the counts of classes and images
     "too deep": (deepen, 3 + 2, "train/n01440764: has no images, only the folder images/; move the images up"),
 }
-
-
-@pytest.mark.parametrize("fault", TREE_FAULTS)
-def test_a_fault_in_imagenet(imagenet, fault):
-    # a scan reads no contents, and knows neither names nor counts
-    seen = fault not in ("cut", "empty file", "a web page", "count", "misplaced", "wrong map")
-    read = functools.partial(scan_tree, imagenet, "imagenet")
-    require_fault(check_imagenet, imagenet, TREE_FAULTS, fault, read, refused=seen, expected=SMALL)
 
 
 def test_the_folder_inside_is_proposed(imagenet, tmp_path):
@@ -327,19 +302,6 @@ COCO_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", COCO_FAULTS)
-def test_a_fault_in_coco(coco, fault):
-    def read():
-        settings = DetectionTransformSettings(min_size=(48,), max_size=64)
-        dataset = CocoDetection(read_instances(coco, "train"), settings, training=False)
-        for place in range(len(dataset)):
-            dataset[(0, place)]
-
-    # training clips such boxes
-    refused = fault not in ("box outside", "box left of it", "no area")
-    require_fault(check_coco, coco, COCO_FAULTS, fault, read, refused=refused, expected=COCO_SMALL)
-
-
 @pytest.mark.parametrize(
     ("plant", "errors", "says"),
     [
@@ -436,14 +398,45 @@ ADE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", ADE_FAULTS)
-def test_a_fault_in_ade20k(ade, fault):
-    def read():
-        pairs = AdePairs(ade, "train")
-        for index in range(len(pairs)):
-            pairs.read(index)
+def read_coco(root):
+    settings = DetectionTransformSettings(min_size=(48,), max_size=64)
+    dataset = CocoDetection(read_instances(root, "train"), settings, training=False)
+    for place in range(len(dataset)):
+        dataset[(0, place)]
 
-    require_fault(check_ade20k, ade, ADE_FAULTS, fault, read, refused=True, expected=ADE_SMALL)
+
+def read_ade20k(root):
+    pairs = AdePairs(root, "train")
+    for index in range(len(pairs)):
+        pairs.read(index)
+
+
+# fixture -> check, counts, faults, what training reads, and faults that it takes: a scan reads no contents, and knows
+# neither names nor counts; boxes that leave their images are clipped
+UNSEEN = ("cut", "empty file", "a web page", "count", "misplaced", "wrong map")
+SETS = {
+    "imagenet": (check_imagenet, SMALL, TREE_FAULTS, functools.partial(scan_tree, kind="imagenet"), UNSEEN),
+    "coco": (check_coco, COCO_SMALL, COCO_FAULTS, read_coco, ("box outside", "box left of it", "no area")),
+    "ade": (check_ade20k, ADE_SMALL, ADE_FAULTS, read_ade20k, ()),
+}
+
+
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name in SETS for fault in SETS[name][2]])
+def test_a_fault_is_counted_and_named_and_training_raises_it_or_takes_the_data(request, name, fault):
+    root, (check, expected, faults, read, taken) = request.getfixturevalue(name), SETS[name]
+    plant, errors, message = faults[fault]
+    plant(root)
+    lines, found, _ = findings(check, root, expected=expected)
+    named = only(lines, "error")
+    assert message in "\n".join(named) and found == errors, lines
+    assert all("; " in line for line in named), "each says what to do"
+    said = ""
+    try:
+        read(root)
+    except UserError as error:
+        said = str(error).removeprefix(f"{root}/")
+    assert bool(said) == (fault not in taken) and "\n" not in said, said
+    assert said.partition(" (and ")[0].partition("; ")[0] in "\n".join(lines), (said, lines)
 
 
 def test_pairs_of_ade20k_by_hand(ade):

@@ -14,6 +14,7 @@ from repro.data.loader import EvalLoader, TrainLoader
 from repro.data.settings import DetectionTransformSettings
 from tests.data_sets.made import HEIGHT, WIDTH, annotation, block, compressed, image, polygon, runs, write_coco
 
+BOXES = [[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]  # corners of the targets of image 12
 CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 7, "name": "ant"}, {"id": 18, "name": "bee"}]  # unordered, with gaps
 
 
@@ -59,10 +60,9 @@ def test_targets_by_hand(root):
     assert found.sizes.tolist() == [[40, 60], [40, 60], [50, 36], [31, 40], [40, 60]]
     of_12 = found.targets(1)
     assert found.labels[of_12].tolist() == [3, 1, 2]
-    assert found.boxes[of_12].tolist() == [[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]]
-    masks = [decode_mask(found.segmentation(target), HEIGHT, WIDTH) for target in range(of_12.start, of_12.stop)]
-    for mask, expected in zip(masks, [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)], strict=True):
-        assert np.array_equal(mask, expected)
+    assert found.boxes[of_12].tolist() == BOXES
+    for target, box in zip(range(of_12.start, of_12.stop), BOXES, strict=True):
+        assert np.array_equal(decode_mask(found.segmentation(target), HEIGHT, WIDTH), block(*box))
 
 
 def test_masks_agree_with_pycocotools(root):
@@ -117,8 +117,6 @@ def test_flips_and_crops_by_hand(root):
     """A resize to a short side of 40, as it is; a crop of 16 to 24 pixels each way; an enlargement."""
     settings = same_size(hflip=0.5, crop_min_size=(40,), crop_size=(16, 24), min_size=(1000,), max_size=1000)
     dataset = detection(root, settings, training=True)
-    boxes = np.array([[10, 5, 30, 15], [0, 0, 8, 40], [50, 30, 60, 40]])
-    masks = [block(10, 5, 30, 15), block(0, 0, 8, 40), block(50, 30, 60, 40)]
     seen, crops, flips, sides = set(), 0, 0, set()
     for epoch in range(60):
         pixels, target = dataset[(epoch, 0)]
@@ -133,12 +131,12 @@ def test_flips_and_crops_by_hand(root):
             crops += 1
             assert 16 <= wide <= 24 and 16 <= high <= 24
             sides |= {wide, high}
-        inside = [mask[top : bottom + 1, left : right + 1] for mask in masks]
+        inside = [block(*box)[top : bottom + 1, left : right + 1] for box in BOXES]
         kept = [place for place, mask in enumerate(inside) if mask.any()]
         assert target["labels"].tolist() == [(3, 1, 2)[place] for place in kept]
         seen.add(tuple(kept))
         for place, box, mask in zip(kept, target["boxes"], target["masks"], strict=True):
-            clipped = np.clip(boxes[place] - [left, top, left, top], 0, [wide, high, wide, high])
+            clipped = np.clip(np.subtract(BOXES[place], [left, top, left, top]), 0, [wide, high, wide, high])
             expected = inside[place]
             if flipped:
                 clipped[[0, 2]] = wide - clipped[[2, 0]]
