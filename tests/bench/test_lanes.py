@@ -2,13 +2,17 @@
 
 import os
 
+import pytest
+
 from repro.bench.lanes import run_in_lanes
 
 
 def call(task):
-    """A task of 3 loses its process, one of 4 kills it."""
+    """A task of 3 loses its process, one of 4 kills it, one of 9 raises."""
     if task == 4:
         os._exit(1)
+    if task == 9:
+        raise ValueError("nine")
     return (task, os.getpid()), task == 3
 
 
@@ -30,3 +34,8 @@ def test_a_lost_and_a_killed_process_are_replaced():
 
 def test_nothing_is_begun_once_it_is_late():
     assert run([1, 2], 1, is_late=lambda: True) == []
+
+
+def test_an_error_ends_the_run_and_loses_no_task_in_silence():
+    with pytest.raises(ValueError, match="nine"):
+        run([1, 9, 2], 1)
