@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
@@ -19,6 +20,7 @@ from repro.data.classification import ImageFolder, ToInput, eval_transform, trai
 from repro.data.loader import EvalLoader, TrainLoader, TrainOrder
 from repro.data.settings import TransformSettings
 from repro.data.tree import scan_tree
+from tests.conftest import ROOT
 
 PLAIN = TransformSettings(image_size=16, crop_pct=1.0)
 HEAVY = TransformSettings(image_size=16, scale=(0.3, 1.0), color_jitter=0.4, auto_augment="rand-m9-n2-mstd0.5-inc1")
@@ -56,15 +58,8 @@ def pairs(loader) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def loader_of():
-    made = []
-
-    def make(cls, *args, **options):
-        made.append(cls(*args, **options))
-        return made[-1]
-
-    yield make
-    for loader in made:
-        loader.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda cls, *args, **options: stack.enter_context(contextlib.closing(cls(*args, **options)))
     assert not multiprocessing.active_children(), "close left worker processes behind"
 
 
@@ -185,14 +180,10 @@ def test_a_dead_worker_is_one_line(root, loader_of, workers):
 PROGRAM = """
     import os, signal, sys
     from pathlib import Path
-    from repro.data.classification import ImageFolder, eval_transform
     from repro.data.loader import EvalLoader
-    from repro.data.settings import TransformSettings
-    from repro.data.tree import scan_tree
+    from tests.data_sets.test_loader import plain
 
-    tree = scan_tree(Path(sys.argv[1]), "folder")
-    dataset = ImageFolder(tree, "val", eval_transform(TransformSettings(image_size=16)))
-    loader = EvalLoader(dataset, batch_size=1, workers=2)
+    loader = EvalLoader(plain(Path(sys.argv[1]), "val"), batch_size=1, workers=2)
     received = []
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, frame: received.append(signum))
@@ -212,7 +203,7 @@ PROGRAM = """
 def test_workers_outlive_signals_to_the_group_but_not_the_program(root):
     """Neither do they keep a program alive that fails."""
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, start_new_session=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, start_new_session=True)
     assert (done.returncode, done.stdout.strip()) == (1, "20 [2, 15] True"), done.stderr
 
 
