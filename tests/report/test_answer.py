@@ -49,7 +49,7 @@ def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
     numbers = {"vtiny": (6_983_116, 1.4575), "vsmall": (26_365_000, 5.345), "vbase": (104_000_000, 20.41)}
     checkout.count(**{name: (*about, *numbers[name]) for name, about in counts.items()})
     ours, scope = facts(checkout)["parameters of the paper's own model"]
-    # of T: Table 1, Table 3's last row and Table 4's last; of S: Table 1. B has 104 M here, and the paper 102
+    # T's are in Table 1, Table 3's last row and Table 4's last; S's in Table 1. B has 104 M here, and the paper 102
     assert ours == "Vittt-T/S/B 6.983 / 26.36 / 104 M (paper: 7 / 26 / 102); 4 of 24 match"
     assert scope.startswith(checkout.CPU)
     ours, _ = facts(checkout)["multiply-adds (FLOPs) of the paper's own model"]
