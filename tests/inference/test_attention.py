@@ -15,7 +15,7 @@ GRID, HEADS, DIM = (3, 4), 2, 8
 
 @pytest.mark.parametrize(
     ("inner", "dwc", "neighbours"),
-    [("linear", "none", 0), ("gate", "v", 0), ("2layer", "none", 3), ("swiglu", "qk", 3)],
+    [("linear", "none", 0), ("gate", "v", 0), ("2layer", "none", 3), ("3layer", "none", 0), ("swiglu", "qk", 3)],
 )
 def test_implicit_attention_is_the_norm_of_the_jacobian(inner, dwc, neighbours):
     torch.manual_seed(0)
