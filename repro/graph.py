@@ -101,7 +101,7 @@ def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | N
 
 @contextlib.contextmanager
 def open_dvc(root: Path) -> Iterator[Any]:
-    """DVC's `Repo` of a checkout, meanwhile the working directory; what DVC cannot read or do is a RunError of one line."""
+    """DVC's `Repo` of a checkout, meanwhile the working directory; what DVC cannot do is a RunError of one line."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 

@@ -39,7 +39,7 @@ def bench(
     ] = False,
     minutes: Minutes = None,
 ) -> None:
-    """Run the check, then time them on the GPU against the torch backend, kernels of other projects and a copy."""
+    """Run the check, then time the kernels on the GPU: ours, the torch backend's, other projects', and a copy."""
     from repro.bench.kernels import run_bench
 
     run_bench(find_root(), op, compared=compared, minutes=minutes)

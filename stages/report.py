@@ -111,7 +111,7 @@ def describe_verbs() -> str:
 
 
 def describe_families() -> str:
-    """The families with the sizes of their models but nanos, as Markdown, by the first sentence of each module."""
+    """List the families with the sizes of their models, without nanos, by the first sentence of each module."""
     import timm
 
     import repro.models

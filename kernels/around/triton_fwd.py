@@ -138,8 +138,8 @@ def scan_convs_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. The i-th of the `taps`
-    (`lay_taps`) is 3 − i tokens back.
+    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. The i-th of
+    the `taps` (`lay_taps`) is 3 − i tokens back.
     """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -169,7 +169,7 @@ def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
     return "selective_scan", lambda: selective_scan(u, delta, A, B, C, D, None, bias), moved
 
 
-# family with an operator of this project's -> that operator at the smallest width of its layers, with `tokens` tokens
+# family with an operator of this project's -> that operator at the smallest width of its layers, with `TOKENS` tokens
 OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {
     "vim": _selective_scan_case,
     "vrwkv": _bi_wkv_case,

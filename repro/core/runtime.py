@@ -43,8 +43,8 @@ class Runtime:
         compile: `torch.compile` for training. channels_last: memory format of the model's weights.
         peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the
             share out.
-        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl; TensorBoard events by
-            it.
+        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl, and TensorBoard
+            events in the same folder.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
         max_pixels: width times height of the largest picture that is read.

@@ -171,13 +171,16 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
     by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))
     lines: list[Line] = []
     for (model, epochs), alike in sorted(by_length.items()):
-        found = {name_first_weights(source): source.metrics for source in keep_best(alike, name_first_weights)}
+        best = keep_best(alike, name_first_weights)
+        found = {name_first_weights(source): source.metrics for source in best}
         if len(found) == 2:
             gain = found["pretrained"][key] - found["random"][key]
             (low, high), (low_random, high_random) = (find_score_interval(found[name], key) for name in _STYLES)
             met = "meet" if low <= high_random and low_random <= high else "do not meet"
             gained = f"{gain:+.1f} points of {label} by pretrained first weights"
-            lines.append((code(model), f" after {epochs} epochs: {gained}; the 95 % intervals {met}."))
+            lines.append(
+                (code(model), f" after {epochs} epochs, {describe_seeds(best)}: {gained}; the 95 % intervals {met}.")
+            )
     return [Bullets(lines)] if lines else []
 
 

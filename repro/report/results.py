@@ -68,7 +68,7 @@ class SpeedGroup:
 
 
 def parse_training(asked: Sequence[int | str]) -> Training:
-    """What the last arguments of `accuracy` ask: a side in pixels, `36 epochs`, or one of `_WORDS`; else a `ValueError`."""
+    """What the last arguments of `accuracy` ask: a side in pixels, `36 epochs`, or one of `_WORDS`, else ValueError."""
     found: dict[str, Any] = {}
     for each in asked:
         if isinstance(each, int):
@@ -236,9 +236,8 @@ class Results:
             raise Missing(absent if self.counts else "not counted yet", "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
-        if (
-            field == "macs_g_of_authors"
-        ):  # by the convention of a family's own authors, which nobody fitted to their rows
+        # the convention of a family's own authors, which nobody fitted to their rows
+        if field == "macs_g_of_authors":
             field = "macs_g_paper_convention"
             if found["model"] == ADAPTER or field not in found:
                 raise Missing("nobody has written down by which convention its authors count", "none")

@@ -276,7 +276,7 @@ def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_
 def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second signal is not held back.
 
-    With `twice` a second one is held back too: under torchrun a process is signalled by who stops the job and by
+    With `twice` a second one is held back too: under torchrun a process is signalled by the user and by
     torchrun, which sends SIGKILL to those that do not end.
     """
     received: list[int] = []

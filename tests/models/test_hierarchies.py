@@ -77,7 +77,7 @@ def test_maps_pooled_features_and_logits(official, run):
 
 
 def with_convolutions(state):
-    """With linear layers as convolutions, beside a moving average and a training's state, as VMamba's release has them."""
+    """With linear layers as convolutions, with a moving average and a training's state, as in VMamba's release."""
     linear = ("in_proj.weight", "out_proj.weight", "fc1.weight", "fc2.weight")
     as_convs = {key: x[..., None, None] if key.endswith(linear) else x for key, x in state.items()}
     averaged = {key: torch.zeros_like(x) for key, x in state.items()}

@@ -65,7 +65,7 @@ def _check_classes(root: Path, kind: str, report: Report) -> Tree:
 def _check_tree(
     root: Path, report: Report, depth: Depth, *, kind: str, images: int | None = None, advice: str = _WRITE_AGAIN
 ) -> None:
-    """Check classes and files, that pairs are whole, and that all splits together have `images`, where that is known."""
+    """Check classes and files, that pairs are whole, and that all splits have `images` together, if it is known."""
     tree = _check_classes(root, kind, report)
     if tree.kind.paired:
         for split, files in tree.splits.items():

@@ -35,7 +35,7 @@ def finish(rng: np.random.Generator, canvas: np.ndarray) -> np.ndarray:
 
 
 def draw_ground(rng: np.random.Generator, size: int, settings: DrawnDigits) -> tuple[np.ndarray, np.ndarray]:
-    """(pixels, textures) with a texture on each side of a line: float64 around mid-grey, and uint8 places in `TEXTURES`."""
+    """(pixels, textures), a texture on each side of a line: float64 around mid-grey, uint8 places in `TEXTURES`."""
     y, x = np.mgrid[:size, :size] - (size - 1) / 2
     angle = rng.uniform(0, 2 * np.pi)
     beyond = x * np.cos(angle) + y * np.sin(angle) > rng.uniform(-size / 4, size / 4)

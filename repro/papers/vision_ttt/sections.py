@@ -1,5 +1,5 @@
-"""What the page of Vision-TTT says besides the tables: its FLOPs, its figures of interpretability in numbers, and what
-profiles/night.yaml has shown, a slot for each score and for each pair that was named before the run. And Fig. 7.
+"""What the page of Vision-TTT says besides the tables: its FLOPs, its figures of interpretability in numbers, Fig. 7,
+and what profiles/night.yaml has shown: a slot for each score and for each pair that was named before the run.
 """
 
 import functools
