@@ -182,7 +182,19 @@ class TTTMixer(nn.Module):
         return torch.stack(outs, 2)
 
     def _learn_plainly(self, arguments: Arguments) -> Tensor:
-        """The outputs of inner learners without LayerNorm and bias, (B, T, R, H, d)."""
+        """The outputs of inner learners without LayerNorm and bias, (B, T, R, H, d); `_read` adds the queries.
+
+        With c[j] the scale of the token at place j of its chunk, η its rate, and sums over the tokens s <= t of that
+        chunk, which starts at the state W and at b, and whose last token has the state that the next one starts from:
+
+            own    ℓ_s = ½‖LN(k_s W + b) − (v_s − k_s)‖²   G_s = ∂ℓ_s/∂(k_s W + b)   f_t = q_t + LN(q_t W_t + b_t)
+            plain  ℓ_s = ½‖k_s W − (v_s − k_s)‖²           G_s = k_s W − (v_s − k_s)  f_t = q_t + q_t W_t
+            dot    ℓ_s = −⟨k_s W, v_s − k_s⟩               G_s = −(v_s − k_s)         f_t = q_t + q_t W_t
+
+            W_t = W − c[j] Σ_s η_s k_sᵀ G_s                b_t = b − c[j] Σ_s η_s G_s
+
+        `plain` and `dot` have no b, and no scale and shift of LN. All else stays, and so does what a seed draws.
+        """
         o = arguments
         target = o.v.to(torch.promote_types(o.v.dtype, torch.float32)) - o.k
         options = {

@@ -34,6 +34,7 @@ PLAIN_VARIANTS = [
     ("ladder_vit3", {"step": "v3", "inner_steps": 2}),
     ("ladder_vittt", {"step": "plain"}),
     ("ladder_vittt", {"step": "q_is_k"}),
+    ("softvittt", {"block": "deit", "pool": "head"}),
     ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}),
     ("t5", {"inner": "projqk", "key_norm": "rms", "dwc": "v"}),
     ("t5", {"inner": "3layer", "key_norm": "layer", "dwc": "cpe", "neighbours": 3, "layer_scale": True}),

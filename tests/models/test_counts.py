@@ -37,6 +37,8 @@ CLOSED_FORMS = [
         for step in LADDER
         for order in ("before", "after", "end")
     ),
+    ("softvittt", {"num_heads": 4}, SQUARE),
+    ("softvittt", {"block": "deit", "pool": "head", "num_classes": 0}, SQUARE),
     *(("ladder_vit3", {"step": step, "inner_steps": 2}, SQUARE) for step in ("own", "v1", "v3", "v6_as_run")),
     ("hvit3", {}, PADDED),
     ("hvit3", {"num_classes": 0}, PADDED),

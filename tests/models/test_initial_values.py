@@ -61,6 +61,7 @@ def rates(N):
 # family, options, rules that come before those of the layer's type: pattern of a parameter's name -> its check
 CASES = [
     ("vittt", {"pool": "head"}, {"b0$|ln_bias$|token_scale$": constant(0.0), "ln_weight$": constant(1.0)}),
+    ("softvittt", {"block": "deit", "pool": "head"}, {}),
     ("vit3", {}, {}),
     ("hvit3", {}, {}),
     ("t5", {"dwc": "qk"}, {}),
