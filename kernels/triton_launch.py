@@ -15,6 +15,9 @@ from .dispatch import find_gpu
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # the arguments that a kernel's choice of a config depends on, of those that it has; a new kernel's own are added here
 TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PASS"
+# the arguments that a kernel must find full of zeros: it adds to them, or leaves some to other configs, whose programs
+# are more; a new kernel's own are added here
+ZEROED = ("partial_ptr",)
 
 Candidates = Callable[..., list[triton.Config]]
 
@@ -127,7 +130,9 @@ def tuned(kernel, candidates: Candidates, *sizes: object):
     """The kernel with its candidates for `sizes`, tuned per value of `TUNING_KEYS` and dtypes; the choice is kept on
     disk where `KEEP_CHOICES` says so.
 
-    A candidate that does not fit the device's shared memory or registers counts as infinitely slow.
+    All candidates run on the same arguments, and last of all the chosen one, whose results are kept: those `ZEROED` are
+    zeros again before each run. A candidate that does not fit the device's shared memory or registers counts as
+    infinitely slow.
     """
-    key = [name for name in TUNING_KEYS if name in kernel.arg_names]
-    return triton.autotune(candidates(*sizes), key=key, cache_results=KEEP_CHOICES)(kernel)
+    key, zeroed = ([name for name in names if name in kernel.arg_names] for names in (TUNING_KEYS, ZEROED))
+    return triton.autotune(candidates(*sizes), key=key, reset_to_zero=zeroed, cache_results=KEEP_CHOICES)(kernel)

@@ -39,7 +39,7 @@ def norm_backward_kernel(
     taps_ptr,
     gamma_ptr,
     g_ptr,
-    sums_ptr,
+    partial_ptr,
     T,
     width,
     size,
@@ -72,7 +72,7 @@ def norm_backward_kernel(
         d = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
         d += tl.load(dout_ptr + tile, mask=here, other=0.0).to(tl.float32)
         tl.store(g_ptr + tile, d.to(g_ptr.dtype.element_ty), mask=here)
-    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * D + c
+    at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * D + c
     tl.store(at, tl.sum(dgamma, 0), mask=c < D)
     tl.store(at + D, tl.sum(dbeta, 0), mask=c < D)
 
@@ -83,7 +83,7 @@ def conv_backward_kernel(
     g_ptr,
     taps_ptr,
     dtokens_ptr,
-    sums_ptr,
+    partial_ptr,
     T,
     width,
     bucket,
@@ -118,7 +118,7 @@ def conv_backward_kernel(
             other = tl.load(g_ptr + there, mask=some, other=0.0).to(tl.float32)
             dtokens += other * tl.load(taps_ptr + (8 - i) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
-    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
+    at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
     tl.store(at, sums, mask=(n < 9) & (c < D)[None, :])
 
 
@@ -128,7 +128,7 @@ def scan_convs_backward_kernel(
     x_ptr,
     taps_ptr,
     dx_ptr,
-    sums_ptr,
+    partial_ptr,
     T,
     rows,
     size,
@@ -171,7 +171,7 @@ def scan_convs_backward_kernel(
             dx += tl.load(dout_ptr + far, mask=there, other=0.0).to(tl.float32) * k_weight
             dx += tl.load(dout_ptr + size + far, mask=there, other=0.0).to(tl.float32) * q_weight
         tl.store(dx_ptr + tile, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    at = sums_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 20 * D + n * (2 * D) + c[None, :]
+    at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 20 * D + n * (2 * D) + c[None, :]
     tl.store(at, sums, mask=(n < 10) & some[None, :])
 
 
@@ -184,7 +184,7 @@ def gated_norm_backward_kernel(
     bias_ptr,
     dz_ptr,
     dgate_ptr,
-    sums_ptr,
+    partial_ptr,
     count,
     rows,
     eps,
@@ -224,7 +224,7 @@ def gated_norm_backward_kernel(
         dz = dz.to(dz_ptr.dtype.element_ty)
         tl.store(dz_ptr + both, dz, mask=here)
         tl.store(dz_ptr + both + D, dz, mask=here)
-    at = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * D) + c
+    at = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * D) + c
     tl.store(at, tl.sum(dweight, 0), mask=c < D)
     tl.store(at + D, tl.sum(dbias, 0), mask=c < D)
 
@@ -292,12 +292,12 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     arguments = {
         "dout_ptr": dout.contiguous(),
         "gamma_ptr": x.gamma.contiguous(),
-        "sums_ptr": norm,
+        "partial_ptr": norm,
         "size": B * T * D,
         "eps": x.eps,
     }
     launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, shared | arguments, tokens.device, config)
-    arguments = shared | {"dtokens_ptr": dtokens, "sums_ptr": conv}
+    arguments = shared | {"dtokens_ptr": dtokens, "partial_ptr": conv}
     launch(conv_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
     (dgamma, dbeta), taps = norm.sum(0).unbind(0), conv.sum(0)
     gradients = dtokens, taps.T.reshape(D, 3, 3).contiguous(), dgamma.clone(), dbeta.clone()
@@ -312,7 +312,7 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
     programs = B * _most_programs(T, [config] if config else block_configs(dx.dtype, E), "TOKENS")
     sums = dx.new_zeros(programs, 10, E, dtype=torch.float32)
     arguments = {"dout_ptr": dout, "x_ptr": given, "taps_ptr": lay_taps(x)}
-    arguments |= {"dx_ptr": dx, "sums_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
+    arguments |= {"dx_ptr": dx, "partial_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
     arguments["bucket"] = rows_bucket(dx)
     grid = lambda c: (ceil_div(T, c["TOKENS"] * c["LOOP"]), ceil_div(E, c["BLOCK"]), B)  # noqa: E731
     launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
@@ -338,7 +338,7 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
     arguments |= {
         "weight_ptr": x.weight.contiguous(),
         "bias_ptr": x.bias.contiguous(),
-        "sums_ptr": sums,
+        "partial_ptr": sums,
         "count": B * T,
         "rows": rows,
     }
