@@ -11,9 +11,10 @@ class tokens; `VitttBlock.forward_plainly` is the reference, and what runs every
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
 
+import weakref
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +82,48 @@ class LoopConstants(NamedTuple):
     grid_taps: Tensor
 
 
-REPLAYS: WeakKeyDictionary = WeakKeyDictionary()  # frozen block -> what it launched, by layout
-KEPT = "kept_"  # how the names of the buffers begin that `freeze` makes
+class Frozen:
+    """What `freeze` keeps of a block: its constants, what it launched by layout, and by what a write is seen.
+
+    A compiled graph reads the constants where they lie.
+    """
+
+    def __init__(self, block: Any, constants: Any):
+        self.constants, self.replays, self._block = constants, {}, weakref.ref(block)
+        slots = [
+            (table, name, value)
+            for module in block.modules()
+            for table in (module._modules, module._parameters, module._buffers)
+            for name, value in table.items()
+        ]
+        self._tables, self._names, self._values = zip(*slots, strict=True)
+        self.weights = [value for value in self._values if isinstance(value, Tensor)]
+        self._plain = [x for x in self.weights if type(x) in (Tensor, nn.Parameter)]  # a fake tensor has no address
+        self._matrices = [x for x in self._plain if x.ndim > 1]
+        self._held = [x.data for x in self._plain]  # while they are here, their addresses are nobody else's
+        self._known = self._find_places(), self._find_versions()
+
+    def is_fresh(self, block: Any) -> bool:
+        """Whether these are a block's, and its weights the same tensors, unwritten. It takes some ten microseconds."""
+        places, versions = self._known
+        return (
+            self._block() is block  # and no replica, which has its attributes
+            and all(map(is_, map(dict.get, self._tables, self._names), self._values))
+            and places == self._find_places()
+            and versions == self._find_versions()  # the last: another place may be an inference tensor's, without one
+        )
+
+    def _find_places(self) -> list[Any]:
+        """What another tensor behind a weight changes, be it of the same elements transposed."""
+        return [[x.data_ptr() for x in self._plain], [x.stride() for x in self._matrices]]
+
+    def _find_versions(self) -> list[int]:
+        """What a write changes."""
+        return [x._version for x in self.weights]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """To None: a copy of a block, or one from a file, is not frozen."""
+        return type(None), ()
 
 
 def find_backend(block: Any, tokens: Tensor) -> str | None:
@@ -145,13 +186,12 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     """
     if backend == "numba":
         return _forward_by_loops(block, tokens_BTD, grid)
-    replays = REPLAYS.get(block)
-    if torch.compiler.is_compiling() or replays is None or not is_plain([tokens_BTD]):
+    if torch.compiler.is_compiling() or not is_plain([tokens_BTD]) or (frozen := find_frozen(block)) is None:
         return _run(block, tokens_BTD, grid, backend, is_noted=False)
     dtype, tokens_BTD = product_dtype(tokens_BTD), tokens_BTD.contiguous()
     compute = partial(_run, block, tokens_BTD, grid, backend, is_noted=dtype == tokens_BTD.dtype)
-    constants = lambda: [*block.parameters(), *block.buffers()]  # noqa: E731
-    return repeat(replays, [tokens_BTD, grid, backend, dtype], compute, constants)
+    constants = lambda: [*frozen.weights, *frozen.constants]  # noqa: E731
+    return repeat(frozen.replays, [tokens_BTD, grid, backend, dtype], compute, constants)
 
 
 def _run(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str, is_noted: bool) -> Tensor:
@@ -275,36 +315,46 @@ def _state(mixer: Any) -> tuple[Tensor, ...]:
 
 def find_constants(block: Any, tokens: int, kind: type) -> Any:
     """The constants of a block of this class: those that `freeze` kept, where no gradient is wanted, else new ones."""
-    if not torch.is_grad_enabled() and KEPT + kind._fields[-1] in block._buffers:
-        kept = kind(*(block._buffers[KEPT + name] for name in kind._fields))
+    if not torch.is_grad_enabled() and (frozen := find_frozen(block)) and isinstance(frozen.constants, kind):
+        kept = frozen.constants
         if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):
             return kept
     return MAKERS[kind](block, tokens)
 
 
-def freeze(block: Any, tokens: int) -> None:
-    """Keep a block's constants until it is trained, moved, cast or loaded again; a write to a weight is not seen.
+def find_frozen(block: Any) -> Frozen | None:
+    """What `freeze` has kept of a block, while its weights are what they were; else it is let go.
 
-    They are buffers that are not saved, which a compiled graph reads where they lie.
+    A compiler takes it unseen: a graph that compared would be one of these weights alone. An exported program has none,
+    as it gets other weights.
+    """
+    if block.frozen is None or torch.compiler.is_exporting():
+        return None
+    if not torch.compiler.is_compiling() and not block.frozen.is_fresh(block):
+        block.frozen = None
+    return block.frozen
+
+
+def freeze(block: Any, tokens: int) -> None:
+    """Keep a block's constants until one of its weights changes, see `Vittt.freeze`.
+
+    Raises:
+        ValueError: a weight is an inference tensor.
     """
     chosen = _find_kernels(block, block.norm1.weight.device, block.norm1.weight.dtype)
     if chosen is None:
         return
+    for name, weight in [*block.named_parameters(), *block.named_buffers()]:
+        if weight.is_inference():
+            raise ValueError(
+                f"{name} is an inference tensor, whose writes nobody counts; make the model outside of that mode"
+            )
     with torch.inference_mode(False), torch.no_grad():
         if chosen == "numba":
             kept: Any = make_loop_constants(block, tokens)
         else:
-            kept, REPLAYS[block] = lay_taps(make_constants(block, tokens)), {}
-        for name, value in kept._asdict().items():
-            block.register_buffer(KEPT + name, value, persistent=False)
-
-
-def thaw(block: Any) -> None:
-    """Forget what `freeze` has kept."""
-    REPLAYS.pop(block, None)
-    for name in [name for name in block._buffers if name.startswith(KEPT)]:
-        del block._buffers[name]
-        block._non_persistent_buffers_set.discard(name)
+            kept = lay_taps(make_constants(block, tokens))
+        block.frozen = Frozen(block, kept._make(x.data for x in kept))  # no views: a weight of one cannot be swapped
 
 
 def make_constants(block: Any, tokens: int) -> Constants:

@@ -107,7 +107,16 @@ class Vittt(Backbone):
     def freeze(self) -> "Vittt":
         """Keep what the GPU's kernels, or the CPU's loops, make of the weights, 25 operations a block; for inference.
 
-        Training, moving, casting or loading the model ends it. No other write to the weights may happen.
+        A block whose weights have changed ends it, and computes as one that was never frozen: each forward pass compares
+        the tensors, their addresses and their counts of writes. `train()` and loading end it at once; `eval()`, and
+        moving or casting to where and what a weight is already, do not. A copy of the model is not frozen.
+
+        PyTorch counts neither a write in place through `.data`, `.numpy()` or a storage nor the step of a fused
+        optimiser, and a graph of `torch.compile` compares nothing: only `train()`, loading, moving and casting reach it.
+        After another such write, call `freeze` again.
+
+        Raises:
+            ValueError: a weight is an inference tensor, whose writes nobody counts.
         """
         for block in self.blocks:
             fused_block.freeze(block, self.grid_size[0] * self.grid_size[1])

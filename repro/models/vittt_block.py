@@ -24,6 +24,7 @@ class VitttBlock(nn.Module):
     """
 
     mixer_class: type[TTTMixer] = TTTMixer
+    frozen: fused_block.Frozen | None = None  # what `Vittt.freeze` keeps
     is_fusible = True  # whether `fused_block` computes it where it has a convolution and no class tokens
 
     def __init__(
@@ -51,16 +52,20 @@ class VitttBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def train(self, mode: bool = True) -> "VitttBlock":
-        """As every module; forgets what `Vittt.freeze` has kept, as moving, casting and loading do."""
-        fused_block.thaw(self)
+        """As every module; training ends what `Vittt.freeze` has begun, evaluation does not."""
+        if mode:
+            self.frozen = None
         return super().train(mode)
 
+    # eager inference would see by itself what these two change; a compiled graph sees only that nothing is kept any more
+
     def _apply(self, *args: Any, **kwargs: Any) -> "VitttBlock":
-        fused_block.thaw(self)
-        return super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)
+        fused_block.find_frozen(self)
+        return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        fused_block.thaw(self)
+        self.frozen = None
         super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:

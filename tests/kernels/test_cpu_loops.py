@@ -144,8 +144,7 @@ def test_a_block_of_vittt():
     assert check.relative_error(found, expected) < 2e-6
     with torch.no_grad():
         assert torch.equal(model.freeze().forward_features(images), found)
-    assert block.kept_taps.shape == (2, 2, 1, 4, 64) and not any("kept" in name for name in model.state_dict())
-    assert not list(model.eval().blocks[0].buffers())
+    assert block.frozen.constants.taps.shape == (2, 2, 1, 4, 64)
 
 
 def test_a_layer_that_is_watched_or_replaced_is_called():

@@ -7,6 +7,7 @@ from kernels import replay
 from kernels.tools import check
 from repro.models import fused_block
 from tests.models.helpers import nano, shaken
+from tests.models.writes import NO_WRITES, UNCOUNTED, WRITES, require_kept, require_seen
 from tests.slow import slow
 
 
@@ -39,27 +40,10 @@ def test_it_is_the_plain_path(options, sides):
     assert max(errors.values()) < 2e-5, errors
 
 
-def write_data(model):
-    for parameter in model.parameters():
-        parameter.data.mul_(0.9)
+NOT_FROZEN = WRITES | UNCOUNTED  # without `freeze` nothing needs to be counted
 
 
-def step_fused(model):
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimiser.step()
-
-
-def load(model):
-    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()}, assign=True)
-
-
-CHANGES = {"a write to .data": write_data, "a fused optimiser": step_fused, "loading": load}
-CHANGES["casting"] = lambda model: model.half().float()
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", [NOT_FROZEN[name] for name in ("data.mul_", "a fused step", "load and assign")])
 def test_new_weights_are_used_at_once(change):
     """`_version`, by which PyTorch counts writes, does not move for some of them."""
     model, images = make().eval(), torch.randn(1, 3, 80, 80)
@@ -73,22 +57,56 @@ def test_new_weights_are_used_at_once(change):
     assert not torch.equal(found, before)
 
 
+def make_small(monkeypatch):
+    """A model of one block that repeats its launches when it is frozen."""
+    monkeypatch.setattr(replay, "REPLAYED", {"cpu"})
+    model = make(depth=1, num_heads=1, img_size=48).eval()
+    model.set_backend("triton")
+    return model
+
+
+SOME = ("copy_", "data, transposed", "load and assign", "a parametrized convolution", "half")
+
+
+@pytest.mark.parametrize("name", [name if name in SOME else slow(name) for name in WRITES])
+def test_a_write_ends_it(name, monkeypatch):
+    require_seen(make_small(monkeypatch), WRITES[name])
+
+
+@pytest.mark.parametrize("name", [name if name in ("eval", "float") else slow(name) for name in NO_WRITES])
+def test_what_writes_nothing_keeps_it(name, monkeypatch):
+    require_kept(make_small(monkeypatch), NO_WRITES[name], fused_block.Constants)
+
+
 def test_a_frozen_model_keeps_its_constants():
-    """The bits of one that is not; nothing is made again until it is trained, cast or loaded, or seen by gradients."""
+    """The bits of one that is not; nothing is made again but where gradients see it."""
     model, images = make().eval(), torch.randn(1, 3, 80, 80)
     model.set_backend("triton")
     with torch.inference_mode():
-        expected = model(images)
+        expected, names = model(images), list(model.state_dict())
         assert torch.equal(model.freeze()(images), expected)
         block = model.blocks[0]
         kept = fused_block.find_constants(block, 25, fused_block.Constants)
         assert kept[0] is fused_block.find_constants(block, 25, fused_block.Constants)[0]
     assert fused_block.find_constants(block, 25, fused_block.Constants)[0] is not kept[0]
-    assert not any("kept" in name for name in model.state_dict())
-    for change in (model.train, model.eval, model.half, lambda: model.load_state_dict(model.state_dict())):
-        model.freeze()
-        change()
-        assert not list(block.buffers(recurse=False))
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_takes_other_weights(monkeypatch):
+    """It compares nothing; loading, casting and training let go of what is kept, which it sees."""
+    model, images = make_small(monkeypatch), torch.randn(1, 3, 48, 48)
+    compiled = torch.compile(model.freeze(), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        before = compiled(images)
+    # a CUDA graph would copy what is not static at each replay
+    assert all(x._dynamo_static_input_type for x in model.blocks[0].frozen.constants)
+    for name in ("load", "half and back", "data.mul_, in training"):
+        WRITES[name](model.freeze())
+        with torch.no_grad():
+            found, expected = compiled(images), model(images)
+        assert check.relative_error(found, expected) < 1e-5 < check.relative_error(found, before)
+        before = found
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -111,14 +129,11 @@ def test_a_frozen_block_repeats_its_launches(monkeypatch):
         for images, want in zip(calls, expected, strict=True):
             assert check.relative_error(model(images), want) < 1e-5
         for block in model.blocks:
-            assert len(fused_block.REPLAYS[block]) == 2 and all(fused_block.REPLAYS[block].values())
+            assert len(block.frozen.replays) == 2 and all(block.frozen.replays.values())
         first, again = model(calls[0]), model(calls[0])
         assert torch.equal(first, again)
         with torch.autocast("cpu", torch.float16):
             assert model.blocks[0](torch.randn(1, 9, 32), (3, 3)).isfinite().all()
-        assert list(fused_block.REPLAYS[model.blocks[0]].values()).count(None) == 1
-    model.train().eval()
-    assert not any(block in fused_block.REPLAYS for block in model.blocks)
-    with torch.inference_mode():
+        assert list(model.blocks[0].frozen.replays.values()).count(None) == 1
         model.blocks[0].mixer.out_proj.weight.mul_(2)
         assert check.relative_error(model(calls[0]), expected[0]) > 1e-3
