@@ -132,8 +132,8 @@ class ImageFolder(Dataset):
         return images.permute(0, 3, 1, 2), targets
 
     def name(self, index: int) -> str:
-        """An image's path relative to the split's folder."""
-        return self.tree.path(self.split, index).relative_to(self.tree.root / self.split).as_posix()
+        """An image's path relative to the folder that holds the split."""
+        return self.tree.path(self.split, index).relative_to(self.tree.folder(self.split)).as_posix()
 
     def unreadable(self) -> list[Path]:
         """The unreadable files that any process has met so far."""
