@@ -82,7 +82,7 @@ def bare_checkout(tmp_path, monkeypatch):
 
 
 class Python2Pickler(pickle._Pickler):
-    """Writes text and bytes as Python 2 wrote its strings, as the files of CIFAR-100 have them."""
+    """Writes text and bytes as Python 2 wrote its strings, as the files of CIFAR-10 and CIFAR-100 have them."""
 
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
@@ -95,31 +95,37 @@ class Python2Pickler(pickle._Pickler):
 
 
 @pytest.fixture
-def cifar100_files(tmp_path, monkeypatch):
-    """A folder with the files of CIFAR-100, two classes instead of a hundred, and torchvision's MD5 sums set to theirs.
+def cifar_files(tmp_path, monkeypatch):
+    """A folder with the files of CIFAR-10 and CIFAR-100, two classes in each, and torchvision's MD5 sums set to theirs.
 
     Training image i is of class i % 2 and has the grey value i; test image i, of class i % 2, has 255 - i.
     """
-    source = tmp_path / "downloads"
-    folder = source / "cifar-100-python"
-    folder.mkdir(parents=True)
-    contents = {"meta": {"fine_label_names": ["apple", "fish"], "coarse_label_names": ["fruit", "animal"]}}
-    for name, greys in (("train", np.arange(12)), ("test", 255 - np.arange(4))):
-        contents[name] = {
-            "filenames": [f"{grey}.png" for grey in greys.tolist()],
-            "batch_label": f"{name}ing batch 1 of 1",
-            "fine_labels": (np.arange(len(greys)) % 2).tolist(),
-            "coarse_labels": [7] * len(greys),
-            "data": np.repeat(greys.astype(np.uint8)[:, None], 3 * 32 * 32, axis=1),
-        }
-    sums = {}
-    for name, content in contents.items():
-        with open(folder / name, "wb") as stream:
-            Python2Pickler(stream, protocol=2).dump(content)
-        sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    from torchvision.datasets import CIFAR100
+    from torchvision.datasets import CIFAR10, CIFAR100
 
-    monkeypatch.setattr(CIFAR100, "train_list", [["train", sums["train"]]])
-    monkeypatch.setattr(CIFAR100, "test_list", [["test", sums["test"]]])
-    monkeypatch.setattr(CIFAR100, "meta", {**CIFAR100.meta, "md5": sums["meta"]})
+    source = tmp_path / "downloads"
+    names = {"label_names": ["apple", "fish"], "num_cases_per_batch": 6, "num_vis": 3072}
+    fine = {"fine_label_names": ["apple", "fish"], "coarse_label_names": ["fruit", "animal"]}
+    both = {
+        CIFAR10: (names, {"data_batch_1": np.arange(6), "data_batch_2": np.arange(6, 12)}, "test_batch", "labels"),
+        CIFAR100: (fine, {"train": np.arange(12)}, "test", "fine_labels"),
+    }
+    for reader, (meta, batches, last, key) in both.items():
+        folder = source / reader.base_folder
+        folder.mkdir(parents=True)
+        contents = {reader.meta["filename"]: meta}
+        for name, greys in (batches | {last: 255 - np.arange(4)}).items():
+            contents[name] = {
+                "filenames": [f"{grey}.png" for grey in greys.tolist()],
+                "batch_label": f"{name} 1 of 1",
+                key: (np.arange(len(greys)) % 2).tolist(),
+                "data": np.repeat(greys.astype(np.uint8)[:, None], 3 * 32 * 32, axis=1),
+            }
+        sums = {}
+        for name, content in contents.items():
+            with open(folder / name, "wb") as stream:
+                Python2Pickler(stream, protocol=2).dump(content)
+            sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+        monkeypatch.setattr(reader, "train_list", [[name, sums[name]] for name in batches])
+        monkeypatch.setattr(reader, "test_list", [[last, sums[last]]])
+        monkeypatch.setattr(reader, "meta", {**reader.meta, "md5": sums[reader.meta["filename"]]})
     return source

@@ -113,6 +113,8 @@ def bounded(
 
 # the section of cells that are trained outside the pipeline alone: stage -> name -> cell
 BY_HAND = "by_hand"
+# fields that records are older than; without a value, they change no record and no hash
+_NEWER = ("crop_padding",)
 # sections of older files -> the section that their cells are in now
 _MOVED = {"baselines": "pretrain"}
 
@@ -259,9 +261,18 @@ def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None
     return next((name for name in list_profiles(paths) if read_values(find_profile(paths, name)) == current), None)
 
 
+def list_values(config: Any) -> dict[str, Any]:
+    """The values of a dataclass as nested dicts, for hashes and records; a `_NEWER` field only where it has a value."""
+
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if value is not None or name not in _NEWER}
+
+    return dataclasses.asdict(config, dict_factory=keep)
+
+
 def params_hash(config: Any) -> str:
-    """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON."""
-    return short_hash(json.dumps(dataclasses.asdict(config), sort_keys=True, default=str))
+    """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON; see `list_values`."""
+    return short_hash(json.dumps(list_values(config), sort_keys=True, default=str))
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -11,7 +11,7 @@ from ..core.config import find_profile, list_profiles, load_yaml, section_keys
 from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
-from .kinds import KINDS, Format, Kind, load_function
+from .kinds import KINDS, SPLITS, Format, Kind, load_function
 from .manifest import Manifest, read_manifest, verify
 from .own import locate_own, parse_own
 from .tree import Tree, scan_tree
@@ -40,13 +40,15 @@ class DataCell:
 
     @property
     def row(self) -> Kind:
-        """The row of its kind."""
-        return KINDS[self.kind]
+        """The row of its kind, with the splits that its manifest has."""
+        splits = tuple(split for split in SPLITS if split in self.manifest.splits)
+        return dataclasses.replace(KINDS[self.kind], splits=splits)
 
     def open_tree(self) -> Tree:
         """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
-        tree = scan_tree(self._find_part("folders"), self.kind)
-        folders = {split: tree.list_folders(split, self.row.compares_contents) for split in self.row.splits}
+        row = self.row
+        tree = scan_tree(self._find_part("folders"), row, tune=None if row.embedded else self.manifest.generated)
+        folders = {split: tree.list_folders(split, row.compares_contents) for split in row.splits}
         verify(self.manifest, self.root, folders)
         return dataclasses.replace(tree, max_pixels=self.max_pixels)
 
@@ -75,7 +77,7 @@ class DataCell:
             raise UserError(
                 f"prepare_data.{self.name}: {self.kind} is not laid out as {part}; choose a cell of kind {kinds}"
             )
-        if self.manifest.generated is not None and not self.root.exists():
+        if self.row.embedded and not self.root.exists():
             write_embedded(self.row, self.root, self.manifest.generated, self.source)
         return self.root / self.row.parts[part]
 

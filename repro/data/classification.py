@@ -14,7 +14,9 @@ from PIL import Image, ImageOps
 from timm.data import create_transform
 from timm.data.auto_augment import RandAugment
 from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import str_to_interp_mode
 from torch.utils.data import Dataset, default_collate
+from torchvision import transforms
 
 from ..core.errors import UserError
 from .loader import own_randomness
@@ -40,6 +42,10 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
         auto_augment=settings.auto_augment,
         interpolation=settings.interpolation,
     )
+    if settings.crop_padding is not None:
+        resize = transforms.Resize(settings.image_size, str_to_interp_mode(settings.interpolation))
+        crop = transforms.RandomCrop(settings.image_size, padding=settings.crop_padding)
+        transform.transforms[:1] = [resize, crop]  # the first step is timm's crop by scale and ratio
     for step in transform.transforms:
         if isinstance(step, RandAugment):
             for op in step.ops:
@@ -126,8 +132,8 @@ class ImageFolder(Dataset):
         return images.permute(0, 3, 1, 2), targets
 
     def name(self, index: int) -> str:
-        """An image's path relative to the split's folder."""
-        return self.tree.path(self.split, index).relative_to(self.tree.root / self.split).as_posix()
+        """An image's path relative to the folder that holds the split."""
+        return self.tree.path(self.split, index).relative_to(self.tree.folder(self.split)).as_posix()
 
     def unreadable(self) -> list[Path]:
         """The unreadable files that any process has met so far."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from .settings import (
@@ -31,6 +32,8 @@ class Kind:
     check: str  # `repro data check` calls it with (root, report, depth)
     # the first is trained on; curves are of the second, by which choices are made; scores are reported of the last
     splits: tuple[str, ...] = ("train", "val")
+    # that the first of these has whose folders are there, where those of `splits` are not
+    other_splits: tuple[tuple[str, ...], ...] = ()
     # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is
     # <split>/<class>/
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
@@ -41,8 +44,9 @@ class Kind:
     # the published data set; a manifest lists the departures from it
     official: tuple[str, ExpectedCounts] | None = None
     size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
-    settings_key: str | None = None  # of an embedded kind, the key of its settings in a cell of prepare_data
-    settings: type | None = None  # of an embedded kind, their class
+    # of an embedded kind, the key of its settings in a cell of prepare_data; a kind that is not may be given some
+    settings_key: str | None = None
+    settings: type | None = None  # their class
     writer: str | None = None  # of an embedded kind, called with (root, settings), and with the folder of `source`
     # of what is written from published files, the key in runtime.data_roots of the folder that has them
     source: str | None = None
@@ -51,6 +55,12 @@ class Kind:
     # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
     upright: bool = False
     paired: bool = False  # training images of the same name belong in one batch
+
+    def at(self, root: Path) -> "Kind":
+        """The row with the splits that lie at `root`; with `splits` where neither these nor others do."""
+        layouts = (self.splits, *self.other_splits)
+        found = (splits for splits in layouts if all((root / split).is_dir() for split in splits))
+        return dataclasses.replace(self, splits=next(found, self.splits))
 
     @property
     def held_out(self) -> tuple[str, ...]:
@@ -94,6 +104,7 @@ def list_imagenet100() -> tuple[str, ...]:
     return tuple(sorted(WNIDS))
 
 
+SPLITS = ("train", "tune", "val", "test")  # the order of those that a kind has
 _TUNED = ("train", "tune", "test")
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
@@ -142,17 +153,20 @@ KINDS = {
             source="imagenet",
             linked=True,
         ),
-        Kind(
-            name="cifar100",
-            layout="train/<class>/, tune/<class>/ and test/<class>/",
-            splits=_TUNED,
-            check="check.folders.check_cifar100",
-            size_gb=0.2,
-            settings_key="tune_split",
-            settings=TuneSplitSettings,
-            writer="embedded.cifar100.write_cifar100",
-            source="torchvision",
-            download="embedded.cifar100.download_cifar100",
+        *(
+            Kind(
+                name=name,
+                layout="train/<class>/, tune/<class>/ and test/<class>/",
+                splits=_TUNED,
+                check=f"check.folders.check_{name}",
+                size_gb=0.2,
+                settings_key="tune_split",
+                settings=TuneSplitSettings,
+                writer=f"embedded.cifar.write_{name}",
+                source="torchvision",
+                download=f"embedded.cifar.download_{name}",
+            )
+            for name in ("cifar10", "cifar100")
         ),
         Kind(
             name="latents",
@@ -160,7 +174,15 @@ KINDS = {
             suffixes=(".npy",),
             check="check.folders.check_latents",
         ),
-        Kind(name="folder", layout="train/<class>/ and val/<class>/", check="check.folders.check_folder", upright=True),
+        Kind(
+            name="folder",
+            layout="train/<class>/ and val/<class>/ or test/<class>/",
+            other_splits=(_TUNED, ("train", "test")),
+            check="check.folders.check_folder",
+            settings_key="tune_split",
+            settings=TuneSplitSettings,
+            upright=True,
+        ),
         Kind(
             name="connect",
             layout="train/, tune/ and test/, each with apart/ and joined/",
@@ -221,22 +243,31 @@ class PrepareData:
     wild: WildDigitsSettings | None = None  # how `digits_wild` is written; only there
     draw: ScenesSettings | None = None  # how `scenes` is written; only there
     curves: ConnectSettings | None = None  # how `connect` is written; only there
-    tune_split: TuneSplitSettings | None = None  # how `cifar100` and `imagenet100` are split; only there
+    # how `cifar10`, `cifar100` and `imagenet100` are split; cuts `tune` off the `train` of a `folder`; only there
+    tune_split: TuneSplitSettings | None = None
 
     def __post_init__(self) -> None:
         if self.expected is None and self.kind not in OWN_KINDS:
             raise ValueError(f"expected: missing; say how many classes and images {self.kind} must have")
         for key in filter(None, dict.fromkeys(kind.settings_key for kind in KINDS.values())):
-            users = [kind.name for kind in KINDS.values() if kind.settings_key == key]
-            if (self.kind in users) != (getattr(self, key) is not None):
-                raise ValueError(f"{key}: needed for kind {' and '.join(users)}, and for no other")
-        splits = KINDS[self.kind].splits
-        if self.expected is not None and (wrong := self.expected.splits ^ set(splits)):
-            what = "missing" if min(wrong) in splits else "no such split"
-            raise ValueError(f"expected.{min(wrong)}: {what}; {self.kind} has {', '.join(splits)}")
+            users = [kind for kind in KINDS.values() if kind.settings_key == key]
+            needed, free = ([kind.name for kind in users if kind.embedded == embedded] for embedded in (True, False))
+            if self.kind not in free and (self.kind in needed) != (getattr(self, key) is not None):
+                allowed = f", allowed for {' and '.join(free)}" if free else ""
+                raise ValueError(f"{key}: needed for kind {' and '.join(needed)}{allowed}, and for no other")
+        row = KINDS[self.kind]
+        layouts = [row.splits, *row.other_splits]
+        if self.settings is not None and not row.embedded:
+            layouts = [("train", "tune", *splits[1:]) for splits in layouts if "tune" not in splits]
+        if self.expected is not None:  # where there are several, it says which one the folder must have
+            nearest = min(layouts, key=lambda splits: len(self.expected.splits ^ set(splits)))
+            if wrong := self.expected.splits ^ set(nearest):
+                what = "missing" if min(wrong) in nearest else "no such split"
+                named = " or ".join(", ".join(splits) for splits in layouts)
+                raise ValueError(f"expected.{min(wrong)}: {what}; {self.kind} has {named}")
 
     @property
     def settings(self) -> Any:
-        """How an embedded data set is written; None for one that must be there."""
+        """How an embedded data set is written, or `tune` is cut off one that must be there; None for any other."""
         key = KINDS[self.kind].settings_key
         return getattr(self, key) if key else None

@@ -49,7 +49,7 @@ class Manifest:
     classes: dict[str, int]  # name -> index
     splits: dict[str, SplitRecord]  # of class folders, or of image and label folders and the annotation file
     departures: tuple[str, ...]  # how the counts differ from those of the published data set; empty for a complete one
-    generated: object | None  # the settings that an embedded data set was written with, see `Kind.settings`
+    generated: object | None  # the settings that a data set was written with, or `tune` cut off, see `Kind.settings`
     hash: str  # over the records of all folders
 
 
@@ -83,7 +83,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
     Raises:
         UserError: a class folder too many or too few, or the first folder that differs, how, and how many do.
     """
-    if manifest.generated is not None:
+    if KINDS[manifest.kind].embedded:
         advice = f"remove {root} and run the same command again, which writes the data set again"
     else:
         advice = "restore the files, or run `repro prepare-data` to accept the data as it is"

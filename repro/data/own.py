@@ -1,6 +1,6 @@
 """Data sets that a command names, `folder:PATH`, `coco:PATH` or `ade20k:PATH`, without an edit of params.yaml.
 
-A folder of pictures is read as it is where it holds train/ and val/. Class folders without a split, or a CSV file of
+A folder of pictures is read as it is where it holds train/ and val/, or train/ and test/. Class folders without a split, or a CSV file of
 `file,label`, are split here: data/own_<name>/ gets train/<class>/ and val/<class>/ of links, and split.csv says where
 each picture went. A picture's side depends on its own path below the folder alone, so that new ones do not move the
 others.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from .kinds import OWN_KINDS
+from .kinds import KINDS, OWN_KINDS
 from .tree import EXTENSIONS
 
 HELD_OUT = 5  # one picture in this many is held out
@@ -104,7 +104,8 @@ def split_own(paths: Paths, own: OwnData) -> None:
 
 
 def _needs_split(own: OwnData) -> bool:
-    return own.kind == "folder" and not all((own.path / split).is_dir() for split in ("train", "val"))
+    splits = KINDS[own.kind].at(own.path).splits
+    return own.kind == "folder" and not all((own.path / split).is_dir() for split in splits)
 
 
 def _list_classes(folder: Path) -> dict[str, str]:

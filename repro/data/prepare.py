@@ -33,7 +33,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     """
     started = time.monotonic()
     kind, root = KINDS[params.kind], find_root(paths, runtime, cell, params.kind)
-    if params.settings is not None:
+    if kind.embedded:
         write_embedded(kind, root, params.settings, find_source(paths, runtime, kind))
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
     if params.expected is not None:
@@ -44,14 +44,14 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     write_manifest(path, manifest)
     metrics = {
         "classes": len(manifest.classes),
-        **{f"{split}_images": manifest.splits[split].images for split in kind.splits},
+        **{f"{split}_images": record.images for split, record in manifest.splits.items()},
         "images_mib": round(sum(split.bytes for split in manifest.splits.values()) / 2**20, 1),
         "departures": len(manifest.departures),
     }
     code = [__name__, *kind.modules]
     identity = make_identity(paths.root, code, params, data_manifest=path, device="cpu", dtype="uint8", backend="none")
     write_record(path.parent, metrics, identity, time.monotonic() - started)
-    counted = ", ".join(f"{metrics[f'{split}_images']:,} {split}" for split in kind.splits)
+    counted = ", ".join(f"{record.images:,} {split}" for split, record in manifest.splits.items())
     print(f"{cell}: {metrics['classes']} classes; images: {counted}", flush=True)
 
 
@@ -137,18 +137,18 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     Raises:
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
     """
-    row, classes = KINDS[kind], ()
-    folders: dict[str, list[Folder]] = {split: [] for split in row.splits}
+    row, classes = KINDS[kind].at(root), ()
+    folders: dict[str, list[Folder]] = {}
     for part, prefix in row.parts.items():
         if part == "folders":
-            tree = scan_tree(root, kind, report)
-            classes, list_folders = tree.classes, tree.list_folders
+            tree = scan_tree(root, row, report, tune=None if row.embedded else generated)
+            row, classes, list_folders = tree.kind, tree.classes, tree.list_folders
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
             classes = reader.read_classes(root / prefix, row.splits, report)
             list_folders = partial(reader.list_folders, root / prefix, prefix=prefix)
         for split in row.splits:
-            folders[split] += list_folders(split, with_contents=row.compares_contents)
+            folders.setdefault(split, []).extend(list_folders(split, with_contents=row.compares_contents))
     splits = {}
     for split, listed in folders.items():
         # class folders hold the images of a split together; elsewhere the first folder holds all of them
@@ -177,8 +177,8 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
 def _find_differences(
     num_classes: int, splits: Mapping[str, SplitRecord], expected: ExpectedCounts
 ) -> Iterator[tuple[str, int, int]]:
-    """(name, found, expected) of each count that differs."""
+    """(name, found, expected) of each count that differs; of a split that is not there, or not expected, 0."""
     counts = {"classes": num_classes} | {split: record.images for split, record in splits.items()}
-    for name, found in counts.items():
-        if found != (wanted := getattr(expected, name)):
+    for name in {**counts, **dict.fromkeys(sorted(expected.splits))}:
+        if (found := counts.get(name, 0)) != (wanted := getattr(expected, name) or 0):
             yield name, found, wanted

@@ -41,6 +41,9 @@ class TransformSettings:
     # area fraction of the random training crop, [smallest, largest]
     scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)
     ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)  # its aspect ratio, [smallest, largest]
+    # in place of the crop by `scale` and `ratio`: the short side is resized to image_size, every side gets this many
+    # black pixels, and a square of image_size is cut out anywhere; null: none of this
+    crop_padding: int | None = bounded(None, ge=0)
     # probability of a horizontal flip; 0 where left and right differ, as for digits
     hflip: float = bounded(0.5, ge=0, le=1)
     # strength; null switches it off. timm leaves it out where `auto_augment` is set
@@ -56,6 +59,9 @@ class TransformSettings:
     def __post_init__(self) -> None:
         check_pair("scale", self.scale)
         check_pair("ratio", self.ratio)
+        for name in ("scale", "ratio") if self.crop_padding is not None else ():
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"crop_padding: takes the place of the crop by {name}; leave one of the two out")
         check_channels("mean", self.mean)
         check_channels("std", self.std)
         if self.auto_augment is not None and not _RAND_AUGMENT.fullmatch(self.auto_augment):

@@ -25,8 +25,9 @@ from ..core.hashing import hash_file, short_hash
 from ..core.record import atomic
 from ..core.runtime import Runtime
 from .findings import RAISE_FIRST, Report, count
-from .kinds import KINDS, Kind, list_wnids
+from .kinds import KINDS, Kind, list_wnids, load_function
 from .manifest import ClassRecord, Folder, record_files
+from .settings import TuneSplitSettings
 
 EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
@@ -71,13 +72,14 @@ class Split:
     sizes: np.ndarray  # (N,) int64; bytes
     targets: np.ndarray  # (N,) int64; class indices
     archives: Archives | None = None  # where the images lie, if not in class folders
+    folder: str | None = None  # the split in whose folder they lie, where this one is cut off it
 
     def take(self, chosen: np.ndarray) -> "Split":
         """The images of these ascending indices (n,)."""
         archives = self.archives and dataclasses.replace(
             self.archives, number=self.archives.number[chosen], offsets=self.archives.offsets[chosen]
         )
-        return Split(self.names[chosen], self.sizes[chosen], self.targets[chosen], archives)
+        return Split(self.names[chosen], self.sizes[chosen], self.targets[chosen], archives, self.folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,10 @@ class Tree:
     kind: Kind
     max_pixels: int = Runtime.max_pixels  # of an image that is read
 
+    def folder(self, split: str) -> Path:
+        """The folder that holds the images of a split."""
+        return self.root / (self.splits[split].folder or split)
+
     def path(self, split: str, index: int) -> Path:
         """The file of one sample; for one in an archive, the archive's path followed by the name in it."""
         files, source = self.splits[split], self.source(split, index)
@@ -98,7 +104,8 @@ class Tree:
     def source(self, split: str, index: int) -> Source:
         """Where the bytes of one sample are."""
         # strings instead of Path objects, which are slow to join: this runs for every image
-        files, folder = self.splits[split], os.path.join(self.root, split)
+        files = self.splits[split]
+        folder = os.path.join(self.root, files.folder or split)
         if files.archives is None:
             return Source(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
         archive = os.fsdecode(files.archives.files[files.archives.number[index]])
@@ -117,7 +124,7 @@ class Tree:
                 [short_hash(self.source(split, index).read()) for index in range(start, end)] if with_contents else None
             )
             record = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())), hashes)
-            listed.append(Folder(name, self.root / split / name, record))
+            listed.append(Folder(name, self.folder(split) / name, record))
         return listed
 
 
@@ -129,19 +136,30 @@ class Entries(NamedTuple):
     others: list[str]  # the other files
 
 
-def scan_tree(root: Path, kind: str, report: Report = RAISE_FIRST) -> Tree:
+def scan_tree(
+    root: Path, kind: str | Kind, report: Report = RAISE_FIRST, tune: TuneSplitSettings | None = None
+) -> Tree:
     """Read the names and sizes of all images below `root`, which holds <split>/<class>/ for every split of the kind.
 
     Args:
-        root, kind: where the data set lies, and a row of `KINDS`.
+        root, kind: where the data set lies, and a row of `KINDS`, or its name: then the splits are those `at` the root.
         report: takes what is wrong: root or split missing, images outside of class folders, empty class folders,
             classes that the kind does not have or that not every split has; warnings for files that nothing reads.
             Where it lets the scan continue after an error, a split that cannot be read is left out.
+        tune: how a split of this name is cut off `train`, which must be there. No file is moved: these settings, the
+            classes and the sorted names of their images say which ones it has.
 
     Raises:
-        UserError: an error, if the report raises it; a folder that cannot be listed.
+        UserError: an error, if the report raises it; a folder that cannot be listed; a folder `tune` where one is to be
+            cut; otherwise as `choose_tune`.
     """
-    row = KINDS[kind]
+    row = KINDS[kind].at(root) if isinstance(kind, str) else kind
+    if tune is not None:
+        if (root / "tune").is_dir():
+            problem = "is there, and tune_split would cut another one off train"
+            raise UserError(f"{root / 'tune'}: {problem}; move it away, or leave tune_split out")
+        uncut = dataclasses.replace(row, splits=tuple(split for split in row.splits if split != "tune"))
+        return _cut_tune(scan_tree(root, uncut, report), tune)
     if not root.is_dir():
         report.error(root, "no such folder", _advise_layout(row))
         return Tree(root, (), {}, row)
@@ -378,6 +396,15 @@ def _list_members(path: Path, report: Report, suffixes: tuple[str, ...]) -> Iter
             member.size,
             member.offset_data,
         )
+
+
+def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
+    """The tree with a split `tune` of images that were in the first one."""
+    (first, files), *held_out = tree.splits.items()
+    chosen = load_function("embedded.choose_tune")(files.targets, settings, tree.root / first, tree.classes)
+    rest, tune = (files.take(np.flatnonzero(places)) for places in (~chosen, chosen))
+    splits = {first: rest, "tune": dataclasses.replace(tune, folder=first), **dict(held_out)}
+    return dataclasses.replace(tree, splits=splits, kind=dataclasses.replace(tree.kind, splits=tuple(splits)))
 
 
 def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Report) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.config import list_values
+
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 NO_DEPARTURE = "the recipe is the paper's (where it is silent: Swin's defaults)"
 TRAIN_IMAGES = 1_281_167  # of ImageNet-1K
@@ -42,7 +44,7 @@ class Printed:
 
 def describe(params: Any, facts: Mapping[str, Any], printed: Printed) -> tuple[dict[str, Any], list[str]]:
     """How a classifier is trained: the recipe for the record, and lines for people; `facts` are for `resolve`."""
-    asked = dataclasses.asdict(params)
+    asked = list_values(params)
     resolved = resolve(asked, printed.choices, **facts)
     departs = find_departures(asked, resolved, printed)
     return {"recipe": resolved, "departures_from_the_paper": departs}, lines(resolved, departs)
@@ -63,7 +65,7 @@ def resolve(
     """What will be trained, with nothing left to compute; plain data for JSON.
 
     Args:
-        params: a cell of `pretrain:` or `linearize:` as nested dicts (`dataclasses.asdict`); `ema_decay` may be absent.
+        params: a cell of `pretrain:` or `linearize:` as nested dicts (`list_values`); `ema_decay` may be absent.
         choices: see `Printed`.
         world_size, micro_batch, accumulate: ranks, images of one forward pass on a rank, passes per step.
         device, dtype, backend: where it runs; `fp32`, or the type of autocast; the implementation of the model's
@@ -83,7 +85,9 @@ def resolve(
     total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
     peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
     mix, augment = params["mix"], params["transform"]["auto_augment"]
+    padded = params["transform"].get("crop_padding") is not None
     inactive = {  # key path -> whether it has no effect, and why
+        **{f"transform.{name}": (padded, "crop_padding takes its place") for name in ("scale", "ratio")},
         # timm's test
         "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),
         "mix.prob": (not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
@@ -136,6 +140,8 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
         found.append(
             f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})"
         )
+    if ours.get("transform.crop_padding") is not None:
+        found.append(f"transform.crop_padding: {ours['transform.crop_padding']}, the paper crops by scale and ratio")
     others = [key for key in ours if options and key.startswith("options.") and key not in options]
     found += [f"{key}: {format_value(ours[key])}, the paper has the model's own" for key in others]
     compared, rates = dict(ours), [key for key in RATES if key in wanted]
@@ -169,7 +175,8 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     def listed(section: str, *names: str) -> str:
         return ", ".join(f"{name} {format_value(resolved[section][name])}" for name in names or resolved[section])
 
-    rows = []
+    padded = resolved["transform"].get("crop_padding") is not None
+    rows, crop = [], ("crop_padding",) if padded else ("scale", "ratio")
     if linearize := resolved.get("linearize"):
         trained = "the new weights alone" if linearize["freeze"] else "all weights"
         factor = format_value(linearize["new_lr_factor"])
@@ -184,7 +191,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
         ("learning rate", f"{listed('learning_rate')}; linear warm-up, then cosine, set at each step"),
         ("optimiser", f"{optimizer}, ema_decay {format_value(resolved['ema_decay'])}"),
         ("weight decay", listed("optimizer", "weight_decay", "exempt_from_weight_decay")),
-        ("augmentation", listed("transform", "image_size", "scale", "ratio", "hflip", "interpolation")),
+        ("augmentation", listed("transform", "image_size", *crop, "hflip", "interpolation")),
         ("", listed("transform", "auto_augment", "color_jitter", "re_prob")),
         ("mixing", listed("mix")),
         ("evaluation", listed("transform", "crop_pct", "mean", "std")),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.config import BY_HAND, find_cell, load_section, params_hash, section_keys
+from ..core.config import BY_HAND, find_cell, list_values, load_section, params_hash, section_keys
 from ..core.csvfile import read_csv, write_csv
 from ..core.errors import UserError
 from ..core.hashing import hash_code, hash_file
@@ -277,7 +277,7 @@ def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
         **find_place(job),
     }
     if job.cell.recipe is None:
-        return {"recipe": dataclasses.asdict(params) | facts}, []
+        return {"recipe": list_values(params) | facts}, []
     return job.cell.recipe(params, facts)
 
 

@@ -21,6 +21,7 @@ from ..core.paths import Paths, find_root
 from ..core.record import find_difference, make_identity, read_json, write_json, write_record
 from ..core.runtime import choose_device, device_slug, load_runtime
 from ..core.ui import print_table
+from ..data.cells import find_root as find_data
 from ..data.kinds import KINDS, PrepareData
 from ..models.registry import family_module
 from ..tasks.spec import TaskSpec
@@ -190,11 +191,13 @@ def load_tune(paths: Paths, data: str) -> tuple[TuneParams, dict[str, Any]]:
     """
     runtime = load_runtime(paths)
     tune = load_section(TuneParams, paths.params, "tune") if "tune" in load_yaml(paths.params) else TuneParams()
-    kind = load_section(PrepareData, paths.params, "prepare_data", data).kind
-    if len(KINDS[kind].held_out) == 1:
-        raise UserError(
-            f"tune: --data {data}: is of kind {kind}, which has no split tune to choose on; take embedded data"
-        )
+    params = load_section(PrepareData, paths.params, "prepare_data", data)
+    row = KINDS[params.kind]
+    if row.other_splits:
+        row = row.at(find_data(paths, runtime, data, row.name))
+    if "tune" not in row.splits and params.tune_split is None:
+        advice = "give it a tune_split" if row.settings_key else "take embedded data"
+        raise UserError(f"tune: --data {data}: is of kind {row.name}, which has no split tune to choose on; {advice}")
     folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
     return tune, {"paths": paths, "runtime": runtime, "folder": folder}
 

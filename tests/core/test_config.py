@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from repro.core.config import bounded, build, find_cell, load_section, load_yaml, params_hash, section_keys
+from repro.core.config import bounded, build, find_cell, list_values, load_section, load_yaml, params_hash, section_keys
 from repro.core.errors import UserError
 
 
@@ -210,3 +210,12 @@ def test_hash_follows_values_and_not_their_order():
     assert params_hash(base) == params_hash(build(Params, {"lr": 0.1, "epochs": 3, "flip": False}, "x"))
     assert params_hash(base) != params_hash(build(Params, {"lr": 0.2, "epochs": 3}, "x"))
     assert params_hash(base) != params_hash(build(Params, {"lr": 0.1, "epochs": 3, "inner": {"rate": 0.1}}, "x"))
+
+
+def test_a_newer_field_without_a_value_changes_neither_hash_nor_record():
+    newer = dataclasses.make_dataclass("Newer", [("rate", float), ("crop_padding", int | None)])
+    older, unused, used = ({"inner": inner} for inner in (Inner(rate=0.5), newer(0.5, None), newer(0.5, 0)))
+    holders = [dataclasses.make_dataclass("Holder", each)(**each) for each in (older, unused, used)]
+    assert list_values(holders[0]) == list_values(holders[1]) == {"inner": {"rate": 0.5}}
+    assert list_values(holders[2]) == {"inner": {"rate": 0.5, "crop_padding": 0}}
+    assert params_hash(holders[0]) == params_hash(holders[1]) != params_hash(holders[2])

@@ -98,6 +98,6 @@ def imagenet_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def published_files(cifar100_files: Path, imagenet_folder: Path) -> dict[str, Path]:
+def published_files(cifar_files: Path, imagenet_folder: Path) -> dict[str, Path]:
     """Key in runtime.data_roots -> the folder of published files from which a data set is written."""
-    return {"torchvision": cifar100_files, "imagenet": imagenet_folder}
+    return {"torchvision": cifar_files, "imagenet": imagenet_folder}

@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.data.auto_augment import RandAugment
 
 from repro.core.errors import RunError, UserError
 from repro.data.classification import ImageFolder, ToInput, eval_transform, train_transform
@@ -234,6 +235,44 @@ def test_posterisation_keeps_the_bits_that_it_should(text, mask):
     assert len(step.ops) == 1
     values = transform(Image.new("RGB", (16, 16), (200, 100, 50)))
     assert values.unique(dim=1).unique(dim=2).flatten().tolist() == [200 & mask, 100 & mask, 50 & mask]
+
+
+@pytest.mark.parametrize("hflip", [0.0, 1.0])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_padded_crop_is_one_of_those_that_are_cut_by_hand(padding, hflip):
+    """Of an image on a black ground, at every place with the same probability, pixel by pixel."""
+    settings = TransformSettings(image_size=16, crop_padding=padding, hflip=hflip, crop_pct=1.0)
+    pixels = np.random.default_rng(0).integers(1, 256, (16, 16, 3), dtype=np.uint8)
+    ground = np.zeros((16 + 2 * padding, 16 + 2 * padding, 3), dtype=np.uint8)
+    ground[padding : padding + 16, padding : padding + 16] = pixels
+    by_hand = {}
+    for top, left in itertools.product(range(2 * padding + 1), repeat=2):
+        crop = ground[top : top + 16, left : left + 16]
+        by_hand[(crop[:, ::-1] if hflip else crop).tobytes()] = (top, left)
+    transform, image = train_transform(settings), Image.fromarray(pixels)
+    torch.manual_seed(0)
+    drawn = [by_hand[transform(image).permute(1, 2, 0).numpy().tobytes()] for _ in range(20 * len(by_hand))]
+    counts = [drawn.count(place) for place in by_hand.values()]
+    assert len(counts) == (2 * padding + 1) ** 2 and min(counts) >= 5 and max(counts) <= 40
+    assert np.array_equal(eval_transform(settings)(image).permute(1, 2, 0).numpy(), pixels), "judged as it is"
+
+
+def test_a_padded_crop_of_another_size_begins_with_a_resize():
+    settings = TransformSettings(image_size=16, crop_padding=0, hflip=0.0, crop_pct=1.0)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 32, 3), dtype=np.uint8))
+    resized = np.array(image.resize((16, 20), Image.Resampling.BICUBIC))
+    by_hand = {resized[top : top + 16].tobytes() for top in range(5)}
+    transform = train_transform(settings)
+    assert {transform(image).permute(1, 2, 0).numpy().tobytes() for _ in range(60)} == by_hand
+    heavy = train_transform(dataclasses.replace(HEAVY, scale=(0.08, 1.0), crop_padding=2))
+    assert any(isinstance(step, RandAugment) for step in heavy.transforms) and heavy(image).shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("other", [{"scale": (0.25, 1.0)}, {"ratio": (1.0, 1.0)}])
+def test_a_padded_crop_takes_the_place_of_the_other(other):
+    with pytest.raises(ValueError, match=f"crop_padding: takes the place of the crop by {next(iter(other))}; leave"):
+        TransformSettings(image_size=16, crop_padding=2, **other)
+    assert TransformSettings(image_size=16, crop_padding=None, **other).crop_padding is None
 
 
 def test_transform_settings_that_timm_takes_and_others():

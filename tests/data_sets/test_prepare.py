@@ -24,7 +24,7 @@ from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
 from repro.data.check.run import run_check
 from repro.data.classification import ImageFolder
-from repro.data.embedded.cifar100 import download_cifar100
+from repro.data.embedded import cifar
 from repro.data.kinds import KINDS, PrepareData, list_imagenet100, list_wnids
 from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
@@ -40,9 +40,11 @@ CONNECT = {"kind": "connect", "expected": {"classes": 2, "train": 12, "tune": 4,
 CONNECT["curves"] = {"image_size": 96, "train_pairs": 6, "tune_pairs": 2, "test_pairs": 4, "dashes": [1, 2]}
 CIFAR = {"kind": "cifar100", "expected": {"classes": 2, "train": 8, "tune": 4, "test": 4}}
 CIFAR["tune_split"] = {"images_per_class": 2, "seed": 0}
+CIFAR10 = CIFAR | {"kind": "cifar10"}
+CIFARS = [pytest.param(cell, id=cell["kind"]) for cell in (CIFAR10, CIFAR)]
 IMAGENET = {"kind": "imagenet100", "expected": {"classes": 100, "train": 200, "tune": 100, "test": 100}}
 IMAGENET["tune_split"] = {"images_per_class": 1, "seed": 0}
-CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES, CONNECT, CIFAR, IMAGENET)]
+CELLS = [pytest.param(cell, id=cell["kind"]) for cell in (DIGITS, SCENES, CONNECT, CIFAR10, CIFAR, IMAGENET)]
 
 
 def runtime_of(roots: dict[str, Path]) -> Runtime:
@@ -169,9 +171,9 @@ def read_greys(tree, split: str) -> dict[int, int]:
     return found
 
 
-def test_cifar100_has_every_image_once_with_its_class(tmp_path, cifar100_files):
-    cell = prepared(tmp_path, CIFAR, torchvision=cifar100_files)
-    tree = cell.open_tree()
+@pytest.mark.parametrize("cell", CIFARS)
+def test_a_cifar_has_every_image_once_with_its_class(tmp_path, cifar_files, cell):
+    tree = prepared(tmp_path, cell, torchvision=cifar_files).open_tree()
     assert tree.classes == ("apple", "fish")
     train, tune, test = (read_greys(tree, split) for split in ("train", "tune", "test"))
     assert test == {255 - i: i % 2 for i in range(4)}
@@ -179,35 +181,41 @@ def test_cifar100_has_every_image_once_with_its_class(tmp_path, cifar100_files):
     assert sorted(tune.values()) == [0, 0, 1, 1] and len(train) == 8
     drawn = {frozenset(tune)}
     for seed in (1, 2, 3):
-        content = CIFAR | {"tune_split": {"images_per_class": 2, "seed": seed}}
-        drawn.add(frozenset(read_greys(prepared(tmp_path, content, torchvision=cifar100_files).open_tree(), "tune")))
+        content = cell | {"tune_split": {"images_per_class": 2, "seed": seed}}
+        drawn.add(frozenset(read_greys(prepared(tmp_path, content, torchvision=cifar_files).open_tree(), "tune")))
     assert len(drawn) > 1, "the seed draws tune"
 
 
-def test_rows_and_columns_of_cifar100_are_not_mixed_up(tmp_path, cifar100_files, monkeypatch):
+def test_rows_and_columns_of_cifar100_are_not_mixed_up(tmp_path, cifar_files, monkeypatch):
     """A file holds the red plane, then the green, then the blue, each row by row."""
     pixels = np.zeros((12, 3, 32, 32), dtype=np.uint8)
     pixels[:, 1, 5, 20] = 200
-    train = cifar100_files / "cifar-100-python" / "train"
+    train = cifar_files / "cifar-100-python" / "train"
     content = pickle.loads(train.read_bytes(), encoding="latin1") | {"data": pixels.reshape(12, -1)}
     train.write_bytes(pickle.dumps(content, protocol=2))
     monkeypatch.setattr(CIFAR100, "train_list", [["train", None]])
-    tree = prepared(tmp_path, CIFAR, torchvision=cifar100_files).open_tree()
+    tree = prepared(tmp_path, CIFAR, torchvision=cifar_files).open_tree()
     image = np.array(Image.open(tree.path("train", 0)))
     assert np.argwhere(image).tolist() == [[5, 20, 1]] and image[5, 20, 1] == 200
 
 
-@pytest.mark.parametrize("name", ["train", "test", "meta"])
-def test_a_foreign_file_is_refused_before_it_is_unpickled(tmp_path, cifar100_files, name):
+@pytest.mark.parametrize(
+    ("cell", "file"),
+    [
+        *((CIFAR, f"cifar-100-python/{name}") for name in ("train", "test", "meta")),
+        *((CIFAR10, f"cifar-10-batches-py/{name}") for name in ("data_batch_2", "test_batch", "batches.meta")),
+    ],
+)
+def test_a_foreign_file_is_refused_before_it_is_unpickled(tmp_path, cifar_files, cell, file):
     trace = tmp_path / "trace"
     # unpickling it calls os.mkdir(trace)
-    (cifar100_files / "cifar-100-python" / name).write_text(f"cos\nmkdir\n(V{trace}\ntR.")
-    with pytest.raises(UserError, match=r"cifar-100-python: is not the published CIFAR-100") as error:
-        prepared(tmp_path, CIFAR, torchvision=cifar100_files)
+    (cifar_files / file).write_text(f"cos\nmkdir\n(V{trace}\ntR.")
+    with pytest.raises(UserError, match=rf"{Path(file).parent}: is not the published {cell['kind'].upper()} ") as error:
+        prepared(tmp_path, cell, torchvision=cifar_files)
     assert not trace.exists() and not (tmp_path / "written").exists() and "\n" not in str(error.value)
 
 
-def test_missing_sets_are_one_line(tmp_path, cifar100_files, imagenet_folder):
+def test_missing_sets_are_one_line(tmp_path, cifar_files, imagenet_folder):
     with pytest.raises(UserError, match=r"nowhere/cifar-100-python: no such folder; .*--download"):
         prepared(tmp_path, CIFAR, torchvision=tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"nowhere: no such folder; .*docs/data\.md"):
@@ -224,7 +232,7 @@ def test_missing_sets_are_one_line(tmp_path, cifar100_files, imagenet_folder):
 @pytest.mark.parametrize(("content", "images"), [(CIFAR, 6), (IMAGENET, 3)], ids=["cifar100", "imagenet100"])
 def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path, content, images, published_files):
     content = content | {"tune_split": {"images_per_class": images}}
-    with pytest.raises(UserError, match=f"a class has {images} training images, .*images_per_class"):
+    with pytest.raises(UserError, match=f"class '.*' has {images} training images, .*images_per_class"):
         prepared(tmp_path, content, **published_files)
 
 
@@ -261,32 +269,37 @@ def test_the_check_of_imagenet100(tmp_path, imagenet_folder):
         run_check("imagenet100", root, FULL, emit=lines.append)
 
 
-def test_download_serves_what_is_free(tmp_path, cifar100_files, imagenet_folder, repro_cli, monkeypatch):
+def test_download_serves_what_is_free(tmp_path, cifar_files, imagenet_folder, repro_cli, monkeypatch):
     """What is there is not fetched again; a fetch that fails, and a set that needs an account, are one line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dvc.yaml").write_text("")
-    roots = {"cifar100": "written", "torchvision": str(cifar100_files), "imagenet": str(imagenet_folder)}
+    roots = {"cifar100": "written", "torchvision": str(cifar_files), "imagenet": str(imagenet_folder)}
     params = {"runtime": {"data_roots": roots | {"imagenet100": "links"}}}
     params["prepare_data"] = {"cifar100": CIFAR, "imagenet100": IMAGENET}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
     monkeypatch.setattr(CIFAR100, "url", (tmp_path / "nothing.tar.gz").as_uri())
     assert repro_cli("prepare-data", "--download")[0] == 0
     code, _, err = repro_cli("prepare-data", "--cell", "imagenet100", "--download")
-    assert code == 2 and "serves cifar100 alone" in err
-    shutil.rmtree(cifar100_files)
+    assert code == 2 and "serves cifar10, cifar100 alone" in err
+    shutil.rmtree(cifar_files)
     code, _, err = repro_cli("prepare-data", "--cell", "cifar100", "--download")
     assert code == 2 and "could not be downloaded" in err.splitlines()[-1]
 
 
-def test_a_download_is_unpacked_and_its_checksum_compared(tmp_path, cifar100_files, monkeypatch):
-    archive = Path(shutil.make_archive(str(tmp_path / "cifar"), "gztar", cifar100_files, "cifar-100-python"))
+@pytest.mark.parametrize("cell", CIFARS)
+def test_a_download_is_unpacked_and_its_checksums_compared(tmp_path, cifar_files, monkeypatch, cell):
+    reader, download = cifar._READERS[cell["kind"]], getattr(cifar, f"download_{cell['kind']}")
+    archive = Path(shutil.make_archive(str(tmp_path / "cifar"), "gztar", cifar_files, reader.base_folder))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=archive.parent)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(CIFAR100, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
+        monkeypatch.setattr(reader, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
         with pytest.raises(UserError, match="could not be downloaded"):
-            download_cifar100(tmp_path / "new")
-        monkeypatch.setattr(CIFAR100, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
-        download_cifar100(tmp_path / "newer")
+            download(tmp_path / "new")
+        monkeypatch.setattr(reader, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+        with pytest.raises(UserError, match=rf"{reader.filename}: has SHA-256 .*, expected [0-9a-f]{{64}}; get the"):
+            download(tmp_path / "other")
+        monkeypatch.setitem(cifar._SHA256, cell["kind"], hashlib.sha256(archive.read_bytes()).hexdigest())
+        download(tmp_path / "newer")
         server.shutdown()
-    assert len(prepared(tmp_path, CIFAR, torchvision=tmp_path / "newer").open_tree().splits["train"].names) == 8
+    assert len(prepared(tmp_path, cell, torchvision=tmp_path / "newer").open_tree().splits["train"].names) == 8

@@ -112,9 +112,9 @@ def test_cells_and_seeds_by_hand_stand_elsewhere_and_are_not_trained_twice(check
     assert "mine_2seeds: every seed is trained" in out and file.stat().st_mtime_ns == before
 
 
-def test_a_cell_of_cifar100_from_the_published_files_to_the_page(checkout, cifar100_files, repro_cli):
+def test_a_cell_of_cifar100_from_the_published_files_to_the_page(checkout, cifar_files, repro_cli):
     params = yaml.safe_load(Path("params.yaml").read_text())
-    roots = {"cifar100": "data/c", "torchvision": str(cifar100_files)}
+    roots = {"cifar100": "data/c", "torchvision": str(cifar_files)}
     params["runtime"]["data_roots"] = roots
     expected, split = {"classes": 2, "train": 8, "tune": 4, "test": 4}, {"images_per_class": 2, "seed": 0}
     params["prepare_data"] = {"cifar100": {"kind": "cifar100", "expected": expected, "tune_split": split}}

@@ -20,7 +20,7 @@ from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
-CIFAR100_IMAGES = 60_000
+CIFAR_IMAGES = 60_000
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _TRAIN_NAME = re.compile(r"(n\d{8})_")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
@@ -82,7 +82,9 @@ def _check_tree(
 # with the arguments and errors of `check_imagenet`; splits are settings, the number of all images is not
 check_digits = partial(_check_tree, kind="digits", images=DIGITS_IMAGES)
 check_digits_wild = partial(_check_tree, kind="digits_wild")  # a setting says how often each scan is drawn
-check_cifar100 = partial(_check_tree, kind="cifar100", images=CIFAR100_IMAGES)
+check_cifar10, check_cifar100 = (
+    partial(_check_tree, kind=kind, images=CIFAR_IMAGES) for kind in ("cifar10", "cifar100")
+)
 check_connect = partial(_check_tree, kind="connect")
 check_imagenet100 = partial(_check_tree, kind="imagenet100")
 check_folder = partial(_check_tree, kind="folder", advice="replace the file or remove it")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,11 @@ def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> It
                 raise
 
 
-def choose_tune(targets: np.ndarray, settings: TuneSplitSettings, where: Path) -> np.ndarray:
+def choose_tune(targets: np.ndarray, settings: TuneSplitSettings, where: Path, classes: Sequence[str]) -> np.ndarray:
     """(N,) whether a training image goes to `tune`, given the classes `targets` (N,); of each class equally many do.
 
     Raises:
-        UserError: a class, at `where`, would keep no image for training.
+        UserError: a class, of which `classes` has the names, would keep no image for training at `where`.
     """
     chosen = np.zeros(len(targets), dtype=bool)
     rng = np.random.Generator(np.random.PCG64(settings.seed))
@@ -60,7 +60,7 @@ def choose_tune(targets: np.ndarray, settings: TuneSplitSettings, where: Path) -
         members = rng.permutation(np.flatnonzero(targets == target))
         if len(members) <= settings.images_per_class:
             raise UserError(
-                f"{where}: a class has {len(members)} training images, and tune_split.images_per_class is "
+                f"{where}: class {classes[target]!r} has {len(members)} training images, and tune_split.images_per_class is "
                 f"{settings.images_per_class}; make it smaller"
             )
         chosen[members[: settings.images_per_class]] = True

@@ -33,7 +33,9 @@ def write_imagenet100(root: Path, settings: TuneSplitSettings, source: Path) -> 
         for split, place in (("train", "train"), ("val", "test")):
             files = whole.splits[split]
             chosen = np.flatnonzero(np.isin(files.targets, places))
-            in_tune = choose_tune(files.targets[chosen], settings, source / split) if split == "train" else None
+            in_tune = None
+            if split == "train":
+                in_tune = choose_tune(files.targets[chosen], settings, source / split, whole.classes)
             for number, index in enumerate(track(chosen.tolist(), f"linking {split}", unit="images")):
                 folder = tree / ("tune" if in_tune is not None and in_tune[number] else place)
                 file = folder / whole.classes[files.targets[index]] / os.fsdecode(files.names[index])

@@ -96,6 +96,14 @@ def test_engine_does_what_the_recipe_says(warmup_epochs):
     assert rates.index(max(rates)) == recipe["steps"]["warmup"]
 
 
+def test_a_padded_crop_is_shown_in_place_of_the_other():
+    params = change(cell(), {"transform.crop_padding": 4})
+    recipe = resolved(params)
+    assert {"transform.scale", "transform.ratio"} <= set(recipe["inactive"])
+    assert any("image_size 224, crop_padding 4, hflip" in line for line in lines(recipe, []))
+    assert not any("crop_padding" in line for line in lines(resolved(cell()), departing(cell())))
+
+
 @pytest.mark.parametrize(
     "augment, active", [("rand-m9-mstd0.5-inc1", False), ("rand-m9-mstd0.5-inc1-t3a", True), (None, True)]
 )
@@ -150,6 +158,7 @@ SINGLE = [
     ("transform.scale", (0.2, 1.0), "[0.2, 1], the paper has DeiT's [0.08, 1]"),
     ("transform.ratio", (1.0, 1.0), "[1, 1], the paper has DeiT's [0.75, 1.33333]"),
     ("transform.hflip", 0.0, "0, the paper has DeiT's 0.5"),
+    ("transform.crop_padding", 4, "4, the paper crops by scale and ratio"),
     ("transform.auto_augment", None, "none, the paper has DeiT's rand-m9-mstd0.5-inc1"),
     ("transform.re_prob", 0.0, "0, the paper has DeiT's 0.25"),
     ("transform.interpolation", "bilinear", f"bilinear, Swin's default is bicubic{SILENT}"),

@@ -1,0 +1,74 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) as folder trees of PNGs, from the files that torchvision downloads."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import CIFAR10, CIFAR100
+
+from ...core.errors import UserError
+from ...core.hashing import require_hash
+from ...core.ui import track
+from ..settings import TuneSplitSettings
+from . import choose_tune, new_tree
+
+_READERS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+# of the published archives, as Keras compares them; torchvision has the MD5 sums of these and of the files in them
+_SHA256 = {
+    "cifar10": "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+    "cifar100": "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+}
+
+
+def _write(kind: str, root: Path, settings: TuneSplitSettings, source: Path) -> None:
+    """Write `root/{train,tune,test}/<class>/<number>.png` from the files of a CIFAR in `source`, replacing an earlier
+    tree of this function.
+
+    The number is the image's place in the files. torchvision compares the MD5 sum of each file before it unpickles it.
+
+    Raises:
+        UserError: a file is missing or is not the published one; otherwise as `new_tree` and `choose_tune`.
+    """
+    reader = _READERS[kind]
+    folder = source / reader.base_folder
+    try:
+        train, test = reader(source, train=True), reader(source, train=False)
+    except (RuntimeError, OSError):
+        state = f"is not the published {reader.__name__} (MD5)" if folder.is_dir() else "no such folder"
+        raise UserError(
+            f"{folder}: {state}; run `repro prepare-data --cell {kind} --download`, or unpack {reader.filename} in {source}"
+        ) from None
+    in_tune = choose_tune(np.array(train.targets), settings, folder, train.classes)
+    classes = [f"{split}/{name}" for split in ("train", "tune", "test") for name in train.classes]
+    with new_tree(root, kind, settings, classes) as tree:
+        for split, images in (("train", train), ("test", test)):
+            pairs = zip(images.data, images.targets)
+            for number, (pixels, target) in enumerate(track(list(pairs), f"writing {split}", unit="images")):
+                place = "tune" if split == "train" and in_tune[number] else split
+                # stored uncompressed, as the digits are: the size of a file does not depend on the zlib version
+                file = tree / place / train.classes[target] / f"{number:05d}.png"
+                Image.fromarray(pixels).save(file, compress_level=0)
+
+
+def _download(kind: str, source: Path) -> None:
+    """Fetch and unpack the archive into `source`, its sums compared; nothing where its files are there.
+
+    Raises:
+        UserError: it cannot be fetched, or is another.
+    """
+    reader = _READERS[kind]
+    try:
+        source.mkdir(parents=True, exist_ok=True)
+        reader(source, download=True)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{reader.url}: could not be downloaded ({reason}); get it elsewhere, and unpack it in {source}"
+        ) from None
+    if (archive := source / reader.filename).is_file():
+        require_hash(archive, _SHA256[kind])
+
+
+write_cifar10, write_cifar100 = (partial(_write, kind) for kind in ("cifar10", "cifar100"))
+download_cifar10, download_cifar100 = (partial(_download, kind) for kind in ("cifar10", "cifar100"))
