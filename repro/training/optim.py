@@ -81,7 +81,7 @@ def build_schedule(
     """The rate as a function of the step; call `step_update(step)` with the number of finished steps."""
     scale = batch_size / params.lr_batch_size
     if params.schedule == "cosine":
-        warmup_steps = min(params.warmup_epochs, epochs) * steps_per_epoch
+        warmup_steps = params.warmup_steps or min(params.warmup_epochs, epochs) * steps_per_epoch
         warmup = {"warmup_t": warmup_steps, "warmup_lr_init": params.warmup_lr * scale, "warmup_prefix": True}
         steps = max(1, epochs * steps_per_epoch - warmup_steps)
         schedule = CosineLRScheduler(optimizer, steps, lr_min=params.min_lr * scale, **warmup, t_in_epochs=False)

@@ -23,8 +23,7 @@ class OptimParams:
             steps.
         milestones: finished epochs, for `step`.
         warmup_epochs: epochs of linear warm-up; the cosine takes the epochs after them.
-        warmup_steps: steps of linear warm-up, in place of the epochs, with `step` and `poly`, whose rates it
-            multiplies.
+        warmup_steps: steps of linear warm-up, in place of the epochs; with `step` and `poly` it multiplies their rates.
         layer_decay: factor between the rates of neighbouring layers, counted down from the last layer, which has 1;
             null for one rate.
         clip_grad_norm: the largest global L2 norm of the gradient; null switches clipping off.
@@ -52,8 +51,8 @@ class OptimParams:
             raise ValueError(
                 f"milestones: {list(self.milestones)} with schedule {self.schedule}; `step` needs some, and no other takes them"
             )
-        if self.warmup_steps and self.schedule == "cosine":
-            raise ValueError("warmup_steps: the cosine takes warmup_epochs")
+        if self.warmup_steps and self.warmup_epochs and self.schedule == "cosine":
+            raise ValueError("warmup_steps: the cosine takes either these or warmup_epochs; set warmup_epochs: 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,10 +154,12 @@ class TrainParams:
         return dataclasses.replace(self, seeds=(seed,))
 
     def with_epochs(self, epochs: int) -> Self:
-        """The same training over another number of epochs; milestones move in proportion, and later snapshots are left
-        out.
+        """The same training over another number of epochs; milestones and a cosine's steps of warm-up move in
+        proportion, and later snapshots are left out.
         """
         milestones = tuple(max(1, round(milestone * epochs / self.epochs)) for milestone in self.optim.milestones)
         optim = dataclasses.replace(self.optim, milestones=milestones)
+        if optim.schedule == "cosine":
+            optim = dataclasses.replace(optim, warmup_steps=round(optim.warmup_steps * epochs / self.epochs))
         snapshots = tuple(epoch for epoch in self.snapshot_epochs if epoch <= epochs)
         return dataclasses.replace(self, epochs=epochs, optim=optim, snapshot_epochs=snapshots)

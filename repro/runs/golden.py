@@ -1,0 +1,255 @@
+"""Golden losses: what ten steps of a small model of every family compute, kept in results/golden.
+
+A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed beside the values. The
+recipe of golden.yaml is one in which every setting shows. A change of code that moves no value changed no training.
+
+    python -m repro.runs.golden             compare all families with their files
+    python -m repro.runs.golden --update    write the values that do not hold
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.config import build, load_yaml
+from ..core.hashing import hash_file
+from ..core.paths import Paths, find_root
+from ..core.record import read_json, write_text
+from ..core.runtime import Runtime
+from ..data.manifest import write_manifest
+from ..data.prepare import scan_manifest
+from ..tasks.classification.spec import SPEC as CLASSIFY
+from ..tasks.detection.spec import SPEC as DETECT
+from ..tasks.generation.spec import SPEC as GENERATE
+from ..tasks.linearization.spec import SPEC as LINEARIZE
+from ..tasks.segmentation.spec import SPEC as SEGMENT
+from ..training.checkpoint import Checkpointer
+from ..training.loop import fit
+from ..training.watch import Watch
+from .job import Cell, build_job
+
+SPECS = {spec.name: spec for spec in (CLASSIFY, LINEARIZE, GENERATE, DETECT, SEGMENT)}
+PICTURES = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> the kind of data set
+# relative; two instruction sets and one or two threads agree to 4e-7
+TOLERANCE = 2e-6
+PARTS = ("loss", "grad_norm", "scores")
+Line = dict[str, Any]
+
+
+class _NoCheckpoints(Checkpointer):
+    """Keeps nothing: a training of ten steps starts again."""
+
+    def save(self, *_: Any) -> None:
+        return
+
+    def restore(self) -> None:
+        return None
+
+
+def folder_of(paths: Paths) -> Path:
+    """Where values and pictures lie."""
+    return paths.results / "golden"
+
+
+def read_cases() -> dict[str, Any]:
+    """The content of golden.yaml: `base`, a recipe for each task, and `families`."""
+    return load_yaml(Path(__file__).with_name("golden.yaml"))
+
+
+def list_lines(cases: Mapping[str, Any], family: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """line -> its task, and the section of its cell as a mapping."""
+    said = cases["families"][family]
+    lines = {}
+    for name, line in said["lines"].items():
+        task = line.get("task", said["task"])
+        section = _merge(cases["base"][task], said.get("changes", {}), line.get("changes", {}))
+        # a model of another family does not take the options that make this one small
+        small = said.get("options", {}) if line.get("small", True) else {}
+        options = small | line.get("options", {})
+        lines[name] = task, section | {"model": line.get("model", said["model"]), "options": options}
+    return lines
+
+
+def train_line(
+    root: Path, name: str, task: str, section: Mapping[str, Any], prepare: Callable[[Any], None] | None = None
+) -> Line:
+    """Train one line in the scratch checkout `root`, and return what it computed.
+
+    Args:
+        prepare: is called with the job before it runs, for instance to choose another backend.
+
+    Returns:
+        `loss` and `grad_norm` of each step, and the final `scores` on the held-out split.
+    """
+    spec, paths = SPECS[task], Paths(root)
+    params = build(spec.params, section, f"golden.{name}")
+    if params.init is not None:
+        init = dataclasses.replace(params.init, sha256=hash_file(root / params.init.weights, digits=64))
+        params = dataclasses.replace(params, init=init)
+    roots = {data: str(root / "pictures" / data) for data in PICTURES}
+    runtime = Runtime(device="cpu", threads=1, data_roots=roots)
+    cell = Cell(
+        stage="golden", name="line", params=params, spec=spec, paths=paths, runtime=runtime, folder=root / "out"
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        job = build_job(cell, params.seeds[0])
+        if prepare is not None:
+            prepare(job)
+        log = root / "log"
+        watch = Watch(log, device=job.task.device, jsonl=True, tensorboard=False, every=10)
+        with contextlib.closing(job):
+            done, _ = fit(
+                job.task,
+                params,
+                save_every_steps=sys.maxsize,
+                checkpointer=_NoCheckpoints(log),
+                snapshot=lambda epoch, model: None,
+                watch=watch,
+            )
+    steps = [json.loads(row) for row in (log / "train.jsonl").read_text().splitlines()]
+    shutil.rmtree(log)
+    last = done.curve[-1]
+    scores = {
+        key: last[key] for key in sorted(last) if key not in ("epoch", "step", "lr") and not key.startswith("train_")
+    }
+    rounded = {key: [float(f"{step[key]:.9g}") for step in steps] for key in ("loss", "grad_norm")}
+    return rounded | {"scores": {key: float(f"{score:.9g}") for key, score in scores.items()}}
+
+
+@contextlib.contextmanager
+def scratch_checkout(paths: Paths) -> Iterator[Path]:
+    """A folder in which lines are trained: the committed pictures, their manifests, and weights to start from."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        (root / "pictures").symlink_to(folder_of(paths) / "pictures")
+        for data, kind in PICTURES.items():
+            write_manifest(
+                Paths(root).cell("prepare_data", data) / "manifest.json", scan_manifest(root / "pictures" / data, kind)
+            )
+        _save_starts(root)
+        yield root
+
+
+def _save_starts(root: Path) -> None:
+    """Write the weights that lines start from.
+
+    Students inherit from a softmax ViT. MaxPool starts from a Vittt whose last norm scales its channels differently:
+    right after a norm with equal scales all tokens are equally long, and rounding would choose one.
+    """
+    import torch
+
+    from ..models.registry import build_model
+    from ..models.weights import save_weights
+
+    classes = sorted(folder.name for folder in (root / "pictures" / "classes" / "train").iterdir())
+    for file, family, line in (("teacher", "t5", "inner=softmax"), ("scaled", "vittt", "pool=max")):
+        _, section = list_lines(read_cases(), family)[line]
+        transform = build(SPECS["classify"].params, section, "golden").transform
+        options = section["options"] | {"num_classes": len(classes), "img_size": transform.image_size}
+        torch.manual_seed(0)
+        model = build_model(section["model"], **options)
+        if file == "scaled":
+            torch.nn.init.uniform_(model.norm.weight, 0.5, 1.5)
+        described = {"preprocessing": transform.preprocessing(), "classes": classes}
+        save_weights(root / f"{file}.safetensors", model, name=section["model"], options=options, **described)
+
+
+def run_families(
+    paths: Paths, families: Sequence[str], prepare: Callable[[Any], None] | None = None
+) -> Iterator[tuple[str, dict[str, Line]]]:
+    """Yield each family and its lines, trained one after another."""
+    cases = read_cases()
+    with scratch_checkout(paths) as root:
+        for family in families:
+            lines = list_lines(cases, family)
+            yield (family, {name: train_line(root, f"{family}.{name}", *line, prepare) for name, line in lines.items()})
+
+
+def compare(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> list[str]:
+    """A sentence for each line that is new, is gone, or differs by more than rounding does."""
+    problems = [f"{family}: {name}: has no stored values" for name in found if name not in kept]
+    problems += [f"{family}: {name}: is stored and no longer trained" for name in kept if name not in found]
+    for name in (name for name in found if name in kept):
+        allowed = find_tolerances(family, name)
+        for part, difference in measure_differences(found[name], kept[name]).items():
+            if difference > allowed[part]:
+                problems.append(
+                    f"{family}: {name}: {part} differs by {difference:.1e}; {allowed[part]:.0e} is rounding"
+                )
+    return problems
+
+
+def find_tolerances(family: str, line: str) -> dict[str, float]:
+    """The largest relative difference that rounding explains, by part: 2e-6, or five times the stated noise."""
+    said = read_cases()["families"][family]
+    noise = said.get("noise", {}) | said["lines"][line].get("noise", {})
+    return {part: max(TOLERANCE, 5 * float(noise.get(part, 0))) for part in PARTS}
+
+
+def measure_differences(a: Line, b: Line) -> dict[str, float]:
+    """The largest relative difference of two lines' numbers, by part; infinite where they are not the same numbers."""
+    found = {}
+    for part in PARTS:
+        x, y = (dict(enumerate(line[part])) if isinstance(line[part], list) else line[part] for line in (a, b))
+        pairs = [(x[key], y[key]) for key in x] if x.keys() == y.keys() else [(math.inf, 1.0)]
+        found[part] = max(abs(one - other) / max(abs(one), abs(other), 1e-12) for one, other in pairs)
+        if math.isnan(found[part]):
+            found[part] = math.inf
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare or update; returns 1 where values differ."""
+    parser = argparse.ArgumentParser(prog="python -m repro.runs.golden", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--update", action="store_true", help="write the values of families that do not hold")
+    known = list(read_cases()["families"])
+    parser.add_argument("--family", action="append", choices=known, help="one family; without it, all")
+    given = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    paths, problems = find_root(), []
+    for family, found in run_families(paths, given.family or known):
+        file = folder_of(paths) / f"{family}.json"
+        kept = read_json(file) if file.is_file() else {}
+        different = compare(family, found, kept)
+        print(f"{family}: {len(found)} lines, {'differs' if different else 'holds'}", flush=True)
+        if different and given.update:
+            # a line that holds keeps its bytes
+            hold = {
+                name
+                for name in found.keys() & kept.keys()
+                if not compare(family, {name: found[name]}, {name: kept[name]})
+            }
+            _write_lines(file, {name: kept[name] if name in hold else line for name, line in found.items()})
+        problems += different
+    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
+    return int(bool(problems) and not given.update)
+
+
+def _write_lines(file: Path, lines: Mapping[str, Line]) -> None:
+    """Write a family's values, a row of the file for each line."""
+    rows = [f"  {json.dumps(name)}: {json.dumps(line, allow_nan=False)}" for name, line in lines.items()]
+    write_text(file, "{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def _merge(*sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings, of which a later one wins."""
+    merged: dict[str, Any] = {}
+    for section in sections:
+        for key, value in section.items():
+            inner = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = _merge(merged[key], value) if inner else value
+    return merged
+
+
+if __name__ == "__main__":
+    sys.exit(main())
