@@ -1,0 +1,45 @@
+"""`repro seeds`: the trainings that a profile registers before they run, one file for each seed."""
+
+import datetime
+from typing import Annotated
+
+import typer
+
+from repro.core.errors import UserError
+from repro.core.paths import find_root
+from repro.core.runtime import load_runtime
+
+from . import Stage
+
+STAGE = Stage(purpose="run")
+
+
+def command(
+    cell: Annotated[str | None, typer.Option(help="One cell of `pretrain_seeds`; without it, all of them.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="With --cell: this seed alone, now.")] = None,
+    until: Annotated[str | None, typer.Option(help="HH:MM today: start no training that would end later.")] = None,
+    rates: Annotated[bool, typer.Option("--rates", help="Print the rate that each finished search chose.")] = False,
+) -> None:
+    """Train what has no file yet: all searches, then, with the rates that they chose, seed after seed of every cell."""
+    from repro.runs.seeds import list_trainings, print_rates, train_all
+
+    end = None
+    if until is not None:
+        try:
+            at = datetime.datetime.strptime(until, "%H:%M").time()
+        except ValueError:
+            raise UserError(f"seeds: --until {until}: expected a time such as 17:45") from None
+        end = datetime.datetime.combine(datetime.date.today(), at)
+    if seed is not None and cell is None:
+        raise UserError("seeds: --seed is one of a cell; name the cell with --cell")
+    paths = find_root()
+    trainings = list(list_trainings(paths, load_runtime(paths)))
+    if rates:
+        print_rates(trainings)
+        return
+    chosen = [each for each in trainings if cell is None or each.cell.name == cell]
+    if seed is not None:
+        chosen = [each for each in chosen if each.rate is None and each.cell.params.seeds == (seed,)]
+    if not chosen:
+        raise UserError(f"seeds: no such training in pretrain_seeds: {cell}{'' if seed is None else f', seed {seed}'}")
+    train_all(chosen, trainings, end)
