@@ -41,7 +41,8 @@ class VariantSet:
         flags: of the command line, with which the stage trains these variants.
         inherits: whether they begin with the weights of a softmax model, for which another one may be given.
         tables: table -> `rows`, from each variant that it compares to its row in the ledger, or null, in the paper's
-            order; and, where the printed Top-1 is not the order of the text, `orders`, from a better variant to worse.
+            order; and, where the printed Top-1 is not the order of the text, `orders`, from a better variant to worse,
+            and `not_worse`, see `repro.report.paper.VariantTable`.
     """
 
     variants: Mapping[str, Variant]

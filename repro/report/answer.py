@@ -14,11 +14,10 @@ from .claims import Report
 from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import render_blocks
-from .ordering import Ordering
 from .paper import ATTENTIONS, Contest, Question
 from .records import OUTSIDE, describe_age, describe_origin, describe_seeds, group_by
 from .results import Results
-from .variants import judge_variants
+from .variants import judge_variants, list_unlike_machines
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
@@ -32,7 +31,7 @@ def lead_blocks(report: Report) -> list[Block]:
     drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
     shown = _contest_picture(report) or [block for blocks in drawn for block in blocks]
     claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
-    return [claim, *verdict_blocks(report), *shown, *answer_blocks(report)]
+    return [claim, *list_unlike_machines(report), *verdict_blocks(report), *shown, *answer_blocks(report)]
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
@@ -180,25 +179,16 @@ def _answer(question: Question, report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the paper's ordered pairs are seen, by data set; of each table in the best group: own rates, seeds."""
+    """How many of the paper's ordered pairs are seen, by data set and way to choose rates; the most seeds of each."""
     facts: list[Fact] = []
-    for data, judged in group_by(judge_variants(report), lambda each: each[0].common["data"]).items():
-        own = group_by(judged, lambda each: each[1].place)
-        best = {place: max(of, key=lambda it: (it[0].has_own_rates, it[0].most_seeds)) for place, of in own.items()}
-        words = "; ".join(f"{place}: {_count_pairs(found)}" for place, (_, _, found) in best.items())
-        sources = [source for group, *_ in best.values() for source in group.variants.values()]
-        rates = "; each variant at its own best rate" if all(source.has_own_rate for source in sources) else ""
-        scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}{rates}"
-        facts.append((f"pairs that the paper orders, seen on embedded {data}", words, scope))
+    judged = judge_variants(report)
+    for (data, rates), alike in group_by(judged, lambda each: (each[0].common["data"], each[0].rates)).items():
+        best = {place: of[0] for place, of in group_by(alike, lambda each: each[1].place).items()}
+        words = "; ".join(f"{place}: {found.counted}" for place, (_, _, found) in best.items())
+        sources = [source for group, where, _ in best.values() for source in group.at(where).values()]
+        scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
+        facts.append((f"pairs that the paper orders, seen on embedded {data}, {rates}", words, scope))
     return facts
-
-
-def _count_pairs(found: Ordering) -> str:
-    """How many of the paper's pairs are seen and contradicted, or that the budget is insufficient."""
-    if found.word == "insufficient budget":
-        return found.word
-    seen, contradicted = (sum(pair.side == side for pair in found.pairs) for side in (1, -1))
-    return f"{seen} of {len(found.pairs)}" + (f", {contradicted} contradicted" if contradicted else "")
 
 
 def _contest_facts(contest: Contest, results: Results) -> list[Fact]:

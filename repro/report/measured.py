@@ -11,7 +11,7 @@ from ..core.statistics import measure_rise
 from .claims import Report
 from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
 from .paper import ATTENTIONS
-from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, read_curves
+from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
 from .variants import find_shown
 from .verdicts import significant
@@ -149,7 +149,8 @@ def over_resolution(report: Report) -> list[Section]:
 def list_searches(report: Report) -> list[Block]:
     """How learning rates and warm-ups were chosen, a row for each cell; nothing without `repro tune`."""
     results = report.results
-    found = [each for each in results.sources if each.metrics.get("split") == "tune" and "trials" in each.metrics]
+    listed = list_all(results.sources)
+    found = [each for each in listed if each.metrics.get("split") == "tune" and "trials" in each.metrics]
     if not found or not report.paper.primary:
         return []
     rows = []
@@ -202,7 +203,7 @@ def list_machines(report: Report) -> list[Block]:
 def list_records(report: Report) -> list[Block]:
     """Every record with what explains its numbers."""
     rows = []
-    for source in report.results.sources:
+    for source in list_all(report.results.sources):
         identity = source.identity
         if "code_hash" not in identity:  # that of the machine itself
             continue

@@ -11,14 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from .document import show_interval
-from .records import find_common
+from .records import find_common, keep_one_machine
 
-Word = Literal["ordering seen", "ordering contradicted", "not separated", "insufficient budget"]
+Word = Literal["ordering seen", "ordering contradicted", "not separated", "no power", "insufficient budget"]
 ALPHA = 0.05
+LEAST_SEEDS = 3  # with two, t has one degree of freedom, and must exceed 12.7
 MOST_SEEDS = 1000
 NOT_SEPARATED = "not separated"
+# why a pair is not separated however many seeds agree: neither is above chance, or the images are too few
+AT_CHANCE, FEW_IMAGES, TWO_SEEDS = "at chance", "images", "two seeds"
 TOP1 = "top1_percent"
 Order = tuple[str, str]  # (better, worse), or any first and second variant
+Margins = Mapping[
+    Order, float
+]  # (first, second) -> by how many points the first may be worse, by a claim that it is no worse
 Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
 End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
 
@@ -32,20 +38,36 @@ class Pair:
     difference: float  # better − worse, the mean over the seeds
     interval: tuple[float, float] | None = None  # its 95 % interval, for this pair alone; None with one seed
     p: float = 1.0  # two-sided, after Holm's correction over the pairs
-    # 1 where the first is above the second beyond chance, −1 where it is below, 0 where they are not separated
+    # 1 where first + margin is above the second beyond chance, −1 where it is below, 0 where they are not separated
     side: int = 0
-    # whether either exceeds chance by more than the noise of the images; without that nothing is separated
-    is_learnt: bool = True
+    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `TWO_SEEDS`, with each of which nothing is separated
     # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
     needed: int | None = None
+    margin: float = 0.0  # see `Margins`
 
     @property
     def word(self) -> str:
-        return self.name_side("ordering seen", "ordering contradicted")
+        what = "claim" if self.margin else "ordering"
+        return self.name_side(f"{what} seen", f"{what} contradicted")
+
+    @property
+    def claim(self) -> str:
+        if self.margin:
+            return f"{self.better} ≥ {self.worse} − {self.margin:g}"
+        return f"{self.better} > {self.worse}"
+
+    @property
+    def reverse(self) -> str:
+        """What is the case where the paper's order is contradicted."""
+        if self.margin:
+            return f"{self.better} below {self.worse} by more than {self.margin:g}"
+        return f"{self.worse} above {self.better}"
 
     def name_side(self, above: str, below: str) -> str:
         if self.interval is None:
             return "one seed"
+        if self.limit == TWO_SEEDS:
+            return TWO_SEEDS
         return (NOT_SEPARATED, above, below)[self.side]
 
     def show(self, places: int) -> str:
@@ -59,12 +81,30 @@ class Ordering:
     word: Word
     why: str  # the sentence behind it
     pairs: tuple[Pair, ...] = ()  # in the paper's order
-    # Kendall's over these pairs, (in the paper's order − against it) / all; None without pairs
+    # Kendall's over the pairs that the paper orders, (in its order − against it) / all; None without such pairs
     tau: float | None = None
+    taken: str = ""  # over how many seeds and images
+
+    @property
+    def shown(self) -> str:
+        return f"{self.word} ({self.taken})" if self.word == "no power" else self.word
+
+    @property
+    def counted(self) -> str:
+        """How many pairs are seen and contradicted, or that nothing can be."""
+        if self.word in ("insufficient budget", "no power"):
+            return self.shown
+        seen, contradicted = (sum(pair.side == side for pair in self.pairs) for side in (1, -1))
+        return f"{seen} of {len(self.pairs)}" + (f", {contradicted} contradicted" if contradicted else "")
 
 
 def judge_ordering(
-    top1: Scores, ends: Mapping[str, Mapping[int, End]], orders: Sequence[Order], images: int, classes: int
+    top1: Scores,
+    ends: Mapping[str, Mapping[int, End]],
+    orders: Sequence[Order],
+    images: int,
+    classes: int,
+    margins: Margins | None = None,
 ) -> Ordering:
     """Judge whether the paper's order is seen.
 
@@ -74,32 +114,45 @@ def judge_ordering(
         orders: (better, worse) by the paper. Pairs with a variant that was not trained are left out.
         images: size of the reported split.
         classes: of the data set.
+        margins: further pairs, whose first variant is no worse by the paper.
     """
-    orders = [(better, worse) for better, worse in orders if better in top1 and worse in top1]
+    asked = [(better, worse) for better, worse in (*orders, *(margins or ())) if better in top1 and worse in top1]
     seeds = find_common(top1)
-    if not orders:
+    if not asked:
         return Ordering("insufficient budget", "there are no two variants that the paper orders")
     if len(seeds) < 2:
         return Ordering("insufficient budget", f"{'one seed' if seeds else 'no seed'} in common, which shows no spread")
-    names = list(dict.fromkeys(name for order in orders for name in order))
+    names = list(dict.fromkeys(name for pair in asked for name in pair))
     means = {name: statistics.mean(top1[name][seed] for seed in seeds) for name in names}
-    pairs = compare_accuracies(top1, orders, images, classes)
-    tau = statistics.mean((pair.difference > 0) - (pair.difference < 0) for pair in pairs)
-    word, why = _conclude(pairs, means, [ends[name][seed] for name in names for seed in seeds], images, classes)
-    return Ordering(word, why, pairs, tau)
+    pairs = compare_accuracies(top1, asked, images, classes, margins)
+    signs = [(pair.difference > 0) - (pair.difference < 0) for pair in pairs if not pair.margin]
+    taken = f"{len(seeds)} seeds, {images} images"
+    every = [ends[name][seed] for name in names for seed in seeds]
+    word, why = _conclude(pairs, means, every, len(seeds), images, classes)
+    return Ordering(word, why, pairs, statistics.mean(signs) if signs else None, taken)
 
 
-def compare_accuracies(top1: Scores, pairs: Sequence[Order], images: int, classes: int) -> tuple[Pair, ...]:
-    """`compare_pairs` of accuracies in percent on so many images; two variants at chance are not separated."""
+def compare_accuracies(
+    top1: Scores, pairs: Sequence[Order], images: int, classes: int, margins: Margins | None = None
+) -> tuple[Pair, ...]:
+    """`compare_pairs` of accuracies in percent on so many images.
+
+    Two variants at chance are not separated, nor two that differ by less than the noise of the images.
+    """
     floor = 100 / classes + sampling_noise(100 / classes, images)
-    return compare_pairs(top1, pairs, round_off(images), floor)
+    return compare_pairs(top1, pairs, round_off(images), floor, images, margins)
 
 
 def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[Order]) -> tuple[Pair, ...]:
-    """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images."""
-    m = next(iter(trained.values())).metrics
-    top1 = {name: source.by_seed(TOP1) for name, source in trained.items()}
-    return compare_accuracies(top1, pairs, m["held_out_images"], m["classes"])
+    """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images.
+
+    The trainings are those of one machine, see `keep_one_machine`; a pair that it did not train is left out.
+    """
+    own = keep_one_machine(trained)
+    m = next(iter(own.values())).metrics
+    top1 = {name: source.by_seed(TOP1) for name, source in own.items()}
+    both = [pair for pair in pairs if own.keys() >= set(pair)]
+    return compare_accuracies(top1, both, m["held_out_images"], m["classes"])
 
 
 def round_off(images: int) -> float:
@@ -108,13 +161,20 @@ def round_off(images: int) -> float:
 
 
 def compare_pairs(
-    values: Scores, pairs: Sequence[Order], least_spread: float, floor: float = -math.inf
+    values: Scores,
+    pairs: Sequence[Order],
+    least_spread: float,
+    floor: float = -math.inf,
+    images: int | None = None,
+    margins: Margins | None = None,
 ) -> tuple[Pair, ...]:
     """Paired t tests of first − second over the seeds that all variants have; none without such seeds.
 
     Args:
         least_spread: the standard deviation of differences that are closer to each other than the values are written.
         floor: the mean that one variant of a pair must reach before they can be separated.
+        images: of which the values are shares in percent; None for other values.
+        margins: of the pairs whose test is of first + margin − second.
     """
     from scipy.stats import t as student
 
@@ -123,17 +183,30 @@ def compare_pairs(
     if len(seeds) < 2:
         return tuple(Pair(*pair, *found) for pair, found in zip(pairs, differences, strict=True) if found)
     n, found = len(seeds), []
+    margin = [(margins or {}).get((first, second), 0.0) for first, second in pairs]
     means = [statistics.mean(each) for each in differences]
     spreads = [max(statistics.stdev(each), least_spread) for each in differences]
-    t_values = (abs(mean) / spread * math.sqrt(n) for mean, spread in zip(means, spreads, strict=True))
+    excess = [mean + each for mean, each in zip(means, margin, strict=True)]
+    t_values = (abs(each) / spread * math.sqrt(n) for each, spread in zip(excess, spreads, strict=True))
     p_values = holm([2 * student.sf(t, n - 1) for t in t_values])
-    for pair, mean, spread, p in zip(pairs, means, spreads, p_values, strict=True):
+    for place, (pair, mean, spread) in enumerate(zip(pairs, means, spreads, strict=True)):
         half = float(student.ppf(1 - ALPHA / 2, n - 1)) * spread / math.sqrt(n)
-        is_learnt = max(statistics.mean(values[name][seed] for seed in seeds) for name in pair) >= floor
-        side = 0 if p >= ALPHA or not is_learnt else 1 if mean > 0 else -1
-        needed = seeds_needed(mean, spread, ALPHA / len(pairs))
-        found.append(Pair(*pair, mean, (mean - half, mean + half), float(p), side, is_learnt, needed))
+        of_pair = [statistics.mean(values[name][seed] for seed in seeds) for name in pair]
+        noise = 0.0 if images is None else sampling_noise(statistics.mean(of_pair), images)
+        limit = AT_CHANCE if max(of_pair) < floor else FEW_IMAGES if abs(excess[place]) < noise else ""
+        limit = TWO_SEEDS if n < LEAST_SEEDS else limit
+        side = 0 if p_values[place] >= ALPHA or limit else 1 if excess[place] > 0 else -1
+        needed = seeds_needed(excess[place], spread, ALPHA / len(pairs))
+        ends = mean - half, mean + half
+        found.append(Pair(*pair, mean, ends, float(p_values[place]), side, limit, needed, margin[place]))
     return tuple(found)
+
+
+def describe_power(pairs: Sequence[Pair], taken: str) -> str:
+    """A sentence where none of some pairs is separated; `taken`: on how many seeds and images."""
+    if not pairs or any(pair.side for pair in pairs):
+        return ""
+    return f"No power: {taken} separate no pair."
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -162,7 +235,7 @@ def sampling_noise(percent: float, images: int) -> float:
 
 
 def _conclude(
-    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[End], images: int, classes: int
+    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[End], seeds: int, images: int, classes: int
 ) -> tuple[Word, str]:
     """The word of a table and the sentence behind it: the first case that applies."""
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
@@ -176,25 +249,28 @@ def _conclude(
     if gain > spread:
         why = f"the last evaluation still gained {gain:.1f} points, more than the {spread:.1f} between the best and the worst variant"
         return "insufficient budget", why
+    if seeds < LEAST_SEEDS:
+        return "no power", "two seeds decide nothing"
     noise = sampling_noise(overall, images)
     if spread < noise:
         easy = "the task is too easy: " if overall > 95 else ""
-        why = f"all variants lie within {spread:.1f} points, and chance alone makes {noise:.1f} on {images} images"
-        return "not separated", f"{easy}{why}; more seeds do not change that"
+        return "no power", f"{easy}all variants lie within {spread:.1f} points, and chance alone makes {noise:.1f}"
     against = [pair for pair in pairs if pair.side < 0]
     if against:
-        named = ", ".join(f"{pair.worse} above {pair.better}" for pair in against)
+        named = ", ".join(pair.reverse for pair in against)
         return "ordering contradicted", f"{named}, at a family-wise error rate of 5 %"
     seen = sum(pair.side > 0 for pair in pairs)
     if seen == len(pairs):
         return "ordering seen", f"all {len(pairs)} pairs, at a family-wise error rate of 5 %"
-    needed = [pair.needed for pair in pairs if not pair.side and pair.is_learnt]
-    why = f"{seen} of {len(pairs)} pairs are separated"
-    if unlearnt := [pair for pair in pairs if not pair.is_learnt]:
+    needed = [pair.needed for pair in pairs if not pair.side and not pair.limit]
+    why = f"{seen or 'none'} of {len(pairs)} pairs {'is' if seen < 2 else 'are'} separated"
+    if unlearnt := [pair for pair in pairs if pair.limit == AT_CHANCE]:
         named = ", ".join(f"{pair.better} and {pair.worse}" for pair in unlearnt)
         why += f"; of {named} neither exceeds chance, {chance:.1f} %"
+    if close := sum(pair.limit == FEW_IMAGES for pair in pairs):
+        why += f"; {close} differ{'s' if close == 1 else ''} by less than chance alone makes"
     if needed:
-        seeds = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
-        which = "the rest" if unlearnt else "all"
-        why += f"; with differences and spreads as observed, {which} would need {seeds} seeds"
-    return "not separated", why
+        fewest = f"over {MOST_SEEDS}" if None in needed else str(max(needed))
+        which = "the rest" if unlearnt or close else "all"
+        why += f"; with differences and spreads as observed, {which} would need {fewest} seeds"
+    return "not separated" if seen else "no power", why

@@ -38,11 +38,18 @@ class VariantTable:
     """A table or figure that compares variants: variant -> its row in the ledger, or None, in the paper's order.
 
     `orders`: a better variant -> the worse ones by the paper's text; None takes its printed Top-1.
+    `not_worse`: a variant -> each one than which it is no worse by the paper's text -> by how many points it may be,
+    where the printed Top-1 does not count.
     """
 
     place: str
     rows: Mapping[str, str | None]
     orders: Mapping[str, Sequence[str]] | None = None
+    not_worse: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def margins(self) -> dict[tuple[str, str], float]:
+        return {(name, than): points for name, of in self.not_worse.items() for than, points in of.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -13,16 +13,18 @@ from ..core.errors import UserError
 from ..core.freshness import FOLLOWED, find_old, find_shared_name
 from ..core.paths import OWN_RATES, Paths
 from ..core.record import DETAILS_FILE, describe_recipe, read_record
-from ..core.statistics import clip_share, describe_sample
-from .document import show_interval
+from ..core.statistics import clip_share, describe_sample, share_interval
+from .document import Block, show_interval, strong
 
 Item = TypeVar("Item")
+Name = TypeVar("Name", bound=Hashable)
 Trained = TypeVar("Trained")  # has `most_seeds`
 VERIFIED_FILE = "verify.json"
 # how old a record is, as pages say it
 OLD = "made by older code"
 BEGUN_ALIKE = "made by older code, its first epochs repeated"
 OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
+OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
 class Missing(Exception):
@@ -54,6 +56,12 @@ class Source:
     cell: str | None = None
     age: str = ""  # empty where the code here gives the same numbers
     twins: tuple[Twin, ...] = ()
+    others: tuple["Source", ...] = ()  # the records of the same experiment by other machines
+
+    @property
+    def machine(self) -> str:
+        """The device without its threads."""
+        return self.device.partition(", ")[0]
 
     @property
     def device(self) -> str:
@@ -159,7 +167,26 @@ def _merge(alike: Sequence[Source], verified: Sequence[Source]) -> Source:
         if is_alike and cpu != cpus[0]:
             made.append((source, {name: scores[name] - held[name] for name in scores if name in held}))
     twins = [Twin(other.device, not other.age, differences) for other, differences in made if differences]
-    return dataclasses.replace(first, twins=tuple(twins)) if twins else first
+    return dataclasses.replace(first, twins=tuple(twins), others=tuple(others))
+
+
+def list_all(sources: Iterable[Source]) -> list[Source]:
+    """The records, each with those that other machines made of the same experiment."""
+    return [each for source in sources for each in (source, *source.others)]
+
+
+def rank_machine(sources: Collection[Source]) -> tuple[int, int, int]:
+    """How much the records of one machine say of a comparison: most records, then fewest by older code, then seeds."""
+    return len(sources), -sum(each.age == OLD for each in sources), sum(each.most_seeds for each in sources)
+
+
+def keep_one_machine(named: Mapping[Name, Source]) -> dict[Name, Source]:
+    """The same experiments as one machine made them: the one that made most, as seeds are pairs on one machine only."""
+    by_machine: dict[str, dict[Name, Source]] = {}
+    for name, source in named.items():
+        for each in list_all([source]):
+            by_machine.setdefault(each.machine, {}).setdefault(name, each)
+    return max(by_machine.values(), key=lambda own: rank_machine(own.values()), default={})
 
 
 def _compare_scores(first: Source, other: Source) -> dict[str, float]:
@@ -217,7 +244,7 @@ def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: 
     if not values:
         return ""
     sample = describe_sample(values, is_share=is_share)
-    return show_interval(sample.mean, sample.ci95, form, unit)
+    return show_interval(sample.mean, _widen(sample.ci95, source.metrics, key, sample.mean), form, unit)
 
 
 def keep_best(found: Iterable[Trained], name: Callable[[Trained], Hashable]) -> list[Trained]:
@@ -234,9 +261,29 @@ def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, lis
 
 
 def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, float] | None:
-    """The 95 % interval over seeds of a score in percent, as a record has it; None where it has none."""
+    """The 95 % interval over seeds of a score in percent, as a record has it; None where it has none.
+
+    Seeds of one score show no spread: the interval is then that of the images, where the score is a share of them.
+    """
     interval = metrics.get(f"{key.removesuffix('_percent')}_ci95_percent")
-    return clip_share(interval) if interval else None
+    return _widen(clip_share(interval), metrics, key, metrics[key]) if interval else None
+
+
+def _widen(
+    interval: tuple[float, float] | None, metrics: Mapping[str, Any], key: str, mean: float
+) -> tuple[float, float] | None:
+    if interval is None or interval[1] - interval[0] > 1e-9:
+        return interval
+    return share_interval(mean, metrics["held_out_images"]) if key in OF_IMAGES else None
+
+
+def warn_of_seeds(sources: Iterable[Source]) -> list[Block]:
+    """What a section with too few seeds for any verdict says first."""
+    most = max((source.most_seeds for source in sources), default=0)
+    if most not in (1, 2):
+        return []
+    first = strong("One seed decides nothing" if most == 1 else "Two seeds decide nothing")
+    return [(first, ": what follows describes these trainings, and ranks none.")]
 
 
 def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:

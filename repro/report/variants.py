@@ -4,27 +4,46 @@ import dataclasses
 import fnmatch
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
-from ..core.paths import Paths
+from ..core.freshness import find_shared_name
+from ..core.paths import OWN_RATES, Paths
 from .claims import Report
-from .document import Block, Heading, Picture, Piece, Table, code, number, strong, table
+from .document import Block, Bullets, Heading, Line, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
-from .ordering import MOST_SEEDS, TOP1, Ordering, judge_ordering
+from .ordering import AT_CHANCE, FEW_IMAGES, MOST_SEEDS, TOP1, Ordering, Pair, judge_ordering
 from .paper import Drawings, VariantTable
-from .records import Source, describe_age, describe_seeds, describe_twins, group_by, keep_best, read_curves
+from .records import (
+    Source,
+    describe_age,
+    describe_seeds,
+    describe_twins,
+    group_by,
+    keep_best,
+    list_all,
+    rank_machine,
+    read_curves,
+    warn_of_seeds,
+)
 from .results import Missing, Results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Variants that were trained alike."""
+    """Variants that were trained alike, on one machine."""
 
     variants: Mapping[str, Source]  # name -> record, in the order in which the paper's room names them
     speeds: Mapping[str, Source]  # name -> the record of its throughput, where that was measured
     paths: Paths  # of the checkout
+    searches: Mapping[str, Source]  # name -> the search that chose its rate, where it has one of its own
+    elsewhere: tuple["Group", ...] = ()  # the same by other machines, which may have trained other ones of the variants
+
+    @property
+    def machine(self) -> str:
+        return next(iter(self.variants.values())).machine
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -40,15 +59,26 @@ class Group:
         return all(source.has_own_rate for source in self.variants.values())
 
     @property
+    def rates(self) -> str:
+        """Whether its variants were trained at one rate."""
+        if not self.has_own_rates:
+            return "one rate"
+        searched = self.searches.keys() == self.variants.keys()
+        return "rates by own searches" if searched else "own rates, whose searches are not all here"
+
+    @property
     def title(self) -> str:
-        """What was trained, how long, on what devices, whether by older code, and on how many other machines."""
+        """What was trained, and how long."""
         m, seeds = self.common, describe_seeds(self.variants.values())
-        sources = list(self.variants.values())
-        devices = " and ".join(dict.fromkeys(source.device.split(",")[0] for source in sources))
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
-        about = f"{m['model']} on {m['data']}, {length}, {m['image_size']}² pixels"
-        rates = ", each at its own best rate" if self.has_own_rates else ""
-        return f"{about}{rates}, {devices}{describe_age(sources)}{describe_twins(sources)}"
+        return f"{m['model']} on {m['data']}, {length}, {self.rates}"
+
+    @property
+    def origin(self) -> str:
+        """The title, the image size and the machine, whether older code trained it, and on how many other machines."""
+        sources = list(self.variants.values())
+        where = f"{self.common['image_size']}² pixels, {self.machine}"
+        return f"{self.title}, {where}{describe_age(sources)}{describe_twins(sources)}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""
@@ -64,29 +94,58 @@ class Group:
         return None if speed is None or speed.metrics.get("noisy") else speed.metrics["throughput_img_per_s"]
 
 
-def find_groups(results: Results, variants: Any) -> list[Group]:
+def find_groups(results: Results, variants: Any, names: Collection[str] = ()) -> list[Group]:
     """The trained variants: those of the pipeline, then others. Another recipe, model or data set is another group.
 
-    A variant that several records of a group hold is taken from the one with the most seeds.
+    A group is of one machine, that with most of its variants, or of those of them that `names` has; see `rank_machine`.
+    A variant that several records of a machine hold is taken from the one with the most seeds.
     """
+    listed = list_all(results.sources)
 
     def name_recipe(source: Source) -> tuple:
         m = source.metrics
         unchanged = {key: str(value) for key, value in m["options"].items() if key not in variants.changed}
-        return source.stage is None, m["data"], m["model"], tuple(sorted(unchanged.items())), _hash_recipe(source)
+        how = source.stage is None, source.has_own_rate, _hash_recipe(source)
+        return *how, m["data"], m["model"], tuple(sorted(unchanged.items()))
 
-    classifiers = [each for each in results.sources if each.most_seeds and TOP1 in each.metrics]
-    names = {each.path: find_variant(results, variants, each.metrics) for each in classifiers}
-    trained = [each for each in classifiers if names[each.path]]
+    classifiers = [each for each in listed if each.most_seeds and TOP1 in each.metrics]
+    found = {each.path: find_variant(results, variants, each.metrics) for each in classifiers}
+    trained = [each for each in classifiers if found[each.path]]
     has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
     speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
-    groups = []
-    for alike in group_by(trained, name_recipe).values():
-        members = {names[each.path]: each for each in keep_best(alike, lambda each: names[each.path])}
+    searches = [each for each in listed if "trials" in each.metrics]
+
+    def gather(own: Sequence[Source]) -> Group:
+        """The group of the records of one machine."""
+        members = {found[each.path]: each for each in keep_best(own, lambda each: found[each.path])}
         ordered = {name: members[name] for name in variants.options if name in members}
         measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
-        groups.append(Group(variants=ordered, speeds=measured, paths=results.paths))
+        chosen = {name: find_search(source, searches) for name, source in ordered.items() if source.has_own_rate}
+        own_searches = {name: search for name, search in chosen.items() if search}
+        return Group(variants=ordered, speeds=measured, paths=results.paths, searches=own_searches)
+
+    def rank(group: Group) -> tuple[int, int, int]:
+        return rank_machine([source for name, source in group.variants.items() if not names or name in names])
+
+    groups = []
+    for alike in group_by(trained, name_recipe).values():
+        by_machine = group_by(alike, lambda each: each.machine).values()
+        first, *others = sorted(map(gather, by_machine), key=rank, reverse=True)
+        groups.append(dataclasses.replace(first, elsewhere=tuple(others)))
     return groups
+
+
+def find_search(source: Source, searches: Iterable[Source]) -> Source | None:
+    """The search that chose the rate of a training: its own machine's, else another's; None where none chose it."""
+    _, _, _, *place = PurePosixPath(source.folder).parts  # results, measured, the device, ...
+    stage, *names = (part for part in place if part != OWN_RATES)
+    asked = f"{stage}.{'_'.join(names)}", source.metrics["model"], _read_rate(source)
+    fitting = [s for s in searches if (s.metrics["cell"], s.metrics["model"], s.metrics["chosen"]["lr"]) == asked]
+    return min(fitting, key=lambda each: each.machine != source.machine, default=None)
+
+
+def _read_rate(source: Source) -> float:
+    return json.loads(source.recipe)["learning_rate"]["peak"]
 
 
 def _hash_recipe(source: Source) -> str:
@@ -116,7 +175,8 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
     runs = {name: source.metrics["by_seed"] for name, source in members.items()}
     ends = {name: {run["seed"]: find_ends(run) for run in own} for name, own in runs.items()}
-    return judge_ordering(top1, ends, find_orders(where, ledger), m["held_out_images"], m["classes"])
+    orders = find_orders(where, ledger)
+    return judge_ordering(top1, ends, orders, m["held_out_images"], m["classes"], where.margins)
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
@@ -126,12 +186,16 @@ def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
 
 
 def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
-    """(better, worse) for each two variants that the paper orders, by its text or by its printed Top-1."""
+    """(better, worse) for each two variants that the paper orders, by its text or by its printed Top-1.
+
+    Two of which it says that one is no worse are not ordered.
+    """
     if where.orders is not None:
         return [(better, worse) for better, others in where.orders.items() for worse in others]
     top1 = {name: float(find_printed(ledger, row, TOP1)) for name, row in where.rows.items()}
     ranked = sorted(top1, key=top1.__getitem__, reverse=True)
-    return [(better, worse) for better, worse in itertools.combinations(ranked, 2) if top1[better] > top1[worse]]
+    pairs = [(better, worse) for better, worse in itertools.combinations(ranked, 2) if top1[better] > top1[worse]]
+    return [(better, worse) for better, worse in pairs if (worse, better) not in where.margins]
 
 
 def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
@@ -155,11 +219,16 @@ def list_ablations(report: Report) -> list[Block]:
     judged = judge_variants(report)
     if not judged:
         raise Missing("no variant is trained yet", f"{command} --all")
-    rows = [[at.place, group.title, strong(it.word), it.why, number(it.tau, ".2f")] for group, at, it in judged]
-    blocks: list[Block] = [table(["", "trained", "verdict", "because", "τ"], rows)]
+    rows = []
+    for group, at, it in judged:
+        others = [(each.machine, other) for each, other, _ in _judge_elsewhere(group, at, ledger)]
+        again = "; ".join(f"{machine}: {other.shown}, by {_count(other.pairs)}" for machine, other in others)
+        rows.append([at.place, group.origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
+    header = ["", "trained", "verdict", "because", "τ", "elsewhere"]
+    blocks: list[Block] = [table(header, rows)]
     drawn = _to_draw(report)
     for group, where, found in judged:
-        blocks.append(Heading(f"{where.place}: {group.title}"))
+        blocks += [Heading(f"{where.place}: {group.title}"), *warn_of_seeds(group.at(where).values())]
         if note := report.paper.ablations.notes.get(where.place):
             blocks.append((note,))
         blocks.append(_rows_table(group, where, report))
@@ -169,7 +238,52 @@ def list_ablations(report: Report) -> list[Block]:
             blocks.append((f"Not trained here: {', '.join(absent)}; ", code(alike), " trains all."))
         if found.pairs:
             blocks.append(_pairs_table(where, found, ledger))
+        blocks += describe_elsewhere(group, where.rows)
     return blocks
+
+
+def list_unlike_machines(report: Report) -> list[Block]:
+    """The tables whose variants another machine judges otherwise; nothing without such tables."""
+    lines: list[Line] = []
+    for group, where, _ in judge_variants(report):
+        for each, other, same in _judge_elsewhere(group, where, report.paper.ledger):
+            if other.word != same.word:
+                about = f" of {where.place} ({group.common['data']}, {group.rates}; {_count(other.pairs)}): "
+                said = f"{same.shown} on {group.machine}, {other.shown} on {each.machine}."
+                lines.append((strong("The machine changes the verdict"), about + said))
+    return [Bullets(lines)] if lines else []
+
+
+def describe_elsewhere(group: Group, names: Collection[str]) -> list[Block]:
+    """A line for each other machine that made some of the experiments again: its accuracies of some variants."""
+    lines: list[Line] = []
+    experiments = {find_shared_name(source.path, source.metrics) for source in group.variants.values()}
+    for other in group.elsewhere:
+        own = {name: source for name, source in other.variants.items() if name in names}
+        if experiments & {find_shared_name(source.path, source.metrics) for source in own.values()}:
+            shown = ", ".join(f"{name} {_show_top1(source)}" for name, source in own.items())
+            lines.append((f"On {other.machine}, {describe_seeds(own.values())}: Top-1 (%) {shown}.",))
+    return [Bullets(lines)] if lines else []
+
+
+def _judge_elsewhere(group: Group, where: VariantTable, ledger: Ledger) -> list[tuple[Group, Ordering, Ordering]]:
+    """Each other machine with two variants that the paper orders, its verdict, and the group's of the same variants."""
+    found = []
+    for other in group.elsewhere:
+        shared = {name: source for name, source in group.variants.items() if name in other.variants}
+        if (judged := judge_group(other, where, ledger)).pairs:
+            same = judge_group(dataclasses.replace(group, variants=shared), where, ledger)
+            found.append((other, judged, same))
+    return found
+
+
+def _count(pairs: Sequence[Pair]) -> str:
+    return f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
+
+
+def _show_top1(source: Source) -> str:
+    spread = source.metrics.get("top1_std_percent")
+    return f"{source.metrics[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
 
 
 def plan_figures(report: Report) -> Drawings:
@@ -185,7 +299,8 @@ def plan_figures(report: Report) -> Drawings:
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `list_ablations` or another document alone shows."""
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
-    shown = {source.path for source in sources if source.stage in (None, "ablate")}
+    own = {source.path for source in sources if source.stage in (None, "ablate")}
+    shown = {each.path for each in report.results.sources if own & {of.path for of in list_all([each])}}
     paths = [source.path for source in report.results.sources]
     return shown.union(*(fnmatch.filter(paths, document.records) for document in report.paper.documents))
 
@@ -198,8 +313,9 @@ def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
-    groups = find_groups(report.results, report.paper.variants) if report.paper.variants else []
-    return [(group, where) for group in groups for where in report.paper.compared if len(group.at(where)) > 1]
+    results, variants = report.results, report.paper.variants
+    pairs = [(group, where) for where in report.paper.compared for group in find_groups(results, variants, where.rows)]
+    return [(group, where) for group, where in pairs if len(group.at(where)) > 1]
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
@@ -239,20 +355,30 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
         all_changes = {**paper.variants.options[name], **paper.variants.recipes[name]}
         changes = ", ".join(f"{key} {value or 'all'}" for key, value in all_changes.items())
         if group.has_own_rates:
-            changes = f"{changes or paper.model}, rate {json.loads(source.recipe)['learning_rate']['peak']:g}"
-        spread = m.get("top1_std_percent")
+            changes = f"{changes or paper.model}, rate {_read_rate(source):g}"
         rows.append(
             [
                 changes or paper.ablations.label or paper.model,
+                *([_describe_search(group, name)] if group.has_own_rates else []),
                 *(number(find_printed(ledger, where.rows[name], key)) for key in printed),
                 number(m["num_params"] / 1e6, ".4g"),
                 number(m.get("macs_g"), ".4g"),
                 number(group.throughput(name), ".0f"),
-                f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
+                _show_top1(source),
                 *(number(scores.get(key), ".1f") for key in extra),
             ]
         )
-    return table(["", *theirs, *(f"ours: {name}" for name in measured)], rows)
+    search = ["search of its rate"] if group.has_own_rates else []
+    return table(["", *search, *theirs, *(f"ours: {name}" for name in measured)], rows)
+
+
+def _describe_search(group: Group, name: str) -> str:
+    """Of which search the rate of a variant is, and of how many trials that was."""
+    search = group.searches.get(name)
+    if search is None:
+        return "no search on record"
+    trials = len(search.metrics["trials"])
+    return f"{trials} trials{'' if search.machine == group.machine else f' on {search.machine}'}"
 
 
 def _label(column: Column, key: str) -> str:
@@ -274,9 +400,14 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
     rows: list[list[Piece]] = []
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
-        theirs = "–" if where.orders is not None else number(f"+{float(printed[0]) - float(printed[1]):.1f}")
-        needed: Piece = "–" if pair.is_learnt else "– (at chance)"
-        if pair.is_learnt and not pair.side:
-            needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
-        rows.append([f"{pair.better} > {pair.worse}", theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
+        theirs = "–" if where.orders is not None else number(f"{float(printed[0]) - float(printed[1]):+.1f}")
+        rows.append([pair.claim, theirs, pair.show(2), number(pair.p, ".3f"), pair.word, _show_needed(pair)])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)
+
+
+def _show_needed(pair: Pair) -> Piece:
+    if pair.limit in (AT_CHANCE, FEW_IMAGES):
+        return f"– ({pair.limit})"
+    if pair.side:
+        return "–"
+    return f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)

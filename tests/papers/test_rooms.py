@@ -99,7 +99,10 @@ def test_the_variants_and_their_orders_are_those_of_the_tables(room):
     """A row of the ledger asks for the model of its variant, and no order is against the printed numbers."""
     paper = load_papers()[room]
     options, rows = paper.variants.options, paper.variants.rows
-    orders = {table.place: find_orders(table, paper.ledger) for table in paper.compared}
+    orders = {
+        table.place: [*find_orders(table, paper.ledger), *(pair[::-1] for pair in table.margins)]
+        for table in paper.compared
+    }
     different = {json.dumps(each, sort_keys=True) for each in options.values()}
     assert (len(options), len(different), [len(pairs) for pairs in orders.values()]) == VARIANTS[room]
     assert list(orders) == list(rows)

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from repro.report import ordering
+from repro.report.records import Source, find_score_interval, show_mean
 
 NAMES = ("a", "b", "c", "d")
 ORDERS = list(combinations(NAMES, 2))  # the paper has a above b above c above d
@@ -60,7 +61,7 @@ def test_an_order_that_is_there_is_seen_and_its_reverse_is_contradicted():
 
 
 def test_one_pair_that_is_too_close_leaves_the_rest_as_it_is():
-    verdict = judge(drawn((80, 77, 74, 74.01), 0.1))
+    verdict = judge(drawn((80, 77, 74, 74.01), 0.1), images=10**9)
     assert verdict.word == "not separated" and "5 of 6 pairs" in verdict.why and "all would need" in verdict.why
     (close,) = [pair for pair in verdict.pairs if pair.word == "not separated"]
     assert (close.better, close.worse) == ("c", "d")
@@ -71,10 +72,10 @@ def test_of_a_pair_at_chance_nothing_is_separated_and_more_seeds_do_not_help():
     verdict = judge(drawn((60, 55, 51, 50), 0.01, shift=0.01), classes=2, images=4000)
     assert verdict.word == "not separated"
     assert verdict.why == "5 of 6 pairs are separated; of c and d neither exceeds chance, 50.0 %"
-    (pair,) = [pair for pair in verdict.pairs if not pair.is_learnt]
+    (pair,) = [pair for pair in verdict.pairs if pair.limit == "at chance"]
     assert (pair.better, pair.worse, pair.word) == ("c", "d", "not separated") and pair.p < 1e-3
     both = judge(drawn((60, 59.999, 51, 50), 0.1, shift=0.01), classes=2, images=4000)
-    assert "neither exceeds chance, 50.0 %; with differences and spreads as observed, the rest would need" in both.why
+    assert both.why.endswith("neither exceeds chance, 50.0 %; 1 differs by less than chance alone makes")
 
 
 @pytest.mark.parametrize(("mean", "spread", "alpha"), [(1.0, 1.0, 0.05), (0.3, 1.0, 0.05 / 6), (5.0, 1.0, 0.05)])
@@ -100,9 +101,9 @@ def test_too_easy_and_too_few_images():
     """359 images at 99 %: 1.96·√(2·0.99·0.01/359) = 1.46 points come by chance."""
     assert ordering.sampling_noise(99, 359) == pytest.approx(1.456, abs=1e-3)
     easy = judge(drawn((99.4, 99.2, 99.0, 98.8), 0.001, shift=0.1), gain=0.1, images=359)
-    assert easy.word == "not separated" and easy.why.startswith("the task is too easy")
+    assert easy.shown == "no power (3 seeds, 359 images)" and easy.why.startswith("the task is too easy")
     few = judge(drawn((60.4, 60.2, 60.0, 59.8), 0.001), gain=0.1, images=359)
-    assert few.word == "not separated" and "too easy" not in few.why and "more seeds do not change that" in few.why
+    assert few.word == few.counted.partition(" (")[0] == "no power" and "too easy" not in few.why
     assert judge(drawn((60.4, 60.2, 60.0, 59.8), 0.001), gain=0.1, images=500_000).word == "ordering seen"
 
 
@@ -125,7 +126,73 @@ def test_differences_without_any_spread_are_not_certain():
     step = 100 / 359
     values = {"a": {0: 90.0, 1: 91.0}, "b": {0: 90.0 - step, 1: 91.0 - step}}
     (pair,) = ordering.compare_accuracies(values, [("a", "b")], 359, 10)
-    assert pair.word == "not separated" and 0 < pair.p < 1
+    assert pair.word == "two seeds" and 0 < pair.p < 1
+
+
+@pytest.mark.parametrize(("images", "noise", "word"), [(359, 2.284, "not separated"), (35_900, 0.228, "ordering seen")])
+def test_a_pair_within_the_noise_of_the_images_is_not_seen_however_sure_the_seeds_are(images, noise, word):
+    """0.92 points near 97.5 %, as conv2d above dual; the standard error of two shares is √(2p(1−p)/images)."""
+    assert 1.96 * stats.binom.std(images, 0.975) * 2**0.5 / images * 100 == pytest.approx(noise, abs=1e-3)
+    differences = (0.90, 0.92, 0.94)
+    values = {"a": {n: 97.04 + each for n, each in enumerate(differences)}, "b": dict.fromkeys(range(3), 97.04)}
+    (pair,) = ordering.compare_accuracies(values, [("a", "b")], images, 10)
+    # equal differences count with the spread of whole images
+    assert pair.word == word and pair.limit == ("images" if images == 359 else "")
+
+
+@pytest.mark.parametrize(("below", "word"), [(0.2, "claim seen"), (0.9, "not separated"), (16.1, "claim contradicted")])
+def test_a_claim_of_no_loss_is_judged_by_its_margin(below, word):
+    """One variant may be a point below the other: a loss of 16 points is no agreement."""
+    losses = [below - 0.1, below, below + 0.12, below - 0.02]
+    values = {"new": {n: 74 - each for n, each in enumerate(losses)}, "old": dict.fromkeys(range(4), 74.0)}
+    ends = {name: {seed: (value, value) for seed, value in of.items()} for name, of in values.items()}
+    found = ordering.judge_ordering(values, ends, [], 10**7, 10, {("new", "old"): 1.0})
+    (pair,) = found.pairs
+    assert pair.p == pytest.approx(stats.ttest_1samp(losses, 1.0).pvalue) and pair.word == word
+    assert found.tau is None and (found.word == "ordering contradicted") == (below == 16.1)
+
+
+def test_two_seeds_decide_nothing_and_an_experiment_without_a_separated_pair_has_no_power():
+    two = judge({name: {0: top1, 1: top1 + 1} for name, top1 in zip(NAMES, (90, 80, 70, 60), strict=True)})
+    assert two.why == "two seeds decide nothing" and {pair.word for pair in two.pairs} == {"two seeds"}
+    wide = judge(drawn((80, 77, 74, 71), 20.0))
+    assert wide.counted == "no power (3 seeds, 10000 images)" and wide.why.startswith("none of 6 pairs is separated")
+    assert "No power: 3 seeds" in ordering.describe_power(wide.pairs, "3 seeds")
+    assert ordering.describe_power(judge(drawn((80, 77, 74, 71), 0.05)).pairs, "3 seeds") == ""
+
+
+def trained(machine, top1, others=()):
+    """The record of a training over seeds."""
+    runs = [{"seed": seed, "top1_percent": value} for seed, value in enumerate(top1)]
+    metrics = {"by_seed": runs, "held_out_images": 10_000, "classes": 10, "top1_percent": statistics.fmean(top1)}
+    return Source(
+        f"results/measured/{machine}/x/metrics.json", metrics, {"device": f"cpu: {machine}, 1 thread"}, others=others
+    )
+
+
+def test_seeds_are_pairs_on_one_machine_alone():
+    """`b` is shown by another machine's record, and was also made by the machine of `a` and `c`."""
+    a, b, c = (80.0, 81.0, 82.5), (75.0, 76.5, 77.0), (70.0, 71.2, 72.0)
+    named = {"a": trained("x", a), "b": trained("y", (90.0, 91.0, 92.0), (trained("x", b),)), "c": trained("x", c)}
+    pairs = ordering.compare_trainings(named, [("a", "b"), ("b", "c")])
+    alone = [stats.ttest_rel(a, b).pvalue, stats.ttest_rel(b, c).pvalue]
+    assert [pair.p for pair in pairs] == pytest.approx(ordering.holm(alone))
+    named["b"] = trained("y", b)
+    assert ordering.compare_trainings(named, [("a", "b")]) == ()
+
+
+def test_seeds_of_one_score_have_the_interval_of_the_images():
+    """341 of 359 images on both seeds; an interval of no width says that no other seed can differ."""
+    metrics = {"top1_ci95_percent": [100 * 341 / 359] * 2, "top1_percent": 100 * 341 / 359, "held_out_images": 359}
+    wilson = stats.binomtest(341, 359).proportion_ci(0.95, "wilson")
+    expected = pytest.approx((100 * wilson.low, 100 * wilson.high))
+    assert find_score_interval(metrics, "top1_percent") == expected
+    source = trained("x", [metrics["top1_percent"]] * 2)
+    source.metrics["held_out_images"] = 359
+    assert show_mean(source, "top1_percent", ".1f", " %") == "95.0 % [92.2, 96.8]"
+    # AP is no share of images
+    assert find_score_interval({"ap_ci95_percent": [40.0, 40.0], "ap_percent": 40.0}, "ap_percent") is None
+    assert find_score_interval({**metrics, "top1_ci95_percent": [94.0, 96.0]}, "top1_percent") == (94.0, 96.0)
 
 
 def test_variants_that_were_not_trained_leave_their_pairs_out():

@@ -24,7 +24,7 @@ def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", throughp
 
 def grid(checkout, step=2.0, **more):
     """All 17 in the paper's order of Table 3 and 4, `step` points apart; chunks and states too."""
-    ladder = "share_qk ttt_layer gating conv1d double head mid chunk64 w0_frozen w0_shared chunk_all chunk32 chunk8"
+    ladder = "ttt_layer share_qk gating conv1d double head mid chunk64 w0_frozen w0_shared chunk_all chunk32 chunk8"
     for rank, name in enumerate((*ladder.split(), "dual", "max", "chunk4", "conv2d")):
         train(checkout, name, [50 + step * rank, 51 + step * rank, 52.01 + step * rank], **more)
 
@@ -187,4 +187,68 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
         ("digits", "Table 3: 15 of 15; Table 4: 10 of 10; Fig. 7(a): 5 of 5; Fig. 7(b): 3 of 3"),
         ("other", "Fig. 7(a): 0 of 1, 1 contradicted"),
     ):
-        assert f"| pairs that the paper orders, seen on embedded {data} | {counts} | {scope} |" in page
+        assert f"| pairs that the paper orders, seen on embedded {data}, one rate | {counts} | {scope} |" in page
+
+
+def train_on(checkout, machine, **top1):
+    """Variants of Table 4 that one machine trained."""
+    for name, values in top1.items():
+        train(checkout, name, values, folder=f"measured/{machine}/ablate/digits")
+        with checkout.edit(f"measured/{machine}/ablate/digits/{name}/metrics.json") as record:
+            record["identity"]["device"] = f"cpu: {machine}, 1 thread"
+
+
+def test_a_table_is_judged_on_the_machine_with_most_of_its_rows(checkout):
+    """The other's record of max has more seeds, and is above Vittt: it joins no pair, and stands beside the table."""
+    ours = {name: [top1, top1 + 1, top1 + 2.01] for name, top1 in (("conv2d", 80), ("max", 77), ("head", 74))}
+    train_on(checkout, "many", **ours)
+    train_on(checkout, "one", max=[90, 91, 92, 93])
+    text = part(checkout, "### Table 4")
+    assert "| conv2d > max | +0.5 | +3.00 [" in text and "one rate, 144² pixels, cpu: many |" in parts(checkout)[0]
+    assert "- On cpu: one, 4 seeds: Top-1 (%) max 91.50 ± 0.25." in text
+    (verdict,) = [line for line in parts(checkout)[0].splitlines() if line.startswith("| Table 4")]
+    assert "**ordering seen**" in verdict and verdict.endswith("| – |")
+    assert "The machine changes the verdict" not in checkout.page()
+    # where the other machine orders the same variants otherwise, that comes first on the page
+    train_on(checkout, "one", conv2d=[80, 81, 82, 83.01])
+    (verdict,) = [line for line in parts(checkout)[0].splitlines() if line.startswith("| Table 4")]
+    assert "**ordering seen**" in verdict and verdict.endswith("| cpu: one: ordering contradicted, by 1 pair |")
+    opening = checkout.page().split("\n\n")[3]
+    said = "of Table 4 (digits, one rate; 1 pair): ordering seen on cpu: many, ordering contradicted on cpu: one."
+    assert opening.startswith("- **The machine changes the verdict**") and said in opening
+    # the other machine has no row less now, and more seeds
+    train_on(checkout, "one", head=[74, 75, 76, 77.01])
+    assert "**ordering contradicted**" in parts(checkout)[0]
+    shown = {f"results/measured/one/ablate/digits/{name}/metrics.json" for name in ours}
+    assert find_shown(checkout.report()) == shown
+
+
+def search(checkout, machine, name, rate, trials):
+    metrics = {"cell": f"ablate.digits_{name}", "model": NANO, "chosen": {"lr": rate, "warmup_epochs": 2}}
+    path = f"measured/{machine}/tune/variants"
+    checkout.record(path, {**metrics, "trials": [{}] * trials}, f"cpu: {machine}, 1 thread", name=f"digits_{name}")
+
+
+def test_a_row_names_the_search_of_its_rate_with_its_trials_and_both_sets_are_in_the_summary(checkout):
+    """`mid` was trained at a rate that its machine's own search did not choose."""
+    rates = {"conv2d": (0.004, 80), "head": (0.002, 74), "mid": (0.032, 77)}
+    for name, (rate, top1) in rates.items():
+        train(checkout, name, [top1, top1 + 1, top1 + 2], folder="measured/some processor/ablate/own_rates/digits")
+        with checkout.edit(f"measured/some processor/ablate/own_rates/digits/{name}/metrics.json") as record:
+            record["identity"]["recipe"] |= {"options": VARIANTS[name], "learning_rate": {"peak": rate}}
+    search(checkout, "some processor", "conv2d", 0.004, 3)
+    search(checkout, "other", "conv2d", 0.004, 5)
+    search(checkout, "some processor", "mid", 0.016, 5)
+    text = part(checkout, "### Table 4")
+    assert "best" not in text and "own rates, whose searches are not all here" in text
+    assert "| Vittt, rate 0.004 | 3 trials |" in text
+    assert "| pool mid, rate 0.032 | no search on record |" in text
+    search(checkout, "other", "mid", 0.032, 6)
+    search(checkout, "some processor", "head", 0.002, 4)
+    text = part(checkout, "### Table 4")
+    assert "rates by own searches" in text and "| pool mid, rate 0.032 | 6 trials on cpu: other |" in text
+    for name, top1 in (("conv2d", 70), ("head", 77)):
+        train(checkout, name, [top1, top1 + 1, top1 + 2])
+    page = render_blocks(answer_blocks(checkout.report())[:1])
+    assert "embedded digits, rates by own searches | Table 4: 3 of 3 |" in page
+    assert "embedded digits, one rate | Table 4: 0 of 1, 1 contradicted |" in page

@@ -6,12 +6,12 @@ from typing import Any
 
 from ...core.statistics import share_interval
 from ...report.claims import Report
-from ...report.document import Block, Heading, Piece, code, join, number, table, tabulate
+from ...report.document import Block, Heading, Piece, code, join, number, strong, table, tabulate
 from ...report.expressions import Call
-from ...report.ordering import Pair, compare_pairs, round_off
-from ...report.records import Source, describe_origin, keep_best
+from ...report.ordering import Pair, compare_accuracies, describe_power
+from ...report.records import Source, describe_origin, describe_seeds, keep_best, warn_of_seeds
 from ...report.results import Missing
-from ...report.variants import TOP1, Group, find_groups
+from ...report.variants import TOP1, Group, describe_elsewhere, find_groups
 from ..variants import load_variants
 from .forms import find_backbones
 
@@ -104,7 +104,11 @@ def list_changes(report: Report) -> list[Block]:
                 said = [*tested, pair.name_side("better", "worse")]
             rows.append([*row, *said])
         header = ["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""]
-        blocks += [Heading(f"{NAMES[model]}: {group.title}"), table(header, rows), *_count_learners(group)]
+        sources, m = group.variants.values(), group.common
+        power = describe_power(list(pairs.values()), f"{describe_seeds(sources)} and {m['held_out_images']} images")
+        blocks += [Heading(f"{NAMES[model]}: {group.title}"), *([(strong(power),)] if power else [])]
+        blocks += [*warn_of_seeds(sources), table(header, rows), *_count_learners(group)]
+        blocks += describe_elsewhere(group, group.variants)
         origin = describe_origin(list(group.variants.values()), report.named)
         blocks.append((f"{group.common['held_out_images']} held-out images; {origin}.",))
     return blocks
@@ -149,8 +153,8 @@ def _compare(group: Group) -> dict[str, Pair]:
     """Variant -> its difference to the unchanged model; empty where they have no seed in common."""
     base, top1 = f"{_find_model(group)}_own", _find_scores(group)
     orders = [(name, base) for name in load_variants("kv_binding").variants if name in top1 and name != base]
-    images = group.common["held_out_images"]
-    return {pair.better: pair for pair in compare_pairs(top1, orders, round_off(images))}
+    m = group.common
+    return {pair.better: pair for pair in compare_accuracies(top1, orders, m["held_out_images"], m["classes"])}
 
 
 def _find_scores(group: Group) -> dict[str, dict[int, float]]:

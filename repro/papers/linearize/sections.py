@@ -8,7 +8,16 @@ from ...core.statistics import describe_sample
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
 from ...report.ordering import TOP1, compare_trainings
-from ...report.records import Missing, Source, describe_origin, describe_seeds, group_by, keep_best, show_mean
+from ...report.records import (
+    Missing,
+    Source,
+    describe_origin,
+    describe_seeds,
+    group_by,
+    keep_best,
+    show_mean,
+    warn_of_seeds,
+)
 
 UNTRAINED = "untrained_top1_percent"
 COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
@@ -40,7 +49,7 @@ def list_students(report: Report) -> list[Block]:
             length = f"{teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
             known.append(f": top-1 {_show_score(teacher)} after {length}")
         known.append(f". All on {m['data']}, {m['held_out_images']} images of {m['split']}.")
-        blocks += [tuple(known), tabulate(_list_columns(teacher, report), students)]
+        blocks += [*warn_of_seeds(students), tuple(known), tabulate(_list_columns(teacher, report), students)]
         scratch = [_describe_scratch(each, report) for each in _find_scratch(students, sources)]
         blocks += [Bullets(scratch)] if scratch else []
     return blocks
@@ -147,13 +156,14 @@ def weigh_inheritance(report: Report) -> list[Block]:
         choices, theirs = [(each.metrics["model"], name_student(each.metrics)) for each in (source, student)]
         if choices != theirs or student.metrics.get("freeze"):
             continue
-        pairs = compare_trainings({"student": student, "scratch": source}, [("student", "scratch")])
-        if pairs and pairs[0].interval:
-            steps, longer = student.metrics["steps"], source.metrics["steps"]
-            length = f"{steps:,} steps as well" if steps == longer else f"{longer:,} steps rather than {steps:,}"
-            difference = f"the student's Top-1 minus its own: {pairs[0].show(1)} points, p {pairs[0].p:.2g}."
-            found = f", trained from random weights for {length}: {difference}"
-            lines.append((code(source.metrics["model"]), found))
+        steps, longer = student.metrics["steps"], source.metrics["steps"]
+        length = f"{steps:,} steps as well" if steps == longer else f"{longer:,} steps rather than {steps:,}"
+        difference = f"{student.metrics[TOP1] - source.metrics[TOP1]:+.1f} points, and no test: the machines are two."
+        if pairs := compare_trainings({"student": student, "scratch": source}, [("student", "scratch")]):
+            (pair,) = pairs
+            difference = f"{pair.show(1)} points, {pair.limit or f'p {pair.p:.2g}'}."
+        found = f", trained from random weights for {length}: the student's Top-1 minus its own: {difference}"
+        lines.append((code(source.metrics["model"]), found))
     if not lines:
         raise Missing("no student's model was trained from random weights over several seeds", SCRATCH)
     return [Bullets(lines)]

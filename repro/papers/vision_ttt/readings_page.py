@@ -6,8 +6,8 @@ from typing import Any
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Piece, code, join, number, strong, table
 from ...report.measured import format_scores
-from ...report.ordering import TOP1, Pair, compare_trainings, sampling_noise
-from ...report.records import Source, describe_age
+from ...report.ordering import TOP1, Pair, compare_trainings, describe_power, sampling_noise
+from ...report.records import Source, describe_age, describe_seeds
 from ...report.results import Missing
 from .readings import list_trained, load_choices
 
@@ -93,7 +93,8 @@ def describe_trained(report: Report) -> list[Block]:
         f"images, {len(pairs)} alternatives, {ours.device}{describe_age(trained.values())}."
     )
     separated = [text for text, pair in pairs.items() if pair.side]
-    verdict: Line = (strong("No alternative differs significantly from our reading."),)
+    taken = f"{describe_seeds([ours])} and {m['held_out_images']} images"
+    verdict: Line = (strong(describe_power(list(pairs.values()), taken)),)
     if separated:
         shown = [(code(text), f" ({pairs[text].difference:+.1f} points)") for text in separated]
         said = strong(f"{len(separated)} of {len(pairs)} alternatives differ significantly from ours:")

@@ -9,7 +9,7 @@ from ...core.figures import new_figure, save_png
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
 from ...report.gallery import find_pictures
-from ...report.ordering import compare_pairs
+from ...report.ordering import compare_pairs, describe_power
 from ...report.records import (
     Source,
     average_curves,
@@ -19,6 +19,7 @@ from ...report.records import (
     group_by,
     keep_best,
     show_mean,
+    warn_of_seeds,
 )
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
@@ -65,6 +66,8 @@ def compare_losses(report: Report) -> list[Block]:
             means = ", ".join(f"{LAYERS[name]} {statistics.mean(of.values()):.4f}" for name, of in losses.items())
             blocks += [Heading(group.title), (f"Training loss: {means}.",)]
             pairs = compare_pairs(losses, orders, _LEAST_SPREAD)
+            if power := describe_power(pairs, describe_seeds(group.variants.values())):
+                blocks.append((power,))
             blocks.append(tabulate(columns, pairs) if pairs else ("No verdict: the variants have no seed in common.",))
     if not blocks:
         raise Missing("no two of these models are trained yet", f"{report.paper.train_command} --all")
@@ -113,7 +116,7 @@ def list_denoisers(report: Report) -> list[Block]:
             f"samples by {sampling['steps']} steps of {sampling['sampler'].upper()} with guidance "
             f"{sampling['guidance']:g}."
         )
-        blocks += [(about,), tabulate(columns, group)]
+        blocks += [*warn_of_seeds(group), (about,), tabulate(columns, group)]
         if lines := [_compare(*pair, name) for pair in itertools.combinations(group, 2)]:
             blocks.append(Bullets(lines))
         patterns = {name(each): f"{each.folder.removeprefix('results/')}/examples/*.png" for each in group}
