@@ -12,10 +12,6 @@ from .verdicts import KINDS, LEGEND, STATUSES, Status, Verdict, count_statuses, 
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
-ERRATA = (
-    "Where the papers contradict themselves, and what cannot be measured as they describe it: a list for their authors. `repro report` "
-    "writes it from the ledgers, which also hold the dates and the answers (`errata` in repro/papers/*/ledger.yaml)."
-)
 _EVIDENCE = ["where", "it prints", "but"]
 # function of a ledger -> how it counts a model as it is classified, with its head
 _COUNTED = {
@@ -147,22 +143,6 @@ def list_claims(report: Report) -> list[Block]:
 def list_contradictions(report: Report) -> list[Block]:
     """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
     return [table(_EVIDENCE, [_evidence_row(_prints(own[-1].entry), own) for own in _group_contradictions(report)])]
-
-
-def list_errata(reports: Sequence[Report]) -> list[Section]:
-    """What each paper's authors are asked: its contradictions, and what cannot be measured as described."""
-    sections = [Section("Errata", [(ERRATA,)])]
-    for report in reports:
-        about, errata = report.paper.ledger.paper, report.paper.ledger.errata
-        sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
-        intro = f"{about.title}, {about.version}. As of {errata.as_of}. {sent}"
-        rows = []
-        for place, alike in enumerate([*_group_contradictions(report), *_group_unmeasurable(report)], 1):
-            answers = filter(None, dict.fromkeys(errata.answers.get(each.entry.id) for each in alike))
-            rows.append([number(place), *_evidence_row(_prints(alike[-1].entry), alike), "; ".join(answers)])
-        shown = [(intro,), table(["", *_EVIDENCE, "the authors' answer"], rows)]
-        sections += [Section(report.paper.name, shown)] if rows else []
-    return sections
 
 
 def _group_contradictions(report: Report) -> Iterable[Sequence[Verdict]]:

@@ -240,6 +240,21 @@ class Claim(_Answer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Erratum:
+    """What a paper's authors are told or asked of some entries, and what is proposed.
+
+    Args:
+        ids: the entries; they share a row.
+        correction: what could stand there; of a question, what would settle it.
+        because: what speaks against it; by default the evidence of the verdicts on these entries.
+    """
+
+    ids: tuple[str, ...]
+    correction: str
+    because: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Errata:
     """What became of a paper's contradictions outside of this project.
 
@@ -247,11 +262,25 @@ class Errata:
         as_of: the day on which somebody last compared them with the paper, e.g. `2026-11-25`.
         sent: the day on which its authors got them; None where they did not.
         answers: id of an entry -> what the authors said.
+        errors, inconsistencies, questions: what they are told and asked, in the order of its consequences.
+        left_out: id of a contradiction that is in none of these lists -> why.
+        withheld: why there is no list at all; None where there is one.
     """
 
     as_of: str = "no day"
     sent: str | None = None
     answers: dict[str, str] = dataclasses.field(default_factory=dict)
+    errors: tuple[Erratum, ...] = ()
+    inconsistencies: tuple[Erratum, ...] = ()
+    questions: tuple[Erratum, ...] = ()
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    withheld: str | None = None
+
+    @cached_property
+    def placed(self) -> list[str]:
+        """The entries that are in a list, or left out."""
+        listed = (*self.errors, *self.inconsistencies, *self.questions)
+        return [*(name for erratum in listed for name in erratum.ids), *self.left_out]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,6 +335,9 @@ def load_ledger(path: Path) -> Ledger:
     named = [(relation.id, relation.id) for relation in ledger.relations]
     named += [(name, name) for explanation in ledger.explanations for name in explanation.ids]
     named += [(name, "errata.answers") for name in ledger.errata.answers]
+    named += [(name, "errata") for name in ledger.errata.placed]
+    if len(set(ledger.errata.placed)) < len(ledger.errata.placed):
+        raise ValueError("ledger: errata: an entry is there twice")
     for claim in ledger.claims:
         if narrowed := find_narrowed(claim):
             why = f"it is about more sizes than {narrowed}, which it is judged for"

@@ -13,6 +13,7 @@ from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
 from .claims import Report
 from .document import Line, Link, Section, join
+from .errata import list_errata
 from .gallery import list_drawings
 from .html import render_html
 from .markdown import render_blocks, render_markdown
@@ -105,7 +106,7 @@ def _build(papers: Sequence[Paper], results: Results, judge: Judge, figures: Pat
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
         documents |= {each.file: read_page(each.text, report, paper.parts) for each in paper.documents}
         passages += build_passages(report)
-    documents[ERRATA_PAGE] = comparison.list_errata(reports)
+    documents[ERRATA_PAGE] = list_errata(reports)
     passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
     return pages, {file: render_markdown(page, _find_results(file)) for file, page in documents.items()}, passages
 

@@ -1,8 +1,6 @@
 """What holds in the room of every paper: its variants are judged by one rule, and they depend on no report."""
 
-import dataclasses
 import json
-import re
 import subprocess
 import sys
 
@@ -13,7 +11,6 @@ from repro.core.paths import Paths
 from repro.models.registry import build_model
 from repro.papers import find_rooms, load_papers
 from repro.papers.grid import choose_variants, vary_recipe
-from repro.report.comparison import list_errata
 from repro.report.ledger import load_ledger
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
@@ -175,21 +172,6 @@ def test_every_accuracy_of_a_model_that_is_built_names_its_command(checkout):
     asked = [each for each in judged if each.entry.ours and any(c.name == "accuracy" for c in each.entry.ours.calls)]
     without = [each.entry.id for each in asked if not each.command.startswith("repro ")]
     assert len(asked) > 300 and without == ["table1_frozen.linear.top1_percent"]
-
-
-def test_the_errata_have_every_contradiction_and_the_answer_to_it(checkout):
-    paper = load_papers()["kv_binding"]
-    name = next(claim.id for claim in paper.ledger.claims if claim.contradiction)
-    text = paper.ledger_file.read_text(encoding="utf-8")
-    dated = re.sub("(?m)^errata:.*", f"errata: {{as_of: 2026-01-02, answers: {{{name}: a misprint}}}}", text)
-    file = checkout.write("answered.yaml", dated)
-    report = JUDGE(dataclasses.replace(paper, ledger_file=file), Results(checkout.paths, [paper], SCORES))
-    wrong = [each for each in report.all if each.entry.contradiction]
-    page = render_markdown(list_errata([report]))
-    rows = [line for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
-    assert len(wrong) > 5 and all(any(each.evidence in row for row in rows) for each in wrong)
-    assert [row for row in rows if "a misprint" in row] == [row for row in rows if wrong[0].evidence in row]
-    assert "2026-01-02" in page
 
 
 def test_an_answer_to_what_is_no_entry_is_refused(tmp_path):

@@ -1,34 +1,72 @@
 """Every choice that the paper leaves: what was taken and why, and what the others do."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ...core.config import build, load_yaml
 from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Piece, code, join, number, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings, describe_power, sampling_noise
 from ...report.records import Source, describe_age, describe_seeds
 from ...report.results import Missing
-from .readings import list_trained, load_choices
+from .readings import Choice, list_trained, load_choices
 
+FIXED_FILE = Path(__file__).with_name("fixed_choices.yaml")
 Trained = Mapping[str, Source]  # text of a reading -> the record of its training
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedChoice:
+    """A choice that no switch turns, as fixed_choices.yaml explains it; the head of that file describes the keys."""
+
+    asks: str
+    says: tuple[tuple[str, ...], ...]
+    takes: str
+    because: str
+    instead: str
+    means: str
+    refuted_by: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _File:
+    choices: tuple[FixedChoice, ...]
+
+
+@functools.cache
+def load_fixed_choices() -> tuple[FixedChoice, ...]:
+    """Every choice that no switch turns, in the order of fixed_choices.yaml."""
+    return build(_File, {"choices": load_yaml(FIXED_FILE, list)}, FIXED_FILE.name).choices
+
+
 def describe_choices(report: Report) -> list[Block]:
-    """Each choice under a heading: what the paper says, what was taken and why, and the alternatives."""
+    """Each choice under a heading: what the paper says, what was taken and why, and the alternatives; those with a
+    switch first.
+    """
     blocks: list[Block] = []
     for choice in load_choices():
-        says = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
         others = zip(choice.alternatives, list(choice.values)[1:], strict=True)
         shown = [(code(text), f", {choice.values[value]}") for text, value in others]
-        blocks += [
-            Heading(choice.asks),
-            says if choice.says else ("The paper says nothing.",),
-            (strong("We take"), f" {choice.values[choice.default]}. {choice.because}"),
-            (strong("Instead"), ": ", *join(shown, "; "), "."),
-            (strong("Refuted by"), f" {choice.refuted_by}."),
-        ]
+        blocks += _describe_choice(choice, choice.values[choice.default], (*join(shown, "; "), "."))
+    for fixed in load_fixed_choices():
+        same: Line = ("no switch; ", code(fixed.instead), f" comes to {fixed.means}.")
+        blocks += _describe_choice(fixed, fixed.takes, same if fixed.instead else ("no switch.",))
     return blocks
+
+
+def _describe_choice(choice: Choice | FixedChoice, taken: str, instead: Line) -> list[Block]:
+    says = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
+    return [
+        Heading(choice.asks),
+        says if choice.says else ("The paper says nothing.",),
+        (strong("We take"), f" {taken}. {choice.because}"),
+        (strong("Instead"), ": ", *instead),
+        (strong("Refuted by"), f" {choice.refuted_by}."),
+    ]
 
 
 def list_readings(report: Report) -> list[Block]:

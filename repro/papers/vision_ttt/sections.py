@@ -13,8 +13,10 @@ from ...core.csvfile import read_csv
 from ...core.figures import STYLES, new_figure, save_png
 from ...report.claims import Report
 from ...report.document import Block, Line, Piece, number, strong, table
+from ...report.ledger import Ledger
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings
+from ...report.power import detectable_difference
 from ...report.records import Source, describe_origin
 from ...report.results import Missing
 from ...report.variants import Group
@@ -132,40 +134,84 @@ def list_night_scores(report: Report) -> list[Block]:
     for name in questions["models"]:
         found = [_find_training(report, name, data) for data in questions["data"]]
         rows.append([name, *(format_scores(each.metrics, {TOP1: ""}) if each else "–" for each in found)])
-    return [table(["Top-1 (%) on test", *questions["data"].values()], rows)]
+    return [table(["Top-1 (%) on test", *(about["name"] for about in questions["data"].values())], rows)]
+
+
+def list_night_power(report: Report) -> list[Block]:
+    """What the night can show: the smallest difference that its seeds and pairs detect, at each spread."""
+    questions, rows = load_questions(), []
+    for about in questions["data"].values():
+        for place in about["tables"]:
+            pairs = len(questions["pairs"][place])
+            found = [number(detectable(about, place, spread), ".2f") for spread in questions["spreads"]]
+            rows.append([about["name"], place, number(about["seeds"]), number(pairs), *found])
+    seen = [f"seen at a spread of {spread:g}, power {questions['power']:g}" for spread in questions["spreads"]]
+    header = ["data", "", "seeds", "pairs", *seen]
+    return [table(header, rows)]
+
+
+def detectable(about: Mapping[str, Any], place: str, spread: float) -> float:
+    """Return the smallest difference that the night sees in a table on one of its data sets, in points."""
+    questions = load_questions()
+    return detectable_difference(about["seeds"], len(questions["pairs"][place]), spread, power=questions["power"])
 
 
 def list_night_pairs(report: Report) -> list[Block]:
     """The pairs of each table on each data set, with their verdicts; `–` where a model of the table is not trained."""
     questions = load_questions()
     rows: list[list[Piece]] = []
-    for place, pairs in questions["pairs"].items():
-        for data, shown in questions["data"].items():
+    for data, about in questions["data"].items():
+        for place in about["tables"]:
+            pairs = questions["pairs"][place]
             judged = _judge(report, data, pairs)
-            for better, worse in pairs:
+            for better, worse in (*pairs, *questions["no_power"].get(place, ())):
                 pair = judged.get((better, worse))
-                said: list[Piece] = ["–", "–", "–"]
+                said: list[Piece] = ["–", "–", "–" if [better, worse] in pairs else "no power"]
                 if pair is not None:
                     said = [pair.show(2), number(pair.p, ".3f"), pair.word]
-                rows.append([place, shown, f"{better} > {worse}", *said])
-    return [table(["", "data", "the paper's order", "ours (points) [95 %]", "p (Holm)", "verdict"], rows)]
+                printed = number(printed_difference(report.paper.ledger, better, worse), "+.1f")
+                rows.append([place, about["name"], f"{better} > {worse}", printed, *said])
+    header = ["", "data", "the paper's order", "the paper's difference", "ours (points) [95 %]", "p (Holm)", "verdict"]
+    return [table(header, rows)]
+
+
+def printed_difference(ledger: Ledger, better: str, worse: str) -> float:
+    """Return by how many points of Top-1 the paper prints a model of the night above another, on ImageNet-1K."""
+    rows = [load_questions()["models"][name]["row"] for name in (better, worse)]
+    first, second = (float(ledger.entries[f"{row}.{TOP1}"].printed or "") for row in rows)
+    return first - second
 
 
 def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str, str], Pair]:
-    """Pair -> its verdict on a data set; none before all models are trained, `Missing` where trained unlike."""
+    """Pair -> its verdict on a data set; none before all models are trained, `Missing` where trained or searched
+    unlike.
+    """
+    questions = load_questions()
     names = dict.fromkeys(name for pair in pairs for name in pair)
     found = {name: _find_training(report, name, data) for name in names}
     if None in found.values():
         return {}
-    alike = ("epochs", "image_size", "split", "held_out_images", "classes")
+    alike = ("epochs", "image_size", "split", "held_out_images", "classes", "seeds")
     first, *others = ([source.metrics[key] for key in alike] for source in found.values())
-    if any(other != first for other in others):
+    if any(other != first for other in others) or len(first[-1]) != questions["data"][data]["seeds"]:
         raise Missing(
-            f"the models of a table differ on {data} in one of {', '.join(alike)}",
-            "repro profile use night && dvc repro pretrain linearize ablate",
+            f"the models of a table differ on {data} in one of {', '.join(alike)}, or have other seeds than were named",
+            "repro profile use night && dvc repro pretrain linearize",
         )
+    searched = {name: _count_trials(report, name, data) for name in names}
+    if set(searched.values()) != {questions["trials"]}:
+        counts = ", ".join(f"{name} {trials}" for name, trials in searched.items())
+        why = f"the models of a table have not {questions['trials']} trials each on {data}: {counts}"
+        raise Missing(why, f"repro tune --data {data}")
     compared = compare_trainings(found, [tuple(pair) for pair in pairs])
     return {(pair.better, pair.worse): pair for pair in compared}
+
+
+def _count_trials(report: Report, name: str, data: str) -> int:
+    """How many trainings the search of a model's rate took; the most where several machines searched, 0 without."""
+    file = f"tune/{load_questions()['models'][name]['cell'].rpartition('/')[2]}_{data}.json"
+    found = [each for each in report.results.sources if each.path.endswith(f"/{file}") and "trials" in each.metrics]
+    return max((len(each.metrics["trials"]) for each in found), default=0)
 
 
 def _find_training(report: Report, name: str, data: str) -> Source | None:

@@ -4,8 +4,11 @@ import dataclasses
 import typing
 
 import pytest
+import torch
 
+from repro.core.config import load_section
 from repro.models.reading import Reading
+from repro.models.registry import build_model
 from repro.papers import load_primary
 from repro.papers.vision_ttt.readings import (
     count_reading,
@@ -15,6 +18,11 @@ from repro.papers.vision_ttt.readings import (
     list_trained,
     load_choices,
 )
+from repro.papers.vision_ttt.readings_page import describe_choices, load_fixed_choices
+from repro.report.arithmetic import agreement
+from repro.report.document import Heading
+from repro.tasks.classification.params import ClassifierParams
+from tests.conftest import ROOT
 
 D, L, H = 192, 12, 3
 
@@ -59,8 +67,6 @@ AUDIT |= {"learning_rate=per_direction": 4, "conv1d_bias=false": 3, "conv1d_kern
 
 @pytest.mark.parametrize("text", AUDIT)
 def test_rows_of_table_3_that_fit_as_an_audit_by_hand_found(text):
-    from repro.report.arithmetic import agreement
-
     entries = load_primary().ledger.entries
     counts = count_reading(Reading.of(",".join(filter(None, ("conv1d_arrival=together", text)))))["params_m"]
     rows = {name: value for name, value in counts.items() if name.startswith("table3.")}
@@ -84,3 +90,43 @@ def test_trained_are_those_that_change_vittt_itself():
     assert trained["ours"] == "" and trained["post_norm_none"] == "post_norm=none"
     assert len(trained) == len(set(trained)) == 1 + len(list_alternatives()) - 4
     assert not any(text.startswith(("conv1d_arrival", "dwconv_class_tokens")) for text in trained.values())
+
+
+def find_fixed(word: str):
+    return next(choice for choice in load_fixed_choices() if word in choice.asks)
+
+
+def test_choices_without_a_switch_stand_beside_those_with_one():
+    fixed = load_fixed_choices()
+    assert all(choice.because.endswith(".") and choice.asks.endswith("?") and choice.refuted_by for choice in fixed)
+    headings = [block.title for block in describe_choices(None) if isinstance(block, Heading)]
+    assert headings == [choice.asks for choice in (*load_choices(), *fixed)] and len(fixed) == 3
+
+
+@pytest.mark.parametrize(("word", "factor"), [("divided", 64), ("½", 2)])
+def test_a_reading_that_comes_to_another_fixed_choice_makes_its_step(word, factor):
+    """The rate multiplies the step, and a head of the nano is 64 wide."""
+    x, reading = torch.randn(2, 81, 64), find_fixed(word).instead
+    ours, other = (build_model("vittt_nano_patch16_144", reading=text).blocks[0].mixer for text in ("", reading))
+    other.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(other.learning_rate(x), factor * ours.learning_rate(x))
+    if word == "divided":
+        torch.testing.assert_close(other.learning_rate(x), torch.sigmoid(ours.lr_proj(x)))
+
+
+def test_no_common_width_of_swiglu_but_ours_fits_the_printed_parameters():
+    entries, terms = load_primary().ledger.entries, {"t": (192, "table3.conv2d"), "s": (384, "table1.vittt_s")}
+    for size, (dim, row) in (terms | {"b": (768, "table1.vittt_b")}).items():
+        ours = count_reading(Reading())["params_m"][f"{row}.params_m"]
+        for width in (2 * dim, 8 * dim // 3, 3 * dim, 4 * dim):
+            counted = ours + L * (3 * dim + 2) * (width - 8 * dim // 3) / 1e6
+            fits = agreement(counted, entries[f"{row}.params_m"].printed) is not None
+            assert fits == (width == 8 * dim // 3), (size, width)
+
+
+def test_a_small_vittt_with_more_than_one_head_can_be_trained():
+    params = load_section(ClassifierParams, ROOT / "params.yaml", "by_hand", "pretrain", "vittt_nano_digits_heads2")
+    model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
+    mixer = model.blocks[0].mixer
+    assert (mixer.num_heads, mixer.head_dim) == (2, 32)
+    assert mixer.learning_rate(torch.randn(1, 4, 64)).shape == (1, 4, 2)

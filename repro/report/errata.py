@@ -1,0 +1,116 @@
+"""The errata: for the authors of each paper, its errors, its inconsistencies and our questions, in lists of their own.
+
+A ledger says which entries an erratum is of, in which list it stands and at which place, and what is proposed. Whether
+it is one is for code to say: by the verdicts on these entries.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from .claims import Report
+from .document import Heading, Line, Piece, Section, join, number, plain, strong, table
+from .ledger import Erratum
+from .verdicts import Status, Verdict, format_ours
+
+INTRO = (
+    "For the authors of the papers, whom we thank for work that can be checked equation by equation. `repro report` writes these lists from "
+    "the ledgers (`errata` in repro/papers/*/ledger.yaml), which also hold the dates and the answers. The item with most consequences comes "
+    "first."
+)
+# name of a list in a ledger -> its heading, and what its last column has
+LISTS = {
+    "errors": ("Errors", "proposed correction"),
+    "inconsistencies": ("Inconsistencies", "proposed correction"),
+    "questions": ("Questions", "what would settle it"),
+}
+_WRONG = {Status.INCONSISTENT, Status.NOT_MEASURABLE, Status.EXPLAINED}
+Item = tuple[Erratum, Sequence[Verdict]]
+
+
+def list_errata(reports: Sequence[Report]) -> list[Section]:
+    """The page of the errata; a paper whose list is withheld has the reason, and one without any item no section."""
+    sections = [Section("Errata", [(INTRO,)])]
+    for report in reports:
+        about, errata = report.paper.ledger.paper, report.paper.ledger.errata
+        if errata.withheld:
+            sections.append(Section(report.paper.name, [(f"{about.title}: no list, since {errata.withheld}.",)]))
+            continue
+        sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
+        blocks: list = [(f"{about.title}, {about.version}. As of {errata.as_of}. {sent}",)]
+        place = 0
+        for name, (title, last) in LISTS.items():
+            if items := list(find_items(report, name)):
+                header = ["", "where", "it prints", "but", last, *(["the authors' answer"] if errata.answers else [])]
+                rows = [_show_item(report, rank, item) for rank, item in enumerate(items, place + 1)]
+                blocks += [Heading(title), table(header, rows)]
+                place += len(items)
+        sections += [Section(report.paper.name, blocks)] if place else []
+    return sections
+
+
+def find_items(report: Report, name: str) -> Iterator[Item]:
+    """Each item of a list with the verdicts behind it, in the ledger's order.
+
+    An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, nobody can have
+    measured it, or ours differs and a computation or a source shows why. A question may be about any entry. A
+    contradiction that the ledger places nowhere is the last of the inconsistencies.
+    """
+    errata = report.paper.ledger.errata
+    for erratum in getattr(errata, name):
+        verdicts = [report.verdicts[each] for each in erratum.ids]
+        if alike := [each for each in verdicts if name == "questions" or each.status in _WRONG]:
+            yield erratum, alike
+    if name == "inconsistencies":
+        for verdict in report.all:
+            if verdict.status == Status.INCONSISTENT and verdict.entry.id not in errata.placed:
+                yield Erratum(ids=(verdict.entry.id,), correction="–"), [verdict]
+
+
+def _show_item(report: Report, rank: int, item: Item) -> list[Piece | Line]:
+    erratum, alike = item
+    answers = report.paper.ledger.errata.answers
+    row: list[Piece | Line] = [number(rank), _show_places(alike), _show_printed(alike), _show_evidence(report, item)]
+    said = "; ".join(dict.fromkeys(answers[each] for each in erratum.ids if each in answers))
+    return [*row, erratum.correction, *([said] if answers else [])]
+
+
+def _show_places(alike: Sequence[Verdict]) -> str:
+    """Where the paper has them; the rows of one column of a table stand together."""
+    rows: dict[str, list[str]] = {}
+    for place in dict.fromkeys(each.entry.place for each in alike):
+        found = re.fullmatch(r"(.*), row (.*)(, column .*)", place)
+        rows.setdefault(f"{found[1]}{found[3]}" if found else place, []).extend([found[2]] if found else [])
+    return "; ".join(f"{place} ({', '.join(names)})" if names else place for place, names in rows.items())
+
+
+def _show_printed(alike: Sequence[Verdict]) -> Line:
+    """The numbers that are printed, each once, and the sentence that has each in the text."""
+    entries = [each.entry for each in alike]
+    numbers = {
+        f"{each.printed} {each.unit}".strip(): each.says for each in reversed(entries) if each.printed is not None
+    }
+    texts = [each for each in entries if not each.id.startswith("table")]
+    says = dict.fromkeys(each.says for each in texts if each.printed is None or each.says in numbers.values())
+    shown: list[Line] = [(strong(", ".join(reversed(numbers))),)] if numbers else []
+    return join([*shown, *([("; ".join(says),)] if says else [])], ": ")
+
+
+def _show_evidence(report: Report, item: Item) -> str:
+    """The erratum's own words, or else those of its verdicts, with what we count or compute instead."""
+    erratum, alike = item
+    reasons = dict.fromkeys(filter(None, (each.evidence or each.explanation for each in alike)))
+    text = erratum.because or "; ".join(reasons)
+    counted = [plain(format_ours(each)) for each in alike if each.status == Status.EXPLAINED and each.delta is not None]
+    if counted:
+        text += f"; we count {', '.join(counted)} {alike[0].entry.unit}".rstrip()
+    if residuals := dict.fromkeys(_find_residuals(report, alike)):
+        text += f"; both sides differ by {', '.join(residuals)} of the largest value"
+    return text
+
+
+def _find_residuals(report: Report, alike: Iterable[Verdict]) -> Iterator[str]:
+    """How far the two sides of each printed equation lie apart that is computed, and fails."""
+    for verdict in alike:
+        calls = verdict.entry.ours.calls if verdict.entry.ours and verdict.ours is False else ()
+        for call in (call for call in calls if call.name.endswith("_error")):
+            yield f"{report.paper.formulas()[call.name](*call.args):.2f}"
