@@ -5,7 +5,7 @@ import fnmatch
 import itertools
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ..core.paths import Paths
@@ -232,7 +232,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
     printed = [key for key in asked if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
     theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
-    measured = ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[key].label for key in extra))
+    measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
     rows: list[list[Piece]] = []
     for name, source in members.items():
         m, scores = source.metrics, downstream[name]
@@ -246,13 +246,23 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
                 changes or paper.ablations.label or paper.model,
                 *(number(find_printed(ledger, where.rows[name], key)) for key in printed),
                 number(m["num_params"] / 1e6, ".4g"),
-                number(m.get("macs_g"), ".4g"),
-                number(group.throughput(name), ".0f"),
+                number(_count_macs(m["model"], json.dumps(m["options"]), m["image_size"], m["classes"]), ".4g"),
                 f"{m[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else ""),
                 *(number(scores.get(key), ".1f") for key in extra),
             ]
         )
     return table(["", *theirs, *(f"ours: {name}" for name in measured)], rows)
+
+
+@cache
+def _count_macs(model: str, options: str, image_size: int, classes: int) -> float | None:
+    """Multiply-adds of a model for one image, in units of 1e9; `options` as JSON. None for a model of another version."""
+    from ..bench.flops import cost  # loads PyTorch
+
+    try:
+        return cost(model, {**json.loads(options), "num_classes": classes}, (image_size, image_size)).macs / 1e9
+    except (RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _label(column: Column, key: str) -> str:
