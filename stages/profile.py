@@ -12,7 +12,7 @@ from repro.core.record import write_text
 from . import Stage
 
 app = typer.Typer(
-    help="Show or choose a profile: `mini` runs on a laptop CPU in minutes, `night` on one GPU in a night, `paper` has the "
+    help="Show or choose a profile: `mini` runs on a CPU in minutes, `night` on one GPU in a night, `paper` has the "
     "scale of ImageNet-1K.",
     no_args_is_help=True,
 )

@@ -9,6 +9,7 @@ therefore measured by calling the same command again.
 import dataclasses
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -202,6 +203,13 @@ def _describe_bench(metrics: dict[str, Any]) -> str:
     return "; ".join(found) or "no row at the shapes of the goals"
 
 
+def _describe_checks(metrics: dict[str, Any]) -> str:
+    """How many checks of which operators; those that no row names were not checked there."""
+    operators = Counter(row["operator"] for row in metrics["rows"])
+    listed = ", ".join(f"{count} of `{name}`" for name, count in operators.items())
+    return f"checks: {listed}; {metrics['failed']} failed; no other operator was checked"
+
+
 def _describe_training(metrics: dict[str, Any]) -> str:
     share, size = metrics.get("mfu_percent"), TRAINING["transform"]["image_size"]
     mfu = "the GPU's peak is not in our table" if share is None else f"{share:.0f} % of the peak"
@@ -214,7 +222,7 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "environment": lambda metrics: (
         f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}"
     ),
-    "kernels_check": lambda metrics: f"{len(metrics['rows'])} checks, {metrics['failed']} failed",
+    "kernels_check": _describe_checks,
     "kernels": _describe_bench,
     TRAINED: _describe_training,
     "efficiency": lambda metrics: (

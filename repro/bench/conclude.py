@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.host import COMMAND, HOST, bound_ratio, mark_host
 from ..core.noise import describe_noise, mark_noise, pool_runs
 from .op_rate import OPERATORS
 from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows, row_key
 
 Row = Mapping[str, Any]
 _QUANTITIES = {"macs": "macs_g", "latency": "latency_ms", "memory": "peak_memory_mib"}
+FEWEST_SIDES = 4  # of so many image sizes a comparison says from which one on a family is faster
 _GROWTH_FROM = 512  # pixels; below this, costs that do not grow with the tokens hide the growth
 
 
@@ -17,22 +19,23 @@ def conclude(rows: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> dict[st
     """Compare the rows of `speed.measure`, pooled over their runs, and fit their growth; for the gates, see
     `op_rate.measure_gate`.
 
-    Rows of one batch size, dtype, mode and compilation are compared. A noisy row gives no time: see `core.noise`.
+    Rows of one batch size, dtype, mode and compilation are compared. A time that is the host's says nothing of a GPU
+    (`core.host`), and gives no ratio.
 
     Returns:
-        `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup,
+        `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, speedup_ends,
             memory_saved_percent, crossover,
-        crossover_image_size}: the first of the families against each other one at the largest image size where both ran. The numbers are
-        None, with a reason, where there is no such size, or where the other family is not known to be as fast as it
-        should be. The speed-up is None, with speedup_reason, where one of its rows is noisy; the crossover is among the
-        image sizes without a noisy row.
+        crossover_image_size, faster_at, slower_at, open_at}: the first of the families against each other one at the
+        largest image size where both ran, the ends by the intervals of both rows; see `crossover`, and at which image
+        sizes the ratio lies on one side of 1 or on both. The numbers are None, with a reason, where there is no such size,
+        where the other family is not known to be as fast as it should be, or where a time is the host's.
         `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent,
             latency_exponent,
         memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its exponent, fitted from
-        512 pixels on; the time without its noisy rows, whose sides are in `noisy_image_sizes`.
+        512 pixels on; the time without rows that are noisy or the host's, whose sides are in `left_out_image_sizes`.
         `repeated`: {rows, overlap_percent} of the first two runs of the rows that were measured more than once.
     """
-    pooled = mark_noise(pool_runs(rows))
+    pooled = mark_host(mark_noise(pool_runs(rows)))
     compared, growth = [], []
     for values, group in group_rows(pooled).items():
         about = dict(zip(GROUP_KEYS, values, strict=True))
@@ -60,11 +63,11 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
 
     Returns:
         {speedup_at_<image_size>, memory_saved_at_<image_size>_percent}, both of them {name: {vs_deit_unfused,
-        vs_deit_fused}}, where None comes with a reason. A noisy row gives no speed-up.
+        vs_deit_fused}}, where None comes with a reason. A row that is noisy, or the host's, gives no speed-up.
     """
     at_size = {
         (row["model"], row["attention"]): row
-        for row in mark_noise(rows)
+        for row in mark_host(mark_noise(rows))
         if row["image_size"] == [image_size, image_size]
     }
     speedup, saved = {}, {}
@@ -72,7 +75,10 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
         speedup[name], saved[name] = {}, {}
         for attention in ("unfused", "fused"):
             ours, theirs = at_size.get((model, None)), at_size.get((baseline, attention))
-            ratios = compare_rows(ours, theirs) if ours and theirs else (None, None)
+            ratios = (None, None)
+            if ours and theirs:
+                bounds = None if ours["noisy"] or theirs["noisy"] else bound_ratio(ours, theirs)
+                ratios = bounds and bounds[0], _find_saved(ours, theirs)
             for found, ratio, key in zip(
                 (speedup[name], saved[name]), ratios, ("latency_ms", "peak_memory_mib"), strict=True
             ):
@@ -83,40 +89,20 @@ def compare_at(image_size: int, pairs: Mapping[str, tuple[str, str]], rows: Sequ
     return {f"speedup_at_{image_size}": speedup, f"memory_saved_at_{image_size}_percent": saved}
 
 
-def compare_rows(ours: Row, theirs: Row) -> tuple[float | None, float | None]:
-    """How many times as fast `ours` is as `theirs`, and how many percent less memory it takes, of rows with `noisy`.
-
-    None where a row lacks the quantity, and no speed-up where one is noisy. Other work slows a step, not its memory.
-    """
-    is_known = ours["latency_ms"] and theirs["latency_ms"] and not (ours["noisy"] or theirs["noisy"])
-    speedup = theirs["latency_ms"] / ours["latency_ms"] if is_known else None
-    peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
-    return speedup, 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
-
-
-def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, float | None]:
-    """Find the image size from which on ours is faster, of two mappings from sides in pixels to latencies.
-
-    Between two measured sizes, latency over side is taken as a straight line in logarithmic axes.
+def crossover(ends: Mapping[int, tuple[float, float]]) -> tuple[str | None, int | None]:
+    """Say from which image size on ours is faster, of sides in pixels -> how many times as fast it is at least and most.
 
     Returns:
-        (`always` | `never` | `from` | `until` | `several`, the side in pixels where the two are equal; None where there
-        is no such side, or several).
+        (`always` | `never` | `from` | `open`, the least side from which on it is faster at every measured one; None
+        where there is none). The first is None for fewer than `FEWEST_SIDES` sizes, which show no such thing.
     """
-    sides = sorted(ours.keys() & theirs.keys())
-    ratios = [theirs[side] / ours[side] for side in sides]
-    if all(ratio <= 1 for ratio in ratios):
+    sides = sorted(ends)
+    if len(sides) < FEWEST_SIDES:
+        return None, None
+    if all(most < 1 for _, most in ends.values()):
         return "never", None
-    if all(ratio > 1 for ratio in ratios):
-        return "always", None
-    changes = [i for i in range(len(sides) - 1) if (ratios[i] > 1) != (ratios[i + 1] > 1)]
-    if len(changes) > 1:
-        return "several", None
-    i = changes[0]
-    before, after = math.log(ratios[i]), math.log(ratios[i + 1])
-    share = before / (before - after)
-    side = math.exp(math.log(sides[i]) + share * (math.log(sides[i + 1]) - math.log(sides[i])))
-    return ("from" if after > before else "until"), side
+    start = next((side for side in sides if all(ends[each][0] > 1 for each in sides if each >= side)), None)
+    return ("open" if start is None else "always" if start == sides[0] else "from"), start
 
 
 def exponent(values: Mapping[int, float]) -> float | None:
@@ -149,9 +135,15 @@ def _describe(row: Row | None, key: str) -> str:
     """Say why a row gives no ratio: not in the params, noisy, ended otherwise than `ok`, or without the quantity."""
     if row is None:
         return "not in params"
-    if row["noisy"] and key == "latency_ms":
-        return describe_noise(row)
+    if key == "latency_ms" and (row["noisy"] or row["host"]):
+        return describe_noise(row) or row["host"]
     return f"without {key}" if row["status"] == "ok" and not row[key] else row["status"]
+
+
+def _find_saved(ours: Row, theirs: Row) -> float | None:
+    """How many percent less memory ours takes; None where a peak is not known."""
+    peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
+    return 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
 
 
 def _compare(
@@ -162,29 +154,32 @@ def _compare(
     )
     both = sorted(our_rows.keys() & their_rows.keys())
     reason = _withhold(family, theirs, gates) or (None if both else "there is no image size at which both ran")
+    numbers = ("image_size", "speedup", "speedup_ends", "memory_saved_percent", "crossover", "crossover_image_size")
+    found: dict[str, Any] = dict.fromkeys(numbers) | {"faster_at": [], "slower_at": [], "open_at": []}
     if reason is not None:
-        empty = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
-        return {**empty, "reason": reason}
+        return {**found, "reason": reason}
     at_largest = our_rows[both[-1]], their_rows[both[-1]]
-    speedup, saved = compare_rows(*at_largest)
-    found: dict[str, Any] = {"image_size": both[-1], "speedup": speedup, "memory_saved_percent": saved}
-    if speedup is None:
+    ratio = bound_ratio(*at_largest)
+    found |= {"image_size": both[-1], "memory_saved_percent": _find_saved(*at_largest)}
+    why = {"memory_saved_percent": "a peak is not known"}
+    if ratio is None:
+        whose = " and ".join(row["model"] for row in at_largest if row["host"] == HOST)
+        why["speedup"] = why["speedup_ends"] = f"at {both[-1]}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
+    elif math.isinf(ratio[2]):
         noisy = [f"{row['model']} at {both[-1]} is {describe_noise(row)}" for row in at_largest if row["noisy"]]
-        found["speedup_reason"] = "; ".join(noisy)
-    if saved is None:
-        found["memory_saved_percent_reason"] = "a peak is not known"
-    quiet = [side for side in both if not (our_rows[side]["noisy"] or their_rows[side]["noisy"])]
-    if not quiet:
-        found |= {"crossover": None, "crossover_image_size": None}
-        return found | dict.fromkeys(
-            ("crossover_reason", "crossover_image_size_reason"), "a row of each image size is noisy"
-        )
-    relation, side = crossover(*({side: rows[side]["latency_ms"] for side in quiet} for rows in (our_rows, their_rows)))
-    found |= {"crossover": relation, "crossover_image_size": side}
-    if side is None:
-        scope = "the measured image sizes" if quiet == both else "the image sizes without a noisy row"
-        found["crossover_image_size_reason"] = f"{relation} faster among {scope}"
-    return found
+        why["speedup"] = why["speedup_ends"] = "; ".join(noisy)
+    else:
+        found |= {"speedup": ratio[0], "speedup_ends": list(ratio[1:])}
+    if unsure := sorted({row["host"] for side in both for row in (our_rows[side], their_rows[side]) if row["host"]}):
+        why["crossover"] = " and ".join(unsure)
+    else:
+        ends = {side: bound_ratio(our_rows[side], their_rows[side])[1:] for side in both}
+        found["crossover"], found["crossover_image_size"] = crossover(ends)
+        for side, (least, most) in ends.items():
+            found["faster_at" if least > 1 else "slower_at" if most < 1 else "open_at"].append(side)
+        why["crossover"] = f"{len(both)} image sizes, and {FEWEST_SIDES} are required"
+    why["crossover_image_size"] = found["crossover"] or why["crossover"]
+    return found | {f"{name}_reason": why[name] for name in numbers if found[name] is None}
 
 
 def _withhold(family: str, theirs: Sequence[Row], gates: Sequence[Mapping[str, Any]]) -> str | None:
@@ -203,8 +198,9 @@ def _withhold(family: str, theirs: Sequence[Row], gates: Sequence[Mapping[str, A
 
 def _fit_growth(rows: Sequence[Row]) -> dict[str, Any]:
     by_side = {row["image_size"][0]: row for row in rows if row["image_size"][0] >= _GROWTH_FROM}
-    quiet = {side: row for side, row in by_side.items() if not row["noisy"]}
-    found: dict[str, Any] = {"image_sizes": sorted(by_side), "noisy_image_sizes": sorted(by_side.keys() - quiet.keys())}
+    quiet = {side: row for side, row in by_side.items() if not (row["noisy"] or row["host"])}
+    left_out = sorted(by_side.keys() - quiet.keys())
+    found: dict[str, Any] = {"image_sizes": sorted(by_side), "left_out_image_sizes": left_out}
     for name, key in _QUANTITIES.items():
         of_fit = quiet if key == "latency_ms" else by_side
         found[f"{name}_exponent"] = exponent({side: row[key] for side, row in of_fit.items() if row[key] is not None})

@@ -13,6 +13,7 @@ import torch
 from kernels import selected_backend
 
 from ..core.errors import Interrupted, RunError, UserError, blame
+from ..core.host import mark_host
 from ..core.noise import mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
@@ -177,7 +178,7 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
     """Draw Fig. 6 and the panels of Fig. 1 for each size, batch size, dtype, mode and compilation that was measured."""
     from ..core.figures import LABELS, against_resolution, at_largest
 
-    pooled = mark_noise(pool_runs(rows))
+    pooled = mark_host(mark_noise(pool_runs(rows)))
     for (batch_size, dtype, mode, compiled), group in group_rows(pooled).items():
         for size in SIZES:
             series = family_rows(group, size)

@@ -41,7 +41,7 @@ def against_resolution(
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
     A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with
-    what happened. A speed of a noisy row is hollow.
+    what happened. A speed of a row that is noisy, or the host's or perhaps so, is hollow.
 
     Args:
         path: without suffix; `.png` and `.svg` are written.
@@ -50,7 +50,7 @@ def against_resolution(
         quantities: keys of `LABELS`, or `latency_ms`.
     """
     figure, axes = new_figure(len(quantities))
-    hollow = False
+    hollow: set[str] = set()
     for panel, key in zip(axes, quantities, strict=True):
         failed = []
         for family, rows in series.items():
@@ -59,10 +59,10 @@ def against_resolution(
             measured = [row for row in rows if row[key] is not None]
             if points := sorted((row["image_size"][0], row[key]) for row in measured):
                 panel.plot(*zip(*points), **style, linestyle=line, label=label)
-            noisy = [row for row in measured if key in _SPEEDS and row.get("noisy")]
+            noisy = [row for row in measured if key in _SPEEDS and (row.get("noisy") or row.get("host"))]
             if points := [(row["image_size"][0], row[key]) for row in noisy]:
                 panel.plot(*zip(*points), **style, linestyle="none", markerfacecolor="white")
-                hollow = True
+                hollow |= {word for word in ("noisy", "host") for row in noisy if row.get(word)}
             if key != "macs_g":
                 failed += [(row["image_size"][0], row["status"], colour) for row in rows if row["status"] != "ok"]
         panel.set(xscale="log", yscale="log", xlabel="image size (pixels)", ylabel=_ALL_LABELS[key])
@@ -71,7 +71,7 @@ def against_resolution(
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
-    figure.suptitle(title + ("; hollow: noisy" if hollow else ""), fontsize=11)
+    figure.suptitle(title + (f"; hollow: {' or '.join(sorted(hollow, reverse=True))}" if hollow else ""), fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     _save(figure, path)
 

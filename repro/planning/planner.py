@@ -1,6 +1,7 @@
 """What the stages of a params file cost, and which numbers of the paper they would give. Nothing is started.
 
-Hours of a training are its images over the throughput of one GPU, without evaluations and a teacher's forward pass.
+Hours of a training are its images over the throughput of one GPU, without evaluations and a teacher's forward pass; an
+estimate is at least what the host was seen to need to launch as many steps.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from ..bench.params import ADAPTER
 from ..bench.speed import row_id
 from ..core.config import BY_HAND, build, load_sections, params_hash
 from ..core.errors import UserError, blame, did_you_mean
+from ..core.host import HOST
 from ..core.paths import Paths
 from ..core.record import read_json
 from ..core.runtime import cpu_name
@@ -218,7 +220,7 @@ class Planner:
 
     def find_memory(self, records: Sequence[Source], params: Any) -> tuple[float, str] | None:
         """The largest peak of GPU memory, in GiB, of trainings of as many images at once, and from where."""
-        found, micro_batch = [], min(self.micro_batch or params.batch_size, params.batch_size)
+        found, micro_batch = [], self._find_micro_batch(params)
         for record in records:
             metrics = record.metrics
             is_alike = all(bool(getattr(params, name, None)) == is_on for name, is_on in metrics["keeps"].items())
@@ -226,6 +228,10 @@ class Planner:
                 gib = metrics["peak_memory_mib"] / 1024
                 found.append((gib, f"measured: {gib:.2f} GiB on {record.origin} ({record.path})"))
         return max(found, default=None)
+
+    def _find_micro_batch(self, params: Any) -> int:
+        """How many images are in the model at once."""
+        return min(self.micro_batch or params.batch_size, params.batch_size)
 
     def _charge_training(self, stage: str, cell: str, params: Any) -> dict[str, Any]:
         """One training for each seed.
@@ -246,7 +252,8 @@ class Planner:
         counted = self.counted[stage, cell]
         key = self.results.model_key({"model": params.model, "options": params.options}, params.model)
         records = self.find_trainings(key, params, CLASSIFIERS if stage in CLASSIFIERS else (stage,))
-        speed, mark, note = self._find_speed(stage, params.model, key, counted.macs, records)
+        micro_batch = self._find_micro_batch(params)
+        speed, mark, note = self._find_speed(stage, params.model, key, counted.macs, records, micro_batch)
         of_stage = [record for record in records if record.path.split("/")[-2] == stage]
         memory = self.find_memory(of_stage, params)
         seen = params.steps_per_epoch * params.batch_size if params.steps_per_epoch else images
@@ -266,8 +273,13 @@ class Planner:
             "gives": frozenset({("accuracy", kind, key)}),
         }
 
-    def _find_speed(self, stage: str, model: str, key: str, macs: int, records: list[Source]) -> tuple[float, str, str]:
-        """Training images per second, the mark of their hours, and their source: given, measured or estimated."""
+    def _find_speed(
+        self, stage: str, model: str, key: str, macs: int, records: list[Source], micro_batch: int
+    ) -> tuple[float, str, str]:
+        """Training images per second, the mark of their hours, and their source: given, measured or estimated.
+
+        An estimated step takes at least as long as a host needs to launch it.
+        """
         rates = self.rates
         if stage in CLASSIFIERS:
             self.trained.update((model, key))
@@ -275,7 +287,19 @@ class Planner:
                 return given, "", f"given: {given:,.1f} img/s of {key}"
         if rates.gpu and (measured := self.find_measured(records)):
             return measured[0], "", measured[1]
-        return rates.tflops * 1e12 * rates.utilisation / (PASSES * FLOPS_PER_MAC * macs), "~", ""
+        by_work = rates.tflops * 1e12 * rates.utilisation / (PASSES * FLOPS_PER_MAC * macs)
+        pass_ms, path = self.find_host_time(model)
+        by_host = micro_batch * 1e3 / (PASSES * pass_ms) if pass_ms else math.inf
+        note = f"a step takes at least {PASSES} × {pass_ms:.3g} ms of the host ({path})" if by_host < by_work else ""
+        return min(by_work, by_host), "~", note
+
+    def find_host_time(self, model: str) -> tuple[float, str]:
+        """The longest milliseconds that a host was seen to need for a forward pass of a model's family, else of any
+        model, and the record; 0 where no time of a host was measured.
+        """
+        listed = [each for rows in self.results.speed_rows.values() for each in rows if each[0]["host"] == HOST]
+        alike = [each for each in listed if each[0]["model"].split("_")[0] == model.split("_")[0]]
+        return max(((row["latency_ms"], source.path) for row, source in alike or listed), default=(0.0, ""))
 
     def _charge_data(self, cell: str, params: Any) -> dict[str, Any]:
         """No GPU time, and the size of a data set from its manifest or as published."""

@@ -2,12 +2,13 @@
 
 import datetime
 import os
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.errors import UserError
-from ..core.noise import describe_noise
+from ..core.host import COMMAND, HOST, describe_time
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
@@ -21,6 +22,19 @@ from .variants import judge_variants, list_unlike_machines
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
 
 PIPELINE_FILE = "pipeline.json"
+REPRODUCE = " reproduce"
+CLOSE = 0.05  # numbers that are off by no larger a share say how close they are
+# what has not matched, in the words of a sentence
+_OUTCOMES = {
+    Status.EXPLAINED: "do not, for a reason that is shown",
+    Status.UNEXPLAINED: "do not, for no known reason",
+    Status.INCONSISTENT: "are stated in two ways that contradict each other",
+    Status.FITTED: "agree by a fitted convention",
+    Status.DECLARED: "are copied or trivial",
+    Status.NOT_MEASURABLE: "cannot be measured as described",
+    Status.NOT_MEASURED: "were not tested",
+    Status.OUT_OF_SCOPE: "are out of scope",
+}
 Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was measured on
 
 
@@ -38,25 +52,35 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
     blocks = {"verdict": render_blocks(verdict_blocks(first))}
-    blocks["papers"] = render_blocks([_papers_table(reports)], "results/")
+    blocks["papers"] = render_blocks([_papers_table(reports), _count_open(reports)], "results/")
     pipeline = first.results.paths.results / PIPELINE_FILE
-    took = f": {read_json(pipeline)['seconds'] / 60:.0f} minutes" if pipeline.is_file() else ""
-    command = f"make reproduce   # every stage, on a laptop CPU and real handwritten digits{took}"
+    took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
+    command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"
     blocks["run"] = f"```\n{command}\nmake test        # the tests\n```"
     if shown := _contest_picture(first):
         blocks["picture"] = render_blocks(shown, "results/")
     return blocks
 
 
+def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
+    """How long all stages took, on which processor, and how many ran at once."""
+    own = (source.device.partition(", ")[0] for source in results.sources if source.stage and source.most_seeds)
+    devices = " and ".join(device.partition(": ")[2] for device in dict.fromkeys(own))
+    jobs = f", {noted['jobs']} at once" if noted["jobs"] > 1 else ""
+    return f": {noted['seconds'] / 60:.0f} minutes ({devices}{jobs})"
+
+
 def verdict_blocks(report: Report) -> list[Block]:
     """A sentence each: what reproduces, what does not, what was not tested; and a table of how fast the model is."""
     lines: list[Line] = []
     for question, verb, detail in _judge_questions(report):
-        why = f": {question.why}." if question.why and verb != "reproduce" else "."
-        lines.append((strong(f"{question.says[0].upper()}{question.says[1:]} {verb}"), f" ({detail})", why))
+        why = f": {question.why}" if question.why and verb != REPRODUCE else ""
+        but = f", after {report.paper.parts[question.but](report)}" if question.but else ""
+        said = f"{question.says[0].upper()}{question.says[1:]}{verb}"
+        lines.append((strong(said), f" ({detail}){but}{why}."))
     contest = report.paper.contest
     measured = find_all_speeds(contest, report.results)
-    return [Bullets(lines), *([_compare_speeds(contest, measured)] if measured else [])]
+    return [Bullets(lines), *(_compare_speeds(contest, measured) if measured else [])]
 
 
 def _judge_questions(report: Report) -> list[tuple[Question, str, str]]:
@@ -76,32 +100,56 @@ def _count_matches(own: Sequence[Verdict], by_truncation: str = "") -> str:
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
-    """What entries come to: a verb for a sentence, and their numbers."""
+    """What entries come to: how a sentence about them ends, and their numbers.
+
+    Numbers that all lie close to the paper's say how close. Else `mostly` is three quarters or more, and less is a count
+    of what holds, with all outcomes.
+    """
     counts, detail = count_statuses(own), _count_matches(own)
     if all(verdict.ours is None for verdict in own):
-        return "were not tested", f"{len(own)} numbers"
+        return " were not tested", f"{len(own)} numbers"
     good = counts[Status.MATCHED] + counts[Status.TRUNCATED]
-    failing = Status.EXPLAINED, Status.UNEXPLAINED, Status.INCONSISTENT, Status.NOT_MEASURABLE
-    bad = sum(counts[status] for status in failing)
     if good == len(own):
-        return "reproduce", detail
-    if contradicted := counts[Status.INCONSISTENT]:
-        detail += f"; in {contradicted} the paper contradicts itself"
-    if counts[Status.FITTED] > good + bad:
-        return "agree only by a fitted convention", detail
-    return "mostly reproduce" if good >= bad else "do not reproduce", detail
+        return REPRODUCE, detail
+    if 2 * counts[Status.FITTED] > len(own):
+        return " agree only by a fitted convention", detail
+    if (deviations := measure_deviations(own)) and max(deviations) <= CLOSE:
+        median = f"{len(deviations)} different ones, off by {100 * statistics.median(deviations):.1f} % in the median"
+        counted = _count_matches(own, " to the digit")
+        return f" agree within {100 * max(deviations):.1f} %", f"all {len(own)}; {median}; {counted}"
+    outcomes = [f"{counts[status]} {words}" for status, words in _OUTCOMES.items() if counts[status]]
+    if 4 * good >= 3 * len(own):
+        return " mostly reproduce", "; ".join([f"{good} of {len(own)} match", *outcomes])
+    return f": {good} of {len(own)} hold", "; ".join(outcomes)
 
 
-def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> Table:
-    """How many times as fast as the baseline the model is, a device and batch size in a row."""
+def measure_deviations(own: Sequence[Verdict]) -> list[float]:
+    """By which share of itself each different number of the paper is off from ours; empty where one is no number."""
+    found = {}
+    for verdict in own:
+        if verdict.delta is None or not verdict.ours or not (printed := float(verdict.entry.printed or 0)):
+            return []
+        found[printed, verdict.entry.unit, verdict.ours] = abs(verdict.delta / printed)
+    return list(found.values())
+
+
+def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> list[Block]:
+    """How many times as fast as the baseline the model is and what memory it takes, a device and batch size in a row."""
     places = [(size, attention) for size in sorted(contest.sizes, reverse=True) for attention in ATTENTIONS]
-    head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s"
-    rows = []
+    head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s, and its memory"
+    rows, notes = [], []
     for speeds in measured:
         name = str(speeds.group).partition(": ")[2] + describe_age([speeds.source])
-        ratios = speeds.find_ratios(contest)
-        rows.append([name, *(ratios[attention].get(size, "–") for size, attention in places)])
-    return table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows)
+        ratios, memory = speeds.find_ratios(contest), speeds.find_memory(contest)
+        found = [[each[attention].get(size) for each in (ratios, memory)] for size, attention in places]
+        rows.append([name + speeds.group.caveat, *("; ".join(filter(None, cell)) or "–" for cell in found)])
+        notes.append(speeds.describe_sides(contest))
+    blocks: list[Block] = [table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows)]
+    said = "In parentheses: the ratios of the ends of both rows' intervals. " + "; ".join(dict.fromkeys(notes)) + "."
+    if any(HOST in cell for row in rows for cell in row):
+        grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
+        said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
+    return [*blocks, prose(said)]
 
 
 def _papers_table(reports: Sequence[Report]) -> Table:
@@ -109,10 +157,20 @@ def _papers_table(reports: Sequence[Report]) -> Table:
     rows = []
     for report in reports:
         said = group_by(_judge_questions(report), lambda asked: asked[1])
-        words = "; ".join(f"{' and '.join(each.says for each, *_ in own)} {verb}" for verb, own in said.items())
-        file = report.paper.page
-        rows.append([report.paper.name, words, (Link(file.rpartition("/")[2], file),)])
+        words = "; ".join(f"{' and '.join(each.says for each, *_ in own)}{verb}" for verb, own in said.items())
+        file, source = report.paper.page, report.paper.read_from
+        name = f"{report.paper.name}, read from {source}" if source else report.paper.name
+        rows.append([name, words, (Link(file.rpartition("/")[2], file),)])
     return table(["paper", "verdict", "page"], rows)
+
+
+def _count_open(reports: Sequence[Report]) -> Line:
+    """How many of the numbers and statements of all papers have no counterpart."""
+    every = [verdict for report in reports for verdict in report.all]
+    unmeasured = count_statuses(every)[Status.NOT_MEASURED]
+    return (
+        f"Of the {len(every):,} numbers and statements that the papers print, {unmeasured:,} have no counterpart here.",
+    )
 
 
 def note_pipeline(results: Results) -> None:
@@ -200,7 +258,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
             for attention in reversed(ATTENTIONS):
                 row = speeds.rows.get((contest.theirs[0], attention, size))
                 times = speeds.find_ratios(contest)[attention].get(size)
-                ratio = f" ({contest.ours[1]} {times} as fast)" if times else ""
+                ratio = f" ({contest.ours[1]} {times} as fast)" if times and times != HOST else ""
                 shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
             facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
     return facts or [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
@@ -222,5 +280,4 @@ def _format_row(row: Mapping[str, Any] | None) -> str:
     if row["status"] != "ok":
         return row["status"]
     memory = f", {significant(row['peak_memory_mib'])} MiB" if row["peak_memory_mib"] is not None else ""
-    noise = f", {describe_noise(row)}" if row["noisy"] else ""
-    return f"{significant(row['latency_ms'])} ms{memory}{noise}"
+    return f"{significant(row['latency_ms'])} ms{describe_time(row)}{memory}"

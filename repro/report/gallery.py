@@ -3,13 +3,14 @@ the picture of its model against a baseline over the image size.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..core.figures import against_resolution
-from ..core.noise import find_interval
+from ..core.host import HOST, bound_ratio
 from .claims import Report
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
@@ -17,7 +18,7 @@ from .paper import ATTENTIONS, Contest, Drawings
 from .records import Source, describe_age, describe_origin, group_by
 from .results import Results, SpeedGroup
 from .variants import plan_figures
-from .verdicts import format_counts, significant
+from .verdicts import format_counts, format_ratio
 
 
 def list_figures(report: Report) -> list[Block]:
@@ -82,6 +83,10 @@ def _find_beside(name: str, results: Results) -> list[Source]:
     return [source for source in results.sources if source.path in beside]
 
 
+_COMPILED = {True: "`torch.compile`", "graphs": "CUDA graphs"}
+_BACKENDS = {"numba": ["compiled loops"], "triton": ["compiled kernels"]}
+
+
 @dataclasses.dataclass(frozen=True)
 class Speeds:
     """The rows of one record in which the model and the baseline of a contest meet."""
@@ -91,18 +96,43 @@ class Speeds:
     rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
     def find_ratios(self, contest: Contest) -> dict[str, dict[int, str]]:
-        """Attention of the baseline -> image size -> how many times as fast the model is, in words.
-
-        Where steps or processes differ too much, with the ratios of the ends of their intervals; none where a row is
-        noisy in another way.
+        """Attention of the baseline -> image size -> how many times as fast the model is, in words, with the ratios of
+        the ends of both intervals; `HOST` where a time is the host's, and none where one is not known from below.
         """
         found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
+        for attention, size, ours, theirs in self._pair(contest):
+            if ratio := bound_ratio(ours, theirs):
+                if math.isfinite(ratio[2]) and ratio[1] > 0:
+                    found[attention][size] = format_ratio(*ratio)
+            elif HOST in (ours["host"], theirs["host"]):
+                found[attention][size] = HOST
+        return found
+
+    def find_memory(self, contest: Contest) -> dict[str, dict[int, str]]:
+        """Attention of the baseline -> image size -> how much more or less memory the model takes, in words."""
+        found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
+        for attention, size, ours, theirs in self._pair(contest):
+            if ours["peak_memory_mib"] and theirs["peak_memory_mib"]:
+                more = 100 * (ours["peak_memory_mib"] / theirs["peak_memory_mib"] - 1)
+                found[attention][size] = f"{abs(more):.0f} % {'more' if more > 0 else 'less'} memory"
+        return found
+
+    def describe_sides(self, contest: Contest) -> str:
+        """What of either side is compiled or frozen, in words, and on which device."""
+        said = []
+        for (name, label), is_frozen in ((contest.ours, contest.frozen), (contest.theirs, False)):
+            row = next(row for (of, *_), row in self.rows.items() if of == name)
+            words = [*([_COMPILED[row["compile"]]] if row.get("compile") else []), *_BACKENDS.get(row["backend"], [])]
+            how = " and ".join([*words, *(["frozen weights"] if is_frozen else [])])
+            said.append(f"{label} has {how}" if how else f"{label} is neither compiled nor frozen")
+        return f"{', '.join(said)} ({self.group.device.partition(': ')[2]})"
+
+    def _pair(self, contest: Contest) -> Iterator[tuple[str, int, Mapping[str, Any], Mapping[str, Any]]]:
+        """Attention of the baseline, image size, and the rows of the model and of the baseline."""
         for (name, attention, size), theirs in self.rows.items():
             ours = self.rows.get((contest.ours[0], None, size))
-            if name == contest.theirs[0] and attention in found and ours is not None:
-                if ours["latency_ms"] and theirs["latency_ms"] and {*ours["noisy"], *theirs["noisy"]} <= {"spread"}:
-                    found[attention][size] = _describe_ratio(ours, theirs)
-        return found
+            if name == contest.theirs[0] and attention in ATTENTIONS and ours is not None:
+                yield attention, size, ours, theirs
 
     @property
     def is_gpu(self) -> bool:
@@ -110,16 +140,8 @@ class Speeds:
 
     @property
     def scope(self) -> str:
-        """Device and conditions, in words, and whether older code made the record."""
-        return f"{self.group}, {self.group.mode}{describe_age([self.source])}"
-
-
-def _describe_ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    times = f"{significant(theirs['latency_ms'] / ours['latency_ms'])}×"
-    if not (ours["noisy"] or theirs["noisy"]):
-        return times
-    (shortest, longest), (least, most) = (find_interval(row) or (row["latency_ms"],) * 2 for row in (ours, theirs))
-    return f"{times} ({significant(least / longest)} to {significant(most / shortest)})"
+        """Device and conditions, in words, whether older code made the record, and whether the host had a share."""
+        return f"{self.group}, {self.group.mode}{describe_age([self.source])}{self.group.caveat}"
 
 
 def plan_contest(report: Report) -> Drawings:

@@ -1,11 +1,13 @@
 """What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..core.config import find_cell, load_yaml
+from ..core.host import describe_time
 from ..core.noise import find_interval, find_spread
 from ..core.statistics import measure_rise
 from .claims import Report
@@ -14,7 +16,7 @@ from .paper import ATTENTIONS
 from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
 from .variants import find_shown
-from .verdicts import significant
+from .verdicts import format_ratio, significant
 
 Rows = Sequence[tuple[Mapping[str, Any], Source]]
 RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
@@ -43,7 +45,7 @@ def list_speeds(report: Report) -> list[Block]:
         blocks.append(Heading(f"{group}, {group.mode}{describe_age(source for _, source in rows)}"))
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
         if listed := [row for row, source in rows if "compared" not in source.metrics]:
-            blocks += [tabulate(_SPEEDS, listed), *_ratios(rows)]
+            blocks += [tabulate(_SPEEDS, listed), *_describe_operator(rows)]
         if swept:
             blocks += _sweep(group, swept)
     return blocks
@@ -236,16 +238,20 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 
 def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     """Time and memory of every model over the image size, and what the sweep says of them together."""
+    from ..bench.conclude import conclude  # loads numpy
+
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
     blocks: list[Block] = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
         blocks += [(f"{label}, by image size:",), cross("model", cells, partial(_cell, key=key))]
     metrics = rows[0][1].metrics
-    if compared := [each for each in metrics["compared"] if SpeedGroup.of(each, group.device) == group]:
+    # by the rows, and not as a record of older code concluded from them
+    concluded = conclude(metrics["rows"], metrics["gates"])
+    if compared := [each for each in concluded["compared"] if SpeedGroup.of(each, group.device) == group]:
         header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
-        largest = "at the largest size where both ran, and from which size on ours is faster:"
+        largest = "at the largest size where both ran, and at which sizes ours is faster:"
         blocks += [(f"Ours against each other family {largest}",), table(header, map(_compared_row, compared))]
-    grown = [each for each in metrics["growth"] if SpeedGroup.of(each, group.device) == group]
+    grown = [each for each in concluded["growth"] if SpeedGroup.of(each, group.device) == group]
     if grown := [each for each in grown if len(each["image_sizes"]) > 1]:
         exponents = {"multiply-adds": "macs_exponent", "time": "latency_exponent", "memory": "memory_exponent"}
         columns = {"model": _with_attention} | {name: partial(_show, key=key) for name, key in exponents.items()}
@@ -259,8 +265,8 @@ def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
         return "–"
     if row["status"] != "ok":
         return row["status"]
-    is_noisy = row["noisy"] and key in ("latency_ms", "throughput_img_per_s")
-    return _show(row, key, " (noisy)" if is_noisy else "")
+    is_speed = key in ("latency_ms", "throughput_img_per_s")
+    return _show(row, key, describe_time(row) if is_speed else "")
 
 
 def _show(row: Mapping[str, Any], key: str, unit: str = "") -> Piece:
@@ -272,13 +278,25 @@ def _with_attention(row: Mapping[str, Any]) -> str:
 
 
 def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
-    if found["speedup"] is None and "reason" in found:
+    if "reason" in found:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
-    place, why = found["crossover_image_size"], found.get("speedup_reason")
-    faster = (found["crossover"] or "–") if place is None else f"{found['crossover']} {place:.0f}²"
-    speedup = f"no ratio: {why}" if found["speedup"] is None else _show(found, "speedup", "×")
+    speedup = f"no ratio: {found.get('speedup_reason')}"
+    if found["speedup"] is not None:
+        speedup = format_ratio(found["speedup"], *found["speedup_ends"])
     memory = "–" if found["memory_saved_percent"] is None else _show(found, "memory_saved_percent", " %")
-    return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, faster]
+    return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, _describe_sides(found)]
+
+
+def _describe_sides(found: Mapping[str, Any]) -> str:
+    """At which image sizes ours is faster; one word for all of them only where they are enough, with the smallest."""
+    sides = {word: found[f"{word}_at"] for word in ("faster", "slower", "open")}
+    if not any(sides.values()):
+        return f"not known: {found['crossover_reason']}"
+    listed = "; ".join(f"{word} at {', '.join(f'{side}²' for side in own)}" for word, own in sides.items() if own)
+    least, relation = min(itertools.chain(*sides.values())), found["crossover"]
+    if relation in ("always", "never"):
+        return f"{relation} at {sum(map(len, sides.values()))} sizes from {least}² on"
+    return f"from {found['crossover_image_size']}² on: {listed}" if relation == "from" else listed
 
 
 _SPEEDS: dict[str, Callable[[Mapping[str, Any]], Piece]] = {
@@ -286,33 +304,16 @@ _SPEEDS: dict[str, Callable[[Mapping[str, Any]], Piece]] = {
     "attention": lambda row: row["attention"] or "–",
     "pixels": lambda row: "{}×{}".format(*row["image_size"]),
     "images/s": partial(_cell, key="throughput_img_per_s"),
-    "step (ms)": partial(_show, key="latency_ms"),
+    "step (ms)": partial(_cell, key="latency_ms"),
     "range (ms)": lambda row: number(" – ".join(map(significant, find_interval(row) or ()))),
     "peak memory (MiB)": partial(_show, key="peak_memory_mib"),
     "multiply-adds (G)": partial(_show, key="macs_g"),
 }
 
 
-_RATIOS = {"speedup_at_1280": ("speed-up", "×"), "memory_saved_at_1280_percent": ("memory saved", " %")}
-
-
-def _ratios(rows: Rows) -> list[Block]:
-    """The ratios that a record gives of its own rows, each size against the baseline of that size."""
-    lines = []
-    for source in {source.path: source for _, source in rows}.values():
-        for key, (label, unit) in _RATIOS.items():
-            for size, compared in sorted((source.metrics.get(key) or {}).items()):
-                shown = ", ".join(_ratio(compared, attention, unit) for attention in ATTENTIONS)
-                lines.append((f"Size {size} against DeiT at 1280×1280, {label}: {shown}.",))
-        share = (source.metrics.get("op") or {}).get("share_of_matmul_rate")
-        if share is not None:
-            reached = f"{100 * share:.0f} % of the machine's matrix-product rate"
-            lines.append(prose(f"The op `ttt_linear_bidir` alone reaches {reached}."))
-    return [Bullets(lines)] if lines else []
-
-
-def _ratio(compared: Mapping[str, Any], attention: str, unit: str) -> str:
-    value = compared[f"vs_deit_{attention}"]
-    if value is None:
-        return f"against {attention} not measured ({compared.get(f'vs_deit_{attention}_reason', 'no such row')})"
-    return f"{significant(value)}{unit} against {attention}"
+def _describe_operator(rows: Rows) -> list[Block]:
+    """What share of the machine's rate of matrix products the operator alone reaches, of each record that says it."""
+    operators = [source.metrics.get("op") or {} for source in {source.path: source for _, source in rows}.values()]
+    shares = [each["share_of_matmul_rate"] for each in operators if each.get("share_of_matmul_rate") is not None]
+    reached = "The op `ttt_linear_bidir` alone reaches {:.0f} % of the machine's matrix-product rate."
+    return [Bullets([prose(reached.format(100 * share)) for share in shares])] if shares else []

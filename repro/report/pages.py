@@ -174,9 +174,9 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
 
 
 def _link_pages(reports: Iterable[Report]) -> Line:
-    """The links on top of each page: the front page, the page of each paper, the documentation."""
+    """The links on top of each page: the front page, the page of each paper, the documentation; Git has all of them."""
     pages = {"README": "README.md"} | {each.paper.name: each.paper.page for each in reports}
-    pages |= {"errata": ERRATA_PAGE, "one page for a browser": "results/report.html", "documentation": "docs/README.md"}
+    pages |= {"errata": ERRATA_PAGE, "documentation": "docs/README.md"}
     return join([(Link(text, file),) for text, file in pages.items()], " · ")
 
 

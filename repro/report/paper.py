@@ -59,6 +59,7 @@ class Question:
     label: str  # what they are, e.g. `parameters`
     says: str = ""  # the same as the subject of a sentence of the verdict; empty where the verdict leaves them out
     why: str = ""  # a clause that says why they do not match, or were not tested
+    but: str = ""  # a function of the paper's `parts` that says in a clause what was chosen by these numbers
     entries: tuple[str, ...]  # patterns of ids
     shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown before the count; they have one unit
     shown_label: str = ""  # what these numbers are of
@@ -76,6 +77,7 @@ class Contest:
     theirs: tuple[str, ...]
     sizes: tuple[int, ...]  # the image sizes in pixels that the paper speaks of
     picture: str  # the file under results/figures that the report draws
+    frozen: bool = False  # whether inference freezes the model, see `repro.bench.speed`
 
     @property
     def series(self) -> dict[str, tuple[str, str | None]]:
@@ -120,6 +122,7 @@ class About:
     model: str  # what its model is called
     primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
     claim: str = ""  # what it claims, in two sentences
+    read_from: str = ""  # what its text at hand is, where it is not the paper itself
     baseline: str = "baseline"  # the model with softmax attention that its claims on speed are about
     # families of models (the first word of a registered name) that this project builds for it -> the options that are
     # their defaults and so do not name a variant

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..core.config import load_yaml
 from ..core.errors import UserError
 from ..core.freshness import hash_row
+from ..core.host import COMMAND, HOST, UNKNOWN, mark_host
 from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
@@ -63,8 +64,13 @@ class SpeedGroup:
     @classmethod
     def of(cls, row: Mapping[str, Any], device: str) -> "SpeedGroup":
         """The group of a row, or of what a sweep concludes about rows."""
-        mode = f"{row['mode']}, compiled" if row.get("compile") else row["mode"]
-        return cls(device, row["batch_size"], row["dtype"], mode)
+        how = {"graphs": ", through CUDA graphs", True: ", compiled"}.get(row.get("compile"), "")
+        return cls(device, row["batch_size"], row["dtype"], row["mode"] + how)
+
+    @property
+    def caveat(self) -> str:
+        """What is said behind a number of the times of these rows, of which those that are the host's give none."""
+        return f"; {UNKNOWN}" if self.device.startswith("cuda") and not self.mode.endswith("graphs") else ""
 
 
 def parse_training(asked: Sequence[int | str]) -> Training:
@@ -118,7 +124,7 @@ class Results:
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
-        """The speed rows of all devices, each with `noisy`, grouped by what may be compared."""
+        """The speed rows of all devices, each with `noisy` and `host`, grouped by what may be compared."""
         groups: dict[SpeedGroup, list] = {}
         for source in self.sources:
             rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
@@ -127,7 +133,7 @@ class Results:
                 raise UserError(f"{where}: expected a list; remove the file and run its stage again")
             listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
             speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row)]
-            for row in name_keys(mark_noise(pool_runs(speeds)), f"{source.path}: metrics.rows"):
+            for row in name_keys(mark_host(mark_noise(pool_runs(speeds))), f"{source.path}: metrics.rows"):
                 # a processor's threads come after a comma; a sweep outside the pipeline may have rows of several numbers of them
                 if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
                     why = f"a row names the device {row['device']}, and the record {source.device}"
@@ -379,8 +385,10 @@ class Results:
         if row is None or row["status"] != "ok" or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
             raise Missing(f"{model} at {size}×{size} on {group}: {why}", "repro efficiency")
-        if row["noisy"] and field == "throughput_img_per_s":
+        if field == "throughput_img_per_s" and row["noisy"]:
             raise Missing(f"{model} at {size}×{size} on {group}: {describe_noise(row)}", "repro efficiency")
+        if field == "throughput_img_per_s" and row["host"] == HOST:
+            raise Missing(f"{model} at {size}×{size} on {group}: {HOST}", COMMAND)
         for gate in source.metrics.get("gates", []):  # a model whose operator is slower than it could be gives no ratio
             is_of_group = (gate["batch_size"], gate["dtype"]) == (group.batch_size, group.dtype)
             if model.startswith(f"{gate['family']}_") and is_of_group and not gate["holds"]:

@@ -5,7 +5,7 @@ import fnmatch
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -236,7 +236,7 @@ def list_ablations(report: Report) -> list[Block]:
         if absent := [name for name in where.rows if name not in group.variants]:
             alike = f"{command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
             blocks.append((f"Not trained here: {', '.join(absent)}; ", code(alike), " trains all."))
-        if found.pairs:
+        if found.pairs and found.word != "no power":
             blocks.append(_pairs_table(where, found, ledger))
         blocks += describe_elsewhere(group, where.rows)
     return blocks
@@ -339,16 +339,17 @@ def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
-    """The paper's numbers of each variant, then ours, with those of detectors that began from these weights."""
+    """The paper's accuracy of each variant, then our numbers, with those of detectors that began from these weights."""
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
     printed_row = next((row for row in where.rows.values() if row), None)
     columns = ledger.table(printed_row.partition(".")[0]).columns if printed_row else {}
     downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
     asked = [key for key in columns if key in paper.ablations.columns.get(where.place, columns)]
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
-    printed = [key for key in asked if columns[key].kind != "accuracy" or key == TOP1 or key in extra]
+    # the paper's sizes and speeds are beside ours in its own table
+    printed = [key for key in asked if columns[key].kind == "accuracy" and (key == TOP1 or key in extra)]
     theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
-    measured = ("params (M)", "MACs (G)", "images/s", "Top-1 (%)", *(columns[key].label for key in extra))
+    measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
     rows: list[list[Piece]] = []
     for name, source in members.items():
         m, scores = source.metrics, downstream[name]
@@ -362,8 +363,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
                 *([_describe_search(group, name)] if group.has_own_rates else []),
                 *(number(find_printed(ledger, where.rows[name], key)) for key in printed),
                 number(m["num_params"] / 1e6, ".4g"),
-                number(m.get("macs_g"), ".4g"),
-                number(group.throughput(name), ".0f"),
+                number(_count_macs(m["model"], json.dumps(m["options"]), m["image_size"], m["classes"]), ".4g"),
                 _show_top1(source),
                 *(number(scores.get(key), ".1f") for key in extra),
             ]
@@ -379,6 +379,17 @@ def _describe_search(group: Group, name: str) -> str:
         return "no search on record"
     trials = len(search.metrics["trials"])
     return f"{trials} trials{'' if search.machine == group.machine else f' on {search.machine}'}"
+
+
+@cache
+def _count_macs(model: str, options: str, image_size: int, classes: int) -> float | None:
+    """Multiply-adds of a model for one image, in units of 1e9; `options` as JSON. None for a model of another version."""
+    from ..bench.flops import cost  # loads PyTorch
+
+    try:
+        return cost(model, {**json.loads(options), "num_classes": classes}, (image_size, image_size)).macs / 1e9
+    except (RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _label(column: Column, key: str) -> str:

@@ -102,7 +102,7 @@ class Elsewhere:
     def __str__(self) -> str:
         found = "" if self.fused is None else self._format(self.fused, self.fused_ends)
         fused = f"; against fused {self.baseline} {found}" if found else ""
-        return f"{self.found} ({self.group}{fused})"
+        return f"{self.found} ({self.group}{fused}{self.group.caveat})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +174,12 @@ def significant(value: float | None) -> str:
         return "–"
     places = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
     return f"{value:.{places}f}"
+
+
+def format_ratio(times: float, least: float, most: float) -> str:
+    """How many times as much, with the ends of its interval where it has one."""
+    ends = f" ({significant(least)} to {significant(most)})" if least < most else ""
+    return f"{significant(times)}×{ends}"
 
 
 def export_json(version: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from repro.papers import load_papers
 from repro.papers.grid import choose_variants, vary_recipe
 from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
-from repro.papers.kv_binding.sections import CHANGES, count_probed, list_changes, list_probes, weigh_learners
+from repro.papers.kv_binding.sections import CHANGES, UNLIKE, count_probed, list_changes, list_probes, weigh_learners
 from repro.papers.variants import load_variants
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
@@ -185,15 +185,20 @@ def test_a_change_is_said_with_its_interval(checkout):
 
 
 @pytest.mark.parametrize(
-    ("gap", "milliseconds", "verdict"),
-    [(-10.0, 50.0, "faster, worse"), (0.0, 50.0, "faster, not separated"), (-10.0, 150.0, "slower, worse")],
+    ("gap", "milliseconds", "verdict", "backend"),
+    [
+        (-10.0, 50.0, "faster, worse", "torch"),
+        (0.0, 50.0, "faster, not separated", "numba"),
+        (-10.0, 150.0, "slower, worse", "torch"),
+        (-10.0, 150.0, f"{UNLIKE}, worse", "numba"),
+    ],
 )
-def test_the_choice_follows_from_accuracy_and_time(checkout, gap, milliseconds, verdict):
+def test_the_choice_follows_from_accuracy_and_time(checkout, gap, milliseconds, verdict, backend):
     changed = tuple(gap + noise for noise in (0.1, -0.1, 0.1, -0.1, 0.0))
     train(checkout, plain=changed, dot=changed)
     record = forms()
     (row,) = record["backbones"]
-    times = {("own", "torch"): 100.0}
+    times = {("own", backend): 100.0}
     times |= {(step, form): milliseconds * (1 + (form == "recurrent")) for step in ("plain", "dot") for form in FORMS}
     record["backbones"] = []
     for (step, form), ms in times.items():

@@ -13,6 +13,7 @@ from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.ranks import Ranks
+from repro.core.record import write_record
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.planning.planner import CostPlan, Planner, PlanRow, Rates, parse_rates, plan_costs
@@ -76,6 +77,20 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
     macs = cost(NANO, {"num_classes": 1000}, (64, 64)).macs
     assert row.hours * 3600 == pytest.approx(2 * 1_281_167 * 3 * 2 * macs / 0.5e9)
     assert row.mark == "~" and row.gives == {("accuracy", "imagenet", NANO)}
+
+
+def test_an_estimated_step_takes_at_least_the_hosts_time(tmp_path):
+    """Two forward passes took 11 and 12 ms with 33 times the work: three passes of 12 ms for each 8 of 1,438 images."""
+    usual = {"model": "vittt_tiny_patch16_224", "batch_size": 1, "dtype": "bf16", "mode": "infer", "backend": "triton"}
+    usual |= {"device": "cuda: a GPU", "status": "ok", "throughput_img_per_s": 90.0, "attention": "fused"}
+    rows = [{**usual, "image_size": [side] * 2, "latency_ms": ms} for side, ms in ((224, 11.0), (1280, 12.0))]
+    identity = {"device": "cuda: a GPU", "code_hash": "c0de", "code_modules": ["stages.efficiency"]}
+    write_record(tmp_path / "results/measured/a_gpu", {"rows": rows}, identity, 1.0, name="efficiency")
+    row = make_planner(tmp_path, Rates(), micro_batch=8).charge("pretrain", "nano", make_params({"image_size": 32}))
+    assert row.hours * 3600 == pytest.approx(2 * 1438 / 8 * 3 * 0.012) and "12 ms" in row.note and row.mark == "~"
+    # where the work takes longer, it decides
+    row = make_planner(tmp_path, Rates(tflops=1e-4)).charge("pretrain", "nano", make_params({"image_size": 32}))
+    assert row.hours * 3600 > 100 and not row.note
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from repro.core.host import HOST
 from repro.report.markdown import render_blocks
 from repro.report.measured import list_speeds, over_resolution
 
@@ -16,46 +17,51 @@ def row(model, attention, size, latency, memory, **more):
     return {**about, **measured, "throughput_img_per_s": None if latency is None else 1e3 / latency, **more}
 
 
-GROUP = {"batch_size": 1, "dtype": "fp32", "mode": "infer", "compile": False}
-RATIO = {"size": "T", "image_size": 512, "speedup": 4.0, "memory_saved_percent": 73.8}
-RATIO |= {"crossover": "from", "crossover_image_size": 440.4}
-NO_RATIO = dict.fromkeys(("image_size", "speedup", "memory_saved_percent", "crossover", "crossover_image_size"))
-POWERS = {"macs_exponent": 1.0, "latency_exponent": 1.123, "memory_exponent": 0.5}
-
-
 def test_matrices_comparisons_and_growth(checkout):
-    """What was measured twice counts once, by its mean; Vim's interval is half as wide as its median is long."""
+    """What was measured twice counts once, by its mean; Vim's interval is half as wide as its median is long.
+
+    What a record concluded from its rows is not shown, but what the code here does.
+    """
     rows = [row(VITTT, None, size, size**2 / 1e3, size**2 / 1e4) for size in (512, 1024)]
     rows += [row(DEIT, "unfused", 512, 1048.576, 100.0), row(DEIT, "unfused", 1024, None, None, status="oom")]
     rows += [row(VITTT, None, 512, 1.02 * 512**2 / 1e3, 512**2 / 1e4, run=2)]
     rows += [row(VITTT, None, 512, 9.0, 9.0, compile=True), row(VIM, None, 512, 1000.0, 1.0)]
     rows[-1] |= {"latency_ms_ci95": [750.0, 1250.0]}
-    noisy = {"speedup": None, "speedup_reason": f"{VIM} at 512 is noisy: spread", "crossover": None}
-    noisy |= {"crossover_reason": "noisy", "crossover_image_size": None, "crossover_image_size_reason": "noisy"}
-    never = {"crossover": "never", "crossover_image_size": None, "reason": "never faster"}
-    compared = [
-        {**GROUP, **RATIO, "against": "deit"},
-        {**GROUP, **RATIO, "against": "vit3", **never},
-        {**GROUP, **NO_RATIO, "size": "T", "against": "vim", "reason": "its operator is too slow"},
-        {**GROUP, **RATIO, "against": "vrwkv", "batch_size": 64},
-        {**GROUP, **RATIO, "size": "S", "against": "vim", **noisy},
-    ]
-    growth = [{**GROUP, **POWERS, "model": VITTT, "attention": "none", "image_sizes": [512, 1024]}]
-    growth += [{**GROUP, **POWERS, "model": DEIT, "attention": "unfused", "image_sizes": [512]}]
-    about = {"gates": [], "compared": compared, "growth": growth}
-    checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", **about)
+    checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", gates=[], compared=[], growth=[])
     text = render_blocks(list_speeds(checkout.report()))
     assert f"| {VITTT} | 265 | 1049 |" in text
     assert f"| {VIM} | 1000 (noisy) | – |" in text
-    assert f"| S | vim | 512² | no ratio: {VIM} at 512 is noisy: spread | 73.8 % | – |" in text
     assert f"| {DEIT}, unfused | 1049 | oom |" in text
-    assert "| T | deit | 512² | 4.00× | 73.8 % | from 440² |" in text
-    assert "| T | vit3 | 512² | 4.00× | 73.8 % | never |" in text
-    assert "| T | vim | – | no ratio: its operator is too slow | – | – |" in text
-    assert "vrwkv" not in text  # of another batch, which has no rows here
-    assert f"| {VITTT} | 1.00 | 1.12 | 0.500 |" in text
-    assert text.count("| 1.12 |") == 1  # one size shows no growth
+    assert "| T | deit | 512² | 3.96× (3.92 to 4.00) | 73.8 % | faster at 512² |" in text
+    assert "| T | vim | – | no ratio: the speed of its operator was not measured" in text
+    assert f"| {VITTT} | 1.00 | 0.993 | 1.000 |" in text
+    assert text.count("| 0.993 |") == 1  # one size shows no growth
     assert f"### {CPU}, batch 1, fp32, infer\n" in text and f"### {CPU}, batch 1, fp32, infer, compiled\n" in text
+
+
+def test_a_crossover_needs_four_sizes_and_names_the_smallest(checkout):
+    """Vittt takes 2 ms at each size; DeiT once longer, once shorter, once as long as may be."""
+    sizes = (224, 384, 640, 1280)
+    for theirs, words in (
+        ((3.0, 3.0, 3.0, 3.0), "always at 4 sizes from 224² on"),
+        ((1.0, 1.1, 1.2, 1.3), "never at 4 sizes from 224² on"),
+        ((1.0, 3.0, 3.0, 3.0), "from 384² on: faster at 384², 640², 1280²; slower at 224²"),
+        ((3.0, 3.0, 3.0), "faster at 224², 384², 640²"),
+    ):
+        rows = [row(VITTT, None, size, 2.0 + size / 1e6, 1.0) for size in sizes]
+        rows += [row(DEIT, "unfused", size, ms, 1.0) for size, ms in zip(sizes, theirs, strict=False)]
+        checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", gates=[], compared=[], growth=[])
+        assert f"| {words} |" in render_blocks(list_speeds(checkout.report()))
+
+
+def test_times_of_the_host_are_marked_and_give_nothing(checkout):
+    rows = [row(VITTT, None, size, ms, 6.0, device=checkout.H200) for size, ms in ((224, 11.0), (1280, 12.0))]
+    rows += [row(DEIT, "fused", size, ms, 5.0, device=checkout.H200) for size, ms in ((224, 3.0), (1280, 14.0))]
+    checkout.speed(*rows, device=checkout.H200, path="measured/a_gpu", gates=[], compared=[], growth=[])
+    text = render_blocks(list_speeds(checkout.report()))
+    assert f"| {VITTT} | 11.0 (host) | 12.0 (host) |" in text and "| 3.00 (host?) | 14.0 (host?) |" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| T | deit_fused")]
+    assert HOST in line and "-20.0 %" in line and "×" not in line and "faster" not in line
 
 
 def test_accuracies_and_times_are_in_a_row_for_each_model(checkout):

@@ -91,7 +91,7 @@ def test_a_page_is_short_explains_its_marks_and_leads_to_the_others(name):
     assert len(text.encode()) <= 80_000
     links = re.findall(r"\]\(([^)#]*)\)", text.split("\n\n")[1])
     files = {(ROOT / "results" / name).parent.joinpath(link).resolve().relative_to(ROOT).as_posix() for link in links}
-    others = {"README.md", "results/papers/errata.md", "docs/README.md", "results/report.html"}
+    others = {"README.md", "results/papers/errata.md", "docs/README.md"}
     assert files == others | {paper.page for paper in load_papers().values()}
     explained = re.findall(r"(?m)^\| (\S) \| ", text.split("\n## How to read this page\n")[1].split("\n## ")[0])
     assert len(explained) <= 6 and {status.mark.text.rstrip("ᵉ") for status in STATUSES} == set(explained)

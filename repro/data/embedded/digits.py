@@ -1,4 +1,4 @@
-"""The embedded data set: 1,797 real handwritten digits, written as an ImageNet-style folder tree of PNGs."""
+"""The embedded data set: 1,797 handwritten digits, scanned at 8×8 pixels, written as an ImageNet-style folder tree of PNGs."""
 
 from pathlib import Path
 

@@ -38,6 +38,8 @@ CHANGES = {
     "plain": "without LayerNorm and bias",
     "dot": "without them, and with the dot product for its loss",
 }
+COMPILED = ("numba", "triton")  # backends whose loops are compiled; the other learners run in eager PyTorch
+UNLIKE = "not comparable (eager PyTorch beside compiled loops)"
 
 
 def list_residuals(report: Report) -> list[Block]:
@@ -120,14 +122,17 @@ def weigh_learners(report: Report) -> list[Block]:
     times = {key: rows[-1] for key, rows in find_backbones(report).items()}
     if not times:
         raise Missing("the unchanged learner was not timed", "repro forms")
-    own_ms, side = times["own", "auto"]["latency_ms"], times["own", "auto"]["image_size"][0]
+    own = times["own", "auto"]
+    own_ms, side = own["latency_ms"], own["image_size"][0]
+    # an eager learner that takes longer than a compiled one says nothing of the learners
+    slower = UNLIKE if own["backend"] in COMPILED else "slower"
     rows: list[list[Piece]] = []
     for step in ("plain", "dot"):
         found = [_compare(group).get(f"vittt_{step}") for group in groups]
         words = [pair and pair.name_side("better", "worse") for pair in found]
         tested = [f"{pair.show(1)}, {word}" if pair else "–" for pair, word in zip(found, words, strict=True)]
         ms, form = min((row["latency_ms"], form) for (name, form), row in times.items() if name == step)
-        verdict = f"{'faster' if ms < own_ms else 'slower'}, {'worse' if 'worse' in words else 'not separated'}"
+        verdict = f"{'faster' if ms < own_ms else slower}, {'worse' if 'worse' in words else 'not separated'}"
         rows.append([code(step), *tested, form, number(ms / own_ms, ".2f"), verdict])
     points = [f"points on {group.common['data']}" for group in groups]
     return [table(["learner", *points, f"faster form at {side}²", "its share of the time", ""], rows)]

@@ -4,6 +4,7 @@ and what profiles/night.yaml has shown: a slot for each score and for each pair 
 
 import functools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ...core.config import load_yaml
 from ...core.csvfile import read_csv
 from ...core.figures import STYLES, new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Line, Piece, number, strong, table
+from ...report.document import Block, Line, Piece, number, plain, strong, table
 from ...report.ledger import Ledger
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings
@@ -23,8 +24,17 @@ from ...report.variants import Group
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
-# what the paper says, our numbers, whether they agree; None where neither can be said
-Finding = tuple[str, str, bool | None]
+FAR = (
+    10.0  # so many points below the best record of its model and data, a model has not learnt what its figure is about
+)
+TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
+NOT_SEEN = "not seen in this small model"
+# what the paper says, our numbers, whether they agree: None where nothing can be said, and `NOT_SEEN` where the small
+# model may show what the paper says, and cannot refute it
+Finding = tuple[str, str, bool | str | None]
+
+
+_WORDS = {True: "for the paper", False: "against the paper", None: "open"}
 
 
 def find_counter(_: Report, key: str, counter: str | None = None) -> int:
@@ -37,22 +47,24 @@ def describe_models(report: Report) -> Line:
     """The models that the figures are of: where they were trained, and how accurate they are."""
     source = _find(report)
     m = source.metrics
-    trained = "; ".join(f"{name} {_accuracy(report, entry)}" for name, entry in m["receptive_fields"].items())
+    fields, unlearnt = m["receptive_fields"], _find_unlearnt(report)
+    trained = "; ".join(f"{name} {_accuracy(report, entry)}{unlearnt.get(name, '')}" for name, entry in fields.items())
     about = f"{m['model']} on {m['data']} ({describe_origin([source], report.named)}), {m['held_out_images']} held-out images."
     return (f"{about} The receptive fields are of models with these accuracies: {trained}.",)
 
 
 def list_findings(report: Report) -> list[Block]:
-    """The paper's figures of interpretability as numbers of our trained models, for and against."""
+    """The paper's figures of interpretability as numbers of our trained models: for, against, or not seen in them."""
     m = _find(report).metrics
     rows: list[list[Piece | Line]] = []
-    for place, findings in (("Fig. 3, 9, 10", _of_gradients(m)), ("Fig. 8", _of_fields(m)), ("Fig. 11", _of_losses(m))):
+    of_fields = _of_fields(m, _find_unlearnt(report))
+    for place, findings in (("Fig. 3, 9, 10", _of_gradients(m)), ("Fig. 8", of_fields), ("Fig. 11", _of_losses(m))):
         for says, ours, agrees in findings:
-            word = "open" if agrees is None else "for the paper" if agrees else "against the paper"
+            word = _WORDS.get(agrees, agrees)
             rows.append([place, says, ours, strong(word) if agrees is False else word])
-    against = sum(row[3] == strong("against the paper") for row in rows)
-    summary = f"{against} of {len(rows)} findings speak against the paper."
-    return [(summary,), table(["", "the paper says", "ours", ""], rows)]
+    counts = Counter(plain(row[3]) for row in rows)
+    summary = "; ".join(f"{counts[word]} {word}" for word in (*_WORDS.values(), NOT_SEEN) if counts[word])
+    return [(f"Of {len(rows)} findings: {summary}.",), table(["", "the paper says", "ours", ""], rows)]
 
 
 def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
@@ -64,20 +76,21 @@ def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
     held = f"the top 30 % of the tokens hold {shares[0]:.0f} % of the gradient before, {shares[1]:.0f} % after"
     semantic = "after training, the tokens with the largest gradients show the object"
     on_ink = f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do"
+    # the blank border of an enlarged digit holds no gradient before the training either
     return [
-        (uniform, held, shares[1] > shares[0]),
+        (uniform, held, shares[1] > shares[0] or NOT_SEEN),
         (semantic, on_ink, ink[1] > everywhere),
-        ("and more so than before", f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0]),
+        ("and more so than before", f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0] or NOT_SEEN),
     ]
 
 
-def _of_fields(m: Mapping[str, Any]) -> list[Finding]:
+def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[Finding]:
     fields = m["receptive_fields"]
     if any(fields.get(name, {}).get("radius_90_px") is None for name in (*_DESIGNS, "DeiT", "Vim")):
         return []
     one, both, radial = (fields[name] for name in _DESIGNS)
-    shown = {"DeiT": fields["DeiT"], "Vim": fields["Vim"], "Vittt": radial}
-    radii = {name: field["radius_90_px"] for name, field in shown.items()}
+    shown = {"DeiT": "DeiT", "Vim": "Vim", "Vittt": _DESIGNS[-1]}
+    radii = {name: fields[key]["radius_90_px"] for name, key in shown.items() if key not in unlearnt}
     side, ahead = radial["image_size"], one["share_ahead"]
     covered = ", ".join(f"{name} {radius:.0f}" for name, radius in radii.items())
     return [
@@ -90,8 +103,8 @@ def _of_fields(m: Mapping[str, Any]) -> list[Finding]:
         ),
         (
             "DeiT, Vim and Vittt cover all pixels",
-            f"90 % of the field within {covered} pixels of {side}",
-            None if min(radii.values()) > side / 4 else False,
+            f"90 % of the field within {covered or 'none that has learnt'} pixels of {side}",
+            None if not radii or min(radii.values()) > side / 4 else NOT_SEEN,
         ),
     ]
 
@@ -104,15 +117,40 @@ def _of_losses(m: Mapping[str, Any]) -> list[Finding]:
     smallest = epochs[-1][1]["smallest"]
     is_peaked = means[0] < max(means) and means[-1] < max(means[1:-1] or means)
     return [
-        ("the reconstruction loss rises, then falls", path, is_peaked),
+        (
+            "the reconstruction loss rises, then falls",
+            path,
+            is_peaked or (NOT_SEEN if int(names[-1]) < TURN else False),
+        ),
         ("it stays above zero", f"the smallest of a token and layer is {smallest:.1f}", smallest > 0),
     ]
 
 
+def _find_unlearnt(report: Report) -> dict[str, str]:
+    """Model of a receptive field -> in words, that a better record of the same model and data exists by far."""
+    found = {}
+    for name, entry in _find(report).metrics["receptive_fields"].items():
+        if (source := _find_trained(report, entry)) is None:
+            continue
+        of_model = [
+            each.metrics
+            for each in report.results.score_sources
+            if all(each.metrics[key] == source.metrics[key] for key in ("model", "data"))
+        ]
+        best = max(of_model, key=lambda m: m.get(TOP1, 0.0))
+        if best[TOP1] > source.metrics[TOP1] + FAR:
+            found[name] = f" (left out: after {best['epochs']} epochs one has {best[TOP1]:.1f} %)"
+    return found
+
+
+def _find_trained(report: Report, entry: Mapping[str, Any]) -> Source | None:
+    """The record of the training whose weights a figure shows."""
+    return report.results.find(f"{entry.get('weights', '').rpartition('/')[0]}/metrics.json")
+
+
 def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
     """The accuracy of the model whose weights a figure shows."""
-    beside = f"{entry.get('weights', '').rpartition('/')[0]}/metrics.json"
-    source = report.results.find(beside)
+    source = _find_trained(report, entry)
     return format_scores(source.metrics, {TOP1: ""}, 1) if source else "unknown"
 
 
