@@ -29,7 +29,7 @@ class ReportParams:
 
 # what the papers' rooms and the pages say, the verbs with their scores, the graph, and the settings of the papers
 _FILES = (
-    *(f"repro/papers/*/*.{end}" for end in ("yaml", "md")),
+    *(f"repro/papers/*/*.{end}" for end in ("yaml", "md", "j2")),
     *(f"repro/report/*.{end}" for end in ("html", "md")),
     "stages/*.py",
     "dvc.yaml",

@@ -215,7 +215,7 @@ def test_the_readme_is_short_and_leads_to_every_paper_and_to_the_documentation()
 
 def test_the_blocks_of_the_readme_are_those_that_code_writes():
     blocks = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", README, re.S))
-    assert set(blocks) == {"verdict", "picture", "run", "papers", "verbs"}
+    assert set(blocks) == {"claims", "verdict", "picture", "run", "papers", "verbs"}
     assert blocks["verbs"] == describe_verbs(), "put describe_verbs() between the markers"
 
 

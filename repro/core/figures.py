@@ -16,6 +16,7 @@ STYLES = {
     "vittt": ("Vittt", "#D55E00", "o", "-"),
     "deit": ("DeiT, unfused attention", "#0072B2", "s", "--"),
     "deit_fused": ("DeiT, fused attention", "#56B4E9", "s", "-"),
+    "softvittt": ("softmax attention, 3×3 conv", "#0072B2", "P", ":"),  # both controls: Vittt's block and DeiT's
     "vim": ("Vim", "#009E73", "^", "-"),
     "vrwkv": ("VRWKV", "#CC79A7", "v", "-"),
     "vit3": ("ViT³", "#E69F00", "D", "-"),

@@ -6,6 +6,7 @@ A record holds everything that explains a number and nothing that changes from r
 joins them.
 """
 
+import base64
 import contextlib
 import datetime
 import json
@@ -252,3 +253,17 @@ def _require_reasons(value: Any, where: str) -> None:
             _require_reasons(item, f"{where}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: {value} is not a finite number; write null with a reason")
+
+
+def pack_hits(hits: Sequence[bool]) -> str:
+    """Base64 of a bit an image, the first one in the highest bit of the first byte; a rest of the last byte is 0."""
+    import numpy as np
+
+    return base64.b64encode(np.packbits(np.array(hits, dtype=bool)).tobytes()).decode()
+
+
+def unpack_hits(packed: str, images: int) -> list[bool]:
+    """The inverse of `pack_hits`."""
+    import numpy as np
+
+    return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=images).astype(bool).tolist()

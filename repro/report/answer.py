@@ -51,7 +51,7 @@ def lead_blocks(report: Report) -> list[Block]:
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
-    blocks = {"verdict": render_blocks(verdict_blocks(first))}
+    blocks = {"verdict": render_blocks(speed_blocks(first))}
     blocks["papers"] = render_blocks([_papers_table(reports), _count_open(reports)], "results/")
     pipeline = first.results.paths.results / PIPELINE_FILE
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
@@ -78,9 +78,14 @@ def verdict_blocks(report: Report) -> list[Block]:
         but = f", after {report.paper.parts[question.but](report)}" if question.but else ""
         said = f"{question.says[0].upper()}{question.says[1:]}{verb}"
         lines.append((strong(said), f" ({detail}){but}{why}."))
+    return [Bullets(lines), *speed_blocks(report)]
+
+
+def speed_blocks(report: Report) -> list[Block]:
+    """How fast the model is and what memory it takes beside the baseline; nothing where that was not measured."""
     contest = report.paper.contest
     measured = find_all_speeds(contest, report.results)
-    return [Bullets(lines), *(_compare_speeds(contest, measured) if measured else [])]
+    return _compare_speeds(contest, measured) if measured else []
 
 
 def _judge_questions(report: Report) -> list[tuple[Question, str, str]]:

@@ -207,10 +207,19 @@ def _is_headline(claim: Claim, report: Report) -> bool:
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
     """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
+    told: dict[str, Claim] = {}
 
     def show(claim: Claim) -> tuple[str, Line, Line, Line]:
         own = [report.verdicts[entry.id] for entry in claim.entries]
-        elsewhere = [f"{_key(claim, each)}{', '.join(map(str, each.elsewhere))}" for each in own if each.elsewhere]
+        elsewhere = []
+        for each in own:
+            measured = ", ".join(map(str, each.elsewhere))
+            if measured:
+                # what a row above has measured is not said again
+                first = told.setdefault(measured, claim)
+                elsewhere.append(
+                    _key(claim, each) + (measured if first.says == claim.says else f"as for {first.place}")
+                )
         notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
         if with_reasons:
             notes += [(each.reason,) for each in own if each.status == Status.NOT_MEASURED and each.reason]

@@ -20,10 +20,12 @@ from .markdown import render_blocks, render_markdown
 from .paper import Paper, list_functions
 from .prose import read_page
 from .results import Results
+from .template import render_template
 from .verdicts import STATUSES, count_statuses, export_json, export_rows
 
 PAGE = Path(__file__).with_name("page.md")
 RUNS_PAGE = Path(__file__).with_name("runs.md")
+TEMPLATE = ".j2"
 ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
@@ -94,8 +96,9 @@ def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figure
 def _build(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
     """Judge, draw into `figures`, and build the pages for a browser, those of Markdown by file, and the passages."""
     figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-    pages, documents, passages = [], {}, []
+    pages, documents, texts, passages = [], {}, {}, []
     reports = [judge(paper, results) for paper in papers]
+    parts = _find_parts(reports[0], reports) | {**reports[0].paper.parts}
     for report in reports:
         paper = report.paper
         for name, (_, draw) in list_drawings(report).items():
@@ -104,11 +107,19 @@ def _build(papers: Sequence[Paper], results: Results, judge: Judge, figures: Pat
         page = build_document(report, reports, runs)
         pages.append((report, [*page, *runs[1:]]))
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
-        documents |= {each.file: read_page(each.text, report, paper.parts) for each in paper.documents}
+        for each in paper.documents:
+            if each.text.suffix == TEMPLATE:
+                texts[each.file] = render_template(each.text, reports, parts, _find_results(each.file))
+            else:
+                documents[each.file] = read_page(each.text, report, paper.parts)
         passages += build_passages(report)
     documents[ERRATA_PAGE] = list_errata(reports)
     passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
-    return pages, {file: render_markdown(page, _find_results(file)) for file, page in documents.items()}, passages
+    claims = reports[0].paper.ledger_file.with_name(f"claims.md{TEMPLATE}")
+    if claims.is_file():
+        passages.append(("README.md", "claims", render_template(claims, reports, parts, "results/").rstrip()))
+    texts |= {file: render_markdown(page, _find_results(file)) for file, page in documents.items()}
+    return pages, texts, passages
 
 
 def _write_pages(

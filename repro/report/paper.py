@@ -96,7 +96,7 @@ class Document:
     """A further page that is written from the ledger and the records."""
 
     file: str  # relative to the checkout
-    text: Path  # Markdown that `repro.report.prose` fills; its first section is its opening
+    text: Path  # a template that `repro.report.template` fills, or Markdown that `repro.report.prose` does
     records: str = ""  # pattern of the paths of records that it shows, and the paper's main page does not
 
 

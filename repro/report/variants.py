@@ -363,7 +363,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
                 *([_describe_search(group, name)] if group.has_own_rates else []),
                 *(number(find_printed(ledger, where.rows[name], key)) for key in printed),
                 number(m["num_params"] / 1e6, ".4g"),
-                number(_count_macs(m["model"], json.dumps(m["options"]), m["image_size"], m["classes"]), ".4g"),
+                number(count_macs(m["model"], json.dumps(m["options"]), m["image_size"], m["classes"]), ".4g"),
                 _show_top1(source),
                 *(number(scores.get(key), ".1f") for key in extra),
             ]
@@ -382,7 +382,7 @@ def _describe_search(group: Group, name: str) -> str:
 
 
 @cache
-def _count_macs(model: str, options: str, image_size: int, classes: int) -> float | None:
+def count_macs(model: str, options: str, image_size: int, classes: int) -> float | None:
     """Multiply-adds of a model for one image, in units of 1e9; `options` as JSON. None for a model of another version."""
     from ..bench.flops import cost  # loads PyTorch
 

@@ -5,7 +5,6 @@ images of the reported split were right, and what explains the number. `results/
 trial of the search, by its score on `tune`. A file whose hashes are those of the cell is never made again.
 """
 
-import base64
 import contextlib
 import dataclasses
 import datetime
@@ -19,7 +18,7 @@ from ..core.config import list_values, load_section, params_hash, section_keys
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths
-from ..core.record import make_identity, read_json, write_json
+from ..core.record import make_identity, pack_hits, read_json, write_json
 from ..core.runtime import Runtime
 from ..data.cells import DataCell
 from ..tasks.classification.params import ClassifierParams
@@ -170,20 +169,6 @@ def find_hits(weights: Path, data: DataCell, split: str, params: ClassifierParam
     loader = EvalLoader(images, batch_size=params.batch_size, workers=0, device=cpu)
     with torch.inference_mode(), contextlib.closing(loader):
         return [hit for x, y in loader for hit in (model(to_input(x)).argmax(1) == y).tolist()]
-
-
-def pack_hits(hits: Sequence[bool]) -> str:
-    """Base64 of a bit an image, the first one in the highest bit of the first byte; a rest of the last byte is 0."""
-    import numpy as np
-
-    return base64.b64encode(np.packbits(np.array(hits, dtype=bool)).tobytes()).decode()
-
-
-def unpack_hits(packed: str, images: int) -> list[bool]:
-    """The inverse of `pack_hits`."""
-    import numpy as np
-
-    return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=images).astype(bool).tolist()
 
 
 def require_own_code(paths: Paths) -> None:

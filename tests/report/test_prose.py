@@ -25,7 +25,7 @@ REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0, "ap_mask_percent"
 PAGES = sorted([*ROOT.glob("repro/papers/*/*.md"), *ROOT.glob("repro/report/*.md")])
 # digits that are part of a name: of a data set, a place in a paper, an architecture, a dtype, an interval
 NAMES = re.compile(
-    r"ImageNet-1(?:K|00)|CIFAR-100|Top-1|ADE20K|(?:Table|Fig\.|Eq\.|Section|Insight) [\d.]*\d|[Cc]onv\dd|"
+    r"ImageNet-1(?:K|00)|CIFAR-100?|cifar10|Top-1|ADE20K|(?:Table|Fig\.|Eq\.|Section|Insight) [\d.]*\d|[Cc]onv\dd|"
     r"\d×\d (?=convolution)|256×256|fp\d\d|bf16|95 %"
 )
 

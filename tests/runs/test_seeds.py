@@ -1,5 +1,6 @@
 """Registered trainings: their order and files, searches before seeds, hits that explain the score, the right checkout."""
 
+import base64
 import datetime
 import types
 
@@ -9,7 +10,7 @@ import pytest
 from repro.core.config import load_yaml
 from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import read_json, write_json
+from repro.core.record import pack_hits, read_json, unpack_hits, write_json
 from repro.core.runtime import Runtime
 from repro.data.manifest import write_manifest
 from repro.data.prepare import scan_manifest
@@ -86,7 +87,7 @@ def test_a_seed_leaves_its_score_its_hits_and_what_explains_them_and_is_not_trai
     training = checkout(one=1e-3)[-1]
     seeds.train(training)
     found = read_json(checkout.root / "results/seeds/made/one/1.json")
-    hits = seeds.unpack_hits(found["hits"], found["images"])
+    hits = unpack_hits(found["hits"], found["images"])
     assert found["images"] == 8 and 100 * np.mean(hits) == found["top1_percent"]
     assert found["seed"] == 1 and found["split"] == "val" and found["core_hours"] > 0 and found["rate"] == 1e-3
     before = training.file.read_bytes()
@@ -104,10 +105,10 @@ def test_nothing_starts_that_would_not_end_in_time(checkout, monkeypatch):
 
 
 def test_hits_are_a_bit_an_image_the_first_one_highest():
-    assert seeds.pack_hits([True, False, False, False, False, False, False, True, True]) == "gYA="  # 0x81 0x80
+    assert pack_hits([True, False, False, False, False, False, False, True, True]) == "gYA="  # 0x81 0x80
     random = np.random.default_rng(0).random(10_000) < 0.5
-    assert seeds.unpack_hits(seeds.pack_hits(random), 10_000) == random.tolist()
-    assert len(seeds.base64.b64decode(seeds.pack_hits(random))) == 1250
+    assert unpack_hits(pack_hits(random), 10_000) == random.tolist()
+    assert len(base64.b64decode(pack_hits(random))) == 1250
 
 
 def test_code_of_another_checkout_is_refused(tmp_path):

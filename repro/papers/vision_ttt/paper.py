@@ -5,13 +5,14 @@ from pathlib import Path
 from ...report import dense, measured, verdicts
 from ...report.paper import Document, load_paper
 from ..variants import load_variants
-from . import readings_page, sections
+from . import photographs, readings_page, sections
 
 _ROOM = Path(__file__).parent
 
 PAPER = load_paper(
     __package__,
-    [measured, dense, readings_page, sections],
+    [measured, dense, photographs, readings_page, sections],
+    drawings=photographs.plan_photographs,
     passages={
         "docs/architecture.md": {"statuses": verdicts.describe_statuses},
         "docs/readings.md": {"choices": readings_page.describe_choices},
@@ -21,6 +22,8 @@ PAPER = load_paper(
         Document(
             file="results/papers/readings.md", text=_ROOM / "readings.md", records="results/measured/*/readings/*"
         ),
+        Document(file="results/papers/night.md", text=_ROOM / "night.md"),
+        Document(file="results/papers/reproduction.md", text=_ROOM / "reproduction.md.j2"),
         Document(file="results/papers/scenes.md", text=_ROOM / "scenes.md"),
         Document(file="results/provenance.md", text=_ROOM / "provenance.md"),
     ),

@@ -12,6 +12,7 @@ from typing import Any
 from ...core.config import load_yaml
 from ...core.csvfile import read_csv
 from ...core.figures import STYLES, new_figure, save_png
+from ...core.runtime import PEAK_TFLOPS
 from ...report.claims import Report
 from ...report.document import Block, Line, Piece, number, plain, strong, table
 from ...report.ledger import Ledger
@@ -21,12 +22,15 @@ from ...report.power import detectable_difference
 from ...report.records import Source, describe_origin
 from ...report.results import Missing
 from ...report.variants import Group
+from ..recipe import PAPER, TRAIN_IMAGES
+from .recipe import SAID
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
 FAR = (
     10.0  # so many points below the best record of its model and data, a model has not learnt what its figure is about
 )
+UTILISATION = 0.3  # of a GPU's peak that training reaches; `repro plan` takes the same
 TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
 NOT_SEEN = "not seen in this small model"
 # what the paper says, our numbers, whether they agree: None where nothing can be said, and `NOT_SEEN` where the small
@@ -51,6 +55,17 @@ def describe_models(report: Report) -> Line:
     trained = "; ".join(f"{name} {_accuracy(report, entry)}{unlearnt.get(name, '')}" for name, entry in fields.items())
     about = f"{m['model']} on {m['data']} ({describe_origin([source], report.named)}), {m['held_out_images']} held-out images."
     return (f"{about} The receptive fields are of models with these accuracies: {trained}.",)
+
+
+def estimate_gpu_hours(report: Report) -> str:
+    """How long Vittt-T, S and B take to train on ImageNet-1K as Appendix D says, at `UTILISATION` of an H100's peak.
+
+    A multiply-add is two operations, and the backward pass takes twice those of the forward pass. Data are taken to be
+    read in time.
+    """
+    macs_g = sum(float(report.verdicts[f"table1.vittt_{size}.macs_g"].ours or 0) for size in "tsb")
+    operations = 3 * 2e9 * macs_g * SAID[PAPER]["epochs"] * TRAIN_IMAGES
+    return f"{operations / (1e12 * PEAK_TFLOPS['H100'] * UTILISATION) / 3600:.0f}"
 
 
 def list_findings(report: Report) -> list[Block]:
@@ -86,11 +101,12 @@ def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
 
 def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[Finding]:
     fields = m["receptive_fields"]
-    if any(fields.get(name, {}).get("radius_90_px") is None for name in (*_DESIGNS, "DeiT", "Vim")):
+    known = {name for name, field in fields.items() if field.get("radius_90_px") is not None}
+    if not known.issuperset(_DESIGNS):
         return []
     one, both, radial = (fields[name] for name in _DESIGNS)
     shown = {"DeiT": "DeiT", "Vim": "Vim", "Vittt": _DESIGNS[-1]}
-    radii = {name: fields[key]["radius_90_px"] for name, key in shown.items() if key not in unlearnt}
+    radii = {name: fields[key]["radius_90_px"] for name, key in shown.items() if key in known - unlearnt.keys()}
     side, ahead = radial["image_size"], one["share_ahead"]
     covered = ", ".join(f"{name} {radius:.0f}" for name, radius in radii.items())
     return [

@@ -1,0 +1,325 @@
+"""What CIFAR-10 says after 6 epochs: the questions of cifar10.yaml, and verdicts once their five seeds are there.
+
+No difference, p-value or verdict is computed before every model of a question has all its seeds.
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.config import load_yaml
+from ...core.errors import UserError
+from ...core.figures import new_figure, save_png
+from ...core.paths import Paths
+from ...core.record import read_json, unpack_hits
+from ...core.statistics import describe_sample, share_interval
+from ...report.claims import Report
+from ...report.document import Block, Bullets, Heading, Line, Picture, Piece, number, show_interval, strong, table
+from ...report.ledger import Ledger
+from ...report.ordering import ALPHA, TOP1, compare_pairs, holm, round_off
+from ...report.variants import count_macs
+
+FIGURE = "cifar10_pairs.png"
+TIE = 1.2  # points on tune that 5,000 images cannot tell apart
+POINT = 1.0  # the margin of equality
+DRAWS = 2000  # of the bootstrap
+# model of cifar10.yaml -> the row of the paper with its accuracy on ImageNet-1K; the controls have none
+ROWS = {
+    **{name: f"table1.{name}_t" for name in ("vittt", "deit", "vrwkv", "vim", "vit3")},
+    **{name: f"table3.{name}" for name in ("ttt_layer", "share_qk", "gating", "conv1d", "dual")},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model of the questions: the files of its seeds and of its search.
+
+    `seeds`: seed -> file; `trials`: learning rate -> Top-1 in percent on tune.
+    """
+
+    name: str
+    seeds: Mapping[int, Mapping[str, Any]]
+    trials: Mapping[float, float]
+
+    @property
+    def top1(self) -> dict[int, float]:
+        """Seed -> Top-1 in percent on the test images."""
+        return {seed: found[TOP1] for seed, found in self.seeds.items()}
+
+    @property
+    def processors(self) -> dict[int, str]:
+        """Seed -> the processor that trained it."""
+        return {seed: found["device"]["cpu"] for seed, found in self.seeds.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A pair of models over their common seeds, in points of Top-1."""
+
+    first: str
+    second: str
+    difference: float
+    interval: tuple[float, float]  # 95 %, by Student's t over the seeds
+    drawn: tuple[float, float]  # 95 %, by a bootstrap over seeds and images
+    p: float | None  # two-sided, after Holm's correction over the pairs of the question; None where no order was asked
+    word: str
+
+
+@functools.cache
+def load_photographs() -> dict[str, Any]:
+    """The content of cifar10.yaml."""
+    return load_yaml(Path(__file__).with_name("cifar10.yaml"))
+
+
+def find_models(paths: Paths, questions: Mapping[str, Any]) -> dict[str, Model]:
+    """Read what results/seeds holds of every model that the questions name, in their order.
+
+    Raises:
+        UserError: seeds of different commits, data or recipes, which cannot be compared.
+    """
+    names = dict.fromkeys(
+        name for each in questions["questions"].values() for pair in list_pairs(each) for name in pair
+    )
+    models = {}
+    for name in names:
+        folder = paths.results / "seeds" / questions["data"] / name
+        own = {seed: folder / f"{seed}.json" for seed in questions["seeds"]}
+        seeds = {seed: read_json(file) for seed, file in own.items() if file.is_file()}
+        trials = [read_json(file) for file in folder.glob("rate_*.json")]
+        models[name] = Model(name=name, seeds=seeds, trials={each["rate"]: each[TOP1] for each in trials})
+    if wrong := [
+        name for name, model in models.items() for each in model.seeds.values() if each["commit"] != questions["commit"]
+    ]:
+        raise UserError(
+            f"results/seeds/{questions['data']}/{wrong[0]}: trained by the code of another commit than was registered"
+        )
+    for key in ("data_hash", "epochs", "images"):
+        values = {(name, str(found[key])) for name, model in models.items() for found in model.seeds.values()}
+        if len({value for _, value in values}) > 1:
+            raise UserError(f"results/seeds/{questions['data']}: seeds of more than one {key}; keep those of one")
+    for name, model in models.items():
+        recipes = {json.dumps(each["params"] | {"seeds": None}, sort_keys=True) for each in model.seeds.values()}
+        if len(recipes) > 1:
+            raise UserError(
+                f"results/seeds/{questions['data']}/{name}: seeds of more than one recipe; keep those of one"
+            )
+    return models
+
+
+def list_pairs(question: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """All pairs that a question names, with those that are shown without a verdict."""
+    return [(first, second) for kind in ("pairs", "not_worse", "shown") for first, second in question.get(kind, ())]
+
+
+def is_finished(question: Mapping[str, Any], models: Mapping[str, Model], seeds: Sequence[int]) -> bool:
+    """Whether every model of a question has all the seeds that were named before the run."""
+    return all(set(models[name].seeds) >= set(seeds) for pair in list_pairs(question) for name in pair)
+
+
+def judge_question(question: Mapping[str, Any], models: Mapping[str, Model]) -> list[Judged]:
+    """Judge the pairs of a finished question as cifar10.yaml says."""
+    asked, not_worse, shown = (
+        [(first, second) for first, second in question.get(kind, ())] for kind in ("pairs", "not_worse", "shown")
+    )
+    top1, least = {name: model.top1 for name, model in models.items()}, round_off(_count_images(models))
+    welch = dict(
+        zip(asked, holm([_test_unpaired(models[first], models[second]) for first, second in asked]), strict=True)
+    )
+    found = []
+    for each in (*compare_pairs(top1, asked, least), *compare_pairs(top1, [*not_worse, *shown], least)):
+        pair = each.better, each.worse
+        first, second = (models[name] for name in pair)
+        values, drawn = [first.top1[seed] - second.top1[seed] for seed in first.top1], bootstrap(first, second)
+        if pair in asked:
+            is_seen = each.p < ALPHA and drawn[0] * drawn[1] > 0
+            if first.processors != second.processors:
+                is_seen = is_seen and welch[pair] < ALPHA
+            apart = "seen" if each.difference > 0 else "contradicted"
+            word = apart if is_seen else "equal within a point" if is_equal(values, least=least) else "undecided"
+        elif pair in not_worse:
+            lowest = bound_below(values, least)
+            word = "not worse" if lowest > -question["margin_points"] else "undecided"
+            word += f" (95 % above {lowest:+.2f})"
+        else:
+            word = "no verdict asked"
+        about = {"difference": each.difference, "interval": each.interval, "p": each.p if pair in asked else None}
+        found.append(Judged(first=pair[0], second=pair[1], drawn=drawn, word=word, **about))
+    return found
+
+
+def bound_below(values: Sequence[float], least: float = 0.0) -> float:
+    """The lower end of the one-sided 95 % interval of the mean, by Student's t.
+
+    `least`: the standard deviation of values that are closer to each other than they are written.
+    """
+    from scipy.stats import t as student
+
+    error = max(statistics.stdev(values), least) / len(values) ** 0.5
+    return statistics.mean(values) - float(student.isf(ALPHA, len(values) - 1)) * error
+
+
+def is_equal(values: Sequence[float], margin: float = POINT, least: float = 0.0) -> bool:
+    """Whether two one-sided t tests, each at 5 %, place the mean between −margin and margin."""
+    return all(bound_below(signed, least) > -margin for signed in (values, [-value for value in values]))
+
+
+def bootstrap(first: Model, second: Model, draws: int = DRAWS) -> tuple[float, float]:
+    """The 95 % interval of the difference in points when seeds and images are drawn anew, both with replacement.
+
+    A draw takes the same seeds and the same images of both models, which saw them in pairs.
+    """
+    import numpy as np
+
+    apart = np.stack([_read_hits(first, seed) - _read_hits(second, seed) for seed in sorted(first.seeds)])
+    seeds, images = apart.shape
+    random, means = np.random.default_rng(0), []
+    for _ in range(draws):
+        of_image = apart[random.integers(seeds, size=seeds)].sum(0)
+        means.append(100 * of_image[random.integers(images, size=images)].mean() / seeds)
+    low, high = np.quantile(means, [ALPHA / 2, 1 - ALPHA / 2])
+    return float(low), float(high)
+
+
+def _read_hits(model: Model, seed: int) -> Any:
+    """1 for each image of the test split that is classified rightly, else 0, as a NumPy array."""
+    import numpy as np
+
+    found = model.seeds[seed]
+    return np.array(unpack_hits(found["hits"], found["images"]), dtype=np.int8)
+
+
+def _test_unpaired(first: Model, second: Model) -> float:
+    """The two-sided p-value of Welch's t test over the seeds; 1 where all scores are equal."""
+    from scipy import stats
+
+    values = [list(model.top1.values()) for model in (first, second)]
+    return 1.0 if values[0] == values[1] else float(stats.ttest_ind(*values, equal_var=False).pvalue)
+
+
+def _count_images(models: Mapping[str, Model]) -> int:
+    return next(found["images"] for model in models.values() for found in model.seeds.values())
+
+
+def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None:
+    """By how many points of Top-1 on ImageNet-1K the paper prints the first above the second; None for a control.
+
+    Vittt is the last row of Table 3, too.
+    """
+    if first not in ROWS or second not in ROWS:
+        return None
+    values = [float(ledger.entries[f"{ROWS[name]}.{TOP1}"].printed or "") for name in (first, second)]
+    return values[0] - values[1]
+
+
+def list_photographs(report: Report) -> list[Block]:
+    """Accuracies of all models so far, then each question: its verdicts, or how many of its trainings are there."""
+    questions = load_photographs()
+    models = find_models(report.results.paths, questions)
+    blocks: list[Block] = [(count_trainings(report),), _list_accuracies(models)]
+    if any(is_finished(each, models, questions["seeds"]) for each in questions["questions"].values()):
+        blocks.append((Picture(f"figures/{FIGURE}", "differences of all pairs, with the paper's"),))
+    open_questions: list[Line] = []
+    for name, question in questions["questions"].items():
+        if is_finished(question, models, questions["seeds"]):
+            blocks.append(Heading(f"{name}. {question['asks']}"))
+            blocks += _list_judged(question, judge_question(question, models), report.paper.ledger)
+        else:
+            own = {each for pair in list_pairs(question) for each in pair}
+            done = sum(len(models[each].seeds) for each in own)
+            asked = len(own) * len(questions["seeds"])
+            open_questions.append((f"{name}. {question['asks']} Not finished: {done} of {asked} trainings.",))
+    if open_questions:
+        blocks.append(Bullets(open_questions))
+    return blocks
+
+
+def find_commit(_: Report) -> str:
+    """The commit whose code trains all models, in short."""
+    return load_photographs()["commit"][:8]
+
+
+def count_trainings(report: Report) -> str:
+    """How much of what was registered has run, in a sentence."""
+    questions = load_photographs()
+    models = find_models(report.results.paths, questions).values()
+    seeds, trials = sum(len(each.seeds) for each in models), sum(len(each.trials) for each in models)
+    asked, searched = len(models) * len(questions["seeds"]), len(models) * len(questions["search"]["rates"])
+    return f"{seeds} of {asked} trainings and {trials} of {searched} trials of their searches have run."
+
+
+def _list_accuracies(models: Mapping[str, Model]) -> Block:
+    rows: list[list[Piece]] = []
+    for name, model in models.items():
+        row: list[Piece] = [name, _show_rates(model.trials), number(len(model.trials)), number(len(model.seeds))]
+        if not model.seeds:
+            rows.append([*row, *["–"] * 4])
+            continue
+        one, values = next(iter(model.seeds.values())), list(model.top1.values())
+        sample, params = describe_sample(values, is_share=True), one["params"]
+        interval = sample.ci95 or share_interval(sample.mean, one["images"])
+        macs = count_macs(params["model"], json.dumps(params["options"]), params["transform"]["image_size"], 10)
+        hours = sum(each["core_hours"] for each in model.seeds.values())
+        row += [number(show_interval(sample.mean, interval, ".2f")), number(one["num_params"], ",")]
+        rows.append([*row, number(None if macs is None else 1000 * macs, ".4g"), number(hours, ".1f")])
+    header = ["model", "rate (Top-1 on tune)", "trials", "seeds", "Top-1 (%) [95 %]", "parameters"]
+    return table([*header, "multiply-adds (M)", "core-hours"], rows)
+
+
+def _show_rates(trials: Mapping[float, float]) -> str:
+    """The best rate of a search, and each other one that so few images cannot tell from it."""
+    if not trials:
+        return "–"
+    best = max(sorted(trials), key=lambda rate: trials[rate])
+    close = [rate for rate in sorted(trials) if rate != best and trials[rate] > trials[best] - TIE]
+    return ", ".join(f"{rate:g} ({trials[rate]:.2f})" for rate in (best, *close))
+
+
+def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: Ledger) -> list[Block]:
+    words = [f"{each.first} against {each.second}: {each.word}" for each in judged]
+    says = f"After 6 epochs, at rates chosen with one seed: {'; '.join(words)}."
+    rows: list[list[Piece]] = []
+    has_others = "differs" in question
+    for each in judged:
+        differs = question["differs"].get(each.second, "") if has_others else ""
+        p = None if each.p is None else "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
+        printed = _printed_difference(ledger, each.first, each.second)
+        drawn = "[{:+.2f}, {:+.2f}]".format(*each.drawn)
+        word = strong(each.word) if each.word == "contradicted" else each.word
+        row = [f"{each.first} − {each.second}", number(printed, "+.1f")]
+        row.append(number(show_interval(each.difference, each.interval, "+.2f")))
+        rows.append([*row, number(drawn), number(p), word, *([differs] if has_others else [])])
+    header = ["", "paper, ImageNet-1K (points)", "ours (points) [95 %]", "by bootstrap", "p (Holm)", "verdict"]
+    return [(says,), table([*header, *(["what else differs"] if has_others else [])], rows)]
+
+
+def draw_pairs(path: Path, judged: Sequence[Judged], ledger: Ledger) -> Path:
+    """Draw a forest plot: each difference with its 95 % interval, and the paper's on ImageNet-1K."""
+    figure, (panel,) = new_figure(1)
+    figure.set_size_inches(7.5, 1.2 + 0.35 * len(judged))
+    for place, each in enumerate(reversed(judged)):
+        low, high = each.interval
+        error = [[each.difference - low], [high - each.difference]]
+        panel.errorbar(each.difference, place, xerr=error, fmt="o", color="#D55E00", capsize=3, label="ours, CIFAR-10")
+        if (printed := _printed_difference(ledger, each.first, each.second)) is not None:
+            panel.plot(printed, place, "D", color="black", markerfacecolor="white", label="the paper, ImageNet-1K")
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(judged)), [f"{each.first} − {each.second}" for each in reversed(judged)], fontsize=9)
+    panel.set(xlabel="difference of Top-1 (points), 95 % over seeds", ylim=(-0.6, len(judged) - 0.4))
+    panel.grid(True, axis="x", linewidth=0.4, alpha=0.5)
+    handles = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=2, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.5 / (1.2 + 0.35 * len(judged)), 1, 1))
+    return save_png(figure, path)
+
+
+def plan_photographs(report: Report) -> dict[str, Any]:
+    """The forest plot of the finished questions; none before one is finished."""
+    questions = load_photographs()
+    models = find_models(report.results.paths, questions)
+    asked = [each for each in questions["questions"].values() if is_finished(each, models, questions["seeds"])]
+    judged = [pair for question in asked for pair in judge_question(question, models)]
+    return {FIGURE: ([], lambda path: draw_pairs(path, judged, report.paper.ledger))} if judged else {}
