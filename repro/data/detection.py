@@ -12,7 +12,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from ..core.errors import UserError
-from .coco import Instances, read_image
+from .coco import Instances, encode_mask, read_image
 from .findings import BadData, Finding
 from .loader import own_randomness
 from .settings import DetectionTransformSettings
@@ -110,9 +110,7 @@ class CocoDetection(Dataset):
         targets = self.instances.targets(place)
         pixels = read_image(path, size, self.instances.file, self.instances.max_pixels)
         try:
-            masks = [
-                decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)
-            ]
+            masks = [decode_mask(self.instances.segmentation(row), *size) for row in self.instances.rows[targets]]
             # all of one shape, also where there is no mask
             together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]
         except Exception as error:  # pycocotools raises bare exceptions
@@ -132,13 +130,7 @@ def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
     """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons of one or two corners are empty."""
-    if isinstance(segmentation, dict):
-        compressed = not isinstance(segmentation["counts"], list)
-        return rle.decode(segmentation if compressed else rle.frPyObjects(segmentation, height, width))
-    polygons = [polygon for polygon in segmentation if len(polygon) >= 6]
-    if not polygons:
-        return np.zeros((height, width), dtype=np.uint8)
-    return rle.decode(rle.merge(rle.frPyObjects(polygons, height, width)))
+    return rle.decode(encode_mask(segmentation, height, width))
 
 
 def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSettings) -> list[tv_tensors.TVTensor]:

@@ -31,7 +31,7 @@ def content():
             annotation(6, 12, 18, [70, 10, 5, 5]),  # outside
             annotation(7, 12, 18, [10, 10, 0, 5]),  # no area
             annotation(8, 12, 18, [10, 10, 0.5, 5]),  # less than a pixel
-            annotation(9, 12, 18, [10, 10, 5, 5], area=0),
+            annotation(9, 12, 18, [10, 10, 5, 5], [[10, 10, 15, 15, 12, 12]], area=0),  # nor has its mask
             annotation(10, 31, 7, [4, 4, 10, 10]),
             annotation(11, 40, 7, [4, 4, 10, 10], runs(block(4, 4, 14, 14)), iscrowd=1),
         ],
@@ -61,8 +61,22 @@ def test_targets_by_hand(root):
     of_12 = found.targets(1)
     assert found.labels[of_12].tolist() == [3, 1, 2]
     assert found.boxes[of_12].tolist() == BOXES
-    for target, box in zip(range(of_12.start, of_12.stop), BOXES, strict=True):
-        assert np.array_equal(decode_mask(found.segmentation(target), HEIGHT, WIDTH), block(*box))
+    for row, box in zip(found.rows[of_12], BOXES, strict=True):
+        assert np.array_equal(decode_mask(found.segmentation(row), HEIGHT, WIDTH), block(*box))
+
+
+def test_what_is_left_out_is_counted(root):
+    found = read_instances(root, "train")
+    assert found.left_out == {
+        "crowds": 2,
+        "boxes outside of their image": 1,
+        "boxes without area": 1,
+        "boxes thinner than a pixel": 1,
+        "masks without area": 1,
+    }
+    assert len(found.labels) + sum(found.left_out.values()) == found.num_annotations == len(found.annotations) == 11
+    said = found.describe_targets()
+    assert all(f"{number} {reason}" in said for reason, number in found.left_out.items()) and "5 of 11" in said
 
 
 def test_masks_agree_with_pycocotools(root):
