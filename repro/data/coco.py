@@ -27,7 +27,7 @@ from .manifest import ClassRecord, Folder
 from .pixels import MAX_PIXELS, explain_error, read_pixels
 from .tree import list_images, record_folder, show_few
 
-_RENEW = "unpack annotations_trainval2017.zip again, or correct your own file"
+_RENEW = "correct the file; that of COCO 2017 is in annotations_trainval2017.zip"
 _SLACK_PX = 1.0  # coordinates are rounded
 _MOST_OUTSIDE = 10  # how far from its origin a polygon may reach, in sides of the image
 # sorts of faults of annotations -> severity and advice; those that training survives are warnings
