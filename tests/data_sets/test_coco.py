@@ -220,6 +220,66 @@ def test_bad_annotations_are_refused_by_name(root, key, place, values, message):
     assert "\n" not in str(caught.value)
 
 
+SCREENSHOT = "Screenshot 2024-05-01 at 10.15.32\u202fAM.png"
+READ = [SCREENSHOT, "a\u00a0b.png", "a\u00adb.png", "a\u200db.png", "a\u3000b.png", "a\u200eb.png", "a\ufeffb.png"]
+READ += ["\u00e9.png", "e\u0301.png", "\u732b.png", "\U0001f408.png", "a b.png", "a\tb.png", "a'b\"c.png", "a%20b.png"]
+
+
+@pytest.mark.parametrize("name", READ, ids=ascii)
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_a_file_may_have_any_name_of_one_line(tmp_path, name, prefix):
+    found = {"images": [image(1) | {"file_name": name}], "annotations": [], "categories": CATEGORIES}
+    root = write_coco(tmp_path, found)
+    (root / "annotations/instances_train2017.json").write_text(
+        json.dumps(found | {"images": [image(1) | {"file_name": prefix + name}]})
+    )
+    assert read_instances(root, "train").path(0) == root / "train2017" / name
+    assert detection(root)[(0, 0)][0].shape == (3, 40, 60)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a\nb.png", "a\r.png", "a\x00.png", "a\x0b.png", "a\x0c.png", "a\x1c.png", "a\x85.png", "\u2028.png"]
+    + ["a\u2029.png", "\ud800.png", "a.png\n", None, 7, ["a.png"]],
+    ids=ascii,
+)
+def test_a_name_that_no_line_can_hold_is_refused_with_its_value(root, name):
+    found = content()
+    found["images"][1]["file_name"] = name
+    (root / "annotations/instances_train2017.json").write_text(json.dumps(found))
+    with pytest.raises(UserError) as caught:
+        read_instances(root, "train")
+    said = str(caught.value)
+    assert "images[1]" in said and repr(name) in said and "\n" not in said and said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("split", "name", "word"),
+    [
+        ("train", "images/a.png", "without folders"),
+        ("train", "images\\a.png", "without folders"),
+        ("train", "../train/a.png", "without folders"),
+        ("train", "/data/a.png", "without folders"),
+        ("train", "C:\\data\\a.png", "without folders"),
+        ("train", "A.png", "'a.png' is there"),
+        ("train", "a.PNG", "'a.png' is there"),
+        ("train", "b.png", "instances_train.json"),
+        ("train", "e\u0301.png", "Unicode"),
+        ("train", "a", "instances_train.json"),
+        ("train2017", "b.png", "train2017.zip"),
+    ],
+)
+def test_a_picture_that_is_not_there_is_a_line_that_fits(tmp_path, split, name, word):
+    found = {"images": [image(1) | {"file_name": "a.png"}, image(2) | {"file_name": "\u00e9.png"}]}
+    found |= {"annotations": [], "categories": CATEGORIES}
+    root = write_coco(tmp_path, found, split)
+    found["images"][0]["file_name"] = name
+    (root / f"annotations/instances_{split}.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="no such file") as caught:
+        read_instances(root, "train")
+    assert word in str(caught.value) and (".zip" in str(caught.value)) == (split == "train2017")
+
+
 def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):
     write_coco(tmp_path, {**content(), "annotations": []})
     assert len(detection(tmp_path)) == 5
