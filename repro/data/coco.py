@@ -24,12 +24,12 @@ from pycocotools import mask as rle
 from ..core.hashing import short_hash
 from .findings import RAISE_FIRST, BadData, Finding, Report, count
 from .manifest import ClassRecord, Folder
+from .masks import check_mask, encode_mask
 from .pixels import MAX_PIXELS, explain_error, read_pixels
 from .tree import list_images, record_folder, show_few
 
-_RENEW = "correct the file; that of COCO 2017 is in annotations_trainval2017.zip"
+_RENEW = "add or correct the file; that of COCO 2017 is in annotations_trainval2017.zip"
 _SLACK_PX = 1.0  # coordinates are rounded
-_MOST_OUTSIDE = 10  # how far from its origin a polygon may reach, in sides of the image
 # sorts of faults of annotations -> severity and advice; those that training survives are warnings
 _FAULTS = {
     "malformed": ("error", _RENEW),
@@ -88,8 +88,8 @@ class Instances:
         return marshal.loads(self.masks[self.mask_starts[row] : self.mask_starts[row + 1]])
 
     def describe_targets(self) -> str:
-        """How many annotations are targets, and why others are not: `4 of 7 annotations are learned; left out: ...`."""
-        why = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
+        """How many annotations are targets, and why others are not: `4 of 7 annotations are learned; left out: crowds (3)`."""
+        why = ", ".join(f"{reason} ({number:,})" for reason, number in self.left_out.items())
         text = f"{len(self.labels):,} of {count(self.num_annotations, 'annotation')} are learned"
         return f"{text}; left out: {why}" if why else text
 
@@ -122,6 +122,7 @@ def read_instances(
     annotations = _index_rows(content, file, "annotations", ("id", "image_id", "category_id", "bbox"), report)
     for row in images.values():
         row["file_name"] = posixpath.normpath(row["file_name"])  # ./a.png
+        row["height"], row["width"] = int(row["height"]), int(row["width"])  # 480.0
     _find_images(folder, file, [row["file_name"] for row in images.values()], report)
     category_ids, image_ids = sorted(categories), sorted(images)
     label_of = {category_id: label for label, category_id in enumerate(category_ids, start=1)}
@@ -223,17 +224,6 @@ def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = 
     return pixels
 
 
-def encode_mask(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """COCO's polygons, RLE or compressed RLE as compressed RLE; polygons of one or two corners are empty."""
-    if isinstance(segmentation, dict):
-        compressed = not isinstance(segmentation["counts"], list)
-        return segmentation if compressed else rle.frPyObjects(segmentation, height, width)
-    polygons = [polygon for polygon in segmentation if len(polygon) >= 6]
-    if not polygons:
-        return rle.encode(np.zeros((height, width), dtype=np.uint8, order="F"))
-    return rle.merge(rle.frPyObjects(polygons, height, width))
-
-
 def _judge(
     row: Row,
     images: Mapping[int, Row],
@@ -259,7 +249,7 @@ def _judge(
             raise ValueError(f"box {box} or area {area} is not finite")
         image, segmentation = images[row["image_id"]], row.get("segmentation")
         wide, high = image["width"], image["height"]
-        outlined = _check_mask(segmentation, high, wide) if segmentation else False
+        outlined = check_mask(segmentation, high, wide) if segmentation else False
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         faults["malformed"].append(f"{name} is malformed ({explain_error(error)})")
         return None
@@ -343,59 +333,7 @@ def _is_file_name(value: Any) -> bool:
 
 
 def _is_side(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < 2**31
-
-
-def _check_mask(segmentation: Any, height: int, width: int) -> bool:
-    """Whether a mask has an area.
-
-    Raises an error about one that pycocotools, which trusts its input, could not draw into an image of this size.
-
-    That takes room for every pixel of an outline, also of one far outside the image.
-    """
-    if isinstance(segmentation, dict):
-        size, counts = segmentation["size"], segmentation["counts"]
-        if list(size) != [height, width]:
-            raise ValueError(f"a mask of {size[1]}×{size[0]} pixels in an image of {width}×{height}")
-        if isinstance(counts, str):
-            counts = _parse_counts(counts)
-        if not all(type(count) is int and count >= 0 for count in counts) or sum(counts) != height * width:
-            raise ValueError(f"the counts of a mask are not those of {width}×{height} pixels")
-        return sum(counts[1::2]) > 0
-    for polygon in segmentation:
-        if not max(map(abs, polygon), default=0) <= _MOST_OUTSIDE * max(height, width) or len(polygon) % 2:
-            raise ValueError(f"a polygon leaves its image of {width}×{height}, or has no y for an x")
-    return any(map(_has_area, segmentation))
-
-
-def _has_area(polygon: Sequence[float]) -> bool:
-    """Whether the corners do not lie on one line; mostly known at the third one."""
-    along = down = 0
-    for x, y in zip(polygon[::2], polygon[1::2], strict=True):
-        right, below = x - polygon[0], y - polygon[1]
-        if right * down != below * along:
-            return True
-        if not (along or down):
-            along, down = right, below
-    return False
-
-
-def _parse_counts(text: str) -> list[int]:
-    """The counts of a compressed RLE: five-bit groups, lowest first; from the third, relative to the last but one."""
-    counts, value, shift = [], 0, 0
-    for character in text.encode("ascii"):
-        bits = character - 48
-        if not 0 <= bits < 64 or shift > 30:
-            raise ValueError("the counts of a mask are not compressed RLE")
-        value |= (bits & 31) << shift
-        shift += 5
-        if not bits & 32:
-            value -= (bits & 16) << (shift - 4)  # the sign
-            counts.append(value + (counts[-2] if len(counts) > 2 else 0))
-            value, shift = 0, 0
-    if shift:
-        raise ValueError("the counts of a mask are cut short")
-    return counts
+    return isinstance(value, int | float) and 0 < value < 2**31 and value == int(value)
 
 
 def _index_rows(

@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from pycocotools import mask as rle
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from ..core.errors import UserError
-from .coco import Instances, encode_mask, read_image
+from .coco import Instances, read_image
 from .findings import BadData, Finding
 from .loader import own_randomness
+from .masks import decode_mask
 from .settings import DetectionTransformSettings
 
 Target = dict[str, Any]
@@ -126,11 +126,6 @@ class CocoDetection(Dataset):
 def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
     """A picture, uint8 (3, H, W), at the size at which a model is evaluated."""
     return _resize([tv_tensors.Image(image)], settings.min_size[-1], settings.max_size)[0].as_subclass(Tensor)
-
-
-def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons of one or two corners are empty."""
-    return rle.decode(encode_mask(segmentation, height, width))
 
 
 def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSettings) -> list[tv_tensors.TVTensor]:

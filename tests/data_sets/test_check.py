@@ -279,7 +279,7 @@ COCO_FAULTS = {
     "an image is cut": (lambda r: cut(r / PHOTO), 1, f"{PHOTO}: unreadable image ("),
     "an image is empty": (lambda r: (r / PHOTO).write_bytes(b""), 1, f"{PHOTO}: is empty"),
     "JSON cut": (lambda r: cut(r / TRAIN_JSON), 1, f"{TRAIN_JSON}: is not valid JSON ("),
-    "no JSON": (lambda r: (r / TRAIN_JSON).unlink(), 1, f"{TRAIN_JSON}: No such file or directory; unpack"),
+    "no JSON": (lambda r: (r / TRAIN_JSON).unlink(), 1, f"{TRAIN_JSON}: No such file or directory; "),
     "captions": (lambda r: (r / TRAIN_JSON).write_text('{"images": [], "annotations": []}'), 1, "no list 'categories'"),
     "a list": (lambda r: (r / TRAIN_JSON).write_text("[1, 2]"), 1, "has no list 'images'"),
     "size": (change("images", 1, width=65), 1, f"{PHOTO}: is 64×48, instances_train2017.json says 65×48; boxes"),

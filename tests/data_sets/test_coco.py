@@ -9,8 +9,9 @@ from pycocotools.coco import COCO
 
 from repro.core.errors import UserError
 from repro.data.coco import read_instances
-from repro.data.detection import CocoDetection, decode_mask
+from repro.data.detection import CocoDetection
 from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.masks import decode_mask
 from repro.data.settings import DetectionTransformSettings
 from tests.data_sets.made import HEIGHT, WIDTH, annotation, block, compressed, image, polygon, runs, write_coco
 
@@ -76,7 +77,7 @@ def test_what_is_left_out_is_counted(root):
     }
     assert len(found.labels) + sum(found.left_out.values()) == found.num_annotations == len(found.annotations) == 11
     said = found.describe_targets()
-    assert all(f"{number} {reason}" in said for reason, number in found.left_out.items()) and "5 of 11" in said
+    assert all(f"{reason} ({number})" in said for reason, number in found.left_out.items()) and "5 of 11" in said
 
 
 def test_masks_agree_with_pycocotools(root):
@@ -207,6 +208,7 @@ RUNS = {"size": [50, 36], "counts": [1800, -1, 1]}
         ("images", 1, {"height": "40"}, r"images\[1\] is malformed"),
         ("images", 1, {"width": 1e300}, r"images\[1\] is malformed"),
         ("images", 1, {"width": -3}, r"images\[1\] is malformed"),
+        ("images", 1, {"width": 60.5}, r"images\[1\] is malformed.*60\.5"),
         ("images", 1, {"id": 10**30}, r"images\[1\] is malformed"),
         ("categories", 1, {"name": 7}, r"categories\[1\] is malformed"),
     ],

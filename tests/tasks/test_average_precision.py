@@ -11,7 +11,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from repro.core.errors import UserError
-from repro.data.coco import encode_mask, read_instances
+from repro.data.coco import read_instances
+from repro.data.masks import encode_mask
 from repro.tasks.detection.evaluate import coco_metrics, count_confusion
 from tests.data_sets.made import annotation, block, compressed, image, polygon, runs, write_coco
 
@@ -113,6 +114,10 @@ FORMS = {
     "large annotations": renumber("annotations", lambda number: 2**62 + number),
     "annotations as text": renumber("annotations", lambda number: f"{number:05d}"),
     "annotations as floats": renumber("annotations", float),
+    "sizes and areas as floats": lambda found: [
+        *(row.update(height=float(SIDE), width=float(SIDE)) for row in found["images"]),
+        *(row.update(area=0.0) for row in found["annotations"]),
+    ],
     "outlines as runs": each(segmentation=lambda row: runs(mask(row))),
     "outlines as compressed runs": each(segmentation=lambda row: compressed(mask(row))),
     "two corners beside an outline": each(segmentation=lambda row: [[1, 1, 9, 9], *row["segmentation"]]),

@@ -13,7 +13,8 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor
 
 from ...core.errors import UserError
-from ...data.coco import Instances, encode_mask
+from ...data.coco import Instances
+from ...data.masks import encode_mask
 
 Result = dict[str, Any]
 # the first six of the twelve numbers of COCO's summary
