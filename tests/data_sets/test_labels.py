@@ -226,6 +226,11 @@ def test_a_void_of_255_is_an_error_that_says_what_to_do(tmp_path, values, word):
     assert errors == 2 and all(word in line for line in only(lines, "error"))
 
 
+def test_classes_that_cannot_be_read_do_not_end_the_check(tmp_path):
+    lines, warnings, errors = check(tmp_path, 0, 1, 2, names="sky\nroad".encode("utf-16"))
+    assert errors and "UTF-8" in only(lines, "error")[0] and not warnings
+
+
 def test_the_share_of_the_objects_of_each_class_is_said_by_name(tmp_path):
     rows = [annotation(number, 1, category, [number, 1, 9, 9]) for number, category in enumerate((3, 3, 3, 8), 1)]
     categories = [{"id": 8, "name": "door"}, {"id": 3, "name": "lamp"}, {"id": 9, "name": "sink"}]

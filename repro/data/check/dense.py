@@ -129,7 +129,7 @@ def check_ade20k(
         report.ok(base, f"pixels: {_list_shares(['0 (unlabelled)', *names], shares)}")
         # of a release, and of scenes that the project draws, the labels are known to be right
         of_class = shares[1 : len(names) + 1]
-        if (base / CLASSES).is_file() and shares[0] > min(_VOID, np.median(of_class)) * (of_class[-1] > 0):
+        if names and (base / CLASSES).is_file() and shares[0] > min(_VOID, np.median(of_class)) * (of_class[-1] > 0):
             problem = f"0, of which nothing is learned, has {shares[0]:.1%} of the pixels, as much as a class"
             if not of_class[-1]:
                 problem = f"no pixel has {len(names)}, the last class {names[-1]}, and {shares[0]:.1%} have 0"
