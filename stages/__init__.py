@@ -43,7 +43,7 @@ OwnOption = Annotated[
     typer.Option(
         "--data",
         help="Your own pictures in place of a cell: folder:PATH to classify, of class folders or a CSV of file,label; "
-        "coco:PATH to detect; ade20k:PATH to segment.",
+        "coco:PATH or boxes:PATH to detect; ade20k:PATH to segment.",
     ),
 ]
 ModelOption = Annotated[

@@ -21,7 +21,7 @@ def command(
     cell: Annotated[
         str | None,
         typer.Option(
-            help="One cell of the `prepare_data:` section, or folder:PATH, coco:PATH, ade20k:PATH; without it, all cells."
+            help="One cell of the `prepare_data:` section, or folder:PATH, coco:PATH, boxes:PATH, ade20k:PATH; without it, all cells."
         ),
     ] = None,
     download: Annotated[

@@ -15,11 +15,13 @@ import pytest
 import typer
 import yaml
 from dvc.utils.hydra import apply_overrides
+from PIL import Image
 
 import stages
 from repro.cli import app
 from repro.core.config import build, load_section, load_yaml
 from repro.core.paths import Paths
+from repro.data.coco import read_instances
 from repro.data.kinds import PrepareData
 from repro.papers import load_papers
 from repro.pipeline import read_steps
@@ -197,6 +199,28 @@ def test_the_examples_of_inner_loops_run():
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_turns_pascal_voc_into_boxes(tmp_path):
+    """Corners count from 1 and are inside; a picture's size is its own, and its name that of the annotation's file."""
+    boxes = {"a": [("cat", 1, 1, 10, 20)], "b": [("dog", 5, 6, 5, 9), (" cat ", 40.5, 2, 64, 48)], "c": []}
+    for folder in ("Annotations", "JPEGImages"):
+        (tmp_path / "voc" / folder).mkdir(parents=True)
+    for stem, of_picture in boxes.items():
+        Image.new("RGB", (64, 48)).save(tmp_path / f"voc/JPEGImages/{stem}.jpg")
+        keys = ("xmin", "ymin", "xmax", "ymax")
+        objects = "".join(
+            f"<object><name>{name}</name><bndbox>{''.join(f'<{k}>{v}</{k}>' for k, v in zip(keys, box))}</bndbox></object>"
+            for name, *box in of_picture
+        )
+        text = f"<annotation><filename>x</filename><size><width>0</width></size>{objects}</annotation>"
+        (tmp_path / f"voc/Annotations/{stem}.xml").write_text(text)
+    done = run_python("-c", fenced("data.md", "python")[0], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    val, train = (read_instances(tmp_path / "rooms", split, boxes_as_masks=True) for split in ("val", "train"))
+    assert val.boxes.tolist() == [[0, 0, 10, 20]] and train.boxes.tolist() == [[4, 5, 5, 9], [39.5, 1, 64, 48]]
+    assert val.classes == train.classes == ("cat", "dog") and train.labels.tolist() == [2, 1]
+    assert [name.decode() for name in train.names] == ["b.jpg", "c.jpg"]
 
 
 def test_the_python_of_the_readme_runs():

@@ -46,7 +46,7 @@ _FILES: dict[str, tuple[str, ...]] = {
         *(f"repro/training/{name}.py" for name in ("guard", "loop", "optim", "params")),
         *(
             f"repro/data/{name}.py"
-            for name in ("ade20k", "classification", "coco", "detection", "latents", "loader", "pixels")
+            for name in ("ade20k", "classification", "coco", "detection", "latents", "loader", "masks", "pixels")
         ),
         *(f"repro/data/{name}.py" for name in ("settings", "tree", "embedded/*")),
         "repro/core/statistics.py",

@@ -16,7 +16,7 @@ import numpy as np
 
 from .findings import RAISE_FIRST, BadData, Finding, Report
 from .manifest import Folder
-from .pixels import MAX_PIXELS, read_labels, read_pixels
+from .pixels import MAX_PIXELS, explain_error, read_labelled
 from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
@@ -31,22 +31,22 @@ class AdePairs:
     Args:
         root, split: ADEChallengeData2016, or the folder that holds it; see `Kind.splits`.
         report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing,
-            an image or a label map that is empty or has no partner, a split without images; warnings for files that are
-            not images.
+            an image or a label map that is empty or has no partner, two of one stem, a split without images; warnings
+            for files that are not images.
     """
 
     def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS):
         base, self._max_pixels = find_base(root), max_pixels
         self.classes = _read_names(base, report)
         self._images, self._labels = (base / part / FOLDERS[split] for part in ("images", "annotations"))
-        found = [list_images(folder, report, RELEASE) for folder in (self._images, self._labels)]
-        images, labels = ({os.path.splitext(name)[0]: name for name in names or ()} for names in found)
-        if None not in found:
+        images, labels = (_list_stems(folder, report) for folder in (self._images, self._labels))
+        if images is not None and labels is not None:
             single = [
                 (self._images / images[stem], "has no label map") for stem in sorted(images.keys() - labels.keys())
             ]
             single += [(self._labels / labels[stem], "has no image") for stem in sorted(labels.keys() - images.keys())]
             report.errors(single, RELEASE)
+        images, labels = images or {}, labels or {}
         pairs = sorted((images[stem], labels[stem]) for stem in images.keys() & labels.keys())
         # arrays, since lists would be copied into every worker process page by page
         self._names = tuple(np.array([os.fsencode(pair[part]) for pair in pairs], dtype=np.bytes_) for part in (0, 1))
@@ -74,16 +74,15 @@ def read_pair(
     """An image (H, W, 3) uint8, red first, and its label map (H, W) uint8 with values 0..num_classes.
 
     Raises:
-        UserError: a file that cannot be decoded, a label above `num_classes`, or two different sizes.
+        UserError: as `read_labelled`, and a label above `num_classes`.
     """
-    image, labels = read_pixels(image_path, max_pixels), read_labels(label_path, max_pixels)
+    image, labels = read_labelled(image_path, label_path, max_pixels)
     if labels.max() > num_classes:
-        raise BadData(
-            Finding("error", label_path, f"holds label {labels.max()}, at most {num_classes} expected", RELEASE)
+        advice = (
+            f"classes are 1 to {num_classes}, and 0 is void; name all classes, or correct the labels (docs/data.md)"
         )
-    if labels.shape != image.shape[:2]:
-        found, wanted = (f"{shape[1]}×{shape[0]}" for shape in (labels.shape, image.shape))
-        raise BadData(Finding("error", label_path, f"is {found}, its image {wanted}", RELEASE))
+        problem = f"holds label {labels.max()}, at most {num_classes} expected"
+        raise BadData(Finding("error", label_path, problem, advice))
     return image, labels
 
 
@@ -125,7 +124,7 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
     """The names of classes 1..K from objectInfo<K>.txt or classes.txt; none where reading goes on after an error."""
     files = sorted(base.glob("objectInfo*.txt"))
     if not files and (base / CLASSES).is_file():
-        return _read_lines(base / CLASSES, report)
+        return _read_own(base / CLASSES, report)
     if len(files) != 1:
         report.error(
             base,
@@ -133,8 +132,9 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
             RELEASE,
         )
         return ()
-    text = files[0].read_text(encoding="utf-8", errors="replace")
-    rows = [line.split("\t") for line in text.splitlines()[1:] if line.strip()]
+    if (lines := _read_lines(files[0], report)) is None:
+        return ()
+    rows = [line.split("\t") for line in lines[1:] if line.strip()]
     if not rows or [row[0].strip() for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
         report.error(
             files[0],
@@ -145,11 +145,39 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
     return tuple(row[-1].strip() for row in rows)
 
 
-def _read_lines(file: Path, report: Report) -> tuple[str, ...]:
-    names = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+def _read_own(file: Path, report: Report) -> tuple[str, ...]:
+    if (lines := _read_lines(file, report)) is None:
+        return ()
+    names = [line.strip() for line in lines]
     while names and not names[-1]:
         names.pop()
     if not names or "" in names or len(set(names)) < len(names):
         report.error(file, "expected a line for each class, with a name of its own", "name the classes 1, 2, 3, ...")
         return ()
     return tuple(names)
+
+
+def _read_lines(file: Path, report: Report) -> list[str] | None:
+    """The lines of a text in UTF-8, with a byte order mark or without; None where it is no such text."""
+    try:
+        if "\0" not in (text := file.read_bytes().decode("utf-8-sig")):
+            return text.splitlines()
+        problem = "it holds NUL"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = explain_error(error)
+    report.error(file, f"is not a text in UTF-8 ({problem})", "save it as UTF-8")
+    return None
+
+
+def _list_stems(folder: Path, report: Report) -> dict[str, str] | None:
+    """Stem -> file name of the images in a folder; None where there is no folder."""
+    if (names := list_images(folder, report, RELEASE)) is None:
+        return None
+    found: dict[str, str] = {}
+    twice = []
+    for name in names:
+        first = found.setdefault(os.path.splitext(name)[0], name)
+        if first != name:
+            twice.append((folder / name, f"has the stem of {first}"))
+    report.errors(twice, "keep one of them, or rename one with its partner")
+    return found

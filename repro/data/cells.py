@@ -54,7 +54,7 @@ class DataCell:
 
     def open_instances(self, split: str) -> Any:
         """The annotated objects of a split in COCO's format; raises UserError where they are not those of the manifest."""
-        return self._open("coco", "read_instances", split)
+        return self._open("coco", "read_instances", split, boxes_as_masks=self.row.boxes_as_masks)
 
     def open_pairs(self, split: str) -> Any:
         """A split's images and label maps in ADE20K's format; raises UserError where they are not the manifest's."""
@@ -64,11 +64,11 @@ class DataCell:
         """(N,) a number per training image, equal for those of one batch; None where none are. See `TrainOrder`."""
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self.row.paired else None
 
-    def _open(self, part: Format, reader: str, split: str) -> Any:
+    def _open(self, part: Format, reader: str, split: str, **more: bool) -> Any:
         base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
         folders = list_folders(base, split, self.row.parts[part], self.row.compares_contents)
         verify(self.manifest, self.root, {split: folders})
-        return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels)
+        return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels, **more)
 
     def _find_part(self, part: Format) -> Path:
         """Where the part of a format begins."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pycocotools import mask as rle
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
@@ -15,6 +14,7 @@ from ..core.errors import UserError
 from .coco import Instances, read_image
 from .findings import BadData, Finding
 from .loader import own_randomness
+from .masks import decode_mask
 from .settings import DetectionTransformSettings
 
 Target = dict[str, Any]
@@ -110,9 +110,7 @@ class CocoDetection(Dataset):
         targets = self.instances.targets(place)
         pixels = read_image(path, size, self.instances.file, self.instances.max_pixels)
         try:
-            masks = [
-                decode_mask(self.instances.segmentation(target), *size) for target in range(targets.start, targets.stop)
-            ]
+            masks = [decode_mask(self.instances.segmentation(row), *size) for row in self.instances.rows[targets]]
             # all of one shape, also where there is no mask
             together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]
         except Exception as error:  # pycocotools raises bare exceptions
@@ -128,17 +126,6 @@ class CocoDetection(Dataset):
 def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
     """A picture, uint8 (3, H, W), at the size at which a model is evaluated."""
     return _resize([tv_tensors.Image(image)], settings.min_size[-1], settings.max_size)[0].as_subclass(Tensor)
-
-
-def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons of one or two corners are empty."""
-    if isinstance(segmentation, dict):
-        compressed = not isinstance(segmentation["counts"], list)
-        return rle.decode(segmentation if compressed else rle.frPyObjects(segmentation, height, width))
-    polygons = [polygon for polygon in segmentation if len(polygon) >= 6]
-    if not polygons:
-        return np.zeros((height, width), dtype=np.uint8)
-    return rle.decode(rle.merge(rle.frPyObjects(polygons, height, width)))
 
 
 def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSettings) -> list[tv_tensors.TVTensor]:

@@ -20,7 +20,7 @@ from .settings import (
 )
 
 Format = Literal["folders", "coco", "ade20k"]
-OWN_KINDS = ("folder", "coco", "ade20k")  # that users bring, and a command may name by path
+OWN_KINDS = ("folder", "coco", "boxes", "ade20k")  # that users bring, and a command may name by path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class Kind:
     linked: bool = False  # the writer links the published files, which are too large to compare their contents
     # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
     upright: bool = False
+    boxes_as_masks: bool = False  # in COCO's layout, the mask of an object without an outline is its box
     paired: bool = False  # training images of the same name belong in one batch
 
     def at(self, root: Path) -> "Kind":
@@ -211,6 +212,13 @@ KINDS = {
             check="check.dense.check_coco",
             official=("COCO 2017", ExpectedCounts(classes=80, train=118_287, val=5_000)),
             size_gb=20,
+        ),
+        Kind(
+            name="boxes",
+            parts={"coco": ""},
+            layout="train/, val/ and annotations/",
+            check="check.dense.check_boxes",
+            boxes_as_masks=True,
         ),
         Kind(
             name="ade20k",

@@ -1,4 +1,4 @@
-"""Data sets that a command names, `folder:PATH`, `coco:PATH` or `ade20k:PATH`, without an edit of params.yaml.
+"""Data sets that a command names, `folder:PATH`, `coco:PATH`, `boxes:PATH` or `ade20k:PATH`, without an edit of params.yaml.
 
 A folder of pictures is read as it is where it holds train/ and val/, or train/ and test/. Class folders without a split, or a CSV file of
 `file,label`, are split here: data/own_<name>/ gets train/<class>/ and val/<class>/ of links, and split.csv says where

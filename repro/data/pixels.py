@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -17,9 +18,12 @@ FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # no other decoder of Pillow gets to s
 MOST_OBLONG = 50  # scaled to the size of a model by its short side, a longer picture becomes enormous
 # what reading a file raises that cannot be read
 UNREADABLE = (OSError, ValueError, EOFError)
+_EXACT = ("PNG", "BMP")  # formats in which every pixel stays as it was
+_ORIENTATION = 0x0112  # the EXIF tag
 MAX_PIXELS = Runtime.max_pixels  # where no setting is at hand; images of ImageNet, COCO and ADE20K are smaller
 _animated: list[str] = []  # the first animation that was read
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +62,58 @@ def open_image(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, up
         ValueError: in one line, what is wrong: damaged bytes or another format; as `WrongSize`, by the header alone,
             more than `max_pixels` or sides whose ratio is above `MOST_OBLONG`.
     """
+    return _open(content, name, max_pixels, upright=upright)[0]
+
+
+def decode_rgb(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
+    """Decode an image as RGB, see `open_image`; by default as OpenCV does.
+
+    Grey becomes three equal channels, 16 bits keep the upper 8, alpha is left out, palettes and CMYK are converted.
+    """
+    return _to_rgb(open_image(content, name, max_pixels, upright=upright), upright)
+
+
+def read_pixels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Read a file as (H, W, 3) uint8, red first, see `decode_rgb`; UserError where it is missing or unreadable."""
+    return np.array(_decode_file(path, decode_rgb, max_pixels))
+
+
+def read_labels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Read a label map as (H, W) uint8: grey levels, or the indices of a palette.
+
+    Raises:
+        UserError: a file that is missing or damaged, not one channel of 8 bits, or in a format that changes pixels.
+    """
+    return _read_labels(path, max_pixels)[0]
+
+
+def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, np.ndarray]:
+    """Read an image as `read_pixels` and its label map as `read_labels`, both turned as their own EXIF data say.
+
+    Raises:
+        UserError: as `read_labels`; two different sizes; an image that EXIF data turn within its size while its label
+            map has none, so that nothing tells whether that was drawn on the image as shown.
+    """
+    shown, _, turned = _decode_file(image, _open, max_pixels)
+    pixels = np.array(_to_rgb(shown, True))
+    found, own = _read_labels(labels, max_pixels)
+    if found.shape != pixels.shape[:2]:
+        sizes = (f"{shape[1]}×{shape[0]}" for shape in (found.shape, pixels.shape))
+        problem = "is {}, its image {}".format(*sizes)
+        raise BadData(Finding("error", labels, problem, "take the label map of this image, of its size"))
+    within = turned in (2, 3, 4) or (turned > 4 and shown.width == shown.height)  # the size does not tell
+    if within and own != turned:
+        problem = (
+            f"is turned by its EXIF data (orientation {turned}), and {labels.name} is not: which way is it labelled?"
+        )
+        raise BadData(Finding("error", image, problem, "save the image as it is shown, without EXIF data"))
+    return pixels, found
+
+
+def _open(
+    content: bytes, name: object, max_pixels: int, *, upright: bool = True
+) -> tuple[Image.Image, str | None, int]:
+    """What `open_image` returns, its format, and how its EXIF data turned it: 1 where not at all, else 2 to 8."""
     try:
         # Pillow warns about EXIF data that are odd but readable
         with warnings.catch_warnings(action="ignore"), lift_limit():
@@ -73,37 +129,36 @@ def open_image(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, up
                 _animated.append(str(name))
                 _log.warning("%s: an animation; of each such file, the first frame is used", name)
             image.load()
-            return ImageOps.exif_transpose(image) if upright else image
+            if not upright:
+                return image, image.format, 1
+            return ImageOps.exif_transpose(image), image.format, image.getexif().get(_ORIENTATION, 1)
     except WrongSize:
         raise
     except Exception as error:  # Pillow raises whatever a damaged file leads to
         raise ValueError(explain_error(error)) from None
 
 
-def decode_rgb(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
-    """Decode an image as RGB, see `open_image`; by default as OpenCV does.
-
-    Grey becomes three equal channels, 16 bits keep the upper 8, alpha is left out, palettes and CMYK are converted.
-    """
-    image = open_image(content, name, max_pixels, upright=upright)
+def _to_rgb(image: Image.Image, upright: bool) -> Image.Image:
     if upright and image.mode.startswith("I;16"):
         # Pillow's own conversion would clip at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
-def read_pixels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read a file as (H, W, 3) uint8, red first, see `decode_rgb`; UserError where it is missing or unreadable."""
-    return np.array(_decode_file(path, decode_rgb, max_pixels))
-
-
-def read_labels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read a label map as (H, W) uint8; UserError where it is missing, damaged, or not one channel of 8 bits."""
-    image = _decode_file(path, open_image, max_pixels)
-    if image.mode != "L":
+def _read_labels(path: Path, max_pixels: int) -> tuple[np.ndarray, int]:
+    """A label map, and how its EXIF data turned it."""
+    image, form, turned = _decode_file(path, _open, max_pixels)
+    advice = "save it as a PNG of 8 bits, grey or with a palette, whose pixels are the numbers of the classes"
+    if form not in _EXACT:
+        problem = f"label map in the format {form}, which changes labels"
+        advice = "write a PNG from the labels as they were before"
+    elif image.mode not in ("L", "P"):
         problem = f"label map of mode {image.mode}, one channel of 8 bits expected"
-        raise BadData(Finding("error", path, problem, "take the file of the release"))
-    return np.array(image)
+    elif form == "PNG" and image.mode == "L" and (depth := path.read_bytes()[24]) < 8:  # Pillow stretches these
+        problem = f"label map of {depth} bits, 8 expected"
+    else:
+        return np.array(image), turned
+    raise BadData(Finding("error", path, problem, advice))
 
 
 def judge_error(path: Path, error: Exception, advice: str, what: str = "image") -> Finding:
@@ -112,7 +167,7 @@ def judge_error(path: Path, error: Exception, advice: str, what: str = "image") 
     return Finding("error", path, f"unreadable {what} ({problem})", advice)
 
 
-def _decode_file(path: Path, decode: Callable[[bytes, Path, int], Image.Image], max_pixels: int) -> Image.Image:
+def _decode_file(path: Path, decode: Callable[[bytes, Path, int], T], max_pixels: int) -> T:
     try:
         return decode(path.read_bytes(), path, max_pixels)
     except UNREADABLE as error:

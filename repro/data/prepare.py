@@ -15,7 +15,7 @@ from ..core.runtime import Runtime
 from . import ade20k, coco
 from .cells import find_root, find_source, manifest_path, write_embedded
 from .findings import RAISE_FIRST, RaiseFirst, Report
-from .kinds import KINDS, PrepareData, load_function
+from .kinds import KINDS, Kind, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
 from .own import parse_own, split_own
 from .settings import ExpectedCounts
@@ -77,8 +77,8 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     """
     own = parse_own(data)
     split_own(paths, own)
-    if own.kind == "coco":
-        counts, unit = _count_objects(own.path, runtime.max_pixels), "training objects"
+    if "coco" in KINDS[own.kind].parts:
+        counts, unit = _count_objects(own.path, KINDS[own.kind], runtime.max_pixels), "training objects"
     elif own.kind == "ade20k":
         counts, unit = _count_pixels(own.path, runtime.max_pixels), "pixels of training pictures"
     prepare(PrepareData(kind=own.kind), paths, runtime, data)
@@ -90,14 +90,14 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
         print(f"{few}: {counts[few]:,} {unit}, {many}: {counts[many]:,}; training will favour {many}", flush=True)
 
 
-def _count_objects(root: Path, max_pixels: int) -> dict[str, int]:
-    """The targets of each category in `train`; says how many boxes are not used as they are.
+def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
+    """The targets of each category in `train`; says how many boxes are not used as they are, and what is left out.
 
     Raises:
         UserError: no category, a split without targets, or a picture of a sample that cannot be read.
     """
-    for split in reversed(KINDS["coco"].splits):
-        instances = coco.read_instances(root, split, max_pixels=max_pixels)
+    for split in reversed(kind.splits):
+        instances = coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
         if not len(instances.labels):
             raise UserError(f"{instances.file}: has no object of a category; a detector needs some in each split")
         for place in np.linspace(0, len(instances.names) - 1, min(len(instances.names), _LOOKED_AT)).astype(int):
@@ -108,6 +108,8 @@ def _count_objects(root: Path, max_pixels: int) -> dict[str, int]:
                 "takes what lies inside (`repro data check coco` names them)",
                 flush=True,
             )
+        if instances.left_out:
+            print(f"{instances.file}: {instances.describe_targets()}", flush=True)
     return dict(
         zip(instances.classes, np.bincount(instances.labels, minlength=len(instances.classes) + 1)[1:].tolist())
     )
@@ -145,7 +147,8 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
             row, classes, list_folders = tree.kind, tree.classes, tree.list_folders
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
-            classes = reader.read_classes(root / prefix, row.splits, report)
+            more = {"boxes_as_masks": row.boxes_as_masks} if part == "coco" else {}
+            classes = reader.read_classes(root / prefix, row.splits, report, **more)
             list_folders = partial(reader.list_folders, root / prefix, prefix=prefix)
         for split in row.splits:
             folders.setdefault(split, []).extend(list_folders(split, with_contents=row.compares_contents))

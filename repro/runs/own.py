@@ -36,7 +36,7 @@ SMALL = 20_000  # training pictures below which a set is small
 STEPS = 1500  # at least, of a training from random weights
 TUNED_STEPS = 400  # at least, from given weights
 _RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # of DeiT
-_KINDS = {"pretrain": "folder", "detect": "coco", "segment": "ade20k"}
+_KINDS = {"pretrain": ("folder",), "detect": ("coco", "boxes"), "segment": ("ade20k",)}
 _SHORT_PX = (128, 512)  # bounds of the short side of scenes
 _MIDDLE_STRIDE = 16  # of the five levels with anchors
 _NANO_RCNN = {
@@ -72,8 +72,8 @@ def train_own(
 
     Args:
         stage, spec: the stage, and its task.
-        data: `folder:PATH` to classify, `coco:PATH` to detect, `ade20k:PATH` to segment; None where the stage trains
-            cells of params.yaml.
+        data: `folder:PATH` to classify, `coco:PATH` or `boxes:PATH` to detect, `ade20k:PATH` to segment; None where the
+            stage trains cells of params.yaml.
         model: registered name; None for that of `source`, or a small one for a small set.
         source, sha256: weights of a classifier to start from, and the file's hash; None for random ones.
         epochs, seeds: instead of those of the recipe.
@@ -98,8 +98,8 @@ def train_own(
     if source is not None:
         require_hash(source, sha256)
     own = parse_own(data)
-    if own is None or own.kind != _KINDS[stage]:
-        expected = f"expected {_KINDS[stage]}:PATH; cells of params.yaml are named by --cell"
+    if own is None or own.kind not in _KINDS[stage]:
+        expected = f"expected {' or '.join(f'{kind}:PATH' for kind in _KINDS[stage])}; cells of params.yaml are named by --cell"
         raise UserError(f"{stage}: --data {data}: {expected}")
     from timm.models import get_pretrained_cfg_value
 
@@ -126,7 +126,7 @@ def train_own(
     start = Start(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
         params = choose_recipe(start, images, size or get_pretrained_cfg_value(model, "input_size")[-1])
-    elif own.kind == "coco":
+    elif stage == "detect":
         params = choose_detector(start, open_cell(paths, runtime, data).open_instances("train"))
     else:
         params = choose_segmenter(start, open_cell(paths, runtime, data).open_pairs("train"))

@@ -9,8 +9,9 @@ from pycocotools.coco import COCO
 
 from repro.core.errors import UserError
 from repro.data.coco import read_instances
-from repro.data.detection import CocoDetection, decode_mask
+from repro.data.detection import CocoDetection
 from repro.data.loader import EvalLoader, TrainLoader
+from repro.data.masks import decode_mask
 from repro.data.settings import DetectionTransformSettings
 from tests.data_sets.made import HEIGHT, WIDTH, annotation, block, compressed, image, polygon, runs, write_coco
 
@@ -31,7 +32,7 @@ def content():
             annotation(6, 12, 18, [70, 10, 5, 5]),  # outside
             annotation(7, 12, 18, [10, 10, 0, 5]),  # no area
             annotation(8, 12, 18, [10, 10, 0.5, 5]),  # less than a pixel
-            annotation(9, 12, 18, [10, 10, 5, 5], area=0),
+            annotation(9, 12, 18, [10, 10, 5, 5], [[10, 10, 15, 15, 12, 12]], area=0),  # nor has its mask
             annotation(10, 31, 7, [4, 4, 10, 10]),
             annotation(11, 40, 7, [4, 4, 10, 10], runs(block(4, 4, 14, 14)), iscrowd=1),
         ],
@@ -61,8 +62,22 @@ def test_targets_by_hand(root):
     of_12 = found.targets(1)
     assert found.labels[of_12].tolist() == [3, 1, 2]
     assert found.boxes[of_12].tolist() == BOXES
-    for target, box in zip(range(of_12.start, of_12.stop), BOXES, strict=True):
-        assert np.array_equal(decode_mask(found.segmentation(target), HEIGHT, WIDTH), block(*box))
+    for row, box in zip(found.rows[of_12], BOXES, strict=True):
+        assert np.array_equal(decode_mask(found.segmentation(row), HEIGHT, WIDTH), block(*box))
+
+
+def test_what_is_left_out_is_counted(root):
+    found = read_instances(root, "train")
+    assert found.left_out == {
+        "crowds": 2,
+        "boxes outside of their image": 1,
+        "boxes without area": 1,
+        "boxes thinner than a pixel": 1,
+        "masks without area": 1,
+    }
+    assert len(found.labels) + sum(found.left_out.values()) == found.num_annotations == len(found.annotations) == 11
+    said = found.describe_targets()
+    assert all(f"{reason} ({number})" in said for reason, number in found.left_out.items()) and "5 of 11" in said
 
 
 def test_masks_agree_with_pycocotools(root):
@@ -193,6 +208,7 @@ RUNS = {"size": [50, 36], "counts": [1800, -1, 1]}
         ("images", 1, {"height": "40"}, r"images\[1\] is malformed"),
         ("images", 1, {"width": 1e300}, r"images\[1\] is malformed"),
         ("images", 1, {"width": -3}, r"images\[1\] is malformed"),
+        ("images", 1, {"width": 60.5}, r"images\[1\] is malformed.*60\.5"),
         ("images", 1, {"id": 10**30}, r"images\[1\] is malformed"),
         ("categories", 1, {"name": 7}, r"categories\[1\] is malformed"),
     ],
@@ -204,6 +220,66 @@ def test_bad_annotations_are_refused_by_name(root, key, place, values, message):
     with pytest.raises(UserError, match=rf"instances_train2017\.json: .*{message}") as caught:
         read_instances(root, "train")
     assert "\n" not in str(caught.value)
+
+
+SCREENSHOT = "Screenshot 2024-05-01 at 10.15.32\u202fAM.png"
+READ = [SCREENSHOT, "a\u00a0b.png", "a\u00adb.png", "a\u200db.png", "a\u3000b.png", "a\u200eb.png", "a\ufeffb.png"]
+READ += ["\u00e9.png", "e\u0301.png", "\u732b.png", "\U0001f408.png", "a b.png", "a\tb.png", "a'b\"c.png", "a%20b.png"]
+
+
+@pytest.mark.parametrize("name", READ, ids=ascii)
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_a_file_may_have_any_name_of_one_line(tmp_path, name, prefix):
+    found = {"images": [image(1) | {"file_name": name}], "annotations": [], "categories": CATEGORIES}
+    root = write_coco(tmp_path, found)
+    (root / "annotations/instances_train2017.json").write_text(
+        json.dumps(found | {"images": [image(1) | {"file_name": prefix + name}]})
+    )
+    assert read_instances(root, "train").path(0) == root / "train2017" / name
+    assert detection(root)[(0, 0)][0].shape == (3, 40, 60)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a\nb.png", "a\r.png", "a\x00.png", "a\x0b.png", "a\x0c.png", "a\x1c.png", "a\x85.png", "\u2028.png"]
+    + ["a\u2029.png", "\ud800.png", "a.png\n", None, 7, ["a.png"]],
+    ids=ascii,
+)
+def test_a_name_that_no_line_can_hold_is_refused_with_its_value(root, name):
+    found = content()
+    found["images"][1]["file_name"] = name
+    (root / "annotations/instances_train2017.json").write_text(json.dumps(found))
+    with pytest.raises(UserError) as caught:
+        read_instances(root, "train")
+    said = str(caught.value)
+    assert "images[1]" in said and repr(name) in said and "\n" not in said and said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("split", "name", "word"),
+    [
+        ("train", "images/a.png", "without folders"),
+        ("train", "images\\a.png", "without folders"),
+        ("train", "../train/a.png", "without folders"),
+        ("train", "/data/a.png", "without folders"),
+        ("train", "C:\\data\\a.png", "without folders"),
+        ("train", "A.png", "'a.png' is there"),
+        ("train", "a.PNG", "'a.png' is there"),
+        ("train", "b.png", "instances_train.json"),
+        ("train", "e\u0301.png", "Unicode"),
+        ("train", "a", "instances_train.json"),
+        ("train2017", "b.png", "train2017.zip"),
+    ],
+)
+def test_a_picture_that_is_not_there_is_a_line_that_fits(tmp_path, split, name, word):
+    found = {"images": [image(1) | {"file_name": "a.png"}, image(2) | {"file_name": "\u00e9.png"}]}
+    found |= {"annotations": [], "categories": CATEGORIES}
+    root = write_coco(tmp_path, found, split)
+    found["images"][0]["file_name"] = name
+    (root / f"annotations/instances_{split}.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="no such file") as caught:
+        read_instances(root, "train")
+    assert word in str(caught.value) and (".zip" in str(caught.value)) == (split == "train2017")
 
 
 def test_no_annotations_can_be_evaluated_and_not_learnt(tmp_path):

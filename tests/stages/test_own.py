@@ -152,11 +152,17 @@ def draw_scenes(root: Path, count: int = 4, classes: tuple[str, ...] = ("lamp", 
     return root
 
 
-@pytest.mark.parametrize(("stage", "kind", "score"), [("detect", "coco", "box AP"), ("segment", "ade20k", "mIoU")])
+SCENES = [("detect", "coco", "box AP"), ("detect", "boxes", "mask AP"), ("segment", "ade20k", "mIoU")]
+
+
+@pytest.mark.parametrize(("stage", "kind", "score"), SCENES)
 def test_from_scenes_to_a_prediction(checkout, repro_cli, tmp_path, stage, kind, score):
     source, model = draw_scenes(tmp_path / "rooms"), "vim_nano_patch16_144"
+    if kind == "boxes":
+        for file in (TRAIN, VAL):
+            change(lambda found: [row.pop("segmentation") for row in found["annotations"]])(source / file)
     out = repro_cli.run("data", "check", kind, str(source))
-    assert "no errors" in out and "of your own" in out
+    assert "no errors" in out and "lamp" in out
     out = repro_cli.run(stage, "--data", f"{kind}:{source}", "--epochs", "1", "--model", model)
     weights = checkout / f"results/own/rooms_{kind}/{model}-1epochs/weights.safetensors"
     assert weights.is_file() and str(weights) in out and score in out
@@ -228,6 +234,7 @@ TRAIN, VAL = (f"annotations/instances_{split}.json" for split in ("train", "val"
     [
         ("coco", TRAIN, change(lambda found: found["annotations"][0].update(bbox=[-9, 5, 24, 24])), "without area: 1"),
         ("coco", TRAIN, change(lambda found: found.update(annotations=found["annotations"][::2])), "door: 0 training"),
+        ("coco", TRAIN, change(lambda found: found["annotations"][0].update(iscrowd=1)), "left out: crowds (1)"),
         ("ade20k", "classes.txt", write("lamp", "door", "wall", "sky"), "sky: 0 pixels"),
     ],
 )
@@ -248,7 +255,7 @@ def test_what_training_survives_is_said(tmp_path, capsys, kind, file, spoil, wor
         ("coco", TRAIN, change(lambda found: found.update(categories=[])), "category_id"),
         ("coco", VAL, change(lambda found: found.update(annotations=[])), "val.json: has no"),
         ("coco", VAL, change(lambda found: found["categories"].pop()), "category_id"),
-        ("coco", TRAIN, change(lambda found: found["annotations"][1].pop("segmentation")), "segmentation"),
+        ("coco", TRAIN, change(lambda found: found["annotations"][1].pop("segmentation")), "boxes:PATH"),
         ("coco", VAL, Path.unlink, "instances_val2017.json"),
         ("ade20k", "annotations/training/001.png", cut, "001.png"),
         ("ade20k", "images/validation/001.png", cut, "001.png"),

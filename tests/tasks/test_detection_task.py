@@ -9,6 +9,7 @@ import torch
 
 from repro.core.errors import UserError
 from repro.core.ranks import Ranks
+from repro.data.coco import read_instances
 from repro.tasks.detection.draw import draw
 from repro.tasks.detection.evaluate import coco_metrics, count_confusion, to_results
 from repro.tasks.detection.mask_rcnn import MaskRcnn
@@ -16,23 +17,23 @@ from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.detection.spec import Detect
 from repro.tasks.detection.task import Detection
 from tests.conftest import ROOT, run_python
-from tests.data_sets.made import annotation, block, compressed, image
+from tests.data_sets.made import annotation, block, compressed, image, write_coco
 from tests.tasks.backbones import Pyramid, fit
 from tests.tasks.test_detection_model import sample
 
-IDS = (7, 3)  # the file's ids of label 1 and 2
+IDS = (7, 9)  # the file's ids of label 1 and 2
 
 
-def write(path, objects, size=100):
-    """Annotations of two images; objects are (image id from 1, category id, x, y, w, h, iscrowd), masks full boxes."""
+def write(root, objects, size=100):
+    """What is read of two images; objects are (image id from 1, category id, x, y, w, h, iscrowd), masks full boxes."""
     annotations = []
     for number, (image_id, category, x, y, w, h, crowd) in enumerate(objects, 1):
         mask = compressed(block(x, y, x + w, y + h, size, size)) if crowd else None
         annotations.append(annotation(number, image_id, category, [x, y, w, h], mask, iscrowd=crowd))
     images = [image(number, size, size) for number in (1, 2)]
     categories = [{"id": number, "name": f"kind {number}"} for number in sorted(IDS)]
-    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
-    return path
+    write_coco(root, {"images": images, "annotations": annotations, "categories": categories}, "val2017")
+    return read_instances(root, "val")
 
 
 def detections(*found, size=(100, 100)):
@@ -48,7 +49,7 @@ def of_both(metrics, name):
     return [metrics[f"{name}_{kind}_percent"] for kind in ("box", "mask")]
 
 
-TRUTH = [(1, 7, 10, 10, 20, 20, 0), (1, 3, 40, 40, 50, 50, 0), (2, 7, 10, 10, 20, 20, 0)]
+TRUTH = [(1, 7, 10, 10, 20, 20, 0), (1, 9, 40, 40, 50, 50, 0), (2, 7, 10, 10, 20, 20, 0)]
 
 
 # 20 x 20 pixels are small and 50 x 50 medium; nothing is large
@@ -85,7 +86,7 @@ def test_metrics_by_hand(tmp_path, capfd, objects, found, expected):
     shown = [(number, detections(*of_image)) for number, of_image in enumerate(found, 1)]
     results = [row for number, each in shown for row in to_results(number, each, IDS)]
     assert json.loads(json.dumps(results)) == results
-    metrics = coco_metrics(write(tmp_path / "truth.json", objects), results)
+    metrics = coco_metrics(write(tmp_path, objects), results)
     assert "ap_large_box_percent" not in metrics and capfd.readouterr().out == ""
     for name, numbers in expected.items():
         assert of_both(metrics, name) == pytest.approx(numbers), name
@@ -94,38 +95,36 @@ def test_metrics_by_hand(tmp_path, capfd, objects, found, expected):
 def test_confusion_by_hand(tmp_path):
     """Label 1 found as 2 and missed once, label 2 found twice, once wrongly; what lies in a crowd counts nowhere."""
     crowd = (2, 7, 50, 50, 50, 50, 1)
-    file = write(tmp_path / "truth.json", [*TRUTH, crowd])
+    truth = write(tmp_path, [*TRUTH, crowd])
     right = (2, 0.8, 40, 40, 50, 50), (2, 0.7, 42, 40, 50, 50)
     first = detections((2, 0.9, 12, 10, 20, 20), *right, (1, 0.4, 10, 10, 20, 20))
     second = detections((1, 0.9, 60, 60, 30, 30), (1, 0.9, 20, 10, 20, 20))  # half of the object, an IoU of a third
     results = to_results(1, first, IDS) + to_results(2, second, IDS)
-    assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 1], [0, 1, 0], [1, 1, 0]]
-    assert count_confusion(file, [], IDS, 0.5) == [[0, 0, 2], [0, 0, 1], [0, 0, 0]]
+    assert count_confusion(truth, results, 0.5) == [[0, 1, 1], [0, 1, 0], [1, 1, 0]]
+    assert count_confusion(truth, [], 0.5) == [[0, 0, 2], [0, 0, 1], [0, 0, 0]]
 
 
 def test_each_detection_takes_the_free_object_that_it_overlaps_most(tmp_path):
-    file = write(tmp_path / "truth.json", [(1, 7, 10, 10, 20, 20, 0), (1, 3, 14, 10, 20, 20, 0)])
+    truth = write(tmp_path, [(1, 7, 10, 10, 20, 20, 0), (1, 9, 14, 10, 20, 20, 0)])
     # IoU with the first and the second: 16/24 and 1 for the better one; then 18/22 and 18/22, of which one is taken
     results = to_results(1, detections((2, 0.8, 12, 10, 20, 20), (2, 0.9, 14, 10, 20, 20)), IDS)
-    assert count_confusion(file, results, IDS, 0.5) == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
+    assert count_confusion(truth, results, 0.5) == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
 
 
 def test_a_mask_is_as_large_as_itself(tmp_path):
     """A false detection of a small mask in a medium box: among small objects it counts for masks, and not for boxes."""
-    file = write(tmp_path / "truth.json", TRUTH[:1])
+    truth = write(tmp_path, TRUTH[:1])
     found = detections((1, 0.9, 35, 35, 60, 60), (1, 0.8, 10, 10, 20, 20))
     found["masks"][0, 45:] = False
-    metrics = coco_metrics(file, to_results(1, found, IDS))
+    metrics = coco_metrics(truth, to_results(1, found, IDS))
     assert of_both(metrics, "ap_small") == pytest.approx([100, 50])
 
 
-@pytest.mark.parametrize("image_id, ids, said", [(9, IDS, "image_id 9"), (1, (99, 3), "category_id 99")])
+@pytest.mark.parametrize("image_id, ids, said", [(9, IDS, "image_id 9"), (1, (99, 9), "category_id 99")])
 def test_results_of_other_images_are_refused(tmp_path, image_id, ids, said):
-    file = write(tmp_path / "truth.json", TRUTH)
+    truth = write(tmp_path, TRUTH)
     with pytest.raises(UserError, match=said):
-        coco_metrics(file, to_results(image_id, detections((1, 0.9, 10, 10, 20, 20)), ids))
-    with pytest.raises(UserError, match="no such file"):
-        coco_metrics(tmp_path / "other.json", [])
+        coco_metrics(truth, to_results(image_id, detections((1, 0.9, 10, 10, 20, 20)), ids))
 
 
 TINY = {"fpn_channels": 16, "box_channels": 64, "mask_channels": 16, "mask_layers": 1, "anchor_scale": 4}
@@ -137,8 +136,8 @@ PICTURES = [(1, [(1, 8, 8, 28, 24), (2, 34, 30, 60, 58)]), (2, [(2, 4, 30, 32, 6
 class Batches(list):
     """One batch of the two pictures of 64 x 64, on a rank its own one; annotated at twice their size in a file."""
 
-    def __init__(self, file, ranks):
-        self.dataset = SimpleNamespace(instances=SimpleNamespace(file=file, category_ids=IDS))
+    def __init__(self, truth, ranks):
+        self.dataset = SimpleNamespace(instances=truth)
         batch = []
         for image_id, objects in PICTURES[ranks.rank :: ranks.world_size]:
             image, target = sample(64, 64, objects, seed=image_id)
@@ -154,22 +153,22 @@ class Batches(list):
         return [f"{target['image_id']}.png" for target in self[number][1]]
 
 
-def annotated(path):
+def annotated(root):
     objects = [(image_id, *shown) for image_id, of_image in PICTURES for shown in of_image]
     doubled = [(n, IDS[k - 1], 2 * x, 2 * y, 2 * (right - x), 2 * (low - y), 0) for n, k, x, y, right, low in objects]
-    return write(path, doubled, size=128)
+    return write(root, doubled, size=128)
 
 
-def make_task(file, ranks=Ranks()):
+def make_task(truth, ranks=Ranks()):
     torch.manual_seed(0)
-    model, batches = MaskRcnn(Pyramid(16), 2, TINY), Batches(file, ranks)
+    model, batches = MaskRcnn(Pyramid(16), 2, TINY), Batches(truth, ranks)
     return Detection(model, batches, {"val": batches}, batch_size=2, device=torch.device("cpu"), ranks=ranks)
 
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
     """A task whose model has seen two pictures many times, and its losses."""
-    task = make_task(annotated(tmp_path_factory.mktemp("task") / "truth.json"))
+    task = make_task(annotated(tmp_path_factory.mktemp("task")))
     losses = fit(task, task.train[0], lr=3e-3, steps=80)
     task.model.eval()
     return task, losses
@@ -223,7 +222,7 @@ def test_the_truth_is_drawn_whole_and_without_scores(shown):
 
 
 def test_parts_of_a_batch_and_what_is_said_of_one(tmp_path):
-    task = make_task(annotated(tmp_path / "truth.json"))
+    task = make_task(annotated(tmp_path))
     (batch,) = task.batches(0, 0)
     first, second = task.split(batch, 2)
     assert [target["image_id"] for _, targets in (first, second) for target in targets] == [1, 2]
@@ -236,12 +235,13 @@ ON_RANKS = """
 import sys, torch
 from pathlib import Path
 from repro.core.ranks import Ranks, joined
-from tests.tasks.test_detection_task import annotated, make_task
+from repro.data.coco import read_instances
+from tests.tasks.test_detection_task import make_task
 
 folder, found = Path(sys.argv[1]), []
 with joined("cpu") as ranks:
     for own in (Ranks(), ranks):
-        task = make_task(folder / "truth.json", own)
+        task = make_task(read_instances(folder, "val"), own)
         task.model.load_state_dict(torch.load(folder / "weights.pt"))
         found.append(task.evaluate(task.model.eval(), "val"))
 assert ranks.world_size == 2 and found[0] == found[1], found
@@ -253,7 +253,7 @@ assert found[0]["held_out_images"] == 2 and found[0]["ap_box_percent"] > 10, fou
 def test_two_ranks_evaluate_what_one_does(learnt, tmp_path):
     torch.save(learnt[0].model.state_dict(), tmp_path / "weights.pt")
     (tmp_path / "program.py").write_text(ON_RANKS)
-    annotated(tmp_path / "truth.json")
+    annotated(tmp_path)
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
     done = run_python(*torchrun, str(tmp_path / "program.py"), str(tmp_path), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]

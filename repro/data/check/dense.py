@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ade20k import FOLDERS, RELEASE, AdePairs, find_base, read_pair
-from ..coco import Instances, read_image, read_instances
+from ..ade20k import CLASSES, FOLDERS, RELEASE, AdePairs, find_base, read_pair
+from ..coco import Instances, compare_categories, read_image, read_instances
 from ..findings import BadData, Finding, Report, compare_counts
 from ..kinds import KINDS
 from ..pixels import read_labels
@@ -16,7 +16,9 @@ from ..tree import list_entries
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
 _OWN = "its classes are not those of {}: judged as a set of your own, with its own counts"
-_SHIFTED = "labels were already shifted down by one (0 to 255), which training does by itself"
+_SHIFTED = "labels were already shifted down by one, with 255 for void: add 1 to each label, and make 255 0"
+_TWO_VALUES = "a mask in black and white: write the numbers of the classes, 1 and 2"
+_VOID = 0.1  # share of the pixels from which on 0 is looked at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +47,20 @@ def check_coco(
     *,
     splits: Sequence[str] = KINDS["coco"].splits,
     expected: CocoCounts | None = COCO_2017,
+    boxes_as_masks: bool = False,
 ) -> None:
     """Check images, annotations, and that they belong together; categories and boxes of every annotation.
 
     Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting. Those
     of a set whose categories are not COCO's are its own.
     """
-    found = {split: instances for split in splits if (instances := read_instances(root, split, report)) is not None}
+    read = {split: read_instances(root, split, report, boxes_as_masks=boxes_as_masks) for split in splits}
+    found = {split: instances for split, instances in read.items() if instances is not None}
     if found and expected and all(_is_own(instances.classes, expected) for instances in found.values()):
         expected = None
         report.ok(root, _OWN.format("COCO 2017"))
-    if expected is None and len({(instances.category_ids, instances.classes) for instances in found.values()}) > 1:
-        report.error(root / "annotations", "the splits differ in their categories", "give all splits the same list")
+    if expected is None:
+        compare_categories([*found.values()], report)
     for split, instances in found.items():
         _compare_with_release(instances, split, report, expected)
     picked = draw_sample({split: len(instances.names) for split, instances in found.items()}, depth)
@@ -67,6 +71,12 @@ def check_coco(
     if chosen and not faults:
         total = sum(len(instances.names) for instances in found.values())
         report.ok(root, f"images decode and have the annotations' sizes, {describe_extent(len(chosen), total, depth)}")
+
+
+def check_boxes(root: Path, report: Report, depth: Depth) -> None:
+    """Check a set of one's own in COCO's layout whose masks are boxes; errors as `check_coco`."""
+    kind = KINDS["boxes"]
+    check_coco(root, report, depth, splits=kind.splits, expected=None, boxes_as_masks=kind.boxes_as_masks)
 
 
 def check_ade20k(
@@ -101,10 +111,12 @@ def check_ade20k(
     chosen = [pairs[split].paths(place) for split, places in picked.items() for place in places]
     items = [(*paths, num_classes, depth.max_pixels) for paths in chosen]
     judged = list(run_parallel(_judge_pair, items, depth.workers, "decoding"))
-    values = frozenset().union(*(labels for _, labels in judged))
-    shifted = not values & {*range(num_classes, 255)}
-    strange = f"{_SHIFTED if shifted else 'labels are of another release'}; {RELEASE}"
-    found = [(fault, max(labels, default=0)) for fault, labels in judged if fault is not None]
+    pixels = sum((counts for _, counts in judged), np.zeros(256, dtype=np.int64))  # of each value
+    values = np.flatnonzero(pixels).tolist()
+    strange = f"labels are of another release; {RELEASE}"
+    if not {*values} & {*range(num_classes, 255)}:
+        strange = _SHIFTED if {*values} - {0, 255} else _TWO_VALUES
+    found = [(fault, max(np.flatnonzero(counts), default=0)) for fault, counts in judged if fault is not None]
     faults = [dataclasses.replace(fault, advice=strange) if top > num_classes else fault for fault, top in found]
     report.add_mixed(faults)
     if items and not faults:
@@ -112,6 +124,16 @@ def check_ade20k(
         held = f"values in {min(values)}..{max(values)} (0: unlabelled)"
         report.ok(base, f"label maps have 8 bits, {held}, sizes of their images")
         report.ok(base, f"images and label maps decode, {describe_extent(len(items), total, depth)}")
+        names = pairs["train"].classes
+        shares = pixels / pixels.sum()
+        report.ok(base, f"pixels: {_list_shares(['0 (unlabelled)', *names], shares)}")
+        # of a release, and of scenes that the project draws, the labels are known to be right
+        of_class = shares[1 : len(names) + 1]
+        if names and (base / CLASSES).is_file() and shares[0] > min(_VOID, np.median(of_class)) * (of_class[-1] > 0):
+            problem = f"0, of which nothing is learned, has {shares[0]:.1%} of the pixels, as much as a class"
+            if not of_class[-1]:
+                problem = f"no pixel has {len(names)}, the last class {names[-1]}, and {shares[0]:.1%} have 0"
+            report.warning(base, problem, f"if 0 is {names[0]}, add 1 to every label, and make void 0")
 
 
 def check_scenes(root: Path, report: Report, depth: Depth) -> None:
@@ -119,6 +141,10 @@ def check_scenes(root: Path, report: Report, depth: Depth) -> None:
     splits = KINDS["scenes"].splits
     check_coco(root / "coco", report, depth, splits=splits, expected=None)
     check_ade20k(root / "ade20k", report, depth, splits=splits, expected=None)
+
+
+def _list_shares(names: Sequence[str], shares: np.ndarray) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares.tolist(), strict=False))
 
 
 def _is_own(classes: Sequence[str], expected: CocoCounts) -> bool:
@@ -148,7 +174,10 @@ def _compare_with_release(instances: Instances, split: str, report: Report, expe
         report.error(file, f"boxes without area: {instances.num_empty}, {known} in the original", advice)
     if expected and instances.num_outside:
         report.error(file, f"boxes that leave their images: {instances.num_outside}, none in the original", advice)
+    report.ok(file, instances.describe_targets())
     report.ok(file, f"{np.count_nonzero(np.diff(instances.starts)):,} of {len(instances.names):,} images have targets")
+    objects = np.bincount(instances.labels, minlength=len(instances.classes) + 1)[1:]
+    report.ok(file, f"objects: {_list_shares(instances.classes, objects / max(1, objects.sum()))}")
 
 
 def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | None:
@@ -162,20 +191,20 @@ def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | Non
     return None
 
 
-def _judge_pair(item: tuple[Path, Path, int, int]) -> tuple[Finding | None, frozenset[int]]:
-    """What is wrong with a pair, if the reader has not named it as empty, and the values of its label map."""
+def _judge_pair(item: tuple[Path, Path, int, int]) -> tuple[Finding | None, np.ndarray]:
+    """What is wrong with a pair, if the reader has not named it as empty, and its pixels of each value, (256,) int64."""
     image, label, _, max_pixels = item
+    none, fault = np.zeros(256, dtype=np.int64), None
     if not (image.stat().st_size and label.stat().st_size):
-        return None, frozenset()
-    fault = None
+        return None, none
     try:
         read_pair(*item)
     except BadData as error:
         fault = error.finding
     try:
-        return fault, frozenset(np.unique(read_labels(label, max_pixels)).tolist())
+        return fault, np.bincount(read_labels(label, max_pixels).ravel(), minlength=256)
     except BadData:
-        return fault, frozenset()
+        return fault, none
 
 
 def _find_other_release(base: Path, report: Report) -> str | None:

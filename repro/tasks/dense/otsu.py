@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy import ndimage
 from torch import Tensor
 
-from ...data.detection import decode_mask
+from ...data.masks import decode_mask
 
 _BLUR = 1.0  # pixels
 _FAINTEST = 8.0  # grey levels above the darkest pixel; anything less is noise

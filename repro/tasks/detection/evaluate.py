@@ -1,9 +1,8 @@
-"""COCO's average precision by pycocotools, of boxes and masks, from an annotation file and a list of results."""
+"""COCO's average precision by pycocotools, of boxes and masks, from the annotations that were read and a list of results."""
 
 import contextlib
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor
 
 from ...core.errors import UserError
+from ...data.coco import Instances
+from ...data.masks import encode_mask
 
 Result = dict[str, Any]
 # the first six of the twelve numbers of COCO's summary
@@ -47,11 +48,11 @@ def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Seque
     ]
 
 
-def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, float]:
+def coco_metrics(instances: Instances, results: Sequence[Result]) -> dict[str, float]:
     """Average precision over all images of an annotation file, in percent.
 
     Args:
-        annotations: in COCO's format; crowd regions are neither found nor missed.
+        instances: what was read of the file; crowds, and what has no area or mask, are neither found nor missed.
         results: of any of its images, as of `to_results`.
 
     Returns:
@@ -60,39 +61,32 @@ def coco_metrics(annotations: Path, results: Sequence[Result]) -> dict[str, floa
         0; what has no objects is left out.
 
     Raises:
-        UserError: no such file, or a result of an image or category that it does not have.
+        UserError: a result of an image or category that the file does not have.
     """
-    if not annotations.is_file():
-        raise UserError(f"{annotations}: no such file")
+    for name, known in (("image_id", instances.image_ids.tolist()), ("category_id", instances.category_ids)):
+        if unknown := {result[name] for result in results} - set(known):
+            problem = f"a result has {name} {min(unknown)}, which the file lacks; evaluate on its own images"
+            raise UserError(f"{instances.file}: {problem}")
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(annotations)
-        for name, known in (("image_id", truth.imgs), ("category_id", truth.cats)):
-            unknown = {result[name] for result in results} - set(known)
-            if unknown:
-                raise UserError(
-                    f"{annotations}: a result has {name} {min(unknown)}, which the file lacks; evaluate on its own images"
-                )
+        truth = _open_truth(instances)
         return {name: value for kind in _KINDS for name, value in _average_precision(truth, results, kind).items()}
 
 
-def count_confusion(
-    annotations: Path, results: Sequence[Result], category_ids: Sequence[int], min_score: float
-) -> list[list[int]]:
+def count_confusion(instances: Instances, results: Sequence[Result], min_score: float) -> list[list[int]]:
     """How often an object of one category was found as one of another.
 
     Detections come in the order of their scores; each takes the free object whose box overlaps its own most, by an IoU
     of at least 0.5, whatever the categories. One that finds only a crowd region is left out.
 
     Args:
-        results: of its images, as of `to_results`; those below `min_score` are left out.
-        category_ids: the file's id of label 1, 2, ..., which is the order of the result.
+        instances, results: as of `coco_metrics`; results below `min_score` are left out.
 
     Returns:
         A row per category, and one for what is no object; a column per category found, and one for what was missed.
     """
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(annotations)
-    place = {category: index for index, category in enumerate(category_ids)}
+        truth = _open_truth(instances)
+    place = {category: index for index, category in enumerate(instances.category_ids)}
     nothing, found = len(place), {image_id: [] for image_id in truth.imgs}
     for result in sorted(results, key=lambda result: -result["score"]):
         if result["score"] >= min_score:
@@ -100,7 +94,7 @@ def count_confusion(
     counts = np.zeros((nothing + 1, nothing + 1), dtype=np.int64)
     for image_id, detections in found.items():
         objects = truth.imgToAnns[image_id]
-        crowds = [bool(each.get("iscrowd")) for each in objects]
+        crowds = [bool(each["iscrowd"]) for each in objects]
         # (detections, objects); of a crowd region, the share of the detection that lies in it
         overlaps = rle.iou([each["bbox"] for each in detections], [each["bbox"] for each in objects], crowds)
         overlaps = np.asarray(overlaps, dtype=np.float64).reshape(len(detections), len(objects))
@@ -117,6 +111,37 @@ def count_confusion(
         for index in np.flatnonzero(free):
             counts[place[objects[index]["category_id"]], nothing] += 1
     return counts.tolist()
+
+
+def _open_truth(instances: Instances) -> COCO:
+    """The rows that were read, for pycocotools, which takes an object with the id 0 for one that was not found."""
+    image_ids, sizes = instances.image_ids.tolist(), instances.sizes.tolist()
+    annotations = [
+        {
+            "id": row + 1,
+            "image_id": image_ids[place],
+            "category_id": instances.category_ids[label - 1],
+            "bbox": box,
+            "area": area,
+            "iscrowd": int(ignored),
+            "segmentation": encode_mask(instances.segmentation(row), *sizes[place]),
+        }
+        for row, (place, label, box, area, ignored, _) in enumerate(instances.annotations.tolist())
+    ]
+    truth = COCO()
+    truth.dataset = {
+        "images": [
+            {"id": image_id, "height": height, "width": width}
+            for image_id, (height, width) in zip(image_ids, sizes, strict=True)
+        ],
+        "annotations": annotations,
+        "categories": [
+            {"id": category_id, "name": name}
+            for category_id, name in zip(instances.category_ids, instances.classes, strict=True)
+        ],
+    }
+    truth.createIndex()
+    return truth
 
 
 def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float]:

@@ -59,7 +59,7 @@ class Detect(DenseSpec):
         for place, image_id in enumerate(truth.image_ids.tolist()):
             image = torch.from_numpy(read_pixels(truth.path(place), truth.max_pixels)).permute(2, 0, 1)
             results += to_results(image_id, baseline.detect(image), truth.category_ids)
-        return coco_metrics(truth.file, results)
+        return coco_metrics(truth, results)
 
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
         return str(target["image_id"])

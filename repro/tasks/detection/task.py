@@ -48,8 +48,8 @@ class Detection(Task):
         metrics = {}
         if self.ranks.first:
             results = [result for own in everyone for result in own]
-            metrics = coco_metrics(truth.file, results)
-            self.confusion = count_confusion(truth.file, results, truth.category_ids, EXAMPLES_MIN_SCORE)
+            metrics = coco_metrics(truth, results)
+            self.confusion = count_confusion(truth, results, EXAMPLES_MIN_SCORE)
         return self.ranks.from_first(metrics) | {"held_out_images": int(self.ranks.sum([images_seen])[0])}
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
