@@ -168,7 +168,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
                     raise UserError(f"{where}: {label[:80]!r} cannot be the name of a class, which is that of a folder")
                 if file.startswith(("../", "/")) or not os.path.isfile(path.parent / file):
                     raise UserError(f"{where}: {row['file']}: no such file below {path.parent}")
-                if any(map(is_left_out, file.split("/"))):
+                if is_left_out(file):
                     raise UserError(f"{where}: {file}: is hidden or a system's own, which no data set has; rename it")
                 if not is_picture(file):
                     problem = f"not read, pictures are {', '.join(EXTENSIONS)}"

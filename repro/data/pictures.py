@@ -43,8 +43,8 @@ class Entries(NamedTuple):
 
 
 def is_left_out(name: str) -> bool:
-    """Whether a file or folder of this name belongs to no data set: hidden, a twin of a Mac, a system's own."""
-    return name.startswith(".") or name.casefold() in _OF_SYSTEMS
+    """Whether a path below a data set is no part of it, by any of its names: hidden, a twin of a Mac, a system's own."""
+    return any(part.startswith(".") or part.casefold() in _OF_SYSTEMS for part in name.split("/"))
 
 
 def is_picture(name: str, suffixes: tuple[str, ...] = EXTENSIONS) -> bool:

@@ -14,9 +14,9 @@ import itertools
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,7 @@ _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 # the listing of archives is kept in their folder: to read 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
+_MOST_LINKS = 40  # as many as Linux follows
 _RULES = 2  # of what is listed; a listing by other ones is made again
 Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
 
@@ -351,69 +352,52 @@ def _list_rows(archives: list[Path], report: Report, kind: Kind, others: list[st
 
 def _list_members(path: Path, report: Report, kind: Kind, others: list[str]) -> Iterator[tuple[str, bytes, int, int]]:
     """(class, file name, bytes, first byte) of each image of an archive, as if it were unpacked."""
-    files: dict[
-        str, tuple[int, int]
-    ] = {}  # name -> first byte, bytes; a later member of a name replaces an earlier one
-    links: dict[str, str] = {}  # name -> where it leads
-    labels: dict[str, str] = {}  # name of a .cls file -> class
-    unfit: list[str] = []
+    # name -> first byte and bytes, or where a link leads; a later member of a name replaces an earlier one
+    files: dict[str, tuple[int, int] | str] = {}
+    unfit: list[tuple[str, str]] = []
     try:
         with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
             for member in archive:
                 name = _clean(member.name)
-                if member.isdir():
-                    continue
-                for earlier in (files, links, labels):
-                    earlier.pop(name, None)
                 if member.issym():
-                    links[name] = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
+                    files[name] = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
                 elif member.islnk():
-                    target = _clean(member.linkname)
-                    if target in files:
-                        files[name] = files[target]
-                    else:
-                        links[name] = links.get(target, target)
+                    files[name] = files.get(_clean(member.linkname), member.linkname)
                 elif member.isfile() and not _has_holes(member):
                     files[name] = member.offset_data, member.size
-                    if name.lower().endswith(".cls") and not _is_hidden(name):
-                        labels[name] = _read_label(archive.extractfile(member).read(), path, name, report, kind)
-                elif is_picture(name, _suffixes_of(kind)) and not _is_hidden(name):
-                    unfit.append(f"{name} is {'a sparse file' if member.isfile() else 'no plain file'}")
+                elif not member.isdir() and is_picture(name, _suffixes_of(kind)):
+                    unfit.append((name, f"is {'a sparse' if member.isfile() else 'no plain'} file"))
     except (tarfile.TarError, OSError) as error:
         report.error(path, f"not a readable tar archive ({error})", "get it again")
-    for name in links:
-        target = _follow(name, files, links)
-        if target in files:
-            files[name] = files[target]
-        elif not _is_hidden(name) and (is_picture(name, _suffixes_of(kind)) or not os.path.splitext(name)[1]):
-            unfit.append(f"{name} is a link to {links[name]}, which is no file in it")
-    report.errors([(path, problem) for problem in unfit], "pack it again, with tar --dereference and without --sparse")
-    yield from _name_images(path, files, labels, report, kind, others)
-
-
-def _name_images(
-    path: Path, files: dict[str, tuple[int, int]], labels: dict[str, str], report: Report, kind: Kind, others: list[str]
-) -> Iterator[tuple[str, bytes, int, int]]:
-    """The rows of `_list_members`; the class of an image is that of its key, which ends at the first dot or the last."""
-    by_key: dict[str, set[str]] = {}
-    for name, label in labels.items():
-        for key in {os.path.splitext(name)[0], _key(name)}:
-            by_key.setdefault(key, set()).add(label)
-    beside = {_key(name): name for name in files if not is_picture(name, _suffixes_of(kind)) and not _is_hidden(name)}
+    whole: dict[str, tuple[int, int]] = {}
+    for name, place in files.items():
+        for _ in range(_MOST_LINKS):
+            place = files.get(place) if isinstance(place, str) else place
+        if isinstance(place, tuple):
+            whole[name] = place
+        elif is_picture(name, _suffixes_of(kind)) or not os.path.splitext(name)[1]:
+            unfit.append((name, f"is a link to {files[name]}, which is no file in it"))
+    problems = [(path, f"{name} {problem}") for name, problem in unfit if not is_left_out(name)]
+    report.errors(problems, "pack it again, with tar --dereference and without --sparse")
+    kept = {name: place for name, place in whole.items() if not is_left_out(name)}
+    images = {name: place for name, place in kept.items() if is_picture(name, _suffixes_of(kind))}
+    others += [name for name in kept if name not in images and may_be_picture(name)]
+    labels: dict[str, set[str]] = {}  # key -> classes
+    for name in kept:
+        if name.lower().endswith(".cls"):
+            label = _read_label(Source(str(path), *kept[name]).read(), path, name, report, kind)
+            for key in {os.path.splitext(name)[0], _key(name)}:
+                labels.setdefault(key, set()).add(label)
+    beside = {_key(name) for name in kept.keys() - images.keys()}
     end, unlabelled = path.stat().st_size, []
-    for name, (offset, size) in files.items():
-        if _is_hidden(name) or not is_picture(name, _suffixes_of(kind)):
-            if may_be_picture(name) and not _is_hidden(name):
-                others.append(name)
-            continue
+    for name, (offset, size) in images.items():
         if offset + size > end:
             report.error(path, f"cut short within {name}", "get it again")
             continue
         folder, file = os.path.split(name)
-        found = by_key.get(os.path.splitext(name)[0]) or by_key.get(_key(name)) or set()
+        found = labels.get(os.path.splitext(name)[0]) or labels.get(_key(name)) or set()
         if len(found) > 1 or (not found and (labels or (not folder and _key(name) in beside))):
-            more = "several .cls of different classes" if found else f"no {_key(name)}.cls"
-            unlabelled.append((path, f"{name} has {more}" + ("" if found or labels else f", but {beside[_key(name)]}")))
+            unlabelled.append((path, f"{name} has {f'{len(found)} classes' if found else f'no {_key(name)}.cls'}"))
         label = min(found) if found else os.path.basename(folder) or path.stem
         yield label, os.fsencode(file), size, offset
     report.errors(unlabelled, "give each key one .cls, or pack the images in a folder for each class")
@@ -421,12 +405,12 @@ def _name_images(
 
 def _read_label(text: bytes, path: Path, name: str, report: Report, kind: Kind) -> str:
     """The class that a .cls file names by its index: a wnid, in a set of one's own the number with four digits."""
-    known = [f"{index:04d}" for index in range(10_000)] if kind.name in OWN_KINDS else list_wnids()
-    if text.strip().isdigit() and int(text) < len(known):
-        return known[int(text)]
-    problem = f"{name} holds {text[:20]!r}, expected a class index from 0 to {len(known) - 1}"
+    limit = 10_000 if kind.name in OWN_KINDS else len(list_wnids())
+    if text.strip().isdigit() and (index := int(text)) < limit:
+        return f"{index:04d}" if kind.name in OWN_KINDS else list_wnids()[index]
+    problem = f"{name} holds {text[:20]!r}, expected a class index from 0 to {limit - 1}"
     report.error(path, problem, "pack it again, with indices among the sorted classes")
-    return known[0]
+    return "unknown"
 
 
 def _clean(name: str) -> str:
@@ -440,26 +424,9 @@ def _key(name: str) -> str:
     return os.path.join(folder, file.partition(".")[0])
 
 
-def _is_hidden(name: str) -> bool:
-    return any(map(is_left_out, name.split("/")))
-
-
 def _has_holes(member: tarfile.TarInfo) -> bool:
     """Whether the bytes of a file do not follow one another in the archive."""
     return member.issparse() and [part for part in member.sparse if part[1]] != [(0, member.size)]
-
-
-def _follow(name: str, files: Mapping[str, Any], links: Mapping[str, str]) -> str | None:
-    """The file in the archive that a link leads to, over others and through linked folders; None where to none."""
-    for _ in range(40):  # as many as Linux follows
-        if name in files and name not in links:
-            return name
-        above = (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] == "/")
-        link = next((part for part in above if part in links), None)
-        if link is None:
-            return None
-        name = os.path.normpath(links[link] + name[len(link) :])
-    return None
 
 
 def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
