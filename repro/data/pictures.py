@@ -90,19 +90,17 @@ def list_classes(root: Path, report: Report) -> dict[str, list[str]]:
         UserError: a folder that cannot be read, or that two classes share.
     """
     top, classes, others = list_entries(root, report), {}, []
-    above = {_identify(folder) for folder in (root, *root.resolve().parents)}
-    homes: dict[tuple[int, int], str] = {}
+    above = {root.resolve(), *root.resolve().parents}
+    homes: dict[Path, str] = {}
     for label in top.folders:
         pictures, waiting = [], [label]
         while waiting:
             folder = waiting.pop()
-            what = _identify(root / folder)
-            if what in above:
-                report.tell(
-                    root / folder, "is a link to a folder that holds it", "its pictures are not read through it"
-                )
+            real = (root / folder).resolve()
+            if real in above:
+                report.tell(root / folder, "is a link to a folder that holds it", "nothing is read through it")
                 continue
-            if (home := homes.setdefault(what, folder)) != folder:
+            if (home := homes.setdefault(real, folder)) != folder:
                 if home.partition("/")[0] != label:
                     problem = f"is the same folder as {root / home}, of another class"
                     raise UserError(f"{root / folder}: {problem}; a picture has one class")
@@ -151,9 +149,8 @@ def find_splits(root: Path) -> dict[str, str]:
         )
     shared = Counter(name for names in nested.values() for name in names)
     repeated = sorted(name for name, times in shared.items() if times > 1)
-    if len(nested) == len([name for name, found in inside.items() if found.folders or found.images]) > 1 and (
-        len(repeated) > 1 and 2 * len(repeated) > len(shared)
-    ):
+    filled = sum(bool(found.folders or found.images) for found in inside.values())
+    if len(nested) == filled > 1 and len(repeated) > 1 and 2 * len(repeated) > len(shared):
         raise UserError(
             f"{root}: {show_folders(list(nested))} hold the same folders ({show_folders(repeated)}), as splits do; name "
             "them train/ and val/, or list files and classes in a CSV file (docs/data.md)"
@@ -195,12 +192,3 @@ def _name_split(folder: str) -> str | None:
     return next(
         (split for split, names in _NAMES.items() if re.fullmatch(f"{_AROUND}(?:{names}){_AROUND}", letters)), None
     )
-
-
-def _identify(folder: Path) -> tuple[int, int]:
-    """What tells a folder from others, whatever its path."""
-    try:
-        found = os.stat(folder)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}") from None
-    return found.st_dev, found.st_ino

@@ -603,3 +603,9 @@ def test_predict_says_which_links_are_broken_with_the_unreadable_ones(tmp_path):
     picture(tmp_path / "a.jpg", (8, 8))
     (tmp_path / "b.jpg").symlink_to(tmp_path / "gone")
     assert [path.name for path in find_pictures([tmp_path])] == ["a.jpg", "b.jpg"]
+
+
+def test_params_name_paths_from_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    found = [Paths(tmp_path).find(given) for given in ("~/a.pt", "a.pt", str(tmp_path / "b.pt"), "data/~")]
+    assert found == [tmp_path / "me/a.pt", tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "data/~"]
