@@ -126,27 +126,21 @@ def find_splits(root: Path) -> dict[str, str]:
     its exact name counts.
 
     Raises:
-        UserError: folders that look like splits, and leave open what to train on or what to hold out.
+        UserError: two folders for one split; folders by other names that have the same folders inside, as splits do.
     """
-    folders = list_entries(root, None).folders
+    inside = {name: list_entries(root / name, None) for name in list_entries(root, None).folders}
+    nested = {name: set(found.folders) for name, found in inside.items() if found.folders and not found.images}
     named: dict[str, list[str]] = {}
-    for name in folders:
+    for name in inside:
         if (split := _name_split(name)) is not None:
             named.setdefault(split, []).append(name)
-    if "train" in named and len(named) > 1:
+    like = {name for names in named.values() for name in names}
+    # a class may have such a name, too
+    if ("train" in named and len(named) > 1) or (like and (like == inside.keys() or like <= nested.keys())):
         for split, names in named.items():
             if len(names) > 1 and split not in names:
                 raise UserError(f"{root}: {show_folders(names)} would both be the split {split}; rename one")
         return {split: split if split in names else names[0] for split, names in named.items()}
-    inside = {name: list_entries(root / name, None) for name in folders}
-    nested = {name: set(found.folders) for name, found in inside.items() if found.folders and not found.images}
-    like = [name for name in folders if _name_split(name) is not None]
-    if like and (len(like) == len(folders) or all(name in nested for name in like)):
-        lacks = "nothing that is held out" if "train" in named else "nothing to train on"
-        raise UserError(
-            f"{root}: {show_folders(like)} look{'s' if len(like) == 1 else ''} like splits, and there is {lacks}; "
-            f"name two folders train/ and val/, or take {root / like[0]}, of which a fifth is held out"
-        )
     shared = Counter(name for names in nested.values() for name in names)
     repeated = sorted(name for name, times in shared.items() if times > 1)
     filled = sum(bool(found.folders or found.images) for found in inside.values())

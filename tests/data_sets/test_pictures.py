@@ -15,6 +15,7 @@ from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.data.cells import find_root, open_cell
 from repro.data.check.folders import check_folder
+from repro.data.check.run import Depth
 from repro.data.findings import RaiseFirst
 from repro.data.own import parse_own, split_own
 from repro.data.pictures import list_classes
@@ -257,10 +258,10 @@ def test_folders_that_look_like_splits_are_refused_before_anything_is_linked(tmp
     root = nest(tmp_path / "set", *OPEN[form])
     for try_it in (
         lambda: prepare_own(f"folder:{root}", Paths(tmp_path / "checkout"), Runtime(data_roots={})),
-        lambda: findings(check_folder, root),
+        lambda: check_folder(root, RaiseFirst(), Depth()),
         lambda: scan_manifest(root, "folder"),
     ):
-        with pytest.raises(UserError, match=f"{root}: .*/") as caught:
+        with pytest.raises(UserError, match=f"{root}(/val|/train)?: .*/") as caught:
             try_it()
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "checkout").exists()

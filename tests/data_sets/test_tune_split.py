@@ -168,7 +168,7 @@ def drop_images(root):
         (drop_images, r"pictures/train: class 'cat' has 3 training images, .*images_per_class is 3; make it smaller"),
         (lambda root: shutil.copytree(root / "test", root / "tune"), r"pictures/tune: is there, .*; move it away, or"),
         (lambda root: (root / "test").rename(root / "val"), r"expected\.val: 0 expected, .*pictures holds 6; complete"),
-        (lambda root: shutil.rmtree(root / "test"), r"pictures: train/ .* held out"),
+        (lambda root: shutil.rmtree(root / "test"), r"pictures/val: no such folder; lay the data out as .* or test/"),
     ],
 )
 def test_wrong_data_is_one_line(pictures, spoil, message):
