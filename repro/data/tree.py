@@ -2,7 +2,8 @@
 
 A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image
 then comes from the first of these that exists: a member `<key>.cls`, which holds an index among the sorted
-wnids of ImageNet-1K (WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the
+wnids of ImageNet-1K, or names a class of one's own by its number (WebDataset shards, whose keys end at the first dot);
+the folder in the archive; the archive's own name (`n01440764.tar`, as the
 archives in ILSVRC2012_img_train.tar are called).
 Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as
 its files would, and continues at the same batch; a shuffle buffer allows neither.
