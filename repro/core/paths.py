@@ -30,6 +30,10 @@ class Paths:
     def results(self) -> Path:
         return self.root / "results"
 
+    def find(self, given: str) -> Path:
+        """What params.yaml calls so: relative to the root, `~` for the user's home."""
+        return self.root / os.path.expanduser(given)
+
     def cell(self, stage: str, cell: str) -> Path:
         """`results/<stage>/<cell>`: written by that stage alone."""
         return self.results / stage / cell

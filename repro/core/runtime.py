@@ -66,10 +66,10 @@ class Runtime:
     data_roots: dict[str, str]
 
     def data_root(self, paths: Paths, kind: str) -> Path:
-        """The folder of a data set, relative ones taken from the project root."""
+        """The folder of a data set, relative ones taken from the project root, `~` from the user's home."""
         if kind not in self.data_roots:
             raise UserError(f"runtime.data_roots.{kind}: missing; say where the {kind} data set lies")
-        return (paths.root / self.data_roots[kind]).absolute()
+        return paths.find(self.data_roots[kind]).absolute()
 
 
 # TFLOP/s of dense bf16 products that are summed in fp32; a part of a GPU's name -> its peak, and the first that fits

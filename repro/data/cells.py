@@ -13,7 +13,7 @@ from ..core.paths import Paths
 from ..core.runtime import Runtime
 from .kinds import KINDS, SPLITS, Format, Kind, load_function
 from .manifest import Manifest, read_manifest, verify
-from .own import locate_own, parse_own
+from .own import locate_own, own_folder, parse_own
 from .tree import Tree, scan_tree
 
 
@@ -84,8 +84,8 @@ class DataCell:
 
 def manifest_path(paths: Paths, name: str) -> Path:
     """Where the manifest of a cell, or of a set `KIND:PATH`, lies."""
-    if (own := parse_own(name)) is not None:  # no page reports it
-        return paths.results / "own" / own.name.removeprefix("own_") / "data" / "manifest.json"
+    if (own := parse_own(name)) is not None:
+        return own_folder(paths, own) / "data" / "manifest.json"
     return paths.cell("prepare_data", name) / "manifest.json"
 
 

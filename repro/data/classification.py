@@ -163,7 +163,7 @@ class ImageFolder(Dataset):
                         error,
                     )
                 self.require_readable()
-        raise UserError(f"{self.tree.root / self.split}: none of the {len(self)} images can be read; get them again")
+        raise UserError(f"{self.tree.folder(self.split)}: none of the {len(self)} images can be read; get them again")
 
 
 def read_rgb(source: Source, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -60,6 +60,10 @@ class Report(abc.ABC):
         """Report something that a run survives."""
         self.add([Finding("warning", place, problem, advice)])
 
+    def tell(self, place: Path, problem: str, advice: str) -> None:
+        """Report a warning that is also shown before a training."""
+        self.warning(place, problem, advice)
+
     def error(self, place: Path, problem: str, advice: str) -> None:
         """Report something that breaks a run or its numbers."""
         self.errors([(place, problem)], advice)
@@ -74,7 +78,14 @@ class Report(abc.ABC):
 
 
 class RaiseFirst(Report):
-    """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown."""
+    """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown.
+
+    With `progress`, what it is told is printed.
+    """
+
+    def tell(self, place: Path, problem: str, advice: str) -> None:
+        if self.progress:
+            print(Finding("warning", place, problem, advice), flush=True)
 
     def add(self, findings: Sequence[Finding]) -> None:
         if findings and findings[0].severity == "error":

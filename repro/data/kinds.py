@@ -58,9 +58,13 @@ class Kind:
     paired: bool = False  # training images of the same name belong in one batch
 
     def at(self, root: Path) -> "Kind":
-        """The row with the splits that lie at `root`; with `splits` where neither these nor others do."""
-        layouts = (self.splits, *self.other_splits)
-        found = (splits for splits in layouts if all((root / split).is_dir() for split in splits))
+        """The row with the splits that lie at `root`, see `pictures.find_splits`; with `splits` where none do."""
+        if not self.other_splits or not root.is_dir():
+            return self
+        from .pictures import find_splits
+
+        folders = find_splits(root)
+        found = (splits for splits in (self.splits, *self.other_splits) if folders.keys() >= set(splits))
         return dataclasses.replace(self, splits=next(found, self.splits))
 
     @property

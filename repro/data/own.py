@@ -1,9 +1,9 @@
 """Data sets that a command names, `folder:PATH`, `coco:PATH`, `boxes:PATH` or `ade20k:PATH`, without an edit of params.yaml.
 
-A folder of pictures is read as it is where it holds train/ and val/, or train/ and test/. Class folders without a split, or a CSV file of
-`file,label`, are split here: data/own_<name>/ gets train/<class>/ and val/<class>/ of links, and split.csv says where
-each picture went. A picture's side depends on its own path below the folder alone, so that new ones do not move the
-others.
+A folder of pictures is read as it is where it holds splits, see `pictures.find_splits`. Class folders without a split,
+or a CSV file of `file,label`, are split here: data/own_<name>/ gets train/<class>/ and val/<class>/ of links, and
+split.csv says where each picture went. A picture's side depends on its own path below the folder alone, so that new
+ones do not move the others. A name belongs to the first set of it, whose path results/own/<name>/data/source.txt holds.
 """
 
 import csv
@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import unicodedata
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +19,14 @@ from typing import NamedTuple
 from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from .kinds import KINDS, OWN_KINDS
-from .tree import EXTENSIONS
+from ..core.record import write_text
+from .findings import RaiseFirst
+from .kinds import OWN_KINDS
+from .pictures import EXTENSIONS, find_splits, is_left_out, is_picture, list_classes
 
 HELD_OUT = 5  # one picture in this many is held out
+MOST_BYTES = 255  # of a name on a disk
+_MOST_IN_RESULTS = 100  # bytes of a set's name, to which the names of records add
 
 
 class OwnData(NamedTuple):
@@ -45,83 +50,112 @@ def parse_own(data: str) -> OwnData | None:
         raise UserError(
             f"--data {data}: expected {' or '.join(f'{each}:PATH' for each in OWN_KINDS)}, or a cell's name"
         )
-    path = Path(place).expanduser().resolve()
+    path = Path(os.path.expanduser(place)).resolve()
     if not place or not path.exists():
         raise UserError(f"--data {data}: {path}: no such file or folder")
     if kind != "folder" and not path.is_dir():
         raise UserError(f"--data {data}: {path} is not a folder")
     name = re.sub(r"[^\w-]+", "_", path.stem if path.is_file() else path.name)
+    name = _shorten(name, _MOST_IN_RESULTS)
     # one folder may hold boxes and label maps of the same pictures
     return OwnData(kind, path, f"own_{name}" if kind == "folder" else f"own_{name}_{kind}")
 
 
 def locate_own(paths: Paths, own: OwnData) -> Path:
-    """The root that the readers take: the folder itself, or that of the links."""
+    """The root that the readers take: the folder itself, or that of the links.
+
+    Raises:
+        UserError: the name is that of another set.
+    """
+    source = own_folder(paths, own) / "data" / "source.txt"
+    if source.is_file() and (other := source.read_text(encoding="utf-8").strip()) != _describe(own):
+        raise UserError(
+            f"{own.path}: another set is called {own.name.removeprefix('own_')}, {other}; rename one, or, where it was "
+            f"moved here, remove {source}"
+        )
     return paths.root / "data" / own.name if _needs_split(own) else own.path
 
 
+def own_folder(paths: Paths, own: OwnData) -> Path:
+    """The folder of a set's results, which no page reports."""
+    return paths.results / "own" / own.name.removeprefix("own_")
+
+
+def claim_name(paths: Paths, own: OwnData) -> None:
+    """Keep the name of a prepared set for it."""
+    write_text(own_folder(paths, own) / "data" / "source.txt", _describe(own) + "\n")
+
+
 def split_own(paths: Paths, own: OwnData) -> None:
-    """Link the pictures of a set without a split into train/ and val/; nothing where it has one.
+    """Link the pictures of a set without a split into train/ and val/; nothing where it has one. Says what is not read.
 
     Raises:
-        UserError: fewer than two classes, a class with one picture, or a CSV that cannot be read.
+        UserError: fewer than two classes, a class with one picture, a folder or CSV that cannot be read, folders that
+            look like splits, or a name that another set has.
     """
+    root = locate_own(paths, own)
     if not _needs_split(own):
         return
     if own.path.is_file():
-        base, labels = own.path.parent, _read_csv(own.path)
+        base, classes = own.path.parent, _read_csv(own.path)
     else:
-        base, labels = own.path, _list_classes(own.path)
-    classes: dict[str, list[str]] = defaultdict(list)
-    for file, label in labels.items():
-        classes[label].append(file)
+        base, classes = own.path, list_classes(own.path, RaiseFirst(progress=True))
     if len(classes) < 2:
         found = f"the class {next(iter(classes))!r} alone" if classes else "no picture in a folder of its class"
         raise UserError(f"{own.path}: holds {found}; a classifier needs two classes or more")
     if few := sorted(label for label, files in classes.items() if len(files) < 2):
         raise UserError(f"{own.path}: class {few[0]!r} has one picture; add another, to learn from one and test on one")
-    root = locate_own(paths, own)
     if root.exists() and not (root / "split.csv").is_file():
         raise UserError(f"{root}: is in the way; move it, or rename {own.path.name}")
-    unfinished = root.with_name(f"{root.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # links alone
-    rows = []
+    links, rows = {}, []
     for label, files in classes.items():
         held_out = {file for file in files if _is_held_out(file)} or {max(files, key=_draw)}
         if len(held_out) == len(files):
             held_out.remove(min(files, key=_draw))
         for file in files:
             split = "val" if file in held_out else "train"
-            link = unfinished / split / label / file.replace("/", "__")
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if link.is_symlink():
-                raise UserError(f"{own.path}: two pictures would be {link.name} here, one of them {file}; rename it")
-            link.symlink_to(base / file)
-            rows.append({"file": file, "label": label, "split": split})
-    write_csv(unfinished / "split.csv", rows)
-    shutil.rmtree(root, ignore_errors=True)
-    unfinished.rename(root)
+            link = os.path.join(split, label, _shorten(file.replace("/", "__"), MOST_BYTES))
+            if links.setdefault(link, file) != file:
+                where = f"two pictures would be {os.path.basename(link)} here"
+                raise UserError(f"{own.path}: {where}, {links[link]} and {file}; rename one")
+            # the table is UTF-8, whatever the names are
+            shown = os.fsencode(file).decode("utf-8", "backslashreplace")
+            rows.append({"file": shown, "label": label, "split": split})
+    unfinished = root.with_name(f"{root.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # links alone
+    try:
+        for link, file in links.items():
+            (unfinished / link).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / link).symlink_to(base / file)
+        write_csv(unfinished / "split.csv", rows)
+        shutil.rmtree(root, ignore_errors=True)
+        unfinished.rename(root)
+    except OSError as error:
+        raise UserError(f"{error.filename2 or error.filename or root}: {error.strerror}; no link is left") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _needs_split(own: OwnData) -> bool:
-    splits = KINDS[own.kind].at(own.path).splits
-    return own.kind == "folder" and not all((own.path / split).is_dir() for split in splits)
+    return own.kind == "folder" and (own.path.is_file() or not find_splits(own.path))
 
 
-def _list_classes(folder: Path) -> dict[str, str]:
-    """File below the folder -> class, for class folders with pictures at any depth."""
-    return {
-        file.relative_to(folder).as_posix(): top.name
-        for top in sorted(folder.iterdir())
-        if top.is_dir() and not top.name.startswith(".")
-        for file in sorted(top.rglob("*"))
-        if file.suffix.lower() in EXTENSIONS
-    }
+def _describe(own: OwnData) -> str:
+    return f"{own.kind}:{os.fsencode(own.path).decode('utf-8', 'backslashreplace')}"
 
 
-def _read_csv(path: Path) -> dict[str, str]:
-    """File -> label, of a CSV file with the columns `file` and `label`; paths begin at its folder."""
+def _shorten(name: str, most_bytes: int) -> str:
+    """A file's name that a disk takes; a long one keeps its beginning, its suffix and a hash of the whole."""
+    if len(os.fsencode(name)) <= most_bytes:
+        return name
+    end = f"__{_draw(name).hex()[:16]}{os.path.splitext(name)[1][:16]}"
+    return os.fsencode(name)[: most_bytes - len(os.fsencode(end))].decode("utf-8", "ignore") + end
+
+
+def _read_csv(path: Path) -> dict[str, list[str]]:
+    """Label -> files, of a CSV file with the columns `file` and `label`; paths begin at its folder."""
     labels: dict[str, str] = {}
+    classes: dict[str, list[str]] = defaultdict(list)
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
@@ -130,19 +164,32 @@ def _read_csv(path: Path) -> dict[str, str]:
             for row in reader:
                 file, label = os.path.normpath(row["file"] or ""), (row["label"] or "").strip()
                 where = f"{path}, line {reader.line_num}"
-                if not label or label in (".", "..") or "/" in label:
-                    raise UserError(f"{where}: {label!r} cannot be the name of a class")
-                if file.startswith(("..", "/")) or not (path.parent / file).is_file():
+                if not _names_a_class(label):
+                    raise UserError(f"{where}: {label[:80]!r} cannot be the name of a class, which is that of a folder")
+                if file.startswith(("../", "/")) or not os.path.isfile(path.parent / file):
                     raise UserError(f"{where}: {row['file']}: no such file below {path.parent}")
+                if is_left_out(file):
+                    raise UserError(f"{where}: {file}: is hidden or a system's own, which no data set has; rename it")
+                if not is_picture(file):
+                    problem = f"not read, pictures are {', '.join(EXTENSIONS)}"
+                    raise UserError(f"{where}: {file}: {problem}; save it as JPEG or PNG")
                 if labels.setdefault(file, label) != label:
                     raise UserError(f"{where}: {file} has two labels, {labels[file]} and {label}")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a readable CSV file: {error}") from None
-    return labels
+    for file, label in labels.items():
+        classes[label].append(file)
+    return classes
+
+
+def _names_a_class(label: str) -> bool:
+    """Whether a folder of this name can be made and is read."""
+    allowed = "/" not in label and not any(unicodedata.category(character) == "Cc" for character in label)
+    return bool(label) and allowed and not is_left_out(label) and len(os.fsencode(label)) <= MOST_BYTES
 
 
 def _draw(file: str) -> bytes:
-    return hashlib.sha256(file.encode()).digest()
+    return hashlib.sha256(os.fsencode(file)).digest()
 
 
 def _is_held_out(file: str) -> bool:

@@ -17,7 +17,8 @@ from .cells import find_root, find_source, manifest_path, write_embedded
 from .findings import RAISE_FIRST, RaiseFirst, Report
 from .kinds import KINDS, Kind, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
-from .own import parse_own, split_own
+from .own import claim_name, parse_own, split_own
+from .pictures import describe_splits
 from .settings import ExpectedCounts
 from .tree import scan_tree
 
@@ -36,6 +37,10 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
     if kind.embedded:
         write_embedded(kind, root, params.settings, find_source(paths, runtime, kind))
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
+    if kind.other_splits:
+        if len(manifest.classes) < 2:
+            raise UserError(f"{root}: holds the class {min(manifest.classes)!r} alone; a classifier needs two or more")
+        print(f"{root}: {describe_splits(root, list(manifest.splits))}", flush=True)
     if params.expected is not None:
         for name, found, wanted in _find_differences(len(manifest.classes), manifest.splits, params.expected):
             problem = f"{wanted:,} expected, {root} holds {found:,}; complete the data or change this"
@@ -82,6 +87,7 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     elif own.kind == "ade20k":
         counts, unit = _count_pixels(own.path, runtime.max_pixels), "pixels of training pictures"
     prepare(PrepareData(kind=own.kind), paths, runtime, data)
+    claim_name(paths, own)
     if own.kind == "folder":
         folders = read_manifest(manifest_path(paths, data)).splits["train"].folders
         counts, unit = {name: record.images for name, record in folders.items()}, "training pictures"

@@ -2,7 +2,8 @@
 
 A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image
 then comes from the first of these that exists: a member `<key>.cls`, which holds an index among the sorted
-wnids of ImageNet-1K (WebDataset shards); the folder in the archive; the archive's own name (`n01440764.tar`, as the
+wnids of ImageNet-1K, or names a class of one's own by its number (WebDataset shards, whose keys end at the first dot);
+the folder in the archive; the archive's own name (`n01440764.tar`, as the
 archives in ILSVRC2012_img_train.tar are called).
 Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as
 its files would, and continues at the same batch; a shuffle buffer allows neither.
@@ -12,9 +13,8 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,17 +24,19 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file, short_hash
 from ..core.record import atomic
 from ..core.runtime import Runtime
+from .archives import list_members
 from .findings import RAISE_FIRST, Report, count
-from .kinds import KINDS, Kind, list_wnids, load_function
+from .kinds import KINDS, Kind, load_function
 from .manifest import ClassRecord, Folder, record_files
+from .pictures import EXTENSIONS, Entries, find_splits, list_entries, may_be_picture, tell_unread
 from .settings import TuneSplitSettings
 
-EXTENSIONS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 # where the archive of Kaggle and the usual scripts put the splits
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 # the listing of archives is kept in their folder: to read 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
+_RULES = 2  # of what is listed; a listing by other ones is made again
 Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
 
 
@@ -72,7 +74,7 @@ class Split:
     sizes: np.ndarray  # (N,) int64; bytes
     targets: np.ndarray  # (N,) int64; class indices
     archives: Archives | None = None  # where the images lie, if not in class folders
-    folder: str | None = None  # the split in whose folder they lie, where this one is cut off it
+    folder: str | None = None  # in which they lie, where it is not called like the split
 
     def take(self, chosen: np.ndarray) -> "Split":
         """The images of these ascending indices (n,)."""
@@ -128,14 +130,6 @@ class Tree:
         return listed
 
 
-class Entries(NamedTuple):
-    """What lies directly in a folder, each sorted by name, without hidden entries."""
-
-    images: list[tuple[bytes, int]]  # name, bytes
-    folders: list[str]
-    others: list[str]  # the other files
-
-
 def scan_tree(
     root: Path, kind: str | Kind, report: Report = RAISE_FIRST, tune: TuneSplitSettings | None = None
 ) -> Tree:
@@ -163,11 +157,12 @@ def scan_tree(
     if not root.is_dir():
         report.error(root, "no such folder", _advise_layout(row))
         return Tree(root, (), {}, row)
-    found = {}
+    found, folders = {}, find_splits(root) if row.other_splits else {}
     for split in row.splits:
-        if (read := _read_split(root, split, row, report)) is not None:
+        folder = root / folders.get(split, split)
+        if (read := _read_split(folder, row, report)) is not None:
             found[split] = read
-            _check_names(root / split, read[0], row, report)
+            _check_names(folder, read[0], row, report)
     single = [
         (root / one / name, f"class {name!r} is in {one} but not in {other}")
         for one, other in itertools.permutations(found, 2)
@@ -180,33 +175,8 @@ def scan_tree(
     for split, (names, files) in found.items():
         # 0, 1, 2, ... where every split has all classes
         places = np.array([place_of[name] for name in names], dtype=np.int64)
-        splits[split] = dataclasses.replace(files, targets=places[files.targets])
+        splits[split] = dataclasses.replace(files, targets=places[files.targets], folder=folders.get(split))
     return Tree(root, tuple(classes), splits, row)
-
-
-def list_entries(folder: Path, report: Report = RAISE_FIRST, suffixes: tuple[str, ...] = EXTENSIONS) -> Entries:
-    """List a folder, whose `images` have one of the suffixes; raises UserError where it cannot be read.
-
-    A broken link is an error of the report, and left out.
-    """
-    images, folders, others = [], [], []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(entry.name)
-                elif not entry.name.lower().endswith(suffixes):
-                    others.append(entry.name)
-                else:
-                    try:
-                        images.append((os.fsencode(entry.name), entry.stat().st_size))
-                    except FileNotFoundError:
-                        report.error(Path(entry.path), "this link is broken", "remove it, or restore what it points to")
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: {error.strerror}") from None
-    return Entries(sorted(images), sorted(folders), sorted(others))
 
 
 def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
@@ -241,8 +211,9 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
 
 
 def _warn_of_others(folder: Path, others: Sequence[str], report: Report) -> None:
-    if others:
-        report.warning(folder, f"holds {count(len(others), 'other file')} ({show_few(others)})", "nothing reads them")
+    tell_unread(folder, others, report)
+    if notes := [name for name in others if not may_be_picture(name)]:
+        report.warning(folder, f"holds {count(len(notes), 'other file')} ({show_few(notes)})", "nothing reads them")
 
 
 def show_few(names: Sequence[str]) -> str:
@@ -250,20 +221,20 @@ def show_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _read_split(root: Path, split: str, kind: Kind, report: Report) -> tuple[tuple[str, ...], Split] | None:
-    """The sorted classes and the files of one split; None where there is nothing to read."""
-    folder = root / split
+def _read_split(folder: Path, kind: Kind, report: Report) -> tuple[tuple[str, ...], Split] | None:
+    """The sorted classes and the files of a split's folder; None where there is nothing to read."""
+    root = folder.parent
     if not folder.is_dir():
         inside = next(
             (place for place in _USUAL_PLACES if all((root / place / name).is_dir() for name in kind.splits)), None
         )
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
-    if any(folder.glob("*.tar")) and not any(
-        entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith(".")
-    ):
-        return _read_archives(folder, report, _suffixes_of(kind))
     entries = list_entries(folder, report, _suffixes_of(kind))
+    archives = [folder / name for name in entries.others if name.endswith(".tar")]
+    if archives and not entries.folders and not entries.images:
+        _warn_of_others(folder, [name for name in entries.others if not name.endswith(".tar")], report)
+        return _read_archives(archives, report, kind)
     if entries.images:
         report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)
     elif not entries.folders:
@@ -303,19 +274,22 @@ def _read_folders(folder: Path, entries: Entries, report: Report, suffixes: tupl
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 
 
-def _read_archives(folder: Path, report: Report, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Split] | None:
+def _read_archives(archives: list[Path], report: Report, kind: Kind) -> tuple[tuple[str, ...], Split] | None:
     """The sorted classes and the files of a split of archives; None where there is no image.
 
-    A listing without errors is kept in `.shards.npz` in that folder, where it can be written.
+    A listing without errors is kept in `.shards.npz` in their folder, where it can be written.
     """
-    archives = sorted(folder.glob("*.tar"))
-    stamp = np.array([(path.stat().st_size, path.stat().st_mtime_ns) for path in archives], dtype=np.int64)
+    folder, suffixes = archives[0].parent, _suffixes_of(kind)
+    stamp = np.array(
+        [(_RULES, 0), *((path.stat().st_size, path.stat().st_mtime_ns) for path in archives)], dtype=np.int64
+    )
     files = np.array([os.fsencode(path.name) for path in archives], dtype=np.bytes_)
     kept = _load(folder / _INDEX, files, stamp)
     if kept is None:
-        errors_before = report.num_errors
-        rows = _list_rows(archives, report, suffixes)
+        errors_before, others = report.num_errors, []
+        rows = _list_rows(archives, report, kind, others)
         if not rows:
+            tell_unread(folder, others, report)
             report.error(folder, f"its archives hold no image ({', '.join(suffixes)})", "pack the images into them")
             return None
         labels, names, *numbers = zip(*rows)
@@ -324,12 +298,14 @@ def _read_archives(folder: Path, report: Report, suffixes: tuple[str, ...]) -> t
             "classes": np.array([os.fsencode(name) for name in classes], dtype=np.bytes_),
             "names": np.array(names, dtype=np.bytes_),
             "targets": np.array([classes[name] for name in labels], dtype=np.int64),
+            "others": np.array([os.fsencode(name) for name in others], dtype=np.bytes_),
             **{key: np.array(column, dtype=np.int64) for key, column in zip(("sizes", "number", "offsets"), numbers)},
         }
         if report.num_errors == errors_before:
             # a read-only data set is listed again next time
             with contextlib.suppress(OSError), atomic(folder / _INDEX) as temporary, open(temporary, "wb") as stream:
                 np.savez(stream, files=files, stamp=stamp, **kept)
+    tell_unread(folder, map(os.fsdecode, kept["others"].tolist()), report)
     report.ok(folder, count(len(files), "archive"))
     where = Archives(files, kept["number"], kept["offsets"])
     return tuple(map(os.fsdecode, kept["classes"].tolist())), Split(
@@ -348,12 +324,12 @@ def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndar
     return kept if same else None
 
 
-def _list_rows(archives: list[Path], report: Report, suffixes: tuple[str, ...]) -> list[Row]:
-    """A sorted row for each image."""
+def _list_rows(archives: list[Path], report: Report, kind: Kind, others: list[str]) -> list[Row]:
+    """A sorted row for each image; `others` takes the names of files that may be pictures and are not read."""
     rows: list[Row] = []
     for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
         rows += [
-            (name, file, size, place, offset) for name, file, size, offset in _list_members(path, report, suffixes)
+            (name, file, size, place, offset) for name, file, size, offset in list_members(path, report, kind, others)
         ]
     rows.sort()
     twice = [
@@ -365,45 +341,12 @@ def _list_rows(archives: list[Path], report: Report, suffixes: tuple[str, ...]) 
     return rows
 
 
-def _list_members(path: Path, report: Report, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes, int, int]]:
-    """(class, file name, bytes, first byte) of each image of an archive."""
-    images: dict[str, tarfile.TarInfo] = {}
-    labels: dict[str, str] = {}
-    try:
-        with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
-            for member in archive:
-                key, extension = os.path.splitext(member.name)
-                if member.isfile() and extension.lower() in suffixes:
-                    images[key] = member
-                elif member.isfile() and extension == ".cls":
-                    text = archive.extractfile(member).read()
-                    if text.strip().isdigit() and int(text) < len(list_wnids()):
-                        labels[key] = list_wnids()[int(text)]
-                    else:
-                        problem = f"{member.name} holds {text[:20]!r}, expected a class index from 0 to {len(list_wnids()) - 1}"
-                        report.error(path, problem, "pack it again, with indices among the sorted wnids")
-    except (tarfile.TarError, OSError) as error:
-        report.error(path, f"not a readable tar archive ({error})", "get it again")
-    end = path.stat().st_size
-    for key, member in images.items():
-        if member.offset_data + member.size > end:
-            report.error(path, f"cut short within {member.name}", "get it again")
-            continue
-        folder, file = os.path.split(member.name)
-        yield (
-            labels.get(key) or os.path.basename(folder) or path.stem,
-            os.fsencode(file),
-            member.size,
-            member.offset_data,
-        )
-
-
 def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
     """The tree with a split `tune` of images that were in the first one."""
     (first, files), *held_out = tree.splits.items()
-    chosen = load_function("embedded.choose_tune")(files.targets, settings, tree.root / first, tree.classes)
+    chosen = load_function("embedded.choose_tune")(files.targets, settings, tree.folder(first), tree.classes)
     rest, tune = (files.take(np.flatnonzero(places)) for places in (~chosen, chosen))
-    splits = {first: rest, "tune": dataclasses.replace(tune, folder=first), **dict(held_out)}
+    splits = {first: rest, "tune": dataclasses.replace(tune, folder=files.folder or first), **dict(held_out)}
     return dataclasses.replace(tree, splits=splits, kind=dataclasses.replace(tree.kind, splits=tuple(splits)))
 
 

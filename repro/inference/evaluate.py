@@ -17,7 +17,7 @@ from ..core.runtime import Runtime, choose_device, device_label, device_slug, to
 from ..core.ui import Progress, print_error
 from ..data.cells import DataCell, open_cell
 from ..data.kinds import IMAGENET_1K
-from ..data.tree import Tree
+from ..data.tree import Tree, show_few
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import family_module, kernel_backend
@@ -62,6 +62,8 @@ def evaluate(
         check_limit(request.limit, cell.manifest.splits[split].images, split)
     tree = cell.open_tree()
     subjects = list(_find_subjects(request, tree.classes, data, find_models))
+    if tree.kind.other_splits and any(checkpoint.classes is None for checkpoint, _ in subjects):
+        print(f"{data}: the weights name no classes; their logits are taken in the order {show_few(tree.classes)}")
     if request.limit is not None:
         tree = subsample(tree, request.limit, LIMIT_SEED)
     if runtime.threads:

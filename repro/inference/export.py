@@ -38,6 +38,7 @@ SUFFIXES: dict[Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export
 # largest difference of a logit from the eager model's, as a share of the largest logit; the same code on the same
 # weights gives 0
 TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
+CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class in each line, in the order of the logits
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 COMPARED_BATCHES = 1, 3  # the graph is traced with another one
 _BENCH_CODE = ("repro.inference.export", "repro.bench.speed")
@@ -73,7 +74,8 @@ class Sides(NamedTuple):
 def export(
     weights: Path, format: Format, output: Path | None, image_size: int | None, verify: bool, any_size: bool = False
 ) -> None:
-    """Write one file (for `safetensors` a folder with model.safetensors and config.json), whole or not at all.
+    """Write one file (for `safetensors` a folder with model.safetensors, config.json and class_map.txt), whole or not at
+    all.
 
     ONNX and torch.export take images (B, 3, S, S) for any B and one S, or (B, 3, H, W) for any sides that the model
     takes, normalised as the metadata say, and return logits (B, classes). Both hold the model's fp32 graph in plain
@@ -247,6 +249,8 @@ def _write_timm(model: nn.Module, sides: Sides, facts: dict[str, Any], folder: P
         METADATA_KEY: {key: facts[key] for key in ("weights_hash", "commit", "params_hash", "reason") if key in facts},
     }
     write_json(folder / "config.json", config)
+    # for timm's --class-map: its scripts sort folders by the numbers in their names, where ours sorts by letters
+    (folder / CLASS_MAP).write_text("".join(f"{name}\n" for name in facts["classes"]), "utf-8", "surrogateescape")
     return lambda: timm.create_model(f"local-dir:{folder.absolute()}", pretrained=True).eval()
 
 

@@ -1,7 +1,9 @@
 """What a trained model sees in the user's own pictures: printed, drawn, and written as JSON."""
 
 import itertools
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from ..core.paths import find_root
 from ..core.record import atomic, write_json
 from ..core.runtime import choose_device, load_runtime
 from ..core.ui import print_error, print_table
+from ..data.findings import RaiseFirst
+from ..data.pictures import EXTENSIONS, is_picture, list_entries, tell_unread
 from ..data.pixels import read_pixels
-from ..data.tree import EXTENSIONS
 from ..models.checkpoints import open_weights
 from ..models.weights import is_foreign
 from ..tasks import load_tasks
@@ -79,7 +82,7 @@ def predict_pictures(
 
 
 def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
-    """The given files, and the pictures in the given folders.
+    """The given files, and the pictures directly in the given folders; says how many other files are not read.
 
     `unique_names` refuses pictures whose names differ only by folder or suffix, for results in files of these names.
 
@@ -88,14 +91,17 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
     """
     files = []
     for path in given:
-        inside = (
-            sorted(each for each in path.iterdir() if each.suffix.lower() in EXTENSIONS) if path.is_dir() else [path]
-        )
+        inside = [path]
+        if path.is_dir():
+            found = list_entries(path, None)
+            names = [os.fsdecode(name) for name, _ in found.images]
+            inside = [path / name for name in sorted([*names, *filter(is_picture, found.broken)])]
+            tell_unread(path, found.others, RaiseFirst(progress=True))
         if not inside:
             raise UserError(f"{path}: holds no picture ({', '.join(EXTENSIONS)})")
         files += inside
-    stems = [path.stem for path in files]
-    repeated = next((path for path in files if unique_names and stems.count(path.stem) > 1), None)
+    times = Counter(path.stem for path in files) if unique_names else Counter()
+    repeated = next((path for path in files if times[path.stem] > 1), None)
     if repeated is not None:
         raise UserError(
             f"{repeated}: another picture is also named {repeated.stem}, and one result would replace the other; rename one"

@@ -44,7 +44,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
         torch.set_num_threads(runtime.threads)
     cell = open_cell(paths, runtime, params.data)
     tree, rows, backends = cell.open_tree(), [], set()
-    checkpoints = {family: open_weights(paths.root / weights) for family, weights in params.models.items()}
+    checkpoints = {family: open_weights(paths.find(weights)) for family, weights in params.models.items()}
     trained = {checkpoint.require_classifier().image_size for checkpoint in checkpoints.values()}
     if len(trained) > 1:
         raise UserError(

@@ -160,7 +160,7 @@ def _compare_fields(
     fields, shapes, numbers, modules = {}, {}, {}, []
     for label, source in params.receptive_fields.items():
         try:
-            file = paths.root / source.weights if source.weights else None
+            file = paths.find(source.weights) if source.weights else None
             if file is not None and not file.is_file():
                 raise RunError(f"{source.weights} is missing")
             classifier = load_classifier(open_weights(file, model=source.model), device)

@@ -57,7 +57,7 @@ class Cell:
     @property
     def init(self) -> Path | None:
         """The weights file to start from."""
-        return self.paths.root / self.params.init.weights if self.params.init else None
+        return self.paths.find(self.params.init.weights) if self.params.init else None
 
     @property
     def inputs(self) -> tuple[Path, ...]:

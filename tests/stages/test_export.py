@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.data.readers import create_reader
 
 import repro.inference.export
 from repro.core.hashing import hash_file
@@ -16,10 +17,11 @@ from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from stages.export import describe_exports
 from tests.conftest import link_code
+from tests.data_sets.made import picture
 from tests.models.helpers import nano, shaken
 from tests.slow import first, slow
 
-CLASSES = ["ant", "bee", "cat"]
+CLASSES = ["1", "10", "2"]  # in the order of the logits
 PREPROCESSING = {"input_size": [3, 48, 48], "interpolation": "bilinear", "crop_pct": 0.9}
 PREPROCESSING |= {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
 
@@ -70,6 +72,11 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
     config = timm.data.resolve_model_data_config(from_folder)
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
     assert PREPROCESSING.items() <= listed.items() and from_folder.pretrained_cfg["label_names"] == CLASSES
+    # the file for timm's --class-map, whose reader sorts folders called by numbers in another order
+    for name in CLASSES:
+        picture(tmp_path / "sorted" / name / "0.jpg", (8, 8))
+    reader = create_reader("", root=str(tmp_path / "sorted"), class_map=str(folder / "class_map.txt"))
+    assert reader.class_to_idx == {name: index for index, name in enumerate(CLASSES)}
     # and for `repro predict`
     assert torch.equal(expected(folder / "model.safetensors", images), expected(path, images))
     # the configuration differs from timm's own in what the weights say alone, which timm takes from the model

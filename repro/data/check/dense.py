@@ -10,9 +10,9 @@ from ..ade20k import CLASSES, FOLDERS, RELEASE, AdePairs, find_base, read_pair
 from ..coco import Instances, compare_categories, read_image, read_instances
 from ..findings import BadData, Finding, Report, compare_counts
 from ..kinds import KINDS
+from ..pictures import list_entries
 from ..pixels import read_labels
 from ..settings import ExpectedCounts
-from ..tree import list_entries
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
 _OWN = "its classes are not those of {}: judged as a set of your own, with its own counts"

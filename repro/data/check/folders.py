@@ -15,6 +15,7 @@ from ..classification import read_rgb
 from ..findings import Finding, Report, compare_counts, count
 from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
 from ..latents import read_latents
+from ..pictures import describe_splits
 from ..pixels import UNREADABLE, judge_error
 from ..settings import ExpectedCounts
 from ..tree import Source, Tree, scan_tree, show_few
@@ -43,9 +44,9 @@ def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: Expect
         present = [tree.classes[target] for target in np.unique(files.targets)]
         missing = sorted(set(list_wnids()) - set(present)) if expected.classes == len(list_wnids()) else []
         unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
-        compare_counts(report, root / split, unit, len(present), expected.classes, "unpack the missing classes")
+        compare_counts(report, tree.folder(split), unit, len(present), expected.classes, "unpack the missing classes")
         advice = _advise_count(tree, split, expected)
-        compare_counts(report, root / split, "images", len(files.names), getattr(expected, split), advice)
+        compare_counts(report, tree.folder(split), "images", len(files.names), getattr(expected, split), advice)
     if "train" in tree.splits:
         _check_train_names(tree, report)
     if "val" in tree.splits:
@@ -57,8 +58,10 @@ def _check_classes(root: Path, kind: str, report: Report) -> Tree:
     tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
     expected = len(class_names()) if class_names else None
     for split, files in tree.splits.items():
-        compare_counts(report, root / split, "classes", len(np.unique(files.targets)), expected, _WRITE_AGAIN)
-        report.ok(root / split, count(len(files.names), "image"))
+        compare_counts(report, tree.folder(split), "classes", len(np.unique(files.targets)), expected, _WRITE_AGAIN)
+        report.ok(tree.folder(split), count(len(files.names), "image"))
+    if tree.kind.other_splits and tree.splits:
+        report.ok(root, describe_splits(root, tree.kind.splits))
     return tree
 
 
@@ -70,9 +73,9 @@ def _check_tree(
     if tree.kind.paired:
         for split, files in tree.splits.items():
             names, counts = np.unique(files.names, return_counts=True)
-            report.ok(root / split, count(int((counts == 2).sum()), "pair"))
+            report.ok(tree.folder(split), count(int((counts == 2).sum()), "pair"))
             single = [f"{os.fsdecode(name)} is in one class alone" for name in names[counts == 1].tolist()]
-            report.errors([(root / split, problem) for problem in single], advice)
+            report.errors([(tree.folder(split), problem) for problem in single], advice)
     if images is not None and len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
         compare_counts(report, root, "images in all splits together", found, images, advice)
@@ -175,10 +178,10 @@ def _check_files(
         damaged = sum(of == split and finding is not None for (of, _), finding in zip(chosen, results, strict=True))
         decoded = describe_extent(len(places), len(full[split]), depth)
         if places and not damaged:
-            report.ok(tree.root / split, f"images decode, {decoded}")
+            report.ok(tree.folder(split), f"images decode, {decoded}")
         elif damaged and len(places) < len(full[split]):
             problem = f"{count(damaged, 'bad image')} among {decoded}"
-            report.warning(tree.root / split, problem, "expect more; --full finds them all")
+            report.warning(tree.folder(split), problem, "expect more; --full finds them all")
 
 
 def _judge_file(item: tuple[Path, Source], read: Callable[[Source], Any], advice: str, what: str) -> Finding | None:

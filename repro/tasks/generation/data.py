@@ -74,7 +74,7 @@ def open_judge(params: GenerateParams, classes: Sequence[str], device: torch.dev
     """The judge of a cell; raises UserError where it cannot judge."""
     if params.transform.latents is not None:
         raise UserError("judge: looks at pictures, and these are latents; judge samples with `repro generate --vae`")
-    path = find_root().root / params.judge.weights
+    path = find_root().find(params.judge.weights)
     if not path.is_file():
         raise UserError(f"judge.weights: {path}: no such file; train that classifier first")
     return Judge.open(path, classes, device)

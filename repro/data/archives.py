@@ -1,0 +1,98 @@
+"""The members of a tar archive as the files that tar would unpack, each with its place in the archive."""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .findings import Report
+from .kinds import OWN_KINDS, Kind, list_wnids
+from .pictures import EXTENSIONS, is_left_out, is_picture, may_be_picture
+
+_MOST_LINKS = 40  # as many as Linux follows
+
+
+def list_members(path: Path, report: Report, kind: Kind, others: list[str]) -> Iterator[tuple[str, bytes, int, int]]:
+    """(class, file name, bytes, first byte) of each image of an archive, as if it were unpacked.
+
+    `report` takes what is wrong; `others` takes the names of files that may be pictures and are not read.
+    """
+    suffixes = kind.suffixes or EXTENSIONS
+    # name -> first byte and bytes, or where a link leads; a later member of a name replaces an earlier one
+    files: dict[str, tuple[int, int] | str] = {}
+    unfit: list[tuple[str, str]] = []
+    try:
+        with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
+            for member in archive:
+                name = _clean(member.name)
+                if member.issym():
+                    files[name] = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
+                elif member.islnk():
+                    files[name] = files.get(_clean(member.linkname), member.linkname)
+                elif member.isfile() and not _has_holes(member):
+                    files[name] = member.offset_data, member.size
+                elif not member.isdir() and is_picture(name, suffixes):
+                    unfit.append((name, f"is {'a sparse' if member.isfile() else 'no plain'} file"))
+    except (tarfile.TarError, OSError) as error:
+        report.error(path, f"not a readable tar archive ({error})", "get it again")
+    whole: dict[str, tuple[int, int]] = {}
+    for name, place in files.items():
+        for _ in range(_MOST_LINKS):
+            place = files.get(place) if isinstance(place, str) else place
+        if isinstance(place, tuple):
+            whole[name] = place
+        elif is_picture(name, suffixes) or not os.path.splitext(name)[1]:
+            unfit.append((name, f"is a link to {files[name]}, which is no file in it"))
+    problems = [(path, f"{name} {problem}") for name, problem in unfit if not is_left_out(name)]
+    report.errors(problems, "pack it again, with tar --dereference and without --sparse")
+    kept = {name: place for name, place in whole.items() if not is_left_out(name)}
+    images = {name: place for name, place in kept.items() if is_picture(name, suffixes)}
+    others += [name for name in kept if name not in images and may_be_picture(name)]
+    labels: dict[str, set[str]] = {}  # key -> classes
+    for name in kept:
+        if name.lower().endswith(".cls"):
+            label = _read_label(kept[name], path, name, report, kind)
+            for key in {os.path.splitext(name)[0], _key(name)}:
+                labels.setdefault(key, set()).add(label)
+    beside = {_key(name) for name in kept.keys() - images.keys()}
+    end, unlabelled = path.stat().st_size, []
+    for name, (offset, size) in images.items():
+        if offset + size > end:
+            report.error(path, f"cut short within {name}", "get it again")
+            continue
+        folder, file = os.path.split(name)
+        found = labels.get(os.path.splitext(name)[0]) or labels.get(_key(name)) or set()
+        if len(found) > 1 or (not found and (labels or (not folder and _key(name) in beside))):
+            unlabelled.append((path, f"{name} has {f'{len(found)} classes' if found else f'no {_key(name)}.cls'}"))
+        label = min(found) if found else os.path.basename(folder) or path.stem
+        yield label, os.fsencode(file), size, offset
+    report.errors(unlabelled, "give each key one .cls, or pack the images in a folder for each class")
+
+
+def _read_label(place: tuple[int, int], path: Path, name: str, report: Report, kind: Kind) -> str:
+    """The class that a .cls file names by its index: a wnid, in a set of one's own the number with four digits."""
+    with open(path, "rb") as stream:
+        stream.seek(place[0])
+        text = stream.read(place[1])
+    limit = 10_000 if kind.name in OWN_KINDS else len(list_wnids())
+    if text.strip().isdigit() and (index := int(text)) < limit:
+        return f"{index:04d}" if kind.name in OWN_KINDS else list_wnids()[index]
+    problem = f"{name} holds {text[:20]!r}, expected a class index from 0 to {limit - 1}"
+    report.error(path, problem, "pack it again, with indices among the sorted classes")
+    return "unknown"
+
+
+def _clean(name: str) -> str:
+    """A member's name as it is unpacked: below the folder, without `./`."""
+    return "/".join(part for part in os.path.normpath(name).split("/") if part not in ("", ".", ".."))
+
+
+def _key(name: str) -> str:
+    """WebDataset's key: the name up to the first dot of the file."""
+    folder, file = os.path.split(name)
+    return os.path.join(folder, file.partition(".")[0])
+
+
+def _has_holes(member: tarfile.TarInfo) -> bool:
+    """Whether the bytes of a file do not follow one another in the archive."""
+    return member.issparse() and [part for part in member.sparse if part[1]] != [(0, member.size)]
