@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,6 @@ class Group:
     purpose: str
     commands: tuple[str, ...]
     each: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    records: tuple[str, ...] = ()
     makes: str | None = None
     at_once: bool = False
     quiet: bool = False
@@ -107,66 +106,42 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command of a group with its values: its words, the variables in front, and the patterns of its records."""
+    """A command of a group with its values: its words, and the variables in front."""
 
     group: Group
     variables: Mapping[str, str]
     words: tuple[str, ...]
-    records: tuple[str, ...]
 
 
 def read_steps(paths: Paths, here: str, jobs: int) -> list[Step]:
-    """The steps of results/measured/steps.yaml in their order; `here` is the folder of this device. Raises UserError.
-
-    Scores count wherever they were made; only the records of what needs a quiet machine must be of this one.
-    """
+    """The steps of results/measured/steps.yaml in their order; `here` is the folder of this device. Raises UserError."""
     file = paths.results / "measured" / "steps.yaml"
     steps = []
     for number, content in enumerate(load_yaml(file, list), start=1):
         group = build(Group, content, f"{file.name}: group {number}")
         for values in itertools.product(*group.each.values()):
             named = dict(zip(group.each, values, strict=True), here=here, jobs=jobs)
-            found = named if group.quiet else named | {"here": f"{Path(here).parent.as_posix()}/*"}
             for command in group.commands:
                 words = shlex.split(command.format_map(named))
                 begin = next(place for place, word in enumerate(words) if "=" not in word)
                 variables = dict(word.split("=", 1) for word in words[:begin])
-                records = tuple(each.format_map(found) for each in group.records)
-                steps.append(Step(group, variables, tuple(words[begin:]), records))
+                steps.append(Step(group, variables, tuple(words[begin:])))
     return steps
 
 
-def choose_steps(paths: Paths, steps: Iterable[Step], stale: Set[str] | None) -> list[Step]:
-    """The steps that are to run: without `stale`, all but those whose file is there; else those with a record in it, or
-    with none.
-    """
-    chosen = []
-    for step in steps:
-        if step.group.makes:
-            wanted = not (paths.root / step.group.makes).is_file()
-        else:
-            found = [_list_records(paths, pattern) for pattern in step.records]
-            wanted = stale is None or not all(found) or not stale.isdisjoint(itertools.chain(*found))
-        if wanted:
-            chosen.append(step)
-    return chosen
+def choose_steps(paths: Paths, steps: Iterable[Step]) -> list[Step]:
+    """The steps but for those whose file is there."""
+    return [step for step in steps if not (step.group.makes and (paths.root / step.group.makes).is_file())]
 
 
-def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] | None) -> None:
+def run_measured(paths: Paths, runtime: Runtime, *, jobs: int) -> None:
     """Run the steps of results/measured/steps.yaml; each keeps what is finished, so that a second call continues.
-
-    Args:
-        stale: run only what wrote one of these records, or has written none; what is stale of this machine moves to
-            .runs/replaced first, since a command continues what it finds. None runs all.
 
     Raises:
         RunError: a step failed, and those behind it did not run; Interrupted: a signal came.
     """
     here = paths.measured(device_slug(choose_device(runtime.device))).relative_to(paths.root).as_posix()
-    steps = choose_steps(paths, read_steps(paths, here, jobs), stale)
-    for step in steps if stale else ():
-        for name in stale.intersection(itertools.chain(*(_list_records(paths, pattern) for pattern in step.records))):
-            _put_aside(paths, name, here)
+    steps = choose_steps(paths, read_steps(paths, here, jobs))
     works: dict[str, Work] = {}
     before: tuple[str, ...] = ()
     for number, (_, listed) in enumerate(itertools.groupby(steps, key=lambda step: step.group), start=1):
@@ -183,21 +158,3 @@ def run_measured(paths: Paths, runtime: Runtime, *, jobs: int, stale: Set[str] |
         said = "; ".join(f"{name}: {error}" for name, error in failed.items() if not error.startswith("not run"))
         raise RunError(f"{len(failed)} of {len(works)} steps failed or did not run: {said}")
     print(f"{len(works)} steps are done; `repro report` shows what they measured" if works else "nothing to do")
-
-
-def _list_records(paths: Paths, pattern: str) -> list[str]:
-    """The records of a pattern, relative to the checkout."""
-    names = (file.relative_to(paths.root).as_posix() for file in sorted(paths.root.glob(pattern)))
-    return [name for name in names if not name.endswith("run.json")]
-
-
-def _put_aside(paths: Paths, record: str, here: str) -> None:
-    """Move a record in the folder `here` to .runs/replaced, with its cell's folder. Those of the graph are made again
-    in place, and those of other machines stay.
-    """
-    file = paths.root / record
-    what = file.parent if file.name == "metrics.json" else file
-    if what.exists() and file.is_relative_to(paths.root / here):
-        target = paths.root / ".runs" / "replaced" / f"{time.time():.0f}" / what.relative_to(paths.results)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        what.rename(target)

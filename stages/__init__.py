@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -76,11 +76,6 @@ class Stage:
             without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: of a stage that trains, its task.
-        models: params (of a cell) -> the names of the models on whose sources its results depend.
-        modules: params (of a cell) -> further modules on whose sources its results depend and that no import statement
-            names.
-        files: patterns of other files than modules on which its results depend, from the checkout's root.
-        all_sections: whether its results depend on every section of params.yaml but `runtime`.
         alone: whether other work on the machine would change its results, since they are times.
     """
 
@@ -88,10 +83,6 @@ class Stage:
     params: type | None = None
     cells: bool = False
     task: Any = None
-    models: Callable[[Any], Iterable[str]] = lambda params: ()
-    modules: Callable[[Any], Iterable[str]] = lambda params: ()
-    files: tuple[str, ...] = ()
-    all_sections: bool = False
     alone: bool = False
 
     @property
@@ -122,12 +113,6 @@ def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     order = {name: place for place, name in enumerate(re.findall(r"(?m)^  (\w+):$", text))}
     names = {purpose: [name for name, stage in table.items() if stage.purpose == purpose] for purpose in PURPOSES}
     return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}
-
-
-def list_families() -> list[str]:
-    """The modules of `repro.models`, found without importing them."""
-    folder = Path(repro.__file__).with_name("models")
-    return [f"repro.models.{module.name}" for module in pkgutil.iter_modules([str(folder)])]
 
 
 def verb_of(name: str) -> str:

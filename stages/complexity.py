@@ -8,10 +8,7 @@ from repro.core.paths import find_root
 
 from . import Stage
 
-STAGE = Stage(
-    params=ComplexityParams,
-    models=lambda params: [options.get("backbone", model) for model, options, _ in params.rows()],
-)
+STAGE = Stage(params=ComplexityParams)
 
 
 def command() -> None:

@@ -9,7 +9,7 @@ from repro.tasks.detection.spec import SPEC
 
 from . import CellOption, FlipOption, FromOption, GpusOption, ModelOption, OwnOption, SeedsOption, Sha256Option, Stage
 
-STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 RandomOption = Annotated[
     bool, typer.Option("--random", help="Start from random weights; the results go to results/measured.")
 ]

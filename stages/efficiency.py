@@ -13,7 +13,7 @@ from repro.core.runtime import load_runtime
 
 from . import Stage
 
-STAGE = Stage(params=EfficiencyParams, models=lambda params: [model for model, _ in params.models], alone=True)
+STAGE = Stage(params=EfficiencyParams, alone=True)
 
 
 def command(

@@ -13,14 +13,7 @@ from repro.tasks.generation.spec import SPEC
 
 from . import GpusOption, SeedsOption, Sha256Option, Stage
 
-STAGE = Stage(
-    purpose="use",
-    params=SPEC.params,
-    cells=True,
-    task=SPEC,
-    models=lambda params: [params.model],
-    modules=lambda params: ["repro.models.dit"],
-)
+STAGE = Stage(purpose="use", params=SPEC.params, cells=True, task=SPEC)
 
 
 _TRAINING = ("cell", "gpus", "seeds", "init")

@@ -11,7 +11,7 @@ from repro.tasks.linearization.spec import SPEC
 
 from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
 
-STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 Inner = Literal["linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
 KeyNorm = Literal["none", "instance", "no_std", "no_mean", "layer", "rms"]
 Dwc = Literal["none", "cpe", "v", "qk"]

@@ -14,7 +14,7 @@ from repro.data.kinds import KINDS, PrepareData
 
 from . import Stage
 
-STAGE = Stage(params=PrepareData, cells=True, modules=lambda params: KINDS[params.kind].modules)
+STAGE = Stage(params=PrepareData, cells=True)
 
 
 def command(

@@ -10,7 +10,7 @@ from repro.tasks.classification.spec import SPEC
 
 from . import CellOption, FlipOption, FromOption, GpusOption, ModelOption, OwnOption, SeedsOption, Sha256Option, Stage
 
-STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 
 
 def command(

@@ -10,7 +10,7 @@ from repro.core.paths import find_root
 
 from . import Stage
 
-STAGE = Stage(models=lambda params: ["vittt_tiny_patch16_224"], files=("repro/papers/vision_ttt/*.yaml",))
+STAGE = Stage()
 
 
 def command(

@@ -11,9 +11,9 @@ import typer
 from repro.core.config import active_profile, load_section
 from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
-from repro.papers import find_rooms, load_papers
+from repro.papers import load_papers
 
-from . import PURPOSES, Stage, list_families, list_verbs, load_stages, stage_names, verb_of
+from . import PURPOSES, Stage, list_verbs, load_stages, stage_names, verb_of
 from .export import describe_exports
 from .selftest import describe_faults
 
@@ -27,23 +27,7 @@ class ReportParams:
     speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
 
 
-# what the papers' rooms and the pages say, the verbs with their scores, the graph, and the settings of the papers
-_FILES = (
-    *(f"repro/papers/*/*.{end}" for end in ("yaml", "md", "j2")),
-    *(f"repro/report/*.{end}" for end in ("html", "md")),
-    "stages/*.py",
-    "dvc.yaml",
-    "profiles/*.yaml",
-)
-
-
-def _list_modules(params: ReportParams) -> list[str]:
-    """What it shows, and all that a record can be of: the pages say whose code has changed since."""
-    rooms = (f"repro.papers.{room}.{module}" for room in find_rooms() for module in ("paper", "formulas"))
-    return [*rooms, *list_families(), *(f"stages.{name}" for name in stage_names())]
-
-
-STAGE = Stage(params=ReportParams, modules=_list_modules, files=_FILES, all_sections=True)
+STAGE = Stage(params=ReportParams)
 
 
 def command(

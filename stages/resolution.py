@@ -5,10 +5,10 @@ from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
 from repro.inference.params import ResolutionParams
 
-from . import Stage, list_families
+from . import Stage
 
 # the weights files name their models
-STAGE = Stage(params=ResolutionParams, modules=lambda params: list_families(), alone=True)
+STAGE = Stage(params=ResolutionParams, alone=True)
 
 
 def command() -> None:

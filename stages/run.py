@@ -22,9 +22,6 @@ def command(
     measured: Annotated[
         bool, typer.Option("--measured", help="Run the commands of results/measured/steps.yaml instead, for hours.")
     ] = False,
-    stale: Annotated[
-        bool, typer.Option("--stale", help="With --measured: only those whose records are missing or of older code.")
-    ] = False,
 ) -> None:
     """Run the stages of dvc.yaml, several at once where none needs another; measurements of speed run alone.
 
@@ -35,18 +32,14 @@ def command(
     from repro.core.errors import UserError
     from repro.core.paths import find_root
     from repro.core.runtime import load_runtime
-    from repro.graph import list_stale_records
     from repro.pipeline import choose_jobs, run_measured, run_stages
 
-    if stale and not measured:
-        raise UserError("run: --stale goes with --measured; the stages of the graph know by themselves what is stale")
     if force and measured:
         raise UserError("run: --force goes without --measured; what is finished there is kept")
 
     paths = find_root()
     runtime = load_runtime(paths)
     if measured:
-        old = {record.path for record in list_stale_records(paths)} if stale else None
-        run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime), stale=old)
+        run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime))
         return
     run_stages(paths, load_stages(), runtime, jobs=jobs or choose_jobs(runtime), force=force)

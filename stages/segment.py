@@ -5,6 +5,6 @@ from repro.tasks.segmentation.spec import SPEC
 from . import Stage
 from .detect import make_command
 
-STAGE = Stage(params=SPEC.params, cells=True, task=SPEC, models=lambda params: [params.model])
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 
 command = make_command("segment", SPEC, "Train a segmenter on a pretrained backbone, and measure mIoU")

@@ -7,10 +7,10 @@ from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
 from repro.inference.params import VisualizeParams
 
-from . import Stage, list_families
+from . import Stage
 
 # the weights files name their models
-STAGE = Stage(params=VisualizeParams, modules=lambda params: list_families())
+STAGE = Stage(params=VisualizeParams)
 
 
 def command() -> None:

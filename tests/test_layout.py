@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.hashing import find_imports, import_closure
 from stages import stage_names
 from tests.conftest import ROOT
+from tests.imports import find_imports, import_closure
 
 
 def tracked() -> list[str]:

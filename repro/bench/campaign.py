@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
-from ..core.record import make_identity, read_json, write_record
+from ..core.record import find_commit, make_identity, read_json, write_record
 from ..core.runtime import describe_machine, device_label, device_slug, find_peak, gpu_names, load_runtime, usable_cores
 from .kernels import run_bench, run_check
 from .lanes import run_in_lanes
@@ -68,7 +68,7 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
         "compiler_obstacle_reason": "null: a C compiler and Python.h are there",
     }
     place = {"device": device_label(device), "dtype": "bf16 asked", "backend": metrics["backend"]}
-    identity = make_identity(paths.root, ["stages.measure"], CampaignParams(), **place)
+    identity = make_identity(paths.root, CampaignParams(), **place)
     write_record(paths.measured(device_slug(device)), metrics, identity, 0.0, name="environment")
     return True
 
@@ -81,7 +81,6 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     import torch
 
     from ..core.config import build
-    from ..core.freshness import find_old
     from ..runs.cells import train_cells
     from ..runs.job import Cell
     from ..tasks.classification.spec import SPEC
@@ -90,7 +89,7 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
         raise RunError("PyTorch sees no CUDA device")
     stage, name = TRAINED.split("/")
     file = paths.measured(device_slug("cuda")) / f"{TRAINED}.json"
-    if file.is_file() and not find_old(paths.root, {TRAINED: read_json(file)}):
+    if file.is_file() and read_json(file)["identity"].get("parent_commit") == find_commit(paths.root):
         return True
     params, given = build(SPEC.params, TRAINING, name), load_runtime(paths)
     roots = {"digits": "data/digits"} | given.data_roots

@@ -10,7 +10,6 @@ from ..core.errors import UserError, blame
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.ui import track
-from ..models.registry import family_module
 from .adapted import adapted_cost
 from .flops import Cost, cost
 from .fvcore import fvcore_terms
@@ -50,11 +49,7 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     write_csv(folder / "terms.csv", itertools.chain.from_iterable(terms))
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
-    # families are found by lying in repro.models, where no import names them
-    families = {family_module(options.get("backbone", model)) for model, options, _ in params.rows()}
-    identity = make_identity(
-        paths.root, ["stages.complexity", *families], params, device=counted_only, dtype="fp32", backend=counted_only
-    )
+    identity = make_identity(paths.root, params, device=counted_only, dtype="fp32", backend=counted_only)
     write_record(folder, metrics, identity, time.monotonic() - started)
     savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
     print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")

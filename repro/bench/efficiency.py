@@ -4,7 +4,7 @@ import importlib.util
 import math
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..core.noise import mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
-from ..models.registry import family_module
 from .conclude import compare_at, conclude
 from .op_rate import OP_SIZES, kept_for_backward, op_rate
 from .params import EfficiencyParams, SweepParams
@@ -37,7 +36,7 @@ from .sweep import SIZES, family_rows, group_rows
 
 COMPARED_AT = 1280  # the image size at which the paper states speed-up and memory saved (Fig. 1)
 # by which a sweep finds a row again; the grid's identity says the same
-_SWEEP_KEYS = ("run", "code_hash", "torch_version")
+_SWEEP_KEYS = ("run", "commit", "torch_version")
 # in titles, in names
 _COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}
 _ORDER = ("run", "mode", "compile", "dtype", "batch_size", "image_size", "row")  # by which a sweep sorts its rows
@@ -74,7 +73,7 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     folder = paths.results / "efficiency"
     write_rows(folder / "rows.csv", rows, GRID_COLUMNS)
     metrics = {"rows": rows, **compare_at(COMPARED_AT, pairs, rows), "op": {**op, "device": label}}
-    identity = make_identity(paths.root, _list_code(rows), params, device=label, dtype=params.dtype, backend=backend)
+    identity = make_identity(paths.root, params, device=label, dtype=params.dtype, backend=backend)
     write_record(folder, metrics, identity, time.monotonic() - started)
 
 
@@ -109,9 +108,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
         missing = [{"image_size": side, "expected_s": seconds} for side, seconds in left_out.items()]
         metrics = {"rows": rows, "left_out": missing, "gates": gates, **conclude(rows, gates)}
         backends = ", ".join(sorted({row["backend"] for row in rows if row["status"] == "ok"})) or "none"
-        identity = make_identity(
-            paths.root, _list_code(rows), params, device=label, dtype=params.dtype, backend=backends
-        )
+        identity = make_identity(paths.root, params, device=label, dtype=params.dtype, backend=backends)
         write_rows(folder / "efficiency.csv", rows)
         write_record(folder, metrics, identity, time.monotonic() - started, name="efficiency")
 
@@ -149,11 +146,6 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
     return device, device_label(device)
-
-
-def _list_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The modules on whose sources rows depend; no import names families, which lie in repro.models."""
-    return ["stages.efficiency", *{family_module(row["model"]) for row in rows}]
 
 
 def _read_sweep(record: Path) -> dict[str, list[dict[str, Any]]]:

@@ -18,13 +18,11 @@ from kernels import ttt_linear
 from kernels.ttt_linear.plain import ttt_linear_plain
 
 from ..core.errors import RunError
-from ..core.freshness import hash_number
 from ..core.paths import Paths
-from ..core.record import installed_version, make_identity, read_json, write_record
+from ..core.record import find_commit, installed_version, make_identity, read_json, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..models.fast_weights import LADDER, find_obstacle, learn
 from ..models.inner import InnerLoop
-from ..models.registry import family_module
 from .memory import measure_peak_mib
 from .rows import RowStore
 from .speed import SLOW_STEPS, RowSpec, describe_samples, measure, median_interval, read_load, time_in_turn
@@ -36,7 +34,6 @@ TURN_MS = 5.0
 BACKBONE = "ladder_vittt_tiny_patch16_224"
 # (step, backend) of the backbone as a whole
 BACKBONES = (("own", "auto"), ("plain", "recurrent"), ("plain", "parallel"), ("dot", "recurrent"), ("dot", "parallel"))
-CODE = ("repro.bench.forms", "repro.bench.speed", family_module(BACKBONE))
 _ROW_KEY = ("setting", "learner", "mode", "tokens", "form")
 
 
@@ -103,7 +100,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     torch.backends.cuda.matmul.allow_tf32 = False
     shown = {"device": device_label(device, runtime.threads), "dtype": "fp32", "backend": "torch"}
     here = {"device": shown["device"], "torch_version": installed_version("torch")}
-    here["code_hash"] = hash_number(paths.root, CODE, shown["device"])
+    here["commit"] = find_commit(paths.root) or "not in Git"
     file = paths.measured(device_slug(device)) / "forms.json"
 
     def save(store: RowStore) -> None:
@@ -111,7 +108,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
         rows = [row for row in store.rows if "learner" in row]
         metrics = {"rows": rows, "ratios": _compare(rows), "backbones": backbones}
         # a record is as old as its oldest row
-        identity = before["identity"] if store.list_old() else make_identity(paths.root, CODE, params, **shown)
+        identity = before["identity"] if store.list_old() else make_identity(paths.root, params, **shown)
         write_record(file.parent, metrics, identity, time.monotonic() - started, name=file.stem)
 
     before = read_json(file) if file.is_file() else {"metrics": {"rows": [], "backbones": []}}

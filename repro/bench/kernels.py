@@ -302,7 +302,7 @@ class _Table(RowStore):
     def fill(self, cases: Any, format_row: Callable[[Row], str], deadline: float = math.inf, make: Any = None) -> None:
         """Add what is missing of an operator until the deadline, each row printed as it comes.
 
-        Rows of older code are kept until the first new one is there. `make`: (operator, keys) -> (key, row) in any
+        Rows of another source are kept until the first new one is there. `make`: (operator, keys) -> (key, row) in any
         order; None makes them here, one after the other.
         """
         name, todo = cases.NAME, self.todo[cases.NAME]
@@ -344,9 +344,7 @@ class _Table(RowStore):
         metrics |= self.extra | self.summarise(rows)
         shown = {"device": self.device, "dtype": "bf16" if self.command == "bench" else "each row says"}
         backend = "triton, interpreted" if INTERPRETED else "triton"
-        identity = make_identity(
-            self.paths.root, ["stages.kernels"], KernelsParams(command=self.command), **shown, backend=backend
-        )
+        identity = make_identity(self.paths.root, KernelsParams(command=self.command), **shown, backend=backend)
         write_record(self.path.parent, metrics, identity, time.monotonic() - self.started, name=self.path.stem)
 
 

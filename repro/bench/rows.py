@@ -10,9 +10,8 @@ from typing import Any, Self
 
 from ..core.csvfile import write_csv
 from ..core.errors import RunError, blame
-from ..core.freshness import hash_row
 from ..core.noise import describe_noise, find_spread, mark_noise
-from ..core.record import installed_version
+from ..core.record import find_commit, installed_version
 from .flops import cost
 from .op_rate import OPERATORS, measure_gate
 from .speed import RowSpec, measure, unmeasured_row
@@ -25,7 +24,7 @@ COLUMNS = tuple(
 MOST_ATTEMPTS = 3  # so often a noisy row is measured, the first time included
 # the keys of a stored row of a model by which it is found and sorted
 ROW_KEYS = ("row", "model", "options", "attention", "image_size", *GROUP_KEYS, "device", "run")
-ROW_KEYS += ("code_hash", "torch_version")
+ROW_KEYS += ("commit", "torch_version")
 
 Row = Mapping[str, Any]
 
@@ -56,7 +55,7 @@ class RowStore:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All rows, those of older code among them, in the order in which they came."""
+        """All rows, those of other commits among them, in the order in which they came."""
         return list(self._rows.values())
 
     def items(self) -> list[tuple[Any, dict[str, Any]]]:
@@ -106,18 +105,10 @@ def open_model_rows(
 ) -> RowStore:
     """A store of rows of models, each found by (`row_key`, run); `device` is the label of where they are measured.
 
-    A row is valid with the PyTorch, and with the sources of its family in the checkout at `root`, that measured it.
+    A row is valid with the PyTorch, and at the commit of the checkout at `root`, that measured it.
     """
-    here = {"device": device, "torch_version": installed_version("torch")}
-    hashes: dict[str, str] = {}
-
-    def provenance(what: tuple[tuple, int]) -> Row:
-        (model, *_), run = what
-        if model not in hashes:
-            hashes[model] = hash_row(root, model, device)
-        return {**here, "run": run, "code_hash": hashes[model]}
-
-    return RowStore({(row_key(row), row["run"]): row for row in rows}, provenance, save)
+    here = {"device": device, "torch_version": installed_version("torch"), "commit": find_commit(root) or "not in Git"}
+    return RowStore({(row_key(row), row["run"]): row for row in rows}, lambda what: here | {"run": what[1]}, save)
 
 
 def write_rows(path: Path, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> None:

@@ -115,6 +115,7 @@ def bounded(
 BY_HAND = "by_hand"
 # fields that records are older than; without a value, they change no record and no hash
 _NEWER = ("crop_padding",)
+_UNHASHED = ("family",)  # says what DVC watches, and nothing of the training
 # sections of older files -> the section that their cells are in now
 _MOVED = {"baselines": "pretrain"}
 
@@ -262,10 +263,12 @@ def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None
 
 
 def list_values(config: Any) -> dict[str, Any]:
-    """The values of a dataclass as nested dicts, for hashes and records; a `_NEWER` field only where it has a value."""
+    """The values of a dataclass as nested dicts, for hashes and records; a `_NEWER` field only where it has a value,
+    and none of `_UNHASHED`."""
 
     def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value for name, value in pairs if value is not None or name not in _NEWER}
+        known = {name: value for name, value in pairs if name not in _UNHASHED}
+        return {name: value for name, value in known.items() if value is not None or name not in _NEWER}
 
     return dataclasses.asdict(config, dict_factory=keep)
 

@@ -33,7 +33,8 @@ def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
     groups: dict[tuple, dict[tuple, list[Row]]] = {}
     for row in rows:
         what = *(str(row.get(key)) for key in _ALIKE if key != "run"), *row["image_size"]
-        groups.setdefault(what, {}).setdefault((row.get("code_hash"), row.get("torch_version")), []).append(row)
+        code = row.get("commit") or row.get("code_hash")  # rows of before 2026-12 name their code by its hash
+        groups.setdefault(what, {}).setdefault((code, row.get("torch_version")), []).append(row)
     first = (
         min(by_code.values(), key=lambda runs: min(row.get("run", 1) for row in runs)) for by_code in groups.values()
     )

@@ -16,7 +16,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from typing import Any
 from .children import ask
 from .config import params_hash
 from .errors import RunError, UserError
-from .freshness import hash_number
-from .hashing import hash_code, hash_file
+from .hashing import hash_file
 from .runtime import describe_place
 
 DETAILS_FILE = "details.json"
@@ -145,39 +144,24 @@ def read_record(path: Path) -> Any:
 
 
 def make_identity(
-    root: Path,
-    code: Iterable[str],
-    config: Any,
-    *,
-    data_manifest: Path | None = None,
-    device: str,
-    dtype: str,
-    backend: str,
+    root: Path, config: Any, *, data_manifest: Path | None = None, device: str, dtype: str, backend: str
 ) -> dict:
     """What explains a number.
 
     Args:
-        code: entry modules of the stage (dotted names); the hash covers their first-party import closure, so that
-            `hash_code(root, identity["code_modules"])` is the hash of the same code in another checkout. They also say
-            of which kind the numbers are, see `repro.core.freshness`.
         config: the stage's params dataclass.
         device: see `runtime.device_label`.
         backend: which implementation of the kernels ran.
 
     Returns:
-        {code_hash, number_hash, code_modules, command, parent_commit, params_hash, data_manifest_hash, device, machine,
-        dtype, backend, versions}; for the machine see `runtime.describe_place`. What is unknown is None, for the
-        command with command_reason.
+        {command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions}; for the
+        machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
     """
-    modules, command = sorted(set(code)), find_command(root, sys.argv)
-    commit = ask(["git", "rev-parse", "HEAD"], root)
+    command = find_command(root, sys.argv)
     return {
-        "code_hash": hash_code(root, modules),
-        "number_hash": hash_number(root, modules, device),
-        "code_modules": modules,
         "command": command,
         **({} if command else {"command_reason": "made by a program of its own"}),
-        "parent_commit": commit and commit.strip(),
+        "parent_commit": find_commit(root),
         "params_hash": params_hash(config),
         "data_manifest_hash": hash_file(data_manifest) if data_manifest else None,
         "device": device,
@@ -186,6 +170,12 @@ def make_identity(
         "backend": backend,
         "versions": versions(),
     }
+
+
+def find_commit(root: Path) -> str | None:
+    """The hash of the commit that the checkout is at; None outside of Git."""
+    commit = ask(["git", "rev-parse", "HEAD"], root)
+    return commit and commit.strip()
 
 
 def describe_recipe(identity: Mapping[str, Any]) -> str | None:

@@ -87,11 +87,6 @@ class Kind:
         """Whether a manifest's hashes cover what the files hold."""
         return self.embedded and not self.linked
 
-    @property
-    def modules(self) -> list[str]:
-        """The modules whose sources determine the content of an embedded data set."""
-        return [f"{__package__}.{self.writer.rpartition('.')[0]}"] if self.embedded else []
-
 
 @functools.cache
 def list_wnids() -> tuple[str, ...]:

@@ -53,8 +53,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
         "images_mib": round(sum(split.bytes for split in manifest.splits.values()) / 2**20, 1),
         "departures": len(manifest.departures),
     }
-    code = [__name__, *kind.modules]
-    identity = make_identity(paths.root, code, params, data_manifest=path, device="cpu", dtype="uint8", backend="none")
+    identity = make_identity(paths.root, params, data_manifest=path, device="cpu", dtype="uint8", backend="none")
     write_record(path.parent, metrics, identity, time.monotonic() - started)
     counted = ", ".join(f"{record.images:,} {split}" for split, record in manifest.splits.items())
     print(f"{cell}: {metrics['classes']} classes; images: {counted}", flush=True)

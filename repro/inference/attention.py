@@ -28,7 +28,7 @@ from ..models.backbone import Grid
 from ..models.checkpoints import open_weights
 from ..models.inner_mixer import InnerMixer
 from ..models.linearize import inherit, read_shell
-from ..models.registry import build_model, family_module
+from ..models.registry import build_model
 from ..models.t5 import T5
 from .classifier import Classifier, subsample
 from .draw import draw_attention
@@ -253,8 +253,7 @@ def measure_on_data(
     }
     about |= {} if teacher else {"teacher_hash_reason": "no teacher was named"}
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
-    code = [__name__, family_module(classifier.checkpoint.model)]
-    identity = make_identity(paths.root, code, params, data_manifest=cell.manifest_path, **place)
+    identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     folder = (
         paths.measured(device_slug(device))
         / "attention"

@@ -20,7 +20,7 @@ from ..data.kinds import IMAGENET_1K
 from ..data.tree import Tree, show_few
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
-from ..models.registry import family_module, kernel_backend
+from ..models.registry import kernel_backend
 from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes, subsample
 from .draw import save_figure
 from .params import EvaluatedParams, EvaluateRequest
@@ -178,7 +178,6 @@ class _Evaluation:
             metrics |= {"limit": request.limit, "limit_seed": LIMIT_SEED}
         identity = make_identity(
             self.paths.root,
-            [__name__, family_module(checkpoint.model)],
             EvaluatedParams(
                 model=checkpoint.name, weights_hash=checkpoint.hash, transform=classifier.transform, limit=request.limit
             ),

@@ -24,12 +24,20 @@ from kernels.decompositions import DECOMPOSITIONS
 from ..bench.rows import RowStore
 from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import RunError, UserError
-from ..core.freshness import hash_number
 from ..core.paths import Paths
-from ..core.record import atomic, installed_version, make_identity, read_json, read_record, write_json, write_record
+from ..core.record import (
+    atomic,
+    find_commit,
+    installed_version,
+    make_identity,
+    read_json,
+    read_record,
+    write_json,
+    write_record,
+)
 from ..core.runtime import device_label, device_slug
 from ..models.checkpoints import Checkpoint, open_weights
-from ..models.registry import build_model, family_module
+from ..models.registry import build_model
 from ..models.weights import METADATA_KEY, read_metadata, save_weights
 
 Format = Literal["safetensors", "onnx", "torch_export"]
@@ -41,7 +49,6 @@ TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_expo
 CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class in each line, in the order of the logits
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 COMPARED_BATCHES = 1, 3  # the graph is traced with another one
-_BENCH_CODE = ("repro.inference.export", "repro.bench.speed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +138,6 @@ def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
     _require_onnx()
     torch.set_num_threads(1)
     started, file = time.monotonic(), paths.measured(device_slug("cpu")) / "export.json"
-    families = sorted({family_module(model) for model, _ in params.exports})
     shown = {"device": device_label("cpu"), "dtype": "fp32", "backend": "torch"}
     here = {"device": shown["device"]} | {
         f"{name}_version": installed_version(name) for name in ("torch", "onnxruntime")
@@ -141,16 +147,15 @@ def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
         return row["model"], row["side"], row["format"]
 
     def save(store: RowStore) -> None:
-        identity = make_identity(paths.root, [*_BENCH_CODE, *families], params, **shown)
+        identity = make_identity(paths.root, params, **shown)
         if store.list_old():  # a record is as old as its oldest row
             identity = before["identity"]
         write_record(file.parent, {"rows": store.rows}, identity, time.monotonic() - started, name=file.stem)
 
     before = read_json(file) if file.is_file() else {"metrics": {"rows": []}}
     kept = {identify(row): row for row in before["metrics"]["rows"]}
-    modules = {model: [*_BENCH_CODE, family_module(model)] for model, _ in params.exports}
-    hashes = {model: hash_number(paths.root, named, shown["device"]) for model, named in modules.items()}
-    with RowStore(kept, lambda what: here | {"code_hash": hashes.get(what[0])}, save) as store:
+    here["commit"] = find_commit(paths.root) or "not in Git"
+    with RowStore(kept, lambda what: here, save) as store:
         for model, side in params.exports:
             for format in ("torch_export", "onnx"):
                 if store.find((model, side, format)):

@@ -21,7 +21,7 @@ from ..data.cells import DataCell, manifest_path, open_cell
 from ..data.kinds import list_wnids
 from ..data.loader import EvalLoader
 from ..models.checkpoints import open_weights
-from ..models.registry import build_denoiser, family_module
+from ..models.registry import build_denoiser
 from ..models.weights import is_foreign, load_state
 from ..tasks.generation.data import open_split, read_denoiser, save_grid
 from ..tasks.generation.diffusion import Diffusion
@@ -331,7 +331,7 @@ def _record(
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     has_cell = request.data is not None and "reference_hash" not in about
     manifest = {"data_manifest": manifest_path(paths, request.data)} if has_cell else {}
-    identity = make_identity(paths.root, [__name__, family_module(drawer.name)], params, **manifest, **place)
+    identity = make_identity(paths.root, params, **manifest, **place)
     parts = [
         drawer.name,
         about["weights_hash"][:8],

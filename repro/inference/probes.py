@@ -26,7 +26,7 @@ from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..data.cells import DataCell
 from ..data.tree import Tree
 from ..models import inner
-from ..models.registry import build_model, family_module
+from ..models.registry import build_model
 from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 
@@ -283,8 +283,7 @@ def record_probe(
 ) -> None:
     """Write what a probe found; `started`: by `time.monotonic`."""
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
-    code = [__name__, family_module(classifier.checkpoint.model)]
-    identity = make_identity(paths.root, code, params, data_manifest=cell.manifest_path, **place)
+    identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
     folder = paths.measured(device_slug(device)) / "probes" / name
     write_record(folder, metrics, identity, time.monotonic() - started, name=params.probe.replace("=", ""))

@@ -21,7 +21,7 @@ from ..data.classification import ImageFolder, eval_transform
 from ..data.loader import EvalLoader
 from ..data.tree import Tree
 from ..models.checkpoints import open_weights
-from ..models.registry import family_module, kernel_backend
+from ..models.registry import kernel_backend
 from ..tasks.classification.task import accuracy
 from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes
 from .params import ResolutionParams
@@ -80,10 +80,8 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
         "train_image_size": trained.pop(),
         "evaluated": rows,
     }
-    modules = {family_module(checkpoint.model) for checkpoint in checkpoints.values()}
     identity = make_identity(
         paths.root,
-        [__name__, *sorted(modules)],
         params,
         data_manifest=cell.manifest_path,
         device=device_label(device),

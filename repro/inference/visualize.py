@@ -16,7 +16,7 @@ from ..core.runtime import Runtime, choose_device, device_label
 from ..data.cells import open_cell
 from ..data.tree import Tree
 from ..models.checkpoints import open_weights
-from ..models.registry import family_module, kernel_backend
+from ..models.registry import kernel_backend
 from . import draw, erf, inner
 from .classifier import Classifier, load_classifier, subsample
 from .explain import find_snapshots, measure_field
@@ -74,14 +74,13 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     metrics["reconstruction_loss"] = {
         state.replace(" ", "_"): _summarise_losses(found) for state, found in losses.items()
     }
-    metrics["receptive_fields"], modules = _compare_fields(params, paths, tree, device, folder)
+    metrics["receptive_fields"] = _compare_fields(params, paths, tree, device, folder)
     measured = subsample(tree, params.probe_images, params.seed)
     metrics["probes"] = {
         name: run_probe(classifier, measured, name, runtime.workers) for name in ("steps=1", *params.probes)
     }
     identity = make_identity(
         paths.root,
-        [__name__, family_module(classifier.checkpoint.model), *modules],
         params,
         data_manifest=cell.manifest_path,
         device=device_label(device),
@@ -155,9 +154,9 @@ def _summarise_losses(losses: Tensor) -> dict[str, Any]:
 def _compare_fields(
     params: VisualizeParams, paths: Paths, tree: Tree, device: torch.device, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """Draw Fig. 8; the numbers of each model, and the modules that define the models' families."""
+    """Draw Fig. 8; the numbers of each model."""
     chosen = subsample(tree, params.field_images, params.seed)
-    fields, shapes, numbers, modules = {}, {}, {}, []
+    fields, shapes, numbers = {}, {}, {}
     for label, source in params.receptive_fields.items():
         try:
             file = paths.find(source.weights) if source.weights else None
@@ -169,7 +168,6 @@ def _compare_fields(
             continue
         shape, fields[label] = measure_field(classifier, classifier.to_inputs(classifier.read_images(chosen)))
         shapes[label] = shape
-        modules.append(family_module(classifier.checkpoint.model))
         numbers[label] = {
             "model": classifier.name,
             "image_size": classifier.transform.image_size,
@@ -192,7 +190,7 @@ def _compare_fields(
     draw.draw_radial_profiles(
         folder / "fig8_radial_profile.png", shapes, (label, erf.describe_field(even, centre)), caption
     )
-    return numbers, modules
+    return numbers
 
 
 def _print_summary(metrics: dict[str, Any]) -> None:

@@ -241,7 +241,6 @@ def measure_throughput(cell: Cell) -> float | None:
     The batch is 64, or the largest power of two below that fits; fp32 on a CPU and fp16 on a GPU. A RunError where the
     measuring process broke.
     """
-    from ..models.registry import family_module
 
     started, params, threads = time.monotonic(), cell.params, cell.runtime.threads
     device, side = choose_device(cell.runtime.device), params.transform.image_size
@@ -260,8 +259,7 @@ def measure_throughput(cell: Cell) -> float | None:
     metrics |= {"batch_size": batch_size, "noisy": find_noise(row), "weights_hash": hashed, **shown}
     if row["status"] != "ok":
         metrics |= {f"{name}_reason": row["reason"] for name in ("throughput_img_per_s", "latency_ms")}
-    code = [f"stages.{cell.stage}", "repro.bench.speed", family_module(params.model)]
-    identity = make_identity(cell.paths.root, code, params, backend=str(row["backend"]), **shown)
+    identity = make_identity(cell.paths.root, params, backend=str(row["backend"]), **shown)
     write_record(cell.folder, metrics, identity, time.monotonic() - started, name="speed")
     return row["throughput_img_per_s"]
 

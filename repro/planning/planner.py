@@ -215,7 +215,7 @@ class Planner:
             rate = record.metrics["throughput_img_per_s"]
             if rate is not None and self.rates.gpu.lower() in record.device.lower():
                 rate /= record.metrics["processes"]
-                found.append((rate, f"measured: {rate:,.0f} img/s on {record.origin} ({record.path})"))
+                found.append((rate, f"measured: {rate:,.0f} img/s on {record.device} ({record.path})"))
         return min(found, default=None)
 
     def find_memory(self, records: Sequence[Source], params: Any) -> tuple[float, str] | None:
@@ -226,7 +226,7 @@ class Planner:
             is_alike = all(bool(getattr(params, name, None)) == is_on for name, is_on in metrics["keeps"].items())
             if is_alike and metrics["micro_batch"] == micro_batch and metrics["peak_memory_mib"] is not None:
                 gib = metrics["peak_memory_mib"] / 1024
-                found.append((gib, f"measured: {gib:.2f} GiB on {record.origin} ({record.path})"))
+                found.append((gib, f"measured: {gib:.2f} GiB on {record.device} ({record.path})"))
         return max(found, default=None)
 
     def _find_micro_batch(self, params: Any) -> int:

@@ -16,7 +16,7 @@ from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, c
 from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import render_blocks
 from .paper import ATTENTIONS, Contest, Question
-from .records import OUTSIDE, describe_age, describe_origin, describe_seeds, group_by
+from .records import OUTSIDE, describe_origin, describe_seeds, group_by
 from .results import Results
 from .variants import judge_variants, list_unlike_machines
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
@@ -144,7 +144,7 @@ def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> list[Block]
     head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s, and its memory"
     rows, notes = [], []
     for speeds in measured:
-        name = str(speeds.group).partition(": ")[2] + describe_age([speeds.source])
+        name = f"{str(speeds.group).partition(': ')[2]}, commit {speeds.source.commit}"
         ratios, memory = speeds.find_ratios(contest), speeds.find_memory(contest)
         found = [[each[attention].get(size) for each in (ratios, memory)] for size, attention in places]
         rows.append([name + speeds.group.caveat, *("; ".join(filter(None, cell)) or "–" for cell in found)])
@@ -184,8 +184,8 @@ def note_pipeline(results: Results) -> None:
     After `repro run --force` that is the time since it began, else the sum of the stages' seconds. The file stays as it
     is where the seconds of a record are not here, as on a fresh clone, and where only the report runs again.
     """
-    # the record of the machine has no code hash, and is none of results
-    own = [source for source in results.sources if source.stage is not None and "code_hash" in source.identity]
+    # the record of the machine has no parameters, and is none of results
+    own = [source for source in results.sources if source.stage is not None and "params_hash" in source.identity]
     files = [results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return

@@ -15,7 +15,7 @@ from .claims import Report
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose, table
 from .paper import ATTENTIONS, Contest, Drawings
-from .records import Source, describe_age, describe_origin, group_by
+from .records import Source, describe_origin, group_by
 from .results import Results, SpeedGroup
 from .variants import plan_figures
 from .verdicts import format_counts, format_ratio
@@ -140,8 +140,8 @@ class Speeds:
 
     @property
     def scope(self) -> str:
-        """Device and conditions, in words, whether older code made the record, and whether the host had a share."""
-        return f"{self.group}, {self.group.mode}{describe_age([self.source])}{self.group.caveat}"
+        """Device, conditions and commit, in words, and whether the host had a share."""
+        return f"{self.group}, {self.group.mode}, commit {self.source.commit}{self.group.caveat}"
 
 
 def plan_contest(report: Report) -> Drawings:
@@ -167,7 +167,7 @@ def find_speeds(contest: Contest | None, results: Results) -> Speeds | None:
 def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
     """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
 
-    The best has most of the contest's image sizes; among equals a fresh one comes first, then the one with most rows.
+    The best has most of the contest's image sizes; among equals, most rows.
     """
     if contest is None:
         return []
@@ -180,8 +180,6 @@ def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
             if group.mode == "infer" and key in models and height == width:
                 found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
                 found.rows[(*key, height)] = row
-                if source.age:
-                    candidates[group, source.path] = dataclasses.replace(found, source=source)
     names = {contest.ours[0], contest.theirs[0]}
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
     kinds = group_by(both, lambda speeds: (speeds.is_gpu, speeds.group.batch_size))
@@ -190,4 +188,4 @@ def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
 
 def _rank(contest: Contest, speeds: Speeds) -> tuple:
     wanted = sum((*model, size) in speeds.rows for model in contest.series.values() for size in contest.sizes)
-    return wanted, not speeds.source.age, len(speeds.rows), speeds.is_gpu, speeds.source.path
+    return wanted, len(speeds.rows), speeds.is_gpu, speeds.source.path

@@ -76,7 +76,7 @@ def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
         about.append(("record", path))
         if source := report.results.find(path):
             how = report.named if source.stage else OUTSIDE
-            about += [("device", source.origin), ("parameters", how), ("parent commit", source.commit)]
+            about += [("device", source.device), ("parameters", how), ("parent commit", source.commit)]
     return [(label, text) for label, text in about if text]
 
 

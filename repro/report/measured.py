@@ -13,7 +13,7 @@ from ..core.statistics import measure_rise
 from .claims import Report
 from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
 from .paper import ATTENTIONS
-from .records import Source, describe_age, find_missing_records, find_score_interval, group_by, list_all, read_curves
+from .records import Source, find_missing_records, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
 from .variants import find_shown
 from .verdicts import format_ratio, significant
@@ -42,7 +42,9 @@ def list_speeds(report: Report) -> list[Block]:
         raise Missing("nothing is measured yet", "repro efficiency")
     blocks: list[Block] = []
     for group, rows in results.speed_rows.items():
-        blocks.append(Heading(f"{group}, {group.mode}{describe_age(source for _, source in rows)}"))
+        blocks.append(
+            Heading(f"{group}, {group.mode}, commit {' and '.join(dict.fromkeys(source.commit for _, source in rows))}")
+        )
         swept = [(row, source) for row, source in rows if "compared" in source.metrics]
         if listed := [row for row, source in rows if "compared" not in source.metrics]:
             blocks += [tabulate(_SPEEDS, listed), *_describe_operator(rows)]
@@ -69,7 +71,7 @@ def count_noisy_rows(report: Report) -> list[Block]:
         repeated = source.metrics.get("repeated") or {}
         if repeated.get("overlap_percent") is not None:
             twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
-            blocks.append((code(source.path), f" ({source.origin})", twice))
+            blocks.append((code(source.path), f" ({source.device})", twice))
     return blocks
 
 
@@ -95,7 +97,7 @@ def list_runs(report: Report) -> list[Block]:
         about = [m["data"], number(m.get("epochs")), seeds, images]
         score = next(key for key in labels if key in m)
         curve = _describe_curve(read_curves(results.paths, source, score))
-        rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.origin])
+        rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.device])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
@@ -140,7 +142,7 @@ def over_resolution(report: Report) -> list[Section]:
             f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
             "trained at scale behaves likewise, these small models cannot say."
         )
-        origin = code(source.path), f": {source.origin}. Top-1 (%):"
+        origin = code(source.path), f": {source.device}. Top-1 (%):"
         picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
         timed = ("Time of a forward pass for each image (ms):",)
         blocks = [(text,), picture, origin, accuracies, timed, times]
@@ -169,7 +171,7 @@ def list_searches(report: Report) -> list[Block]:
             for name in ("lr", "warmup_epochs")
         )
         numbers = number(chosen["lr"], "g", edge + lr), number(chosen["warmup_epochs"], "g", warmup)
-        rows.append([code(m["cell"]), *numbers, scores, source.origin])
+        rows.append([code(m["cell"]), *numbers, scores, source.device])
     m = found[0].metrics
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate (its best warm-up): score on tune (%)", "device"]
@@ -185,42 +187,24 @@ def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
     return content
 
 
-def list_machines(report: Report) -> list[Block]:
-    """Each further machine that made scores of records again, how many of them are equal, and the largest difference."""
-    found = [(source, twin) for source in report.results.sources for twin in source.twins]
-    if not found:
-        raise Missing("no other machine has made a record again", "repro verify --save")
-    rows = []
-    for device, twins in group_by(found, lambda each: each[1].device.partition(", ")[0]).items():
-        scores = [each for _, twin in twins for each in twin.differences.values()]
-        farthest, twin = max(twins, key=lambda each: each[1].largest)
-        largest = "–" if not twin.largest else (number(twin.largest, ".2g"), " in ", code(farthest.path))
-        old = sum(bool(source.age) or not twin.is_fresh for source, twin in twins)
-        equal = f"{sum(each == 0 for each in scores)} of {len(scores)}"
-        rows.append([device, number(len(twins)), number(old), equal, largest])
-    header = ["machine", "records", "of them by older code", "scores equal to the last digit", "largest difference"]
-    return [table(header, rows)]
-
-
 def list_records(report: Report) -> list[Block]:
     """Every record with what explains its numbers."""
     rows = []
     for source in list_all(report.results.sources):
         identity = source.identity
-        if "code_hash" not in identity:  # that of the machine itself
+        if "params_hash" not in identity:  # that of the machine itself
             continue
         installed = (identity.get("versions") or {}).items()
         versions = ", ".join(f"{name} {version}" for name, version in installed if version)
-        keys = ("dtype", "backend", "code_hash", "params_hash")
+        keys = ("dtype", "backend", "params_hash")
         dtype, backend, *hashes = (str(identity.get(key) or "–") for key in keys)
         vector = (identity.get("machine") or {}).get("vector")
         device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
         made_by = code(identity["command"]) if identity.get("command") else "–"
-        device += describe_age([source])
         rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
     if not rows:
         raise Missing("no record was found under results/", "dvc repro")
-    header = ["record", "command", "device", "dtype", "backend", "parent commit", "code", "params", "versions"]
+    header = ["record", "command", "device", "dtype", "backend", "parent commit", "params", "versions"]
     return [table(header, rows)]
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 from ..core.config import load_yaml
 from ..core.csvfile import read_csv
 from ..core.errors import UserError
-from ..core.freshness import FOLLOWED, find_old, find_shared_name
 from ..core.paths import OWN_RATES, Paths
 from ..core.record import DETAILS_FILE, describe_recipe, read_record
 from ..core.statistics import clip_share, describe_sample, share_interval
@@ -19,29 +17,12 @@ from .document import Block, show_interval, strong
 Item = TypeVar("Item")
 Name = TypeVar("Name", bound=Hashable)
 Trained = TypeVar("Trained")  # has `most_seeds`
-VERIFIED_FILE = "verify.json"
-# how old a record is, as pages say it
-OLD = "made by older code"
-BEGUN_ALIKE = "made by older code, its first epochs repeated"
 OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
 OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
 class Missing(Exception):
     """A number that was not measured. Its `args` are the reason, and the command that would measure it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Twin:
-    """What another machine made of a record."""
-
-    device: str
-    is_fresh: bool
-    differences: Mapping[str, float]  # score -> the other machine's minus that of the record, in its unit
-
-    @property
-    def largest(self) -> float:
-        return max(map(abs, self.differences.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +35,6 @@ class Source:
     # which stage of the graph wrote it, and for which of its cells; None for what was run outside the pipeline
     stage: str | None = None
     cell: str | None = None
-    age: str = ""  # empty where the code here gives the same numbers
-    twins: tuple[Twin, ...] = ()
     others: tuple["Source", ...] = ()  # the records of the same experiment by other machines
 
     @property
@@ -66,11 +45,6 @@ class Source:
     @property
     def device(self) -> str:
         return str(self.identity.get("device", "–"))
-
-    @property
-    def origin(self) -> str:
-        """The device, whether older code made the record, and whether other machines made it again."""
-        return self.device + describe_age([self]) + describe_twins([self])
 
     @property
     def commit(self) -> str:
@@ -114,8 +88,7 @@ class Source:
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
 
-    One record represents the trainings of several machines: one that the code here made or begins alike, with
-    the most seeds.
+    One record represents the trainings of several machines: that with the most seeds.
     """
     root = paths.results
     files = []
@@ -128,17 +101,24 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     )
     files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
-    records = {source.path: {"metrics": source.metrics, "identity": source.identity} for source in sources}
-    old, ages = find_old(paths.root, records), {None: "", FOLLOWED: BEGUN_ALIKE}
-    aged = [dataclasses.replace(source, age=ages.get(old.get(source.path), OLD)) for source in sources]
-    verified = [source for source in aged if source.path.endswith(f"/{VERIFIED_FILE}")]
 
     def name_experiment(source: Source) -> Hashable:
         """What records of one experiment on several machines have in common; the path of what is of one alone."""
         name = find_shared_name(source.path, source.metrics)
         return source.path if name is None else (name, source.recipe)
 
-    return [_merge(alike, verified) for alike in group_by(aged, name_experiment).values()]
+    return [_merge(alike) for alike in group_by(sources, name_experiment).values()]
+
+
+def find_shared_name(path: str, metrics: Any) -> str | None:
+    """What the record of a training or a search is called in the folders of all machines under results/measured; None
+    for another record.
+
+    Times belong to a machine and scores do not, so records of scores with one name are of one experiment.
+    """
+    parts = PurePosixPath(path).parts  # results, measured, the device, ...
+    is_scored = isinstance(metrics, Mapping) and ("by_seed" in metrics or "trials" in metrics)
+    return "/".join(parts[3:]) if parts[1:2] == ("measured",) and is_scored else None
 
 
 def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
@@ -156,18 +136,10 @@ def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
     return missing
 
 
-def _merge(alike: Sequence[Source], verified: Sequence[Source]) -> Source:
-    """The one of some records of one experiment that represents them, with what other machines made of it."""
-    first, *others = sorted(alike, key=lambda each: (each.age == OLD, -each.most_seeds, each.age, each.path))
-    made = [(other, _compare_scores(first, other)) for other in others]
-    cpus = [(source.identity.get("machine") or {}).get("cpu") for source in (first, *verified)]
-    for source, cpu in zip(verified, cpus[1:], strict=True):
-        held, scores = first.metrics, source.metrics["scores"].get(first.folder, {})
-        is_alike = source.metrics["params_hash"].get(first.folder) == first.identity.get("params_hash")
-        if is_alike and cpu != cpus[0]:
-            made.append((source, {name: scores[name] - held[name] for name in scores if name in held}))
-    twins = [Twin(other.device, not other.age, differences) for other, differences in made if differences]
-    return dataclasses.replace(first, twins=tuple(twins), others=tuple(others))
+def _merge(alike: Sequence[Source]) -> Source:
+    """The one of some records of one experiment that represents them, with those of other machines."""
+    first, *others = sorted(alike, key=lambda each: (-each.most_seeds, each.path))
+    return dataclasses.replace(first, others=tuple(others))
 
 
 def list_all(sources: Iterable[Source]) -> list[Source]:
@@ -175,9 +147,9 @@ def list_all(sources: Iterable[Source]) -> list[Source]:
     return [each for source in sources for each in (source, *source.others)]
 
 
-def rank_machine(sources: Collection[Source]) -> tuple[int, int, int]:
-    """How much the records of one machine say of a comparison: most records, then fewest by older code, then seeds."""
-    return len(sources), -sum(each.age == OLD for each in sources), sum(each.most_seeds for each in sources)
+def rank_machine(sources: Collection[Source]) -> tuple[int, int]:
+    """How much the records of one machine say of a comparison: most records, then most seeds."""
+    return len(sources), sum(each.most_seeds for each in sources)
 
 
 def keep_one_machine(named: Mapping[Name, Source]) -> dict[Name, Source]:
@@ -189,47 +161,16 @@ def keep_one_machine(named: Mapping[Name, Source]) -> dict[Name, Source]:
     return max(by_machine.values(), key=lambda own: rank_machine(own.values()), default={})
 
 
-def _compare_scores(first: Source, other: Source) -> dict[str, float]:
-    """Score -> the mean of the other record minus that of the first, over the seeds of both; none for a search."""
-    found = {}
-    for name in first.metrics["by_seed"][0] if first.most_seeds else ():
-        if f"{name.removesuffix('_percent')}_ci95_percent" in first.metrics:  # a score, also of one seed
-            ours, theirs = first.by_seed(name), other.by_seed(name)
-            if seeds := ours.keys() & theirs.keys():
-                means = [statistics.mean(each[seed] for seed in seeds) for each in (theirs, ours)]
-                found[name] = means[0] - means[1]
-    return found
-
-
-def describe_twins(sources: Iterable[Source]) -> str:
-    """By how much scores made again on other machines differ; empty unless another machine made all of them."""
-    listed = list(sources)
-    count = min((len(source.twins) for source in listed), default=0)
-    if not count:
-        return ""
-    largest = max(twin.largest for source in listed for twin in source.twins)
-    machines = f"{count} other machine" + "s" * (count > 1)
-    return f"; equal on {machines}" if largest == 0 else f"; within {largest:.2g} on {machines}"
-
-
-def describe_age(sources: Iterable[Source]) -> str:
-    """`; made by older code` where that is true of records, with their number where it is true of some; else nothing."""
-    ages = [source.age for source in sources]
-    counts = Counter(filter(None, ages))
-    parts = (age if count == len(ages) else f"{count} of {len(ages)} {age}" for age, count in sorted(counts.items()))
-    return "".join(f"; {part}" for part in parts)
-
-
 def describe_origin(sources: Sequence[Source], named: str) -> str:
-    """The devices of records, the profile `named` or that a person ran them, their age, and other machines."""
+    """The devices of records, the profile `named` or that a person ran them."""
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
     # on no device, and by no parameters that a run would have
     if all(device.startswith("none: ") for device in devices):
-        return ", ".join(device.removeprefix("none: ") for device in devices) + describe_age(sources)
+        return ", ".join(device.removeprefix("none: ") for device in devices)
     profiles = dict.fromkeys(named if source.stage else OUTSIDE for source in sources)
-    return f"{', '.join(devices)}; {' and '.join(profiles)}{describe_age(sources)}{describe_twins(sources)}"
+    return f"{', '.join(devices)}; {' and '.join(profiles)}"
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:

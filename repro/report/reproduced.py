@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import DETAILS_FILE, make_identity, read_record, write_record
-from ..core.runtime import Runtime, choose_device, device_slug
+from ..core.record import DETAILS_FILE, read_record
 from ..core.statistics import share_interval
-from .records import VERIFIED_FILE, find_score_interval
+from .records import find_score_interval
 
 
 class Score(NamedTuple):
@@ -54,32 +53,6 @@ def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]
     if not scores:
         raise UserError(f"verify: {commit}: holds no scores of the pipeline")
     return scores
-
-
-def save_scores(paths: Paths, runtime: Runtime, scores: Iterable[Score]) -> Path:
-    """Write what this machine made of these scores to results/measured/<device>/verify.json; return the file.
-
-    metrics: {scores: record -> score -> value, params_hash: record -> that of its identity}. A UserError where a record
-    is missing, or the records are of several devices.
-    """
-    made: dict[str, dict[str, float]] = {}
-    for score in scores:
-        if score.made is None:
-            raise UserError(f"verify: {score.record}: missing here; run `repro run` first")
-        made.setdefault(score.record, {})[score.name] = score.made
-    identities = [read_record(paths.root / record / "metrics.json")["identity"] for record in made]
-    slug = device_slug(choose_device(runtime.device))
-    devices = {identity["device"].partition(", ")[0] for identity in identities}
-    backends = {identity["backend"] for identity in identities}
-    if len(devices) > 1:
-        raise UserError(f"verify: the records are of {' and '.join(sorted(devices))}; run `repro run --force` first")
-    modules = {module for identity in identities for module in identity["code_modules"]}
-    about = {"device": devices.pop(), "dtype": identities[0]["dtype"], "backend": ", ".join(sorted(backends))}
-    identity = make_identity(paths.root, modules, runtime, **about)
-    name = VERIFIED_FILE.removesuffix(".json")
-    hashes = {record: each["params_hash"] for record, each in zip(made, identities, strict=True)}
-    write_record(paths.measured(slug), {"scores": made, "params_hash": hashes}, identity, 0.0, name=name)
-    return paths.measured(slug) / VERIFIED_FILE
 
 
 def describe_scores(scores: list[Score], commit: str) -> list[str]:

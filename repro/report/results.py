@@ -4,18 +4,17 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..core.config import load_yaml
 from ..core.errors import UserError
-from ..core.freshness import hash_row
 from ..core.host import COMMAND, HOST, UNKNOWN, mark_host
 from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
 from .paper import Paper
-from .records import OLD, Missing, Source, check_mapping, name_keys, read_sources
+from .records import Missing, Source, check_mapping, name_keys, read_sources
 
 
 class Benchmark(NamedTuple):
@@ -109,7 +108,6 @@ class Results:
         self.families = {family: options for paper in papers for family, options in paper.families.items()}
         self.sources = read_sources(paths, scores)
         self.used: set[str] = set()
-        self._hash_row = cache(partial(hash_row, paths.root))
 
     @cached_property
     def counts(self) -> dict[str, tuple[Mapping[str, Any], Source]]:
@@ -138,12 +136,7 @@ class Results:
                 if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
                     why = f"a row names the device {row['device']}, and the record {source.device}"
                     raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
-                # a sweep may have rows by older code, which it does not measure again unless it is asked for them
-                age = source.age
-                if "code_hash" in row:
-                    age = "" if row["code_hash"] == self._hash_row(row["model"], row["device"]) else OLD
-                of_row = dataclasses.replace(source, age=age)
-                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, of_row))
+                groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
     @property

@@ -9,7 +9,6 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..core.freshness import find_shared_name
 from ..core.paths import OWN_RATES, Paths
 from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Table, code, number, strong, table
@@ -18,9 +17,8 @@ from .ordering import AT_CHANCE, FEW_IMAGES, MOST_SEEDS, TOP1, Ordering, Pair, j
 from .paper import Drawings, VariantTable
 from .records import (
     Source,
-    describe_age,
     describe_seeds,
-    describe_twins,
+    find_shared_name,
     group_by,
     keep_best,
     list_all,
@@ -75,10 +73,9 @@ class Group:
 
     @property
     def origin(self) -> str:
-        """The title, the image size and the machine, whether older code trained it, and on how many other machines."""
-        sources = list(self.variants.values())
+        """The title, the image size and the machine."""
         where = f"{self.common['image_size']}² pixels, {self.machine}"
-        return f"{self.title}, {where}{describe_age(sources)}{describe_twins(sources)}"
+        return f"{self.title}, {where}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""

@@ -18,7 +18,7 @@ from typing import Any
 from ..core.config import BY_HAND, find_cell, list_values, load_section, params_hash, section_keys
 from ..core.csvfile import read_csv, write_csv
 from ..core.errors import UserError
-from ..core.hashing import hash_code, hash_file
+from ..core.hashing import hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
 from ..core.record import atomic, find_difference, make_identity, read_record, sweep, write_record
@@ -32,6 +32,7 @@ from .job import (
     Recipe,
     build_job,
     describe_init,
+    hash_golden,
     require_resumable,
     run_job,
     split_batch,
@@ -172,15 +173,15 @@ def record_cell(
     place = find_place(job)
     if cell.ranks.world_size > 1:
         place["device"] += f", {cell.ranks.world_size} processes"
-    identity = make_identity(cell.paths.root, _code_of(cell), cell.params, data_manifest=cell.inputs[0], **place)
+    identity = make_identity(cell.paths.root, cell.params, data_manifest=cell.inputs[0], **place)
+    identity["golden_hash"] = hash_golden(cell.paths, cell.params)
     recipe, _ = describe_job(job, cell.params.seeds[0])
     seconds = time.monotonic() - started
     # DVC compares metrics.json of the graph's cells, which has the scores alone; any other record is one file
     scores = cell.spec.scores if cell.folder == cell.paths.cell(cell.stage, cell.name) else ()
     write_record(cell.folder, metrics, identity | recipe, seconds, scores=scores)
     if job.task.device.type == "cuda":
-        code = [*_code_of(cell), "repro.bench.speed"]  # it makes the record one of speed
-        identity = make_identity(cell.paths.root, code, cell.params, data_manifest=cell.inputs[0], **place)
+        identity = make_identity(cell.paths.root, cell.params, data_manifest=cell.inputs[0], **place)
         record_speed(
             cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds
         )
@@ -240,7 +241,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     params = dataclasses.replace(cell.params, seeds=tuple(finished))
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
     if set(cell.params.seeds) - set(finished):  # one record names one code
-        now["code_hash"] = hash_code(cell.paths.root, _code_of(cell))
+        now["golden_hash"] = hash_golden(cell.paths, cell.params)
     if different := find_difference(record["identity"], now):
         made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
         raise UserError(
@@ -364,12 +365,6 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
     if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
         metrics["without_learning"] = baseline
     return metrics
-
-
-def _code_of(cell: Cell) -> list[str]:
-    from ..models.registry import family_module
-
-    return [f"stages.{cell.stage}", family_module(cell.params.model)]
 
 
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:

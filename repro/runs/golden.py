@@ -1,13 +1,10 @@
 """Golden losses: what ten steps of a small model of every family compute, kept in results/golden.
 
 A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed beside the values. The
-recipe of golden.yaml is one in which every setting shows. A change of code that moves no value changed no training.
-
-    python -m repro.runs.golden             compare all families with their files
-    python -m repro.runs.golden --update    write the values that do not hold
+recipe of golden.yaml is one in which every setting shows. A change of code that moves no value changed no training:
+dvc.yaml makes trainings depend on these files, and on no code.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -208,22 +205,19 @@ def measure_differences(a: Line, b: Line) -> dict[str, float]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare or update; returns 1 where values differ."""
-    parser = argparse.ArgumentParser(prog="python -m repro.runs.golden", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--update", action="store_true", help="write the values of families that do not hold")
-    known = list(read_cases()["families"])
-    parser.add_argument("--family", action="append", choices=known, help="one family; without it, all")
-    given = parser.parse_args(arguments)
+def update_families(families: Sequence[str], *, check: bool = False) -> list[str]:
+    """Train families anew and write the values that differ, unless `check`; return a sentence for each of them.
+
+    A line that holds keeps its bytes.
+    """
     logging.disable(logging.WARNING)
     paths, problems = find_root(), []
-    for family, found in run_families(paths, given.family or known):
+    for family, found in run_families(paths, families):
         file = folder_of(paths) / f"{family}.json"
         kept = read_json(file) if file.is_file() else {}
         different = compare(family, found, kept)
         print(f"{family}: {len(found)} lines, {'differs' if different else 'holds'}", flush=True)
-        if different and given.update:
-            # a line that holds keeps its bytes
+        if different and not check:
             hold = {
                 name
                 for name in found.keys() & kept.keys()
@@ -231,8 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             _write_lines(file, {name: kept[name] if name in hold else line for name, line in found.items()})
         problems += different
-    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
-    return int(bool(problems) and not given.update)
+    return problems
 
 
 def _write_lines(file: Path, lines: Mapping[str, Line]) -> None:
@@ -249,7 +242,3 @@ def _merge(*sections: Mapping[str, Any]) -> dict[str, Any]:
             inner = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
             merged[key] = _merge(merged[key], value) if inner else value
     return merged
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -251,6 +251,12 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     return model
 
 
+def hash_golden(paths: Paths, params: TrainParams) -> str | None:
+    """The short hash of the golden losses that stand for a training's code; None where its cell names no family."""
+    file = paths.results / "golden" / f"{params.family}.json"
+    return hash_file(file) if file.is_file() else None
+
+
 def describe_init(paths: Paths, file: Path) -> InitParams:
     """What a training from this file starts from; below the project's root the record names it by its place there."""
     file = file.resolve()

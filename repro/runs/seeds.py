@@ -31,7 +31,6 @@ SEARCH_SEED = 100  # never reported
 SEARCH_EPOCHS = 2
 # seconds for an image of a training that was never run here, and by which a known one may be exceeded
 UNKNOWN_S, MARGIN = 0.02, 1.3
-MODULES = ["repro.runs.seeds", "repro.tasks.classification.spec"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,6 @@ def train(training: Training) -> None:
     shutil.copyfile(outcome.folder / "weights.safetensors", weights)
     identity = make_identity(
         cell.paths.root,
-        MODULES,
         cell.params,
         data_manifest=cell.inputs[0],
         device=str(job.task.device),

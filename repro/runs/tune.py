@@ -16,18 +16,17 @@ from typing import Any
 
 from ..core.config import BY_HAND, bounded, find_cell, load_section, load_yaml, params_hash
 from ..core.errors import Diverged, RunError, UserError, did_you_mean
-from ..core.hashing import hash_code, hash_file
+from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
 from ..core.record import find_difference, make_identity, read_json, write_json, write_record
 from ..core.runtime import choose_device, device_slug, load_runtime
 from ..core.ui import print_table
 from ..data.cells import find_root as find_data
 from ..data.kinds import KINDS, PrepareData
-from ..models.registry import family_module
 from ..tasks.spec import TaskSpec
 from ..training.params import TrainParams
 from .cells import find_place
-from .job import Cell, build_job, run_job
+from .job import Cell, build_job, hash_golden, run_job
 from .pool import Work, run_all
 
 STAGE = "pretrain"
@@ -102,11 +101,6 @@ class Search:
         return next(iter(self.cell.spec.scores))
 
     @property
-    def code(self) -> list[str]:
-        """The modules on which the outcome depends."""
-        return [f"stages.{self.cell.stage}", __name__, family_module(self.cell.params.model)]
-
-    @property
     def trials(self) -> list[Cell]:
         """A cell for each trial, in the order of the grid; then those by which it was widened, as far as those before
         are finished.
@@ -141,7 +135,7 @@ class Search:
         """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
         params = self.search_params if trial is None else trial.params
         hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.cell.inputs[0])}
-        return hashes | {"code_hash": hash_code(self.cell.paths.root, self.code)}
+        return hashes | {"golden_hash": hash_golden(self.cell.paths, self.cell.params)}
 
     def find_finished(self, trials: Sequence[Cell] | None = None) -> dict[int, dict[str, Any]]:
         """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
@@ -293,7 +287,7 @@ def record_search(search: Search) -> None:
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
     made = {"data_manifest": cell.inputs[0], **finished[0]["place"]}
-    identity = make_identity(cell.paths.root, search.code, search.search_params, **made)
+    identity = make_identity(cell.paths.root, search.search_params, **made)
     write_record(cell.folder, metrics, identity, seconds, name=cell.name)
     for trial in search.trials:
         shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)

@@ -79,6 +79,8 @@ class TrainParams:
 
     Args:
         model: registered name of the model, or of the backbone.
+        family: the file of results/golden, without suffix, that stands for this training in dvc.yaml: what DVC watches in
+            place of code. It is the model's family; for detectors and segmenters the task; for timm's own models `resnet`.
         options: further keyword arguments of `timm.create_model`, e.g. design, pool, chunk_size, w0.
         init: the weights to start from; null for random ones.
         data: a cell of `prepare_data`.
@@ -100,6 +102,7 @@ class TrainParams:
     """
 
     model: str
+    family: str = ""
     options: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
     init: InitParams | None = None
     data: str

@@ -97,7 +97,7 @@ def test_the_grid_measures_both_kinds_of_attention(tmp_path):
     for row, line in zip(metrics["rows"], table, strict=True):
         assert row["status"] == line["status"] == "ok"
         assert row["device"].startswith("cpu: ") and line["image_size"] == "32"
-        assert not {"run", "code_hash", "torch_version"} & row.keys()
+        assert not {"run", "commit", "torch_version"} & row.keys()
         # whether it is noisy depends on what else the machine does
         assert row["attempts"] in (1, 2, 3) and line["noisy"] == " ".join(row["noisy"])
         assert row["threads"] >= 1 and row["cores"] == os.cpu_count() and row["load_average"] >= 0

@@ -12,11 +12,11 @@ import pytest
 
 from repro.core import record as records
 from repro.core.errors import RunError, UserError
-from repro.core.freshness import hash_number
-from repro.core.hashing import hash_code, hash_files, import_closure
+from repro.core.hashing import hash_files
 from repro.core.record import atomic, make_identity, read_json, read_record, write_json, write_record, write_text
 from repro.data.settings import DigitsSettings
 from tests.conftest import ROOT, run_python
+from tests.imports import import_closure
 
 
 def test_failure_keeps_the_old_file_and_leaves_no_other(tmp_path):
@@ -190,15 +190,6 @@ def test_import_closure_is_what_python_loads():
     assert loaded and import_closure(ROOT, ["repro.data.settings"]) == loaded
 
 
-def test_code_hash_follows_what_is_imported_and_has_a_meaning(checkout):
-    before = hash_code(checkout, ["stages.train"])
-    (checkout / "repro/data/other.py").write_text("x = 1")
-    (checkout / "kernels/scan/reference.py").write_text("import numpy.linalg  # changed")
-    assert hash_code(checkout, ["stages.train"]) == before
-    (checkout / "kernels/scan/reference.py").write_text("import numpy.linalg as x")
-    assert hash_code(checkout, ["stages.train"]) != before
-
-
 def test_hash_of_files_follows_names_and_contents(checkout):
     before = hash_files(checkout, FILES)
     assert hash_files(checkout, reversed(FILES)) == before
@@ -209,17 +200,13 @@ def test_hash_of_files_follows_names_and_contents(checkout):
 def test_identity_holds_what_explains_a_number(checkout):
     def identity(**changes):
         values = {"data_manifest": manifest, "device": "cpu", "dtype": "fp32", "backend": "torch", **changes}
-        return make_identity(checkout, iter(["stages.train", "stages.report"]), DigitsSettings(), **values)
+        return make_identity(checkout, DigitsSettings(), **values)
 
     manifest = checkout / "manifest.json"
     manifest.write_text("{}")
     base = identity()
-    keys = "code_hash number_hash code_modules command parent_commit params_hash data_manifest_hash device machine dtype backend versions"
+    keys = "command parent_commit params_hash data_manifest_hash device machine dtype backend versions"
     assert set(base) - {"command_reason"} == set(keys.split())
-    # anyone can compute the hashes again
-    assert base["code_modules"] == ["stages.report", "stages.train"]
-    assert base["code_hash"] == hash_code(checkout, base["code_modules"])
-    assert base["number_hash"] == hash_number(checkout, base["code_modules"], base["device"])
     assert base["parent_commit"] is None, "this checkout is no Git repository"
     assert base["versions"]["python"] == sys.version.split()[0]
     assert base["versions"]["numba"] == numba.__version__ and base["versions"]["llvmlite"] == llvmlite.__version__
@@ -251,7 +238,7 @@ def test_a_process_notes_its_own_command_and_needs_no_torch(checkout):
     code = (
         "import sys, json; from pathlib import Path; from repro.core.record import make_identity; from repro.data.settings import DigitsSettings;"
         "sys.argv = ['/x/repro/__main__.py', 'toy', '--cell', 'a'];"
-        f"made = make_identity(Path({str(checkout)!r}), ['stages.train'], DigitsSettings(), device='cpu', dtype='uint8', backend='none');"
+        f"made = make_identity(Path({str(checkout)!r}), DigitsSettings(), device='cpu', dtype='uint8', backend='none');"
         "print(json.dumps([made, 'torch' in sys.modules]))"
     )
     identity, has_torch = json.loads(run_python("-c", code).stdout)

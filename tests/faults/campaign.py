@@ -37,9 +37,9 @@ import repro
 import stages
 from repro.core.config import active_profile, load_section, load_yaml, section_keys
 from repro.core.errors import RunError, UserError
-from repro.core.hashing import hash_code, hash_file
+from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.record import make_identity, write_record
+from repro.core.record import find_commit, make_identity, write_record
 from repro.core.runtime import choose_device, device_label, device_slug
 from repro.models.checkpoints import open_weights
 from repro.models.weights import read_official
@@ -49,7 +49,6 @@ from tests.conftest import run_main
 from tests.faults.lab import PARAMS, describe_damage, flip, make_base
 from tests.stages import helpers
 
-MODULES = ["repro.cli", "repro.runs.cells"]
 # what a run does to the file system, and what a kill may come before
 CHANGES = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "snapshot_epochs": [1]}
@@ -229,7 +228,7 @@ class Campaign:
 
     def done(self) -> dict[str, str]:
         """Case -> outcome, of the rows so far; rows of other code are dropped."""
-        header = json.dumps({"code_hash": hash_code(self.root, MODULES), "seed": Settings.seed})
+        header = json.dumps({"commit": find_commit(self.root), "seed": Settings.seed})
         if not self.rows.is_file() or self.rows.read_text().partition("\n")[0] != header:
             self.rows.parent.mkdir(parents=True, exist_ok=True)
             self.rows.write_text(header + "\n")
@@ -370,8 +369,6 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
         campaign = Campaign(root, Path(folder).resolve())
         done = campaign.done()
         left = [case for case in cases if case not in done]
-        # kept in memory, and every child needs it
-        hash_code(campaign.base, [f"stages.{name}" for name in stages.stage_names()])
         for name in {case.split()[1] for case in left if case.startswith("kill")}:
             campaign.run_whole(name)
         workers = []
@@ -388,7 +385,7 @@ def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
         outcomes = campaign.done()
     outcomes = {case: outcomes.get(case, "stopped") for case in cases}
     device = choose_device("cpu")
-    identity = make_identity(root, MODULES, Settings(), device=device_label(device), dtype="fp32", backend="auto")
+    identity = make_identity(root, Settings(), device=device_label(device), dtype="fp32", backend="auto")
     folder = Paths(root).measured(device_slug(device)) / "faults"
     write_record(folder, summarise(outcomes), identity, time.monotonic() - began)
     return all(outcome in GOOD for outcome in outcomes.values())

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from repro.core.hashing import import_closure
 from repro.core.paths import Paths
 from repro.models.registry import build_model
 from repro.papers import find_rooms, load_papers
@@ -17,6 +16,7 @@ from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_groups, find_orders, judge_group
 from tests.conftest import ROOT
+from tests.imports import import_closure
 from tests.papers.conftest import read_key
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first

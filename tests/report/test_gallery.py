@@ -1,6 +1,5 @@
 """Figures in the paper's order, pictures with their origin, learning curves, and the commands of what is missing."""
 
-import json
 import re
 
 import numpy as np
@@ -13,7 +12,7 @@ from repro.papers import load_primary
 from repro.report import dense
 from repro.report.gallery import list_examples
 from repro.report.markdown import render_blocks
-from repro.report.records import BEGUN_ALIKE, describe_origin, find_missing_records
+from repro.report.records import find_missing_records
 
 from .conftest import visualized
 
@@ -86,39 +85,6 @@ def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
     assert "| `results/train/b/metrics.json` | `repro train --cell b` |" in text and text.count("| `results/") == 1
     checkout.record("train/b", {})
     assert "Missing cells" not in checkout.page()
-
-
-def test_an_origin_says_how_many_of_its_records_older_code_made(checkout):
-    for cell in "ab":
-        checkout.train(f"pretrain/{cell}", "vittt_nano_patch16_144", "digits", held_out_images=8, top1=90.0)
-
-    def describe():
-        return describe_origin(checkout.results().sources, "here").partition("here")[2]
-
-    assert describe() == ""
-    for cell, said in (("a", "; 1 of 2 made by older code"), ("b", "; made by older code")):
-        with checkout.edit(f"pretrain/{cell}/metrics.json") as record:
-            record["identity"]["number_hash"] = "of other files"
-        assert describe() == said
-
-
-def test_many_seeds_that_the_present_code_begins_alike_come_before_one_new_seed(checkout):
-    many, one = (f"measured/{device}/pretrain/a" for device in ("old", "new"))
-    shared = {"held_out_images": 8, "top1_ci95_percent": [80.0, 95.0]}
-    checkout.train(many, "vittt_nano_patch16_144", "digits", top1=(90.0, 80.0), **shared)
-    checkout.train(one, "vittt_nano_patch16_144", "digits", top1=90.0, **shared)
-    with checkout.edit(f"{many}/metrics.json") as record:
-        present, record["identity"]["number_hash"] = record["identity"]["number_hash"], "of other files"
-        record["metrics"]["by_seed"][0]["weights_hash"] = "w"
-
-    def find_shown():
-        return [(source.path.split("/")[2], source.age) for source in checkout.results().sources if source.most_seeds]
-
-    assert find_shown() == [("new", "")]
-    followed = {"first_epochs": {"of w": {"weights_hash": "w", "number_hash": present, "follows": True}}}
-    begun = {"metrics": followed, "identity": {"device": "cpu"}}
-    checkout.write("results/measured/new/first_epochs.json", json.dumps(begun))
-    assert find_shown() == [("old", BEGUN_ALIKE)]
 
 
 def detector(checkout, path="detect/nano_scenes", seeds=1, **more):

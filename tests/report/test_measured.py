@@ -36,7 +36,8 @@ def test_matrices_comparisons_and_growth(checkout):
     assert "| T | vim | – | no ratio: the speed of its operator was not measured" in text
     assert f"| {VITTT} | 1.00 | 0.993 | 1.000 |" in text
     assert text.count("| 0.993 |") == 1  # one size shows no growth
-    assert f"### {CPU}, batch 1, fp32, infer\n" in text and f"### {CPU}, batch 1, fp32, infer, compiled\n" in text
+    assert f"### {CPU}, batch 1, fp32, infer, commit 0123456789ab\n" in text
+    assert f"### {CPU}, batch 1, fp32, infer, compiled, commit 0123456789ab\n" in text
 
 
 def test_a_crossover_needs_four_sizes_and_names_the_smallest(checkout):

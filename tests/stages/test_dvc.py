@@ -1,20 +1,19 @@
-"""dvc.yaml is true: a data-flow diagram, sections that exist, code as import closures, and no raw data."""
+"""dvc.yaml is true: a data-flow diagram, sections that exist, golden losses in place of code, and no raw data."""
 
 import csv
 import json
 import re
-import shutil
 
 import pytest
 from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
-from repro.core.paths import Paths
 from repro.core.record import read_json, read_record
-from repro.graph import find_sources, list_units, load_params, write_code_hashes
+from repro.runs.golden import read_cases
 from stages import load_stages
-from tests.conftest import ROOT, link_code
+from tests.conftest import ROOT
+from tests.imports import import_closure
 
 GRAPH = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 TABLE = load_stages()
@@ -51,19 +50,23 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
     found, per_cell = definition(stage), "foreach" in GRAPH[stage]
     key, flag = ("${key}", " --cell ${key}") if per_cell else ("", "")
     assert found["cmd"] == f"repro {stage.replace('_', '-')}{flag}" and per_cell == TABLE[stage].cells
-    if found.get("always_changed"):
-        assert "deps" not in found
-    else:
-        assert f"results/code/{stage}{'/' * per_cell}{key}.json" in found["deps"]
-    named = TABLE[stage].params and not TABLE[stage].all_sections
+    assert bool(found.get("always_changed")) != ("deps" in found)
+    named = TABLE[stage].params and stage != "report"  # whose pages name the profile that all sections are
     assert found.get("params", []) == ([f"{stage}{'.' * per_cell}{key}"] if named else [])
     own = f"results/{stage}/" + ("${key}/" if per_cell else "")
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
 
 
 def test_the_report_follows_every_stage_that_it_shows():
-    shown = {f"results/{stage}" for stage in GRAPH if "deps" in definition(stage)} - {"results/report"}
-    assert {dep for dep in definition("report")["deps"] if (ROOT / dep).suffix == ""} == {*shown, "results/measured"}
+    shown = {f"results/{stage}" for stage in GRAPH if "deps" in definition(stage)} - {
+        "results/report",
+        "results/golden",
+    }
+    assert {dep for dep in definition("report")["deps"] if dep.startswith("results/")} == {
+        *shown,
+        "results/measured",
+        "results/seeds",
+    }
 
 
 def test_a_value_of_a_cell_is_changed_by_dvc_in_this_cell_alone(tmp_path):
@@ -95,92 +98,40 @@ def test_dvc_shows_the_scores_of_trainings_and_nothing_else():
                 assert read_record(file)["identity"]["params_hash"]
 
 
-def test_no_stage_depends_on_raw_data_on_runtime_or_on_sources_that_are_listed():
+def test_no_stage_depends_on_raw_data_or_on_runtime():
     deps = [dep for stage in GRAPH for dep in definition(stage).get("deps", [])]
     sections = [section for stage in GRAPH for section in definition(stage).get("params", [])]
-    assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)|params.yaml$|.*\.py$", dep)]
+    assert not [dep for dep in deps if re.match(r"(data|\.runs)(/|$)", dep)]
     assert not [section for section in sections if section.startswith("runtime")]
 
 
-@pytest.fixture(scope="module")
-def sources() -> dict[str, set[str]]:
-    """`stage` or `stage/cell` -> the files on which its results depend, at the committed parameters."""
-    paths, found = Paths(ROOT), {}
-    for name, cell in list_units(paths, TABLE):
-        params = load_params(paths, TABLE, name, cell)
-        found[f"{name}/{cell}" if cell else name] = set(find_sources(paths, TABLE, name, params))
-    return found
+@pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].task])
+def test_a_training_depends_on_golden_losses_in_place_of_code(stage):
+    deps = definition(stage)["deps"]
+    assert "results/golden/${item.family}.json" in deps
+    assert not [dep for dep in deps if not dep.startswith(("results/", "${item.init"))]
 
 
-REPORT = {
-    "repro/report/results.py": {"report"},
-    "repro/report/template.html": {"report"},
-    "repro/papers/vit3/paper.yaml": {"report"},
-    "repro/papers/vit3/page.md": {"report"},
-    # these compare counts with the printed numbers
-    "repro/papers/vision_ttt/ledger.yaml": {"report", "readings"},
-}
+def test_the_golden_losses_are_made_anew_when_any_code_of_a_training_changes():
+    """What the trainings of ten steps import; the papers' recipes are printed alone."""
+    folders = tuple(f"{dep}/" for dep in definition("golden")["deps"])
+    files = import_closure(ROOT, ["repro.runs.golden"])
+    assert len(files) > 60 and [name for name in files if not name.startswith(folders)] == ["repro/__init__.py"]
+    assert set(outs_of("golden")) == {f"results/golden/{family}.json" for family in read_cases()["families"]}
 
 
-@pytest.mark.parametrize("file", REPORT)
-def test_an_edit_in_the_report_restarts_no_training(sources, file):
-    assert (ROOT / file).is_file()
-    assert {unit.partition("/")[0] for unit, files in sources.items() if file in files} == REPORT[file]
-
-
-def test_an_edit_in_vittt_restarts_what_begins_from_its_weights(sources):
-    users = {unit for unit, files in sources.items() if "repro/models/vittt.py" in files}
-    assert {unit for unit in sources if unit.startswith(("pretrain/vittt", "detect/", "segment/", "ablate/"))} <= users
-
-
-def test_trainings_depend_on_no_measurement_and_no_command_line(sources):
-    others = ("repro/bench", "repro/cli", "repro/report", "repro/planning")
-    for unit, files in sources.items():
-        if unit.startswith(("pretrain/", "detect/", "segment/")):
-            assert not [name for name in files if name.startswith(others)], unit
-        # the report shows the help of `repro plan`
-        assert unit == "report" or not [name for name in files if name.startswith("repro/planning")], unit
-
-
-def test_an_edit_changes_the_hashes_of_its_users(tmp_path):
-    for name in ("repro", "kernels", "stages", "profiles"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    paths, code = Paths(tmp_path), tmp_path / "results/code"
-
-    def hash_all() -> dict[str, str]:
-        write_code_hashes(paths, TABLE)
-        return {f.relative_to(code).as_posix(): json.loads(f.read_text())["code_hash"] for f in code.rglob("*.json")}
-
-    before = hash_all()
-    assert len(before) == len(list(list_units(paths, TABLE)))
-    # the report says whose code has changed
-    users = {"pretrain/vim_nano_digits.json", "complexity.json", "resolution.json", "visualize.json", "report.json"}
-    for file, old, new, changed in (
-        ("repro/models/vim.py", "import math\n", "import math\nedited = 1\n", users),
-        ("repro/models/vim.py", "edited = 1\n", "edited = 1  # a comment\n", set()),
-        # the report shows the help of the verbs, which is their docstring
-        ("stages/pretrain.py", '    """', '    """Edited. ', {"report.json"}),
-    ):
-        source = tmp_path / file
-        assert old in source.read_text()
-        source.write_text(source.read_text().replace(old, new))
-        after = hash_all()
-        assert after.keys() == before.keys() and {name for name in before if before[name] != after[name]} == changed
-        before = after
-
-
-def test_the_report_depends_on_every_section_but_runtime(tmp_path):
-    """A new one among them, which no list names."""
-    link_code(tmp_path)
-    (tmp_path / "dvc.yaml").write_text("stages: {report: {cmd: repro report}}\n")
-    written = []
-    for sections in ("", "runtime: {workers: 3}\n", "toy: {three: {times: 3}}\n"):
-        (tmp_path / "params.yaml").write_text(f"report: {{}}\n{sections}")
-        write_code_hashes(Paths(tmp_path), TABLE)
-        written.append((tmp_path / "results/code/report.json").read_text())
-    assert written[0] == written[1] != written[2]
+@pytest.mark.parametrize("profile", sorted(file.stem for file in (ROOT / "profiles").iterdir()))
+def test_every_cell_names_the_golden_losses_of_its_family(profile):
+    """Detectors and segmenters those of their task; timm's own models ResNet's; ladders those of the learner."""
+    sections, known = load_yaml(ROOT / f"profiles/{profile}.yaml"), set(read_cases()["families"])
+    trained = {stage: cells for stage, cells in sections.items() if stage in TABLE and TABLE[stage].task}
+    named = [*trained.items(), *(sections.get("by_hand") or {}).items(), ("pretrain", sections.get("pretrain_seeds", {}))]
+    for stage, cell in ((stage, cell) for stage, cells in named for cell in cells.values()):
+        family = re.sub(r"\d$", "", word) if (word := cell["model"].split("_")[0]).startswith("dit") else word
+        family = {"ladder": "vit3", "detect": "detection", "segment": "segmentation"}.get(
+            stage if stage in ("detect", "segment") else family, family
+        )
+        assert cell["family"] == (family if family in known else "resnet"), cell["model"]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if "plots" in definition(stage)])

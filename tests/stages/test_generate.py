@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from repro.core.hashing import hash_code, hash_file
+from repro.core.hashing import hash_file
 from repro.core.paths import find_root
 from repro.core.record import read_record
 from repro.core.runtime import load_runtime
@@ -62,8 +62,7 @@ def test_what_a_run_leaves(trained):
     assert run["judge_hash"] == hash_file(trained / "judge.safetensors")
     losses = [float(row["held_out_mse"]) for row in csv.DictReader(open(folder / "curve.csv"))]
     assert losses == pytest.approx([run["tune_held_out_mse_previous"], run["tune_held_out_mse"]], rel=1e-6)
-    assert identity["code_modules"] == ["repro.models.dit", "stages.generate"]
-    assert identity["code_hash"] == hash_code(trained, identity["code_modules"]) and identity["backend"] == "torch"
+    assert identity["backend"] == "torch"
     with Image.open(folder / "examples/samples.png") as picture:
         # a row for each digit, of pictures that are enlarged
         assert picture.mode == "L" and picture.size == (8 * (64 + 4) + 4, 10 * (64 + 4) + 4)

@@ -187,9 +187,9 @@ def test_the_threads_of_a_process_limit_those_of_the_parameters(project, monkeyp
 
 
 STEPS = """
-- {purpose: two, at_once: true, commands: ["train --cell {cell}"], each: {cell: [a, b]}, records: ["{here}/train/{cell}/metrics.json"]}
+- {purpose: two, at_once: true, commands: ["train --cell {cell}"], each: {cell: [a, b]}}
 - {purpose: weights, commands: [train --cell c], makes: c.safetensors}
-- {purpose: speed, quiet: true, commands: ["FAST=1 time --jobs {jobs}"], records: ["{here}/time/*.json"]}
+- {purpose: speed, quiet: true, commands: ["FAST=1 time --jobs {jobs}"]}
 """
 HERE = "results/measured/cpu"
 
@@ -204,43 +204,23 @@ def measured(project) -> Paths:
     return project
 
 
-def test_stale_chooses_the_steps_whose_records_are_old_or_missing(measured):
+def test_the_steps_are_all_but_those_whose_file_is_there(measured):
     steps = read_steps(measured, HERE, 2)
     found = [(" ".join(step.words), step.variables) for step in steps]
     assert found[2:] == [("train --cell c", {}), ("time --jobs 2", {"FAST": "1"})]
-
-    def chosen(*stale):
-        return [step.words[-1] for step in choose_steps(measured, steps, {f"{HERE}/{name}" for name in stale})]
-
-    names = f"{HERE}/train/a/metrics.json", f"{HERE}/time/x.json", "c.safetensors"
-    scores, times, weights = (measured.root / name for name in names)
-    weights.touch()
-    assert chosen() == []
-    assert chosen("train/b/metrics.json") == ["b"]
-    assert chosen("time/x.json", "other.json") == ["2"]
-    weights.unlink()
-    scores.unlink()
-    assert chosen() == ["a", "c"]
-    other = measured.results / "measured/gpu"
-    (other / "train/a").mkdir(parents=True)
-    (other / "train/a/metrics.json").write_text("{}")
-    assert chosen() == ["c"]  # scores of another machine count
-    times.rename(other / "x.json")
-    assert chosen() == ["c", "2"]  # and times do not
-    assert len(choose_steps(measured, steps, None)) == 4
+    assert [step.words[-1] for step in choose_steps(measured, steps)] == ["a", "b", "c", "2"]
+    (measured.root / "c.safetensors").touch()
+    assert [step.words[-1] for step in choose_steps(measured, steps)] == ["a", "b", "2"]
 
 
-def test_a_group_waits_for_the_one_before_and_stale_records_are_put_aside(measured, monkeypatch):
+def test_a_group_waits_for_the_one_before(measured, monkeypatch):
     ran = {}
     monkeypatch.setattr("repro.pipeline.device_slug", lambda device: "cpu")
     monkeypatch.setattr("repro.pipeline.run_all", lambda works, *args, **more: ran.update(works) or {})
-    stale = {f"{HERE}/train/b/metrics.json", f"{HERE}/time/x.json"}
-    run_measured(measured, load_runtime(measured), jobs=2, stale=stale)
+    run_measured(measured, load_runtime(measured), jobs=2)
     assert [(work.arguments[0], work.after, work.alone) for work in ran.values()] == [
         ("train", (), False),
-        ("train", ("train --cell b",), True),
+        ("train", (), False),
+        ("train", ("train --cell a", "train --cell b"), True),
         ("time", ("train --cell c",), True),
     ]
-    left = {file.relative_to(measured.root / HERE).as_posix() for file in (measured.root / HERE).rglob("*.json")}
-    assert left == {"train/a/metrics.json"}
-    assert len(list((measured.root / ".runs/replaced").rglob("*.json"))) == 2

@@ -122,10 +122,9 @@ def record_fits(paths: Paths) -> None:
     started = time.monotonic()
     ledger = load_ledger(LEDGER_FILE)
     found = fit_readings(ledger)
-    code = ["stages.readings", __name__, "repro.models.vittt"]
     counted_only = "none: counted, not run"
     choices = _File(choices=load_choices())
-    identity = make_identity(paths.root, code, choices, device=counted_only, dtype="fp32", backend=counted_only)
+    identity = make_identity(paths.root, choices, device=counted_only, dtype="fp32", backend=counted_only)
     write_record(paths.results / "readings", found, identity, time.monotonic() - started)
     entries, rows = found["params_entries"], found["readings"].values()
     fitting = sum(row["params_fit"] == entries for row in rows)

@@ -11,7 +11,7 @@ from ...report.claims import Report
 from ...report.document import Block, Bullets, Heading, Line, Piece, code, join, number, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings, describe_power, sampling_noise
-from ...report.records import Source, describe_age, describe_seeds
+from ...report.records import Source, describe_seeds
 from ...report.results import Missing
 from .readings import Choice, list_trained, load_choices
 
@@ -135,7 +135,7 @@ def describe_trained(report: Report) -> list[Block]:
     m = ours.metrics
     about = (
         f"{m['model']} on {m['data']}, {m['epochs']} epochs, {len(m['by_seed'])} seeds, {m['held_out_images']} held-out "
-        f"images, {len(pairs)} alternatives, {ours.device}{describe_age(trained.values())}."
+        f"images, {len(pairs)} alternatives, {ours.device}."
     )
     separated = [text for text, pair in pairs.items() if pair.side]
     taken = f"{describe_seeds([ours])} and {m['held_out_images']} images"

@@ -1,0 +1,51 @@
+"""Which first-party files a module imports, for the tests of the layout and of the graph."""
+
+import ast
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+FIRST_PARTY = ("repro", "kernels", "stages")
+
+
+def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
+    """First-party source files that the given modules import, directly or not, as sorted paths relative to `root`.
+
+    Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and
+    includes each package's `__init__.py` on the way, since Python runs it.
+    """
+    found: dict[str, str | None] = {}  # name of a module -> its file, None for one of others or for what is no module
+    todo = list(modules)
+    while todo:
+        parts = todo.pop().split(".")
+        names = (".".join(parts[: i + 1]) for i in range(len(parts))) if parts[0] in FIRST_PARTY else ()
+        for name in names:
+            if name in found:
+                continue
+            base = name.replace(".", "/")
+            files = (f"{base}/__init__.py", f"{base}.py")
+            path = found[name] = next((file for file in files if (root / file).is_file()), None)
+            if path is not None:
+                package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
+                todo.extend(find_imports((root / path).read_text(encoding="utf-8"), package, path))
+    return sorted(filter(None, found.values()))
+
+
+@functools.cache
+def find_imports(source: str, package: str, path: str) -> tuple[str, ...]:
+    """The modules that a source imports anywhere, and the names that it takes from modules, all by absolute names.
+
+    `package` is the dotted name of the package that its file lies in; `path` is for messages.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source, filename=path)):
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            found.append(base)
+            found.extend(f"{base}.{alias.name}" for alias in node.names)  # `from package import module`
+    return tuple(found)
