@@ -81,6 +81,7 @@ class Stage:
             names.
         files: patterns of other files than modules on which its results depend, from the checkout's root.
         all_sections: whether its results depend on every section of params.yaml but `runtime`.
+        records: whether it writes what names the code of the checkout, which must then be the code that runs.
         alone: whether other work on the machine would change its results, since they are times.
     """
 
@@ -92,6 +93,7 @@ class Stage:
     modules: Callable[[Any], Iterable[str]] = lambda params: ()
     files: tuple[str, ...] = ()
     all_sections: bool = False
+    records: bool = True
     alone: bool = False
 
     @property

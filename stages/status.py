@@ -7,7 +7,7 @@ import typer
 
 from . import Stage, load_stages
 
-STAGE = Stage(purpose="run")
+STAGE = Stage(purpose="run", records=False)
 
 
 def command(

@@ -7,6 +7,7 @@ import io
 import tokenize
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import UserError
@@ -89,6 +90,21 @@ def hash_sources(root: Path, sources: Iterable[str], whole: Iterable[str] = ()) 
 def hash_code(root: Path, modules: Iterable[str]) -> str:
     """The short hash of the import closure of some modules; see `hash_sources`."""
     return hash_sources(root, import_closure(root, modules))
+
+
+def require_own_code(root: Path) -> None:
+    """Raise UserError where the code that runs is not that of the checkout at `root`, which its records name.
+
+    A folder without dvc.yaml is no checkout, and one without this code, in which a wheel runs, has none that could be
+    taken for it.
+    """
+    for name in FIRST_PARTY if (root / "dvc.yaml").is_file() else ():
+        own, runs = root / name / "__init__.py", getattr(find_spec(name), "origin", None)
+        if runs and own.is_file() and own.resolve() != Path(runs).resolve():
+            raise UserError(
+                f"{Path(runs).parent}: this code runs, and results would go to {root}, whose records name its own; use "
+                "that checkout's .venv, or `python -m repro` there"
+            )
 
 
 def _hash_named(contents: Mapping[str, bytes]) -> str:
