@@ -186,13 +186,16 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows = [[show(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if sys.stdout.isatty():
+        from rich.cells import cell_len
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
         table, console = Table(), Console()
         for place, name in enumerate(header):
-            table.add_column(Text(name), overflow="fold", no_wrap=place == 0)  # and never an ellipsis
+            whole = None if place else max(cell_len(row[0]) for row in (header, *rows))
+            # and never an ellipsis
+            table.add_column(Text(name), overflow="fold", no_wrap=place == 0, min_width=whole)
         for row in rows:
             table.add_row(*map(Text, row))  # else [design=dual] would be taken for markup
         if console.measure(table, options=console.options.update(max_width=sys.maxsize)).minimum <= console.width:

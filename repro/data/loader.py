@@ -7,6 +7,7 @@ therefore the epoch and the batch number, which the training loop knows anyway.
 import atexit
 import contextlib
 import dataclasses
+import mmap
 import pickle
 import random
 import signal
@@ -43,6 +44,11 @@ class Samples(Protocol):
 
     def require_readable(self) -> None:
         """Raise again, in the main process, the `UserError` that ended a loading process."""
+
+
+def make_marks(size: int) -> torch.Tensor:
+    """(size,) uint8 zeros that a process shares with those that it forks, without a part of /dev/shm."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
 
 
 @contextlib.contextmanager
