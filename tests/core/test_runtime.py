@@ -121,11 +121,11 @@ def test_the_first_number_of_the_environment_limits_the_threads(tmp_path, monkey
 
 HOMES = {
     **{
-        word: word.replace("~", "/home/me")
+        word: word.replace("~", "/users/me")
         for word in ("~", "~/x.png", "--data=folder:~/pets", "folder:~/pets", "-o~/x")
     },
     **{
-        word: word.replace("~", "/home/me")
+        word: word.replace("~", "/users/me")
         for word in ("--weights=~/w", "coco:~", "--from=~/a b/w", "--data=boxes:~/a b/c")
     },
     **{
@@ -137,7 +137,7 @@ HOMES = {
 
 @pytest.mark.parametrize("word", HOMES)
 def test_a_path_of_the_command_line_may_begin_at_the_home(monkeypatch, word):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
     assert expand_home(word) == HOMES[word]
 
 
