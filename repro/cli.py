@@ -2,8 +2,11 @@
 exit code.
 """
 
+import errno
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -13,7 +16,8 @@ import stages
 
 from .core.children import PARENT, follow_parent
 from .core.errors import Interrupted, RunError, UserError, did_you_mean
-from .core.paths import describe_missing_results, find_root
+from .core.hashing import require_own_code
+from .core.paths import describe_missing_results, expand_home, find_root
 from .core.ui import allow_every_terminal, print_error
 
 
@@ -38,7 +42,22 @@ class Verbs(TyperGroup):
             alone.command()(module.command)
             command = typer.main.get_command(alone)
         command.name, command.rich_help_panel = cmd_name, stages.PURPOSES[module.STAGE.purpose]
+        if module.STAGE.records and command.callback:
+            command.callback = _require_own_code_first(command.callback)
         return command
+
+
+def _require_own_code_first(callback: Callable[..., None]) -> Callable[..., None]:
+    """The same, once it is certain that the records will name the code that runs; `make_identity` would only say it
+    when all is done.
+    """
+
+    @functools.wraps(callback)
+    def call(*args: Any, **kwargs: Any) -> None:
+        require_own_code(find_root().root)
+        callback(*args, **kwargs)
+
+    return call
 
 
 app = typer.Typer(
@@ -61,11 +80,18 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals."""
+    """Run the command line. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals.
+
+    A `~` in a word is the home, also after `=` and `KIND:`, where shells leave it as it is.
+    """
     follow_parent()
-    allow_every_terminal()
+    sys.argv[1:] = map(expand_home, sys.argv[1:])
     try:
-        app()
+        allow_every_terminal()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except (UserError, RunError, Interrupted) as error:
         if os.environ.get("REPRO_DEBUG"):
             raise
@@ -77,5 +103,6 @@ def main() -> None:
     except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
         if os.environ.get("REPRO_DEBUG") or error.filename is None:
             raise
-        print_error(f"{error.filename}: {error.strerror}")
+        if error.errno != errno.EPIPE:  # nobody reads on
+            print_error(f"{error.filename}: {error.strerror}")
         sys.exit(RunError.exit_code)

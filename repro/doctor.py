@@ -19,11 +19,10 @@ from .core.config import active_profile, load_section, section_keys
 from .core.errors import INSTALL, UserError
 from .core.paths import Paths
 from .core.record import installed_version
-from .core.runtime import Runtime, choose_device, cpu_name, gpu_names, load_runtime
+from .core.runtime import SHM, Runtime, choose_device, cpu_name, gpu_names, load_runtime
 from .data.kinds import KINDS, PrepareData
 
 WORK_GB = 5  # with less, a run's checkpoints, snapshots and DVC cache do not fit; `repro plan` has the exact number
-SHM = "/dev/shm"
 REINSTALL = "python -m pip install --no-deps -e ."
 # (ok, note, warning or error; the subject; what was found, with the fix if something is wrong)
 Line = tuple[str, str, str]
@@ -251,7 +250,7 @@ def check_space(paths: Paths, runtime: Runtime) -> Iterator[Line]:
     gib = shutil.disk_usage(SHM).total / 2**30
     small = runtime.workers > 0 and gib < 1
     state = f"{gib:.2g} GiB, runtime.workers is {runtime.workers}"
-    fix = ", too small for loading processes: give the container more (--shm-size=8g), or set runtime.workers: 0"
+    fix = ", too small for batches, which then go through slower pipes: give the container more (--shm-size=8g)"
     yield ("warning", SHM, state + fix) if small else ("ok", SHM, state)
 
 

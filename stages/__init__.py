@@ -76,6 +76,7 @@ class Stage:
             without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: of a stage that trains, its task.
+        records: whether it writes what names the code of the checkout, which must then be the code that runs.
         alone: whether other work on the machine would change its results, since they are times.
     """
 
@@ -83,6 +84,7 @@ class Stage:
     params: type | None = None
     cells: bool = False
     task: Any = None
+    records: bool = True
     alone: bool = False
 
     @property

@@ -13,7 +13,7 @@ from . import Stage
 
 app = typer.Typer(help="Check data sets before a run.", no_args_is_help=True)
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="check", records=False)
 
 
 @app.command()

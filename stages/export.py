@@ -13,7 +13,7 @@ from repro.core.record import read_record
 
 from . import Sha256Option, Stage
 
-STAGE = Stage(purpose="use")
+STAGE = Stage(purpose="use", records=False)
 
 
 def command(

@@ -14,7 +14,7 @@ from repro.core.runtime import PEAK_TFLOPS, find_peak
 
 from . import Stage, load_stages
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="check", records=False)
 GPUS = ("RTX 4090", "A100", "H100")  # that a profile for GPUs is planned for where there is none
 
 

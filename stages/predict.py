@@ -9,7 +9,7 @@ from repro.core.hashing import require_hash
 
 from . import Sha256Option, Stage
 
-STAGE = Stage(purpose="use")
+STAGE = Stage(purpose="use", records=False)
 
 
 def command(

@@ -17,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-STAGE = Stage(purpose="check")
+STAGE = Stage(purpose="check", records=False)
 
 
 @app.command()

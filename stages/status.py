@@ -2,7 +2,7 @@
 
 from . import Stage, load_stages
 
-STAGE = Stage(purpose="run")
+STAGE = Stage(purpose="run", records=False)
 
 
 def command() -> None:

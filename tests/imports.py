@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-FIRST_PARTY = ("repro", "kernels", "stages")
+from repro.core.hashing import FIRST_PARTY
 
 
 def import_closure(root: Path, modules: Iterable[str]) -> list[str]:

@@ -3,10 +3,12 @@
 import hashlib
 import zipfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import UserError
 
+FIRST_PARTY = ("repro", "kernels", "stages")
 DIGITS = 16
 
 
@@ -66,3 +68,18 @@ def hash_files(root: Path, files: Iterable[str]) -> str:
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + hashlib.sha256((root / name).read_bytes()).digest())
     return digest.hexdigest()[:DIGITS]
+
+
+def require_own_code(root: Path) -> None:
+    """Raise UserError where the code that runs is not that of the checkout at `root`, which its records name.
+
+    A folder without dvc.yaml is no checkout, and one without this code, in which a wheel runs, has none that could be
+    taken for it.
+    """
+    for name in FIRST_PARTY if (root / "dvc.yaml").is_file() else ():
+        own, runs = root / name / "__init__.py", getattr(find_spec(name), "origin", None)
+        if runs and own.is_file() and own.resolve() != Path(runs).resolve():
+            raise UserError(
+                f"{Path(runs).parent}: this code runs, and results would go to {root}, whose records name its own; use "
+                "that checkout's .venv, or `python -m repro` there"
+            )

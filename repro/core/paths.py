@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 from .children import ask
 from .errors import UserError
 
+# a word of a command line: an option and a kind in front of a place, each where it is there
+_WORD = re.compile(r"((?:-[A-Za-z]|--[\w-]+=)?(?:\w+:)?)(?=[~/.])(.*)", re.DOTALL)
 OWN_RATES = "own_rates"  # the folder of variants that were trained at a rate of their own each
 
 
@@ -51,6 +54,21 @@ class Paths:
     def logs(self, stage: str, cell: str) -> Path:
         """`.runs/logs/<stage>/<cell>`: the output of a run, kept when the run is done."""
         return self.root / ".runs" / "logs" / stage / cell
+
+
+def split_word(word: str) -> tuple[str, str]:
+    """What is in front of a place in a word of a command line, and the place: `--data=folder:` and `~/pets`.
+
+    A word without one, or whose place begins like a name, is all in front.
+    """
+    found = _WORD.fullmatch(word)
+    return (found[1], found[2]) if found else (word, "")
+
+
+def expand_home(word: str) -> str:
+    """The same word of a command line with the user's home for a `~` that begins its place."""
+    before, place = split_word(word)
+    return before + os.path.expanduser(place)
 
 
 def find_root(start: Path | None = None) -> Paths:

@@ -24,7 +24,8 @@ from typing import Any
 from .children import ask
 from .config import params_hash
 from .errors import RunError, UserError
-from .hashing import hash_file
+from .hashing import hash_file, require_own_code
+from .paths import split_word
 from .runtime import describe_place
 
 DETAILS_FILE = "details.json"
@@ -35,7 +36,8 @@ _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llv
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it is flushed and renamed to `path`, on failure removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    # a name may have 255 bytes, four for a character
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:60]}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
     try:
@@ -157,6 +159,7 @@ def make_identity(
         {command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions}; for the
         machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
     """
+    require_own_code(root)
     command = find_command(root, sys.argv)
     return {
         "command": command,
@@ -198,7 +201,8 @@ def find_command(root: Path, argv: Sequence[str]) -> str | None:
     """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for
     another program.
 
-    An absolute path is written from the checkout at `root` on; one elsewhere becomes `.../` and its last part.
+    An absolute path, also behind an option or a kind of data, is written from the checkout at `root` on; one elsewhere
+    becomes `.../` and its last part.
     """
     program = Path(argv[0])
     if program.stem != "repro" and program.parts[-2:] != ("repro", "__main__.py"):  # the script, or `python -m repro`
@@ -207,11 +211,11 @@ def find_command(root: Path, argv: Sequence[str]) -> str | None:
 
 
 def _hide_folders(word: str, root: Path) -> str:
-    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-    path = Path(value)
-    if not path.is_absolute():
+    before, place = split_word(word)
+    if not place or (place.startswith(".") and ".." not in Path(place).parts):
         return word
-    return f"{option}{equals}{path.relative_to(root) if path.is_relative_to(root) else f'.../{path.name}'}"
+    path = Path(os.path.abspath(os.path.expanduser(place)))
+    return f"{before}{path.relative_to(root) if path.is_relative_to(root) else f'.../{path.name}'}"
 
 
 def has_versions(recorded: Mapping[str, str | None]) -> bool:

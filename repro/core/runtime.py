@@ -1,10 +1,12 @@
 """Seeds, determinism, device choice and the `runtime:` section: what changes how a run goes, never what comes out."""
 
 import dataclasses
+import multiprocessing
 import os
 import platform
 import random
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from .paths import Paths
 
 # of the environment: when `repro run` began, in seconds since 1970, and how many stages it runs at once
 RUN_BEGAN = "REPRO_RUN_BEGAN"
+SHM = "/dev/shm"
 _VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
 # BLAS_INFO of PyTorch's build settings -> the library
 _BLAS = {
@@ -102,10 +105,33 @@ def load_runtime(paths: Paths) -> Runtime:
     """The `runtime:` section of this checkout's params.yaml; where OMP_NUM_THREADS is set, it limits the number of
     threads there.
     """
-    runtime, given = load_section(Runtime, paths.params, "runtime"), os.environ.get("OMP_NUM_THREADS")
+    runtime, given = load_section(Runtime, paths.params, "runtime"), find_given_threads()
     if runtime.threads and given:
-        return dataclasses.replace(runtime, threads=min(runtime.threads, int(given)))
+        return dataclasses.replace(runtime, threads=min(runtime.threads, given))
     return runtime
+
+
+def find_given_threads() -> int | None:
+    """The first number of OMP_NUM_THREADS, which may have one for each level of nesting; None without one, as OpenMP."""
+    first = re.match(r"\s*\+?(\d+)\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""), re.ASCII)
+    return (int(first[1]) or None) if first else None
+
+
+def measure_shared_memory() -> int:
+    """The bytes of shared memory that are free; 0 where processes cannot share even a lock."""
+    try:
+        multiprocessing.Lock()
+    except (ImportError, OSError):
+        return 0
+    return shutil.disk_usage(SHM).free if os.path.isdir(SHM) else sys.maxsize  # other systems have no such folder
+
+
+def choose_workers(wanted: int) -> int:
+    """How many processes to start of those that are wanted: none, which is said, where there is no shared memory."""
+    if wanted and measure_shared_memory() < 2**20:  # a lock takes a page, and there are a dozen of them and more
+        print(f"{SHM}: no shared memory; this process does the work of {wanted} workers", file=sys.stderr, flush=True)
+        return 0
+    return wanted
 
 
 def choose_device(choice: str) -> Any:

@@ -1,13 +1,18 @@
 """What the user sees of a command: one progress display, one table. Rich on a terminal, plain text elsewhere."""
 
 import codecs
+import contextlib
 import dataclasses
+import io
 import os
+import re
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
+
+from .errors import RunError
 
 QUIET_S = 2.0  # shorter work shows nothing
 LINE_EVERY_S = 10.0
@@ -15,24 +20,65 @@ MOST_CHARACTERS = 300  # of an error
 _PLAIN = str.maketrans(
     {"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"}
 )
+# what would move the cursor, turn the text around, or is no character
+_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def show(text: object) -> str:
+    """A text on one line as a terminal can print it: control characters and bytes that are not UTF-8 are escaped."""
+
+    def escape(match: re.Match) -> str:
+        code = ord(match[0])
+        is_byte = 0xDC80 <= code <= 0xDCFF  # how Python reads one that is not UTF-8 in the name of a file
+        return f"\\x{code - 0xDC00:02x}" if is_byte else match[0].encode("unicode_escape").decode()
+
+    return _UNSHOWN.sub(escape, str(text))
 
 
 def print_error(error: Exception | str) -> None:
-    """Print an error on stderr as one line; in a long one, paths begin in the working directory and the middle is left
-    out.
+    """Print an error on stderr, if it is there, as one line; in a long one, paths begin in the working directory and
+    the middle is left out.
     """
-    line = " ".join(f"repro: {error}".split())
+    line = show(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
     if len(line) > MOST_CHARACTERS:
         line = line.replace(f"{os.getcwd()}{os.sep}", "")
     if len(line) > MOST_CHARACTERS:
         line = f"{line[:198]} ... {line[-(MOST_CHARACTERS - 203) :]}"
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+class _Stdout(io.FileIO):
+    """What an error of writing names as its file, once: what is left is given up."""
+
+    def write(self, content: Any) -> int | None:
+        try:
+            return super().write(content)
+        except OSError as error:
+            error.filename = "stdout"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            raise
 
 
 def allow_every_terminal() -> None:
     """Let stdout and stderr take any text: a character that their encoding lacks becomes a plain one like it, or a
-    question mark.
+    question mark. A closed stderr takes it, too, and a stdout that cannot be written is an OSError of that name.
+
+    Raises:
+        RunError: stdout is closed.
     """
+    # else a file that is opened would have the number of a closed stream, and get what libraries print
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if sys.stdout is None:
+        raise RunError("stdout is closed; write it to a file, or to /dev/null")
+    if sys.stdout is sys.__stdout__:  # and not that of a test
+        raw, kept = _Stdout(sys.stdout.fileno(), "wb", closefd=False), ("encoding", "line_buffering", "write_through")
+        buffer = raw if sys.stdout.write_through else io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(buffer, **{name: getattr(sys.stdout, name) for name in kept})
 
     def replace(error: UnicodeError) -> tuple[str, int]:
         text = unicodedata.normalize("NFKD", error.object[error.start : error.end].translate(_PLAIN))
@@ -109,12 +155,17 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._bar.add_task(self.label, total=self.total, completed=self._first)
             self._bar.start()
         description = f"{self.label}, {text}" if text else self.label
-        self._bar.update(self._bar.task_ids[0], completed=self.done, description=description.replace("[", r"\["))
+        self._bar.update(self._bar.task_ids[0], completed=self.done, description=description)
 
 
 def track(items: Sequence[Any] | Iterable[Any], label: str, total: int | None = None, unit: str = "") -> Iterator[Any]:
@@ -129,20 +180,27 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print `rows`, one string per column of `header`; in a pipe or a log as aligned plain text, in which nothing is
     cut or wrapped.
 
-    The first column, a name or a command to copy, is never broken.
+    The first column, a name or a command to copy, is never broken: on a terminal that is too narrow for it and a word
+    of each other column, a row is one plain text.
     """
+    rows = [[show(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if sys.stdout.isatty():
+        from rich.cells import cell_len
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(*header)
-        for column in table.columns:
-            column.overflow = "fold"  # and never an ellipsis
-        table.columns[0].no_wrap = True
+        table, console = Table(), Console()
+        for place, name in enumerate(header):
+            whole = None if place else max(cell_len(row[0]) for row in (header, *rows))
+            # and never an ellipsis
+            table.add_column(Text(name), overflow="fold", no_wrap=place == 0, min_width=whole)
         for row in rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))  # else [design=dual] would be taken for markup
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+            table.add_row(*map(Text, row))  # else [design=dual] would be taken for markup
+        if console.measure(table, options=console.options.update(max_width=sys.maxsize)).minimum <= console.width:
+            console.print(table)
+            return
+        widths = [0] * len(header)
     for row in (header, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -131,7 +131,8 @@ def require_data(paths: Paths, stage: str, data: str) -> None:
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     """A cell of `prepare_data:`; raises UserError where there is none, or it is not prepared or not located."""
     file = manifest_path(paths, name)
-    if parse_own(name) is not None:
+    own = parse_own(name)
+    if own is not None:
         if not file.is_file():
             raise UserError(f"{name}: not prepared; run `repro prepare-data --cell {name}` first")
     elif not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
@@ -140,5 +141,10 @@ def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     root = find_root(paths, runtime, name, manifest.kind)
     source = None if root.exists() else find_source(paths, runtime, KINDS[manifest.kind])
     return DataCell(
-        name=name, manifest_path=file, manifest=manifest, root=root, max_pixels=runtime.max_pixels, source=source
+        name=own.name if own else name,
+        manifest_path=file,
+        manifest=manifest,
+        root=root,
+        max_pixels=runtime.max_pixels,
+        source=source,
     )

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 from torchvision import transforms
 
 from ..core.errors import UserError
-from .loader import own_randomness
+from .loader import make_marks, own_randomness
 from .pixels import MAX_PIXELS, UNREADABLE, decode_rgb, lift_limit
 from .settings import TransformSettings
 from .tree import Source, Tree
@@ -112,7 +112,7 @@ class ImageFolder(Dataset):
         self._targets = tree.splits[split].targets
         # flags instead of a counter: two processes may set the same one, and a file that is met in every epoch counts
         # once
-        self._unreadable = torch.zeros(len(self._targets), dtype=torch.uint8).share_memory_()
+        self._unreadable = make_marks(len(self._targets))
 
     def __len__(self) -> int:
         return len(self._targets)

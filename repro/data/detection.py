@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as F
 from ..core.errors import UserError
 from .coco import Instances, read_image
 from .findings import BadData, Finding
-from .loader import own_randomness
+from .loader import make_marks, own_randomness
 from .masks import decode_mask
 from .settings import DetectionTransformSettings
 
@@ -43,7 +43,7 @@ class CocoDetection(Dataset):
                 f"{instances.file}: none of its {len(instances.names)} images has an instance to learn from; add some"
             )
         # one flag per image, set by the process that reads it
-        self._unreadable = torch.zeros(len(self._places), dtype=torch.uint8).share_memory_()
+        self._unreadable = make_marks(len(self._places))
 
     @property
     def groups(self) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import UserError
-from ..core.ui import track
+from ..core.ui import show, track
 
 _MOST_SHOWN = 10
 
@@ -24,7 +24,7 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.problem}" + (f"; {self.advice}" if self.advice else "")
+        return show(f"{self.place}: {self.problem}" + (f"; {self.advice}" if self.advice else ""))
 
 
 class BadData(UserError):

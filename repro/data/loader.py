@@ -7,11 +7,14 @@ therefore the epoch and the batch number, which the training loop knows anyway.
 import atexit
 import contextlib
 import dataclasses
+import mmap
+import pickle
 import random
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -20,8 +23,10 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..core.errors import RunError, UserError
+from ..core.runtime import choose_workers, measure_shared_memory
 
 Keys = list[tuple[int, int]]
+_AMPLE = 2**30  # bytes of shared memory that hold the batches of any loader
 
 
 class Samples(Protocol):
@@ -39,6 +44,11 @@ class Samples(Protocol):
 
     def require_readable(self) -> None:
         """Raise again, in the main process, the `UserError` that ended a loading process."""
+
+
+def make_marks(size: int) -> torch.Tensor:
+    """(size,) uint8 zeros that a process shares with those that it forks, without a part of /dev/shm."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
 
 
 @contextlib.contextmanager
@@ -159,10 +169,13 @@ class _Loader:
     def __init__(self, dataset: Samples, *, workers: int = 0, device: torch.device | str = "cpu", **order: Any):
         self.dataset = dataset
         self._keys = _Keys(self._order(len(dataset), **order))
+        workers = choose_workers(workers)
+        # a container often has 64 MB of shared memory, which ends workers that put tensors there
+        self._piped = workers > 0 and measure_shared_memory() < _AMPLE
         self._loader: DataLoader | None = DataLoader(
             dataset,
             batch_sampler=self._keys,
-            collate_fn=dataset.collate,
+            collate_fn=partial(_collate_to_bytes, dataset.collate) if self._piped else dataset.collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.device(device).type == "cuda",
@@ -199,7 +212,7 @@ class _Loader:
             self._end_workers = weakref.finalize(self, _end_workers, self._iterator)
             atexit.register(self._end_workers)
         while (batch := self._next()) is not None:
-            yield tuple(batch)
+            yield tuple(pickle.loads(batch) if self._piped else batch)
 
     def _next(self) -> Any:
         try:
@@ -245,6 +258,11 @@ class EvalLoader(_Loader):
 
     def __iter__(self) -> Iterator[tuple]:
         return self.batches(0)
+
+
+def _collate_to_bytes(collate: Callable[[list[Any]], tuple], samples: list[Any]) -> bytes:
+    """A batch as bytes, which go through a pipe."""
+    return pickle.dumps(collate(samples), pickle.HIGHEST_PROTOCOL)
 
 
 def _end_workers(iterator: Any) -> None:

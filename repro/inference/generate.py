@@ -109,7 +109,9 @@ def draw_pictures(request: DrawRequest) -> None:
     }
     about |= {"sampling": dataclasses.asdict(drawer.sampling)}
     if judge is not None or inception is not None:
-        about |= {"data": reference.path.name if reference else request.data, "real_images": real.seen} if real else {}
+        about |= (
+            {"data": reference.path.name if reference else cell and cell.name, "real_images": real.seen} if real else {}
+        )
         about |= {"reference_hash": reference.hash} if reference else {}
         about |= {"judge_hash": judge.weights_hash} if judge else {}
         about |= {"inception_hash": inception.hash, **_name_protocol(inception, reference)} if inception else {}

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ..core.errors import UserError
+from ..core.hashing import short_hash
 from ..core.paths import find_root
-from ..core.record import atomic, write_json
+from ..core.record import atomic, read_json, write_json
 from ..core.runtime import choose_device, load_runtime
-from ..core.ui import print_error, print_table
+from ..core.ui import print_error, print_table, show
 from ..data.findings import RaiseFirst
 from ..data.pictures import EXTENSIONS, is_picture, list_entries, tell_unread
 from ..data.pixels import read_pixels
@@ -28,7 +29,7 @@ def predict_pictures(
     given: list[Path], weights: Path, task: str | None, output: Path | None, json: Path | None, min_score: float
 ) -> None:
     """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write
-    <output>/<picture>.png.
+    <output>/<picture>.png, beside what the same weights saw in other pictures.
 
     Args:
         weights: a file of this project, for `task` where that is not None.
@@ -37,8 +38,8 @@ def predict_pictures(
             <output>/predictions.json.
 
     Raises:
-        UserError: weights of another task, or two pictures that would be drawn to one file, before anything is written;
-            pictures that cannot be read, after the others.
+        UserError: weights of another task, two pictures that would be drawn to one file, or a folder of what other
+            weights saw, before anything is written; pictures that cannot be read, after the others.
     """
     runtime = load_runtime(find_root())
     device = choose_device(runtime.device)
@@ -54,6 +55,8 @@ def predict_pictures(
     except ValueError as error:
         raise UserError(f"{weights}: {error}") from None
     files = find_pictures(given, unique_names=predictor.draws)
+    about = {"weights": weights.name, "weights_hash": checkpoint.hash, "model": checkpoint.model, "task": own_task}
+    beside = _open_output(output / "predictions.json", about, files) if predictor.draws else {}
     found, rows, unread = {}, [], []
     pictures = _read(files, predictor, unread, runtime.max_pixels)
     while group := list(itertools.islice(pictures, predictor.batch_size)):
@@ -62,15 +65,18 @@ def predict_pictures(
             if not predictor.draws and sys.stdout.isatty():
                 rows.append([path.name, *sight.line.split(", ")])
             else:
-                print(f"{path}: {sight.line}", flush=True)
+                print(show(f"{path}: {sight.line}"), flush=True)
             if sight.drawing is not None:
                 with atomic(output / f"{path.stem}.png") as temporary:
                     sight.drawing.save(temporary, "PNG")
     if rows:
-        print_table(["picture", *(str(rank) for rank in range(1, len(rows[0])))], rows)
+        columns = max(map(len, rows))  # a comma in the name of a class makes one more
+        print_table(["picture", *map(str, range(1, columns))], [row + [""] * (columns - len(row)) for row in rows])
     target = json or (output / "predictions.json" if predictor.draws else None)
     if target and found:
-        write_json(target, {"weights": weights.name, "model": checkpoint.model, "task": own_task, "pictures": found})
+        write_json(
+            target, about | {"pictures": found} if json else about | beside | {"pictures": beside["pictures"] | found}
+        )
         where = f"drawn in {output}" if predictor.draws else f"in {target}"
         print(f"{len(found)} picture{'s' if len(found) > 1 else ''} {where}")
     if len(unread) > 1:
@@ -107,6 +113,27 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
             f"{repeated}: another picture is also named {repeated.stem}, and one result would replace the other; rename one"
         )
     return files
+
+
+def _open_output(file: Path, about: dict[str, str], files: list[Path]) -> dict[str, Any]:
+    """What predictions.json gets besides what is found now: the `pictures` of earlier calls, and of all the `places`.
+
+    A place is the hash of a path, which the file need not tell.
+
+    Raises:
+        UserError: it is of other weights, or has another picture of the same name.
+    """
+    earlier = read_json(file) if file.exists() else about
+    if earlier.get("weights_hash") != about["weights_hash"]:
+        raise UserError(
+            f"{file}: holds what other weights saw; name another folder with --output, or remove {file.parent}"
+        )
+    places = {path.stem: short_hash(os.fsencode(path.resolve())) for path in files}
+    known = earlier.get("places", {})
+    if taken := next((path for path in files if known.get(path.stem, places[path.stem]) != places[path.stem]), None):
+        problem = f"{file.parent} holds another picture named {taken.stem}"
+        raise UserError(f"{taken}: {problem}; name another folder with --output, or rename one")
+    return {"pictures": earlier.get("pictures", {}), "places": known | places}
 
 
 def _read(

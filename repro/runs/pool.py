@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.children import PARENT, describe_death
 from ..core.errors import Interrupted
-from ..core.runtime import Runtime, choose_device, usable_cores
+from ..core.runtime import Runtime, choose_device, find_given_threads, usable_cores
 
 # the lines with which DVC ends: of a command that failed, with its exit code, and of one that did not
 _OF_DVC = re.compile(
@@ -150,5 +150,5 @@ def _share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
         return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
-    threads = runtime.threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
+    threads = runtime.threads or find_given_threads() or usable_cores()
     return {"OMP_NUM_THREADS": str(max(1, threads // jobs))}

@@ -75,7 +75,7 @@ def test_rows_that_were_not_measured_are_no_measure_of_order():
 
 
 def make_runs(*latencies, **more):
-    by = {"code_hash": "a", "torch_version": "2", **more}
+    by = {"commit": "a", "torch_version": "2", **more}
     pairs = [(run, each, 1e3 / each) for run, each in enumerate(latencies, 1)]
     return [make_row(latency=x, throughput_img_per_s=y, run=n, peak_memory_mib=10.0 * n, **by) for n, x, y in pairs]
 
@@ -98,7 +98,7 @@ def test_noisy_runs_are_not_pooled_while_there_is_a_quiet_one():
     assert pool_runs([quiet, noisy | {"latency_ms_ci95": (100.0, 200.0)}])[0]["latency_ms"] == 100.0
     # nor are runs of other code
     first, second = make_runs(100.0, 50.0)
-    assert [row["latency_ms"] for row in pool_runs([second | {"code_hash": "b"}, first])] == [100.0]
+    assert [row["latency_ms"] for row in pool_runs([second | {"commit": "b"}, first])] == [100.0]
 
 
 @pytest.mark.parametrize("values", [(0, 1, 8), (50, 100, 100), (0, 100)])

@@ -225,12 +225,63 @@ def test_identity_holds_what_explains_a_number(checkout):
         (["repro", "evaluate", "--weights", "/here/.runs/w.pth"], "repro evaluate --weights .runs/w.pth"),
         (["repro", "evaluate", "--weights=/elsewhere/w.pth"], "repro evaluate --weights=.../w.pth"),
         (["repro"], "repro"),
+        (["repro", "evaluate", "--data", "folder:/elsewhere/me/pets"], "repro evaluate --data folder:.../pets"),
+        (["repro", "evaluate", "--data=coco:/elsewhere/me/pets/"], "repro evaluate --data=coco:.../pets"),
+        (["repro", "evaluate", "--data", "folder:/here/data/pets"], "repro evaluate --data folder:data/pets"),
+        (["repro", "evaluate", "--data=folder:/here/data/pets/"], "repro evaluate --data=folder:data/pets"),
+        (["repro", "evaluate", "--weights", "/here/../me/w.pth"], "repro evaluate --weights .../w.pth"),
+        (["repro", "evaluate", "--weights", "../me/w.pth"], "repro evaluate --weights .../w.pth"),
+        (["repro", "evaluate", "--data", "folder:~/me/pets"], "repro evaluate --data folder:.../pets"),
+        (["repro", "explain", "-o/elsewhere/me/a.png"], "repro explain -o.../a.png"),
+        (["repro", "explain", "-o", "~/me/a.png"], "repro explain -o .../a.png"),
+        (["repro", "evaluate", "--data", "folder:./pets"], "repro evaluate --data folder:./pets"),
+        (["repro", "evaluate", "--data", "folder:pets"], "repro evaluate --data folder:pets"),
+        (["repro", "explain", "--probe", "steps=2"], "repro explain --probe steps=2"),
         (["/usr/bin/pytest", "-q"], None),
         (["/elsewhere/other/__main__.py"], None),
     ],
 )
 def test_the_command_as_a_user_types_it(argv, command):
     assert records.find_command(Path("/here"), argv) == command
+
+
+@pytest.mark.parametrize("name", ["repro", "kernels", "stages"])
+@pytest.mark.parametrize("content", ["code", "link", "nothing"])
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_a_record_names_the_code_that_runs(tmp_path, name, content, is_checkout):
+    """That of another checkout is refused; a link to the code that runs, and a folder without any, are fine."""
+    if content == "code":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text((ROOT / name / "__init__.py").read_text())
+    elif content == "link":
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "dvc.yaml" if is_checkout else tmp_path / "other").touch()
+    about = {"device": "cpu", "dtype": "fp32", "backend": "none"}
+    if is_checkout and content == "code":
+        with pytest.raises(UserError, match=f"{ROOT / name}.*{tmp_path}"):
+            make_identity(tmp_path, DigitsSettings(), **about)
+    else:
+        assert make_identity(tmp_path, DigitsSettings(), **about)["parent_commit"] is None
+
+
+VERBS = "ablate golden complexity detect environment evaluate explain generate linearize prepare-data pretrain report run segment tune"
+
+
+@pytest.mark.parametrize("verb", VERBS.split())
+def test_a_verb_that_records_is_refused_before_it_works_with_other_code(tmp_path, monkeypatch, repro_cli, verb):
+    (tmp_path / "repro").mkdir()
+    for file in ("repro/__init__.py", "dvc.yaml", "params.yaml"):
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    needed = {"evaluate": ["--data", "digits"], "tune": ["--data", "digits"]}
+    assert str(tmp_path) in repro_cli.refuse(verb, *needed.get(verb, []))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dvc.yaml", "params.yaml", "repro"]
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "猫" * 85, "😀" * 63, "a.b" * 80, "x" * 242 + ".json"])
+def test_a_file_of_the_longest_name_is_written_whole(tmp_path, name):
+    records.write_text(tmp_path / name, "text")
+    assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "text"
 
 
 def test_a_process_notes_its_own_command_and_needs_no_torch(checkout):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from repro.core.errors import UserError
-from repro.core.paths import Paths, find_root
+from repro.core.paths import Paths, expand_home, find_root
 from repro.core.runtime import (
     choose_device,
     cpu_name,
@@ -94,3 +94,54 @@ def test_cuda_that_is_not_there(monkeypatch):
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match=r"runtime\.device: cuda was asked for"):
         choose_device("cuda")
+
+
+THREADS = {
+    "4": 4,
+    "4,2": 4,
+    " 4": 4,
+    "4,": 4,
+    "4 , 2": 4,
+    "+4": 4,
+    "4,2,1": 4,
+    "\t2\n": 2,
+    "1": 1,
+    "16": 8,
+    # not a number of OpenMP's: as if it were not set
+    **dict.fromkeys(["", "x", "0", "-4", "4.5", ",4", ",", "4;2", "4 2", "0x4", "four", "\u0664"], 8),
+}
+
+
+@pytest.mark.parametrize("given", THREADS)
+def test_the_first_number_of_the_environment_limits_the_threads(tmp_path, monkeypatch, given):
+    (tmp_path / "params.yaml").write_text("runtime: {threads: 8, data_roots: {}}\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert load_runtime(Paths(tmp_path)).threads == THREADS[given]
+
+
+HOMES = {
+    **{
+        word: word.replace("~", "/users/me")
+        for word in ("~", "~/x.png", "--data=folder:~/pets", "folder:~/pets", "-o~/x")
+    },
+    **{
+        word: word.replace("~", "/users/me")
+        for word in ("--weights=~/w", "coco:~", "--from=~/a b/w", "--data=boxes:~/a b/c")
+    },
+    **{
+        word: word
+        for word in ("a~", "x/~", "./~", "a.jpg~", "~nobody_of_this_name/x", "--probe=steps=2", "-", "", "a=~b")
+    },
+}
+
+
+@pytest.mark.parametrize("word", HOMES)
+def test_a_path_of_the_command_line_may_begin_at_the_home(monkeypatch, word):
+    monkeypatch.setenv("HOME", "/users/me")
+    assert expand_home(word) == HOMES[word]
+
+
+def test_the_command_line_reads_every_path_so(tmp_path, monkeypatch, bare_checkout, repro_cli):
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    for words in ("predict ~/p.png --weights=~/w", "pretrain --data=folder:~/w", "linearize --from=~/w.pth --model x"):
+        assert f"{tmp_path}/me/w" in repro_cli.refuse(*words.split())

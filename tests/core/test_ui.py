@@ -1,13 +1,17 @@
 """What a terminal gets, whatever its encoding, and what an error looks like."""
 
 import io
+import re
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from repro.core.errors import did_you_mean
 from repro.core.ui import allow_every_terminal, print_error, print_table
-from tests.conftest import run_python
+from tests.conftest import ROOT, run_python
 
 
 class Terminal(io.TextIOWrapper):
@@ -48,3 +52,74 @@ def test_known_names_are_listed_where_a_line_has_room_for_all(repro_cli):
     assert names[-1] in did_you_mean("zzz", names) and did_you_mean("zzz", names * 2) == ""
     err = repro_cli.refuse("zzz")
     assert " ... " not in err and "--help" in err
+
+
+NAMES = {
+    "long": "x" * 200 + ".jpg",
+    "longest": "y" * 251 + ".png",
+    "wide": "猫" * 80 + ".jpg",
+    "spaces": "a b  c " * 30 + ".jpg",
+    "not UTF-8": "caf\udce9.jpg",
+    "clears the screen": "\x1b[2J\x1b[H.jpg",
+    "of lines": "a\nb\r\nc.jpg",
+    "goes back": "a\b\b\b\r.jpg",
+    "turned around": "\u202egpj.exe",
+    "of markup": r"\[red]a[/red] :cat:.jpg",
+    "8 bits": "\x9b2J.jpg",
+    "tab": "a\tb.jpg",
+    "combining": "e" + "\u0301" * 60 + ".jpg",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("columns", [20, 80, 400])
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_a_table_keeps_every_cell_whatever_a_picture_is_called(monkeypatch, name, encoding, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal(stream := io.BytesIO(), encoding=encoding))
+    allow_every_terminal()
+    rows = [[name, "cat 57.7 %", "dog 42.3 %"], ["b.jpg", "dog 91.2 %", "cat 8.8 %"]]
+    print_table(["picture", "1", "2"], rows)
+    sys.stdout.flush()
+    printed = re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue().decode(encoding))  # without the table's own colours
+    assert all(number in printed for number in ("57.7", "42.3", "91.2", "8.8")) and "b.jpg" in printed
+    if (name + "x").isascii() and name.isprintable():
+        assert name in printed
+    assert not {"\x1b", "\b", "\r", "\u202e", "\x9b", "\t"} & set(printed)
+    if columns == 400:  # a line of its own for each row, and no more
+        assert sum(" %" in line for line in printed.splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_an_error_about_any_name_is_one_line_that_moves_no_cursor(capsys, name):
+    print_error(f"{name}: no such file")
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.endswith(": no such file\n") and err[:-1].isprintable()
+
+
+# what is done to the streams -> exit code, and the word that stderr has
+STREAMS = {
+    ">&-": (1, "stdout"),
+    "> /dev/full": (1, "stdout"),
+    "2>&-": (0, ""),
+    "2> /dev/full": (0, ""),
+    "< /dev/null": (0, ""),
+    "<&-": (0, ""),
+    ">&- 2>&-": (1, ""),
+    "> /dev/full 2>&-": (1, ""),
+    "> /dev/full 2> /dev/full": (1, ""),
+    "<&- >&- 2>&-": (1, ""),
+    "> /dev/null": (0, ""),
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("redirected", STREAMS)
+@pytest.mark.parametrize("words", ["profile show mini", "--help"])
+def test_streams_that_are_closed_or_full_give_no_traceback(redirected, words):
+    code, said = STREAMS[redirected]
+    command = f"{shlex.quote(sys.executable)} -m repro {words} {redirected}"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stderr and done.stderr.count("\n") == bool(said), done.stderr

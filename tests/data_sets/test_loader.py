@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import errno
 import itertools
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from PIL import Image
 from timm.data.auto_augment import RandAugment
 
 from repro.core.errors import RunError, UserError
+from repro.data.check.run import run_parallel
 from repro.data.classification import ImageFolder, ToInput, eval_transform, train_transform
 from repro.data.loader import EvalLoader, TrainLoader, TrainOrder
 from repro.data.settings import TransformSettings
@@ -342,3 +344,43 @@ def test_pairs_of_one_group_cover_everything_once(world_size):
     assert len(epochs) == 6
     plain, alone = TrainOrder(12, 4, 5), TrainOrder(12, 4, 5, groups=np.zeros(12))
     assert list(plain.batches(2, 0)) == list(alone.batches(2, 0)), "one group keeps the order"
+
+
+# bytes of shared memory that are free -> how many worker processes there are, of two
+ROOMS = {
+    0: 0,
+    1: 0,
+    65536: 0,
+    2**20 - 1: 0,
+    2**20: 2,
+    8 * 2**20: 2,
+    64 * 2**20: 2,
+    2**30 - 1: 2,
+    2**30: 2,
+    sys.maxsize: 2,
+}
+
+
+@pytest.mark.parametrize("free", ROOMS)
+def test_batches_are_the_same_in_every_room(root, loader_of, monkeypatch, capfd, free):
+    expected = list(loader_of(EvalLoader, plain(root, "val"), batch_size=3))
+    for module in ("repro.core.runtime", "repro.data.loader"):
+        monkeypatch.setattr(f"{module}.measure_shared_memory", lambda: free)
+    loader = loader_of(EvalLoader, plain(root, "val"), batch_size=3, workers=2)
+    for (pictures, labels), (ours, same) in zip(expected, loader, strict=True):
+        assert torch.equal(pictures, ours) and torch.equal(labels, same)
+    assert len(multiprocessing.active_children()) == ROOMS[free]
+    assert ("shared memory" in capfd.readouterr().err) == (not ROOMS[free])
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSYS, None])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_shared_memory_nothing_asks_for_it(root, loader_of, monkeypatch, error, workers):
+    def fail(*args, **kwargs):
+        raise ImportError("no synchronization primitives") if error is None else OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", fail)
+    monkeypatch.setattr("torch.UntypedStorage._share_fd_cpu_", fail)
+    monkeypatch.setattr("torch.UntypedStorage._share_filename_cpu_", fail)
+    assert sum(len(labels) for _, labels in loader_of(EvalLoader, plain(root, "val"), batch_size=3, workers=workers))
+    assert sorted(run_parallel(abs, range(-40, 0), 4, "counting")) == [*range(1, 41)]

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
+from repro.core.hashing import FIRST_PARTY
 from tests.conftest import ROOT
-from tests.imports import FIRST_PARTY
 from tests.stages import helpers
 
 CELL = "nano"

@@ -71,7 +71,10 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     assert found["anything on a GPU"][0] == "**not measured**"
     shown = render_blocks(verdict_blocks(checkout.report()))
     cells = "– | 2.50×; 5 % more memory | 0.500×; 20 % more memory | 0.250×; 20 % more memory |"
-    assert f"| some processor, 2 threads, batch 1, fp32, commit 0123456789ab | {cells}\n" in shown and "DeiT-T is neither" in shown
+    assert (
+        f"| some processor, 2 threads, batch 1, fp32, commit 0123456789ab | {cells}\n" in shown
+        and "DeiT-T is neither" in shown
+    )
     # an interval of both rows is one of the ratio, however wide it is
     speeds(checkout, rows=[row for row in ROWS if row[2] == 224], latency_ms_ci95=[7.0, 13.0])
     ours, _ = facts(checkout)["Vittt-T against DeiT-T at 224²"]

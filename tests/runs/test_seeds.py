@@ -1,8 +1,7 @@
-"""Registered trainings: their order and files, searches before seeds, hits that explain the score, the right checkout."""
+"""Registered trainings: their order and files, searches before seeds, hits that explain the score."""
 
 import base64
 import datetime
-import types
 
 import numpy as np
 import pytest
@@ -36,12 +35,11 @@ CELL = """
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A checkout whose data are the committed pictures, with two cells; their code is taken as its own."""
+def checkout(tmp_path):
+    """A checkout whose data are the committed pictures, with two cells, and which has no code of its own."""
     (tmp_path / "dvc.yaml").touch()
     pictures = ROOT / "results/golden/pictures/classes"
     write_manifest(tmp_path / "results/prepare_data/made/manifest.json", scan_manifest(pictures, "folder"))
-    monkeypatch.setattr(seeds, "require_own_code", lambda paths: None)
 
     def write(**rates):
         cells = "".join(CELL.format(name=f"{name}_made", rate=rate) for name, rate in rates.items())
@@ -109,12 +107,6 @@ def test_hits_are_a_bit_an_image_the_first_one_highest():
     random = np.random.default_rng(0).random(10_000) < 0.5
     assert unpack_hits(pack_hits(random), 10_000) == random.tolist()
     assert len(base64.b64decode(pack_hits(random))) == 1250
-
-
-def test_code_of_another_checkout_is_refused(tmp_path):
-    with pytest.raises(UserError, match="this code runs, and results would go to"):
-        seeds.require_own_code(types.SimpleNamespace(root=tmp_path))
-    seeds.require_own_code(types.SimpleNamespace(root=ROOT))
 
 
 def test_the_questions_name_the_cells_and_the_search_of_the_profile():

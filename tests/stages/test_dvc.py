@@ -125,7 +125,11 @@ def test_every_cell_names_the_golden_losses_of_its_family(profile):
     """Detectors and segmenters those of their task; timm's own models ResNet's; ladders those of the learner."""
     sections, known = load_yaml(ROOT / f"profiles/{profile}.yaml"), set(read_cases()["families"])
     trained = {stage: cells for stage, cells in sections.items() if stage in TABLE and TABLE[stage].task}
-    named = [*trained.items(), *(sections.get("by_hand") or {}).items(), ("pretrain", sections.get("pretrain_seeds", {}))]
+    named = [
+        *trained.items(),
+        *(sections.get("by_hand") or {}).items(),
+        ("pretrain", sections.get("pretrain_seeds", {})),
+    ]
     for stage, cell in ((stage, cell) for stage, cells in named for cell in cells.values()):
         family = re.sub(r"\d$", "", word) if (word := cell["model"].split("_")[0]).startswith("dit") else word
         family = {"ladder": "vit3", "detect": "detection", "segment": "segmentation"}.get(

@@ -11,6 +11,7 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.paths import Paths
+from repro.core.record import read_record
 from repro.core.runtime import Runtime
 from repro.data.ade20k import AdePairs
 from repro.data.coco import read_instances
@@ -20,6 +21,7 @@ from repro.runs.own import SMALL, Start, choose_detector, choose_recipe, choose_
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
 from tests.data_sets.made import annotation
+from tests.stages.helpers import save_model
 
 
 def draw(folder: Path, counts: dict[str, int]) -> Path:
@@ -278,3 +280,26 @@ def test_one_scene_is_too_few_to_segment(tmp_path):
     draw_scenes(tmp_path / "rooms", 1)
     with pytest.raises(UserError, match="one training picture"):
         prepare_rooms(tmp_path, "ade20k")
+
+
+PLACES = "{0}/pets {0}/pets/ {0}/./pets/. {0}/x/../pets {0}/link {0}/link/ ../pets ./../pets// ~/pets ~/link/../pets"
+
+
+def test_a_set_has_one_record_however_its_path_is_written_and_none_tells_the_path(
+    checkout, repro_cli, tmp_path, monkeypatch
+):
+    source = draw(tmp_path / "pets", {f"digit_{digit}": 2 for digit in range(10)})
+    (tmp_path / "link").symlink_to(source)
+    (tmp_path / "x").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    weights = save_model("w.safetensors", "vittt_nano_patch16_144", depth=1, img_size=32)
+    repro_cli.run("prepare-data", "--cell", "folder:../pets")
+    evaluated = checkout / "results/measured"
+    for place in PLACES.format(tmp_path).split():
+        repro_cli.run("evaluate", f"--data=folder:{place}", "--weights", weights)
+        (record,) = evaluated.rglob("metrics.json")
+        assert record.parents[1].name == "evaluate" and "_own_pets_32_" in record.parent.name
+        assert read_record(record)["metrics"]["data"] == "own_pets"
+        text = record.read_text()
+        assert not [word for word in (str(tmp_path), tmp_path.name, "..", "~") if word in text.replace(".../", "")]
+        record.unlink()

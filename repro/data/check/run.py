@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import RunError, UserError, did_you_mean
-from ...core.runtime import Runtime
+from ...core.runtime import Runtime, choose_workers
 from ...core.ui import track
 from ..findings import PrintAll, count
 from ..kinds import KINDS, load_function
@@ -98,7 +98,7 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
     """
     with contextlib.ExitStack() as stack:
         results: Iterator[Any] = map(function, items)
-        if workers > 1 and len(items) > _CHUNK:
+        if workers > 1 and len(items) > _CHUNK and choose_workers(workers):
             pool = ProcessPoolExecutor(workers, initializer=_start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             # this forks all workers before the bar starts a thread, whose locks they could inherit

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from ...core.errors import UserError
+from ...core.runtime import choose_workers
 from ..classification import ImageFolder, read_rgb, train_transform
 from ..findings import count
 from ..loader import TrainLoader, TrainOrder
@@ -55,6 +57,8 @@ def measure_speed(
         UserError: training would refuse the tree, or one of its images cannot be read.
         RunError: a loading process died.
     """
+    if not choose_workers(workers):
+        raise UserError("processes cannot be started without shared memory")
     tree = dataclasses.replace(scan_tree(root, kind), max_pixels=max_pixels)
     run = functools.partial(_run_bare_loop, upright=tree.kind.upright, max_pixels=max_pixels)
     size = len(tree.splits["train"].names)

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, default_collate
 
 from ...core.errors import UserError
 from ...data.ade20k import AdePairs
-from ...data.loader import own_randomness
+from ...data.loader import make_marks, own_randomness
 from .openmmlab import cv2, mmcv, transforms
 from .params import SegmentationTransformSettings
 
@@ -29,7 +29,7 @@ class AdeSegmentation(Dataset):
         self.pairs, self.training, self.seed = pairs, training, seed
         self._steps = mmcv.transforms.Compose(_training_steps(settings) if training else _evaluation_steps(settings))
         # one flag per pair, set by the process that reads it
-        self._unreadable = torch.zeros(len(pairs), dtype=torch.uint8).share_memory_()
+        self._unreadable = make_marks(len(pairs))
         cv2.setNumThreads(0)  # the loading processes are what runs in parallel
 
     def __len__(self) -> int:
