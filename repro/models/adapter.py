@@ -108,7 +108,7 @@ class DeformableAttention(nn.Module):
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the sampling that runs on this layer's device for values of `dtype`."""
-        return selected_backend(self.backend, self.value_proj.weight.device, dtype=dtype)
+        return selected_backend(self.backend, next(self.parameters()).device, dtype=dtype)
 
 
 class Injector(nn.Module):

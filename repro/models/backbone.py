@@ -301,6 +301,17 @@ def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> T
     return out.squeeze(2).transpose(1, 2).contiguous()
 
 
+def call_scans(layers: Sequence[nn.Module], parts: Sequence[Tensor], count: int) -> Tensor:
+    """`convolve_scans` of the tokens (B, T, E) of the one or two scans, by calling layers: one for each scan, or one for
+    all; `count` tokens of zeros go before a scan's first. -> (B, T, R·E)
+    """
+    given = [parts[0], *(part.flip(1) for part in parts[1:])]
+    given = given if len(layers) == len(given) else [torch.cat(given, -1)]
+    outs = [layer(F.pad(x.mT, (count, 0))).mT for layer, x in zip(layers, given, strict=True)]
+    first, *others = torch.cat(outs, -1).chunk(len(parts), -1)
+    return torch.cat([first, *(out.flip(1) for out in others)], -1)
+
+
 def default_cfg(input_size: int) -> dict[str, Any]:
     """timm's configuration of a model of any image size, where it is not the default: a side in pixels, and names."""
     shape = (3, input_size, input_size)

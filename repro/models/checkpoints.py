@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import timm
 import torch
@@ -135,7 +135,7 @@ class OfficialFile(Checkpoint):
 
     def build(self, image_size: Size | None = None) -> nn.Module:
         if self.num_classes is None:
-            raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
+            self._refuse_headless()
         try:
             model = build_model(self.model, img_size=image_size or self.image_size, num_classes=self.num_classes)
             state = adapt_to_size(model, self.read_state(), self.preprocessing["input_size"][-2:])
@@ -146,6 +146,15 @@ class OfficialFile(Checkpoint):
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         return translate_official(read_official(self.path), family_module(self.model))
+
+    def _refuse_headless(self) -> NoReturn:
+        """Say that the head is missing, and what else does not fit, such as names of another model."""
+        own = build_model(self.model).state_dict()
+        foreign = [key for key in self.read_state() if key not in own]
+        if foreign:
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            raise UserError(f"{self.path}: {self.model} has no {', '.join(foreign[:3])}{more}, which the file holds")
+        raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

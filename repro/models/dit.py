@@ -158,7 +158,8 @@ class Denoiser(OperatorModel):
         grid = self.grid_of(*x.shape[-2:])
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
         tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(tokens.dtype)
-        condition = self.time_embed(embed_timesteps(timesteps).to(self.head.weight.dtype)) + self.class_embed(labels)
+        waves = embed_timesteps(timesteps).to(next(self.parameters()).dtype)
+        condition = self.time_embed(waves) + self.class_embed(labels)
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(block, tokens, grid, condition)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
 
 from kernels import selected_backend as selected_scan
@@ -30,9 +31,30 @@ from kernels.threads import lay_flat
 from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
 from kernels.ttt_linear.reference import Arguments, states_shape
 
+from .as_built import Built, are_as_built, built_conv, is_watched
+
 Grid = tuple[int, int]
 ROWS = 512  # tokens that a CPU takes together after the scan
 ALIGNED = 16  # numbers; a product on a CPU whose rows are no multiple takes half as long again
+# the layers that are not called, but whose weights are read
+_LINEAR, _BIASED, _NORM = (
+    Built((nn.Linear,), False),
+    Built((nn.Linear,), True),
+    Built((nn.LayerNorm,), True, (("elementwise_affine", True),)),
+)
+_CONV = built_conv(nn.Conv1d, 4, 0, bias=True)
+_DROPOUT = Built((nn.Dropout,), None, (("p", 0.0),))
+_OF_BLOCK = {
+    "dwconv": built_conv(nn.Conv2d, 3, 1, bias=False),
+    "norm1": _NORM,
+    "norm2": _NORM,
+    "mlp": Built((SwiGLU,)),
+    "drop_path": Built((nn.Identity, DropPath)),
+}
+_OF_MIXER = {"in_proj": _LINEAR, "lr_proj": _BIASED, "conv_k": _CONV, "conv_q": _CONV}
+_OF_MIXER |= {"post_norm": _NORM, "out_proj": _LINEAR}
+_OF_MLP = {"fc1_g": _BIASED, "fc1_x": _BIASED, "act": Built((nn.SiLU,)), "drop1": _DROPOUT}
+_OF_MLP |= {"norm": Built((nn.Identity,)), "fc2": _BIASED, "drop2": _DROPOUT}
 
 
 class Constants(NamedTuple):
@@ -133,10 +155,7 @@ def find_backend(block: Any, tokens: Tensor) -> str | None:
     dtype = product_dtype(tokens)
     chosen = _find_kernels(block, tokens.device, dtype)
     if chosen == "numba" and (
-        block.training
-        or not is_plain([tokens])
-        or not tokens.dtype == dtype == block.norm1.weight.dtype
-        or any(each._forward_hooks or each._forward_pre_hooks for each in block.modules())  # no module is called
+        block.training or not is_plain([tokens]) or not tokens.dtype == dtype == block.norm1.weight.dtype
     ):
         return None
     return chosen
@@ -146,14 +165,23 @@ def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str |
     """The backend whose kernels or loops compute a block of this kind in a dtype, whatever else is asked of it."""
     mixer = block.mixer
     has_no_token = block.pool in ("mean", "max")
-    if not (has_no_token and block.dwconv is not None and block.is_fusible and mixer.step == "own"):
+    if not (has_no_token and block.dwconv is not None and block.is_fusible and type(mixer) is block.mixer_class):
         return None
-    # another layer in the place of one, such as a quantised or an adapted one, does not compute what its weight says
-    layers = mixer.in_proj, mixer.lr_proj, mixer.out_proj, block.mlp.fc1_g, block.mlp.fc1_x, block.mlp.fc2
-    if mixer.backend not in ("auto", "triton", "numba") or any(type(each) is not nn.Linear for each in layers):
+    if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
     chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
     return None if chosen == "numba" and dtype != compute_dtype(dtype) else chosen
+
+
+def _is_as_built(block: Any) -> bool:
+    """Whether no module of a block is missed where none is called."""
+    mixer = block.mixer
+    return (
+        not is_watched(mixer)
+        and are_as_built(block, _OF_BLOCK)
+        and are_as_built(mixer, _OF_MIXER)
+        and are_as_built(block.mlp, _OF_MLP)
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -341,7 +369,8 @@ def freeze(block: Any, tokens: int) -> None:
     Raises:
         ValueError: a weight is an inference tensor.
     """
-    chosen = _find_kernels(block, block.norm1.weight.device, block.norm1.weight.dtype)
+    weight = next(block.parameters())
+    chosen = _find_kernels(block, weight.device, weight.dtype)
     if chosen is None:
         return
     for name, weight in [*block.named_parameters(), *block.named_buffers()]:

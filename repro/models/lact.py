@@ -64,7 +64,7 @@ class FastWeights(nn.Module):
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The form that runs here; see `repro.models.fast_weights.choose_form`."""
-        return choose_form(self.loop, self.backend, self.proj.weight.device)
+        return choose_form(self.loop, self.backend, getattr(self, self.weight_names[0]).device)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
         """Normalised tokens (B, N, C), row-major on (h, w) -> (B, N, C), same dtype (under autocast the mode's)."""

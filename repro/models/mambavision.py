@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan
 
+from .as_built import are_as_built, built_conv, find_bias
 from .backbone import register_sizes, rename_keys
 from .hierarchy import Hierarchy, Stage
 from .image_model import Grid, init_linear
@@ -28,6 +29,7 @@ from .vim import at_least_fp32
 
 STATE_DIM = 8
 CONV_KERNEL = 3
+_CONVS = dict.fromkeys(("conv1d_x", "conv1d_z"), built_conv(nn.Conv1d, CONV_KERNEL, 0, bias=False))
 MLP_RATIO = 4
 EPS = 1e-5
 STEM_EPS = 1e-4
@@ -72,21 +74,22 @@ class MambaVisionMixer(nn.Module):
 
     def forward(self, x_bLC: Tensor) -> Tensor:
         """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C), same dtype (the mode's under autocast)."""
-        # both branches in one convolution; of height 1 in two dimensions, it needs no transposed copy
-        weight = torch.cat((self.conv1d_x.weight, self.conv1d_z.weight)).unsqueeze(2)
-        image = self.in_proj(x_bLC).transpose(1, 2).unsqueeze(2)
-        branches = (
-            F.silu(F.conv2d(image, weight, padding=(0, CONV_KERNEL // 2), groups=len(weight)))
-            .squeeze(2)
-            .transpose(1, 2)
-        )
-        u_bLE, z_bLE = branches.chunk(2, dim=-1)
+        u_bLE, z_bLE = F.silu(self._convolve(self.in_proj(x_bLC).transpose(1, 2))).transpose(1, 2).chunk(2, dim=-1)
         low, B_bLN, C_bLN = self.x_proj(u_bLE).split((self.rank, STATE_DIM, STATE_DIM), dim=-1)
         A = -torch.exp(at_least_fp32(self.A_log))
-        y = selective_scan(
-            u_bLE, self.dt_proj(low), A, B_bLN, C_bLN, self.D, None, self.dt_proj.bias, backend=self.backend
-        )
+        delta, bias = self.dt_proj(low), find_bias(self.dt_proj, low.new_zeros(self.rank))
+        y = selective_scan(u_bLE, delta, A, B_bLN, C_bLN, self.D, None, bias, backend=self.backend)
         return self.out_proj(torch.cat((y, z_bLE), dim=-1))
+
+    def _convolve(self, x_bCL: Tensor) -> Tensor:
+        """Both branches, (b, C, L) -> (b, C, L)."""
+        reach = CONV_KERNEL // 2
+        if not are_as_built(self, _CONVS):
+            branches = F.pad(x_bCL, (reach, reach)).chunk(2, dim=1)
+            return torch.cat((self.conv1d_x(branches[0]), self.conv1d_z(branches[1])), dim=1)
+        # in one convolution; of height 1 in two dimensions, it needs no transposed copy
+        weight = torch.cat((self.conv1d_x.weight, self.conv1d_z.weight)).unsqueeze(2)
+        return F.conv2d(x_bCL.unsqueeze(2), weight, padding=(0, reach), groups=len(weight)).squeeze(2)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the selective scan that runs here for activations of `dtype`."""

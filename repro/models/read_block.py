@@ -59,10 +59,7 @@ class ReadMixer(TTTMixer):
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=reading.gate_bias) if own_gate else None
         self.lr_proj = nn.Linear(dim, self.num_heads * (R if reading.learning_rate == "per_direction" else 1))
-        for name in names:
-            self.add_module(
-                name, nn.Conv1d(R * dim, R * dim, reading.conv1d_kernel, groups=R * dim, bias=reading.conv1d_bias)
-            )
+        self.build_convs(names, reading.conv1d_kernel, bias=reading.conv1d_bias)
         self.build_start(w0, norms=1 if reading.inner_norm == "shared" else R)
         scales = {"per_direction": R, "shared": 1, "fixed": 0}[reading.token_scale]
         self.token_scale = nn.Parameter(torch.zeros(scales, self.built_chunk)) if scales else None

@@ -17,7 +17,8 @@ from kernels.ttt_linear.op import one_direction
 from kernels.ttt_linear.plain import ttt_linear_plain
 from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
 
-from .backbone import convolve_scans, pad_for_scans
+from .as_built import are_as_built, built_conv
+from .backbone import call_scans, convolve_scans, pad_for_scans
 from .image_model import init_linear
 
 # Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
@@ -114,7 +115,7 @@ class TTTMixer(nn.Module):
         self.build(w0)
         self.reset_parameters()
         # what nothing reads is neither learned nor saved
-        if step == "q_is_k" and hasattr(self, "conv_q"):
+        if step == "q_is_k" and self.convs.pop("conv_q", None):
             del self.conv_q
         if step in REDUCIBLE:
             for name in ("b0", "ln_weight", "ln_bias"):
@@ -130,14 +131,19 @@ class TTTMixer(nn.Module):
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, self.num_heads)
-        for name in conv1d_names(self.design):
-            # nn.Conv1d holds and initialises the weights; they are in scan order, first those of the forward scan
-            self.add_module(name, nn.Conv1d(R * dim, R * dim, 4, groups=R * dim))
+        self.build_convs(conv1d_names(self.design))
         self.build_start(w0, norms=R)
         # delta of c[j] = max(0, 1/(j+1) + delta_j)
         self.token_scale = nn.Parameter(torch.zeros(R, self.built_chunk))
         self.post_norm = nn.LayerNorm(dim, eps=self.eps)
         self.out_proj = nn.Linear(dim, dim, bias=False)
+
+    def build_convs(self, names: tuple[str, ...], kernel: int = 4, *, bias: bool = True) -> None:
+        """Make the causal Conv1d; weights are in scan order, first those of the forward scan."""
+        channels, self.conv1d_kernel = self.directions * self.dim, kernel
+        self.convs = dict.fromkeys(names, built_conv(nn.Conv1d, kernel, 0, bias=bias))
+        for name in names:
+            self.add_module(name, nn.Conv1d(channels, channels, kernel, groups=channels, bias=bias))
 
     def build_start(self, w0: W0Mode, norms: int) -> None:
         """Make the start of the inner learners: W0, and b0 and the LayerNorm for each direction, or `norms` of them."""
@@ -231,15 +237,18 @@ class TTTMixer(nn.Module):
 
     def _convolve(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, T, R·D) after their causal Conv1d; one of them alone where there is one Conv1d."""
-        convolutions = {name: getattr(self, name) for name in ("conv_k", "conv_q") if hasattr(self, name)}
-        if not convolutions:
+        if not self.convs:
             return q, k
-        size = next(iter(convolutions.values())).kernel_size[0]
-        padded = pad_for_scans(k.chunk(self.directions, dim=-1), size - 1)
-        found = {
-            name: convolve_scans(padded, conv.weight.chunk(self.directions), conv.bias)
-            for name, conv in convolutions.items()
-        }
+        parts, count = k.chunk(self.directions, dim=-1), self.conv1d_kernel - 1
+        layers = {name: getattr(self, name) for name in self.convs}
+        if are_as_built(self, self.convs):
+            padded = pad_for_scans(parts, count)
+            found = {
+                name: convolve_scans(padded, conv.weight.chunk(self.directions), conv.bias)
+                for name, conv in layers.items()
+            }
+        else:
+            found = {name: call_scans((conv,), parts, count) for name, conv in layers.items()}
         return found.get("conv_q", q), found.get("conv_k", k)
 
     def _find_gate(self, parts: list[Tensor], x_BTD: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
@@ -263,7 +272,7 @@ class TTTMixer(nn.Module):
         For `plain` and `dot` it is `recurrent` or `parallel`, which `auto` takes on a GPU.
         """
         if self.step in REDUCIBLE:
-            on_gpu = self.out_proj.weight.is_cuda
+            on_gpu = self.b0.is_cuda
             return "parallel" if self.backend == "parallel" or (self.backend == "auto" and on_gpu) else "recurrent"
         self._refuse_parallel()
         return selected_backend(

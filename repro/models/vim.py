@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan_bidir
 
+from .as_built import Built, are_as_built, built_conv
 from .backbone import (
     Backbone,
+    call_scans,
     convolve_scans,
     insert_tokens,
     pad_for_scans,
@@ -35,6 +37,9 @@ CONV_KERNEL = 4
 EXPAND = 2
 EPS = 1e-5
 PAPER_SCAN_MACS = 18  # of the scan per token, channel and state, for both directions, in Eq. 13 of the paper Vision-TTT
+_CONVS = dict.fromkeys(("conv1d", "conv1d_b"), built_conv(nn.Conv1d, CONV_KERNEL, 0, bias=True))
+_PROJECTIONS = dict.fromkeys(("x_proj", "x_proj_b"), Built((nn.Linear,), False))
+_PROJECTIONS |= dict.fromkeys(("dt_proj", "dt_proj_b"), Built((nn.Linear,), True))
 STEP_SIZES = 1e-3, 0.1  # between which the initial Δ of the forward direction is log-uniform
 
 
@@ -102,11 +107,28 @@ class VimMixer(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
         B, T, _ = x_BTD.shape
-        E, N, R = self.inner, STATE_DIM, self.rank
         x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)
+        u = F.silu(self._convolve(x_BTE)).view(B, T, 2, self.inner)
+        delta, B_BTRN, C_BTRN, bias = (
+            self._project(u) if are_as_built(self, _PROJECTIONS) else self._call_projections(u)
+        )
+        A = -torch.exp(at_least_fp32(torch.stack((self.A_log, self.A_b_log))))
+        skip = torch.stack((self.D, self.D_b))
+        y = selective_scan_bidir(u, delta, A, B_BTRN, C_BTRN, skip, z_BTE, bias, backend=self.backend)
+        return self.out_proj(y.mean(2))
+
+    def _convolve(self, x_BTE: Tensor) -> Tensor:
+        """(B, T, E) -> (B, T, 2·E), of both directions."""
+        if not are_as_built(self, _CONVS):
+            return call_scans((self.conv1d, self.conv1d_b), (x_BTE, x_BTE), CONV_KERNEL - 1)
         padded = pad_for_scans((x_BTE, x_BTE), CONV_KERNEL - 1)
         weights, bias = (self.conv1d.weight, self.conv1d_b.weight), torch.cat((self.conv1d.bias, self.conv1d_b.bias))
-        u = F.silu(convolve_scans(padded, weights, bias)).view(B, T, 2, E)
+        return convolve_scans(padded, weights, bias)
+
+    def _project(self, u: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, 2, E) -> step sizes (B, T, 2, E), B and C (B, T, 2, N), and what is added to the step sizes (2, E)."""
+        B, T, _, E = u.shape
+        N, R = STATE_DIM, self.rank
         # both directions in one batched product, direction first: its parts are views that the scan takes without a
         # copy
         rows = u.view(B * T, 2, E).transpose(0, 1)
@@ -114,10 +136,15 @@ class VimMixer(nn.Module):
         low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
         delta = torch.bmm(low, torch.stack((self.dt_proj.weight, self.dt_proj_b.weight)).mT)
         delta, B_BTRN, C_BTRN = (part.unflatten(1, (B, T)).permute(1, 2, 0, 3) for part in (delta, B_rows, C_rows))
-        A = -torch.exp(at_least_fp32(torch.stack((self.A_log, self.A_b_log))))
-        skip, bias = torch.stack((self.D, self.D_b)), torch.stack((self.dt_proj.bias, self.dt_proj_b.bias))
-        y = selective_scan_bidir(u, delta, A, B_BTRN, C_BTRN, skip, z_BTE, bias, backend=self.backend)
-        return self.out_proj(y.mean(2))
+        return delta, B_BTRN, C_BTRN, torch.stack((self.dt_proj.bias, self.dt_proj_b.bias))
+
+    def _call_projections(self, u: Tensor) -> tuple[Tensor, ...]:
+        """As `_project`, by calling the layers, which add their biases themselves."""
+        parts = [layer(x) for layer, x in zip((self.x_proj, self.x_proj_b), u.unbind(2), strict=True)]
+        low, *states = zip(*(part.split((self.rank, STATE_DIM, STATE_DIM), dim=-1) for part in parts), strict=True)
+        delta = [layer(x) for layer, x in zip((self.dt_proj, self.dt_proj_b), low, strict=True)]
+        found = [torch.stack(each, 2) for each in (delta, *states)]
+        return *found, found[0].new_zeros(2, self.inner)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the selective scan that runs here for activations of `dtype`."""

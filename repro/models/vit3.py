@@ -96,7 +96,8 @@ class InnerTraining(nn.Module):
                 self.split_sizes, dim=-1
             )
             if rotation is not None:
-                qk, v = heads.split([2 * self.proj.out_features, self.proj.out_features], dim=-1)
+                width = self.num_heads * self.head_dim
+                qk, v = heads.split([2 * width, width], dim=-1)
                 heads = torch.cat((rotate(qk.unflatten(-1, (2, -1)), rotation).flatten(-2), v), dim=-1)
             out = torch.cat((self._learn_heads(heads), self._learn_conv(conv, grid)), dim=-1)
         return self.proj(out.to(projected.dtype))

@@ -87,8 +87,8 @@ class SS2D(nn.Module):
         # fp16 overflows before the norm
         options = {"reverse": REVERSE, "full_precision": True, "backend": self.backend}
         y = selective_scan_routes(u_BL2E, delta, A, B_BLKN, C_BLKN, skip, None, bias, **options)
-        y = add_routes(y, (h, w))
-        return self.out_proj(self.out_norm(y.to(self.out_norm.weight.dtype)).to(v.dtype))
+        dtype = next(self.out_norm.parameters(), self.Ds).dtype
+        return self.out_proj(self.out_norm(add_routes(y, (h, w)).to(dtype)).to(v.dtype))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """The implementation of the selective scan that runs here for activations of `dtype`."""

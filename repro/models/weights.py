@@ -42,6 +42,8 @@ _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
 _NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})\.")  # torch.hub's names of files carry the first digits of their SHA-256
+# what wrappers put before a model's names, in any order and number: DataParallel, torch.compile, and mmcls
+_WRAPPED = re.compile(r"^(?:(?:module|_orig_mod|backbone)\.)+")
 # settings that training code saves with the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin
 # and ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
@@ -172,8 +174,8 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
     """The state dict in an official file, under the names of its authors' model.
 
     The file may hold the state dict itself, or hold it in the first of these `places`, with an optimiser or settings,
-    which are ignored. The prefixes `module.` (DataParallel), `_orig_mod.` (torch.compile) and `backbone.` (mmcls) are
-    removed, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's, must be right.
+    which are ignored. What wrappers put before the names is removed, see `_WRAPPED`, also where torch.compile had a part of
+    the model, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's, must be right.
 
     Raises:
         UserError: a file that does not exist, cannot be read, has another hash than its name says, holds Python objects
@@ -194,9 +196,9 @@ def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -
             f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}"
         )
     try:
-        state = rename_keys(content, lambda name: name.removeprefix("module.").removeprefix("_orig_mod."))
-        if any(name.startswith("backbone.") for name in state):
-            state = rename_keys(state, lambda name: re.sub(r"^head\.fc\.", "head.", name.removeprefix("backbone.")))
+        state = rename_keys(content, lambda name: _WRAPPED.sub("", name.replace("._orig_mod.", ".")))
+        if any("backbone." in found[0] for name in content if (found := _WRAPPED.match(name))):
+            state = rename_keys(state, lambda name: re.sub(r"^head\.fc\.", "head.", name))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     require_sound(state, path)
@@ -241,8 +243,10 @@ def load_state(
     own = model.state_dict()
     used = {key: value for key, value in state.items() if not not_needed(key)}
     filled = {key: value for key, value in own.items() if not new(key)}
-    problems = [f"{key} missing" for key in filled if key not in used]
-    problems += [f"{key} not used" for key in used if key not in filled]
+    missing = [f"{key} missing" for key in filled if key not in used]
+    foreign = [f"{key} not used" for key in used if key not in filled]
+    # the model's own first names say nothing of a file that has none of them
+    problems = missing + foreign if used.keys() & filled.keys() else foreign[:2] + missing + foreign[2:]
     problems += [
         f"{key} is {tuple(used[key].shape)}, expected {tuple(filled[key].shape)}"
         for key in filled

@@ -214,7 +214,7 @@ class TrainingState:
         self.optimizer = task.build_optimizer(params.optim)
         if task.ranks.world_size > 1:
             own = [task.device.index] if task.device.type == "cuda" else None
-            # buffers, such as a frozen W0, never change
+            # batch norms see other images on each rank, and `share_buffers` brings their statistics together
             self.network = DistributedDataParallel(
                 task.model, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False
             )
@@ -233,6 +233,11 @@ class TrainingState:
             if self.ema is not None:
                 self.ema.update(self.model)
         self.scaler.update()  # lowers the scale of fp16 where it made gradients overflow
+
+    @torch.no_grad()
+    def share_buffers(self, ranks: Ranks) -> None:
+        """Give all ranks the means of their buffers, those of the moving average too."""
+        ranks.average([*self.model.buffers(), *(self.ema.module.buffers() if self.ema is not None else ())])
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
@@ -333,6 +338,8 @@ def _judge_end(why: str | None, task: Task, training: TrainingState, run: RunSta
 
 
 def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:
+    # before every evaluation, too, which follows the save at an epoch's end: what is scored is what is saved
+    training.share_buffers(ranks)
     everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
     if ranks.first:
         saved = {"run": dataclasses.asdict(run), "ranks": everyone, "accumulate": training.accumulate}

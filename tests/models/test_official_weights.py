@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from repro.core.errors import UserError
+from repro.models.checkpoints import open_weights
 from repro.models.vit3 import ViT3
 from repro.models.weights import read_official
 from tests.models.helpers import below, load_official, nano, read_data, state_unchanged
@@ -74,6 +76,37 @@ def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, con
         torch.testing.assert_close(model(release["x"]), release["logits"], rtol=1e-5, atol=1e-5)
 
 
+WRAPPED = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "_orig_mod._orig_mod.", "module.module."]
+WRAPPED += ["module._orig_mod.module.", "_orig_mod.module._orig_mod.", "backbone.", "module.backbone."]
+WRAPPED += ["backbone.module.", "backbone._orig_mod.module.", "_orig_mod.backbone._orig_mod."]
+
+
+@pytest.mark.parametrize("prefix", WRAPPED)
+def test_wrappers_in_any_order_are_taken_off(tmp_path, prefix):
+    """Before all names, or before those that mmcls puts under its backbone."""
+    weights = {"blocks.0.norm1.weight": torch.ones(2), "head.weight": torch.zeros(3), "module_.x": torch.zeros(1)}
+    wrapped = {f"{prefix}{name}": value for name, value in weights.items()}
+    if "backbone" in prefix:
+        wrapped[f"{prefix.replace('backbone.', '')}head.fc.weight"] = wrapped.pop(f"{prefix}head.weight")
+    torch.save({"model": wrapped}, tmp_path / "wrapped.pth")
+    found = read_official(tmp_path / "wrapped.pth")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", ["blocks.0._orig_mod.norm1.weight", "_orig_mod.blocks._orig_mod.0.norm1.weight"])
+def test_compiled_parts_have_the_names_of_the_model(tmp_path, name):
+    torch.save({name: torch.ones(2)}, tmp_path / "compiled.pth")
+    assert [*read_official(tmp_path / "compiled.pth")] == ["blocks.0.norm1.weight"]
+
+
+@pytest.mark.parametrize("prefix", ["wrapped.", "model.net.", "student._orig_mod.", "Module.", "encoder.module."])
+def test_names_of_another_model_are_named(release, tmp_path, prefix):
+    torch.save({f"{prefix}{name}": value for name, value in release["weights"].items()}, tmp_path / "other.pth")
+    with pytest.raises(UserError, match=rf"other\.pth: .*{re.escape(prefix.replace('_orig_mod.', ''))}") as caught:
+        open_weights(tmp_path / "other.pth", model="vit3_nano_patch16_144").build()
+    assert "without its head" not in str(caught.value)
+
+
 def without(weights, *names):
     return {name: value for name, value in weights.items() if name not in names}
 
@@ -88,7 +121,10 @@ def without(weights, *names):
             lambda w: {"spare": torch.zeros(1)} | without(w, "norm.bias", "norm.weight", "head.bias"),
             r"head\.bias missing; norm\.weight missing; norm\.bias missing; and 1 more$",
         ),
-        (lambda w: {f"x.{name}": value for name, value in w.items()}, r"as built: (\S+ missing; ){3}and \d+ more$"),
+        (
+            lambda w: {f"x.{name}": value for name, value in w.items()},
+            r"as built: (x\.\S+ not used; ){2}\S+ missing; and \d+ more$",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_changes_nothing(release, change, message):

@@ -9,6 +9,7 @@ from repro.core.errors import UserError
 from repro.core.ranks import Ranks, joined, require_gpus
 from tests.conftest import ROOT, run_python
 from tests.slow import slow
+from tests.training import norms
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
@@ -31,6 +32,57 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     for parameter, gradient in one["gradients"].items():
         assert (gradient - two["gradients"][parameter]).abs().max() < 1e-10, parameter
         assert gradient.abs().max() > 0, parameter
+
+
+NORMED = "resnet_nano", "mambavision_nano_144"
+
+
+@pytest.fixture(scope="module")
+def normed(tmp_path_factory):
+    """What two ranks found that trained models with batch norms."""
+    folder = tmp_path_factory.mktemp("normed")
+    done = start([*TORCHRUN, "--nproc-per-node=2", str(Path(norms.__file__)), str(folder), *NORMED])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "found.pt")
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+@pytest.mark.parametrize("name", NORMED)
+def test_the_score_is_that_of_the_saved_weights(normed, name, ema_decay):
+    """Of each epoch's weights, evaluated alone; each rank has them, and the norms saw the images of both."""
+    found, model = normed[name, ema_decay], norms.build(name).eval()
+    states = [found["snapshots"][epoch] for epoch in (1, 2, 2)]
+    for state, score in zip(states, found["scores"], strict=True):
+        model.load_state_dict(state)
+        assert norms.find_loss(model, range(norms.HELD_OUT)) / norms.HELD_OUT == pytest.approx(score, rel=1e-5)
+    first, second = found["states"]
+    assert all(torch.equal(first[key], second[key]) and torch.equal(first[key], states[-1][key]) for key in first)
+    means = [key for key in first if key.endswith("running_mean")]
+    assert means and all(not torch.equal(first[key], found["snapshots"][0][key]) for key in means)
+
+
+AVERAGE = """
+import torch
+from repro.core.ranks import joined
+with joined("cpu") as ranks:
+    one = float(1 + 2 * ranks.rank)
+    values = [torch.full((2, 3), one), torch.tensor(one, dtype=torch.bfloat16), torch.full((2,), one).double()]
+    values += [torch.tensor(int(one)), torch.full((4, 2), one).T, torch.zeros(0), torch.full((), one).half()]
+    kept = values[3].clone()
+    ranks.average(values)
+    assert all((x == 2).all() for i, x in enumerate(values) if i != 3) and values[3] == kept
+    same = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    copy = same.clone()
+    ranks.average([copy])
+    assert torch.equal(copy, same)  # what is equal stays so to the bit
+    ranks.average([])
+"""
+
+
+def test_ranks_average_tensors(tmp_path):
+    (tmp_path / "average.py").write_text(AVERAGE)
+    done = start([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "average.py")])
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 AGREE = """
