@@ -1,13 +1,16 @@
 """One room for each paper: a folder here, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
 
-Nothing here imports the report, so that code that uses a room's other modules does not depend on it.
+A room's `paper` imports the report, and its `recipe` does not: trainings print recipes.
 """
 
 import importlib
+import importlib.resources
 import pkgutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ..core.config import load_yaml
 from .recipe import LINEARIZE, describe
 
 
@@ -23,15 +26,26 @@ def load_papers() -> dict[str, Any]:
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained against the recipe of the paper of its family; see `repro.papers.recipe.describe`."""
-    family, primary = params.model.split("_")[0], load_primary().id
+    """How a classifier is trained against the recipe of the paper of its family; see `repro.papers.recipe.describe`.
+
+    A training calls it: it reads the declarations of the rooms and their recipes, and imports nothing of the report.
+    """
+    family = params.model.split("_")[0]
+    declared = {room: load_yaml(_find_folder(room) / "paper.yaml") for room in find_rooms()}
     # the primary paper also compares families of other papers, whose recipes are not its own
-    rooms = [paper.id for paper in load_papers().values() if family in paper.families and not paper.primary] + [primary]
+    rooms = [
+        room for room, about in declared.items() if family in about.get("families", {}) and not about.get("primary")
+    ]
+    rooms += [room for room, about in declared.items() if about.get("primary")]
     recipes = [importlib.import_module(f"{__name__}.{room}.recipe").PRINTED for room in rooms]
     # the recipe of a linearisation says nothing of a training from the beginning
     asked = {name for name in LINEARIZE if hasattr(params, name)}
     fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
     return describe(params, facts, next(fitting))
+
+
+def _find_folder(room: str) -> Path:
+    return Path(str(importlib.resources.files(f"{__name__}.{room}")))
 
 
 def load_primary() -> Any:

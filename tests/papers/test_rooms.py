@@ -15,7 +15,7 @@ from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_groups, find_orders, judge_group
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_python
 from tests.imports import import_closure
 from tests.papers.conftest import read_key
 from tests.report.conftest import JUDGE, SCORES
@@ -184,3 +184,25 @@ def test_an_answer_to_what_is_no_entry_is_refused(tmp_path):
 @pytest.mark.parametrize("module", ["grid", *(f"{room}.recipe" for room in load_papers())])
 def test_what_a_stage_trains_depends_on_no_report(module):
     assert not [file for file in import_closure(ROOT, [f"repro.papers.{module}"]) if "repro/report" in file]
+
+
+def test_a_training_imports_no_report_to_print_its_recipe():
+    """For every family of the default run; the modules of the report are looked for in the process itself."""
+    code = """
+import sys
+from pathlib import Path
+from repro.core.config import load_section, section_keys
+from repro.papers import describe_recipe
+from repro.tasks.classification.params import ClassifierParams
+
+file = Path("params.yaml")
+facts = {"world_size": 1, "accumulate": 1, "device": "cpu", "dtype": "fp32", "backend": "torch", "train_images": 9}
+for cell in section_keys(file, "pretrain"):
+    params = load_section(ClassifierParams, file, "pretrain", cell)
+    recipe, lines = describe_recipe(params, facts | {"micro_batch": params.batch_size})
+    assert recipe["recipe"] and lines
+print(*[name for name in sys.modules if name.startswith(("repro.report", "repro.bench"))])
+"""
+    done = run_python("-c", code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
