@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import repro
+from repro.core.errors import UserError
 
 CellOption = Annotated[str | None, typer.Option(help="One cell of the section in params.yaml; without it, all cells.")]
 GpusOption = Annotated[
@@ -91,6 +92,13 @@ class Stage:
     def scores(self) -> Mapping[str, str]:
         """The keys of its records' metrics that say how good a model is -> what the report calls them."""
         return self.task.scores if self.task else {}
+
+
+def require_no_own(stage: str, **given: Any) -> None:
+    """Raise UserError where an option of one's own pictures was given without them."""
+    if single := [name for name, value in given.items() if value]:
+        word = "from" if single[0] == "source" else single[0]
+        raise UserError(f"{stage}: --{word} goes with --data; the cells of params.yaml say it themselves")
 
 
 def stage_names() -> list[str]:

@@ -7,7 +7,18 @@ import typer
 
 from repro.tasks.detection.spec import SPEC
 
-from . import CellOption, FlipOption, FromOption, GpusOption, ModelOption, OwnOption, SeedsOption, Sha256Option, Stage
+from . import (
+    CellOption,
+    FlipOption,
+    FromOption,
+    GpusOption,
+    ModelOption,
+    OwnOption,
+    SeedsOption,
+    Sha256Option,
+    Stage,
+    require_no_own,
+)
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 RandomOption = Annotated[
@@ -35,11 +46,16 @@ def make_command(stage: str, spec: Any, about: str) -> Callable[..., None]:
         sha256: Sha256Option = None,
     ) -> None:
         from repro.runs.cells import read_cells, train_cells
-        from repro.runs.own import train_own
 
-        own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
-        if not train_own(stage, spec, data, **own, gpus=gpus, without={"cell": cell, "random": random}):
-            train_cells(read_cells(stage, spec, cell, random=random, epochs=epochs, seeds=seeds), gpus)
+        own = {"model": model, "source": source, "flip": flip, "sha256": sha256}
+        if data is not None:
+            from repro.runs.own import train_own
+
+            without = {"cell": cell, "random": random}
+            train_own(stage, spec, data, **own, epochs=epochs, seeds=seeds, gpus=gpus, without=without)
+            return
+        require_no_own(stage, **own)
+        train_cells(read_cells(stage, spec, cell, random=random, epochs=epochs, seeds=seeds), gpus)
 
     command.__doc__ = f"{about}; a stopped run continues where it was."
     return command

@@ -8,7 +8,18 @@ import typer
 from repro.core.errors import UserError
 from repro.tasks.classification.spec import SPEC
 
-from . import CellOption, FlipOption, FromOption, GpusOption, ModelOption, OwnOption, SeedsOption, Sha256Option, Stage
+from . import (
+    CellOption,
+    FlipOption,
+    FromOption,
+    GpusOption,
+    ModelOption,
+    OwnOption,
+    SeedsOption,
+    Sha256Option,
+    Stage,
+    require_no_own,
+)
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 
@@ -37,12 +48,15 @@ def command(
     """Train a classifier; a stopped run continues where it was."""
     from repro.papers import describe_recipe
     from repro.runs.cells import read_cells, replay, train_cells
-    from repro.runs.own import train_own
 
-    own = {"model": model, "source": source, "flip": flip, "sha256": sha256, "epochs": epochs, "seeds": seeds}
-    without = {"cell": cell, "replay-bad-step": replay_bad_step}
-    if train_own("pretrain", SPEC, data, **own, gpus=gpus, without=without):
+    own = {"model": model, "source": source, "flip": flip, "sha256": sha256}
+    if data is not None:
+        from repro.runs.own import train_own
+
+        without = {"cell": cell, "replay-bad-step": replay_bad_step}
+        train_own("pretrain", SPEC, data, **own, epochs=epochs, seeds=seeds, gpus=gpus, without=without)
         return
+    require_no_own("pretrain", **own)
     if replay_bad_step is None:
         train_cells(read_cells("pretrain", SPEC, cell, epochs=epochs, seeds=seeds, recipe=describe_recipe), gpus)
     elif (epochs, seeds, gpus) != (None, None, None):

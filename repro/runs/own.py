@@ -57,7 +57,7 @@ _NANO_RCNN = {
 def train_own(
     stage: str,
     spec: TaskSpec,
-    data: str | None,
+    data: str,
     *,
     model: str | None,
     source: Path | None,
@@ -67,13 +67,12 @@ def train_own(
     sha256: str | None,
     gpus: int | None,
     without: dict[str, Any],
-) -> bool:
+) -> None:
     """Train on a set `KIND:PATH`, which is split and prepared first, and say how to use what was learned.
 
     Args:
         stage, spec: the stage, and its task.
-        data: `folder:PATH` to classify, `coco:PATH` or `boxes:PATH` to detect, `ade20k:PATH` to segment; None where the
-            stage trains cells of params.yaml.
+        data: `folder:PATH` to classify, `coco:PATH` or `boxes:PATH` to detect, `ade20k:PATH` to segment.
         model: registered name; None for that of `source`, or a small one for a small set.
         source, sha256: weights of a classifier to start from, and the file's hash; None for random ones.
         epochs, seeds: instead of those of the recipe.
@@ -81,18 +80,10 @@ def train_own(
         gpus: see `train_cells`.
         without: option -> what was given, of those that do not go with `data`.
 
-    Returns:
-        Whether there was a set; False leaves the work to the caller.
-
     Raises:
         UserError: options that do not go together, another kind of data, data or weights that cannot be read, a model
             that is unknown or unfit; see also `train_cells`.
     """
-    given = {"model": model, "from": source, "flip": flip or None, "sha256": sha256}
-    if data is None:
-        if single := [name for name, value in given.items() if value is not None]:
-            raise UserError(f"{stage}: --{single[0]} goes with --data; the cells of params.yaml say it themselves")
-        return False
     if wrong := [name for name, value in without.items() if value]:
         raise UserError(f"{stage}: --data trains on your own pictures; leave --{wrong[0]} out")
     if source is not None:
@@ -139,7 +130,6 @@ def train_own(
     train_cells([Cell(paths=paths, runtime=runtime, **cell)], gpus)
     if gpus is None and "WORLD_SIZE" not in os.environ:
         print(f"use it: repro predict PICTURES --weights {folder / 'weights.safetensors'}")
-    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
