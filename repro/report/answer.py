@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.config import load_yaml
 from ..core.errors import UserError
 from ..core.host import COMMAND, HOST, describe_time
 from ..core.record import read_json, write_json
@@ -184,8 +185,10 @@ def note_pipeline(results: Results) -> None:
     After `repro run --force` that is the time since it began, else the sum of the stages' seconds. The file stays as it
     is where the seconds of a record are not here, as on a fresh clone, and where only the report runs again.
     """
-    # the record of the machine has no parameters, and is none of results
+    # the record of the machine has no parameters, and is none of results; other profiles have cells of their own
     own = [source for source in results.sources if source.stage is not None and "params_hash" in source.identity]
+    cells = load_yaml(results.paths.params)
+    own = [each for each in own if each.cell is None or each.cell in (cells.get(each.stage) or {each.cell: None})]
     files = [results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return

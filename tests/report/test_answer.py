@@ -123,6 +123,10 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, monkey
     checkout.train("detect/v", "vittt_nano_patch16_144", "scenes", held_out_images=10)
     checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
     checkout.write("README.md", "<!-- run -->\n<!-- /run -->\n")
+    # a record of another profile, which this run did not make
+    checkout.write("params.yaml", "report: {speed_dtype: fp16}\nprepare_data: {digits: {}}\n")
+    checkout.record("prepare_data/other", {})
+    (checkout.paths.results / "prepare_data/other/run.json").unlink()
     files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
     for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
         file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')
