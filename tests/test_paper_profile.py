@@ -128,6 +128,10 @@ def test_models_of_the_night_differ_in_nothing_but_the_searched_rate():
         for cell in (
             sections["pretrain"][f"{questions['models'][name]['cell'].rpartition('/')[2]}_{data}"] for name in names
         ):
-            fixed = {key: value for key, value in cell.items() if key not in ("model", "options", "snapshot_epochs")}
+            fixed = {
+                key: value
+                for key, value in cell.items()
+                if key not in ("model", "family", "options", "snapshot_epochs")
+            }
             recipes.add(repr(sorted((fixed | {"optim": {**cell["optim"], "lr": None}}).items())))
         assert len(names) > 4 and len(recipes) == 1

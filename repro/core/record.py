@@ -193,7 +193,7 @@ def describe_recipe(identity: Mapping[str, Any]) -> str | None:
 
 def find_difference(identity: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first of some hashes that a record has otherwise, in words: `params`, `data manifest`; None if it has all."""
-    other = next((name for name, value in now.items() if identity[name] != value), None)
+    other = next((name for name, value in now.items() if identity.get(name) != value), None)
     return other and other.removesuffix("_hash").replace("_", " ")
 
 

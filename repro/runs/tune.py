@@ -288,6 +288,7 @@ def record_search(search: Search) -> None:
     }
     made = {"data_manifest": cell.inputs[0], **finished[0]["place"]}
     identity = make_identity(cell.paths.root, search.search_params, **made)
+    identity["golden_hash"] = hash_golden(cell.paths, cell.params)
     write_record(cell.folder, metrics, identity, seconds, name=cell.name)
     for trial in search.trials:
         shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)

@@ -505,7 +505,7 @@ def test_each_row_of_the_table_has_its_functions(kind):
     assert (kind.settings_key is None) == (kind.settings is None) and not (kind.embedded and kind.settings is None)
     if kind.embedded:
         writer = load_function(kind.writer)
-        assert getattr(writer, "func", writer).__module__ == kind.modules[0]
+        assert getattr(writer, "func", writer).__module__ == f"repro.data.{kind.writer.rpartition('.')[0]}"
 
 
 def test_a_process_that_dies_ends_the_check_in_one_line():

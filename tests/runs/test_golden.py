@@ -88,11 +88,12 @@ def test_an_update_keeps_what_holds_and_writes_what_does_not(tmp_path, monkeypat
     monkeypatch.setattr(golden, "run_families", lambda paths, families: iter([("deit", {"base": found})]))
     texts = []
     for found in (old, near, far):
-        assert golden.main(["--update", "--family", "deit"]) == 0
+        golden.update_families(["deit"])
         texts.append((tmp_path / "deit.json").read_bytes())
     assert texts[0] == texts[1] != texts[2]
     found = old
-    assert golden.main(["--family", "deit"]) == 1 and (tmp_path / "deit.json").read_bytes() == texts[2]
+    assert len(golden.update_families(["deit"], check=True)) == 1
+    assert (tmp_path / "deit.json").read_bytes() == texts[2]
 
 
 def change(**optim):

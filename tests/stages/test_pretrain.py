@@ -124,6 +124,6 @@ def test_a_cell_of_cifar100_from_the_published_files_to_the_page(checkout, cifar
     repro_cli.run("prepare-data")
     repro_cli.run("pretrain", "--cell", "vittt_tiny_cifar100")
     repro_cli.run("report")
-    page = Path("results/tables.md").read_text()
+    page = Path("results/papers/night.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| Vittt-T |") and line.endswith("| – |"))
     assert row.count("%") == 1, "the slot of CIFAR-100 is filled, that of ImageNet-100 is not"
