@@ -22,7 +22,7 @@ help:
 	@echo 'make reproduce      run the whole pipeline, and compare its scores with the committed ones; then open results/tables.md'
 	@echo 'make test           run the tests, in minutes; ARGS="-k loader" selects some of them'
 	@echo 'make test-all       run them at every size, dtype and architecture too; a third of an hour or more'
-	@echo 'make measure-cpu    run what takes hours outside the pipeline: seeds, ablations, readings, speed, kernels; JOBS=2 trains two at once'
+	@echo 'make measure-cpu    run what takes hours, the digits profile: seeds, ablations, readings, speed; JOBS=2 trains two at once'
 	@echo 'make measure-gpu    measure a CUDA GPU: kernels, training, every family over the image size; MINUTES=9 stops in time'
 	@echo 'make lint           check the style and the format of the Python code'
 	@echo 'make test-browser   test results/report.html in a real browser, with screenshots in .runs/browser'
@@ -62,11 +62,13 @@ reproduce: setup
 
 REPRO := $(VENV)/bin/repro
 
-# Into results/measured/<this CPU> and results/measured/compile, by the steps of results/measured/steps.yaml; a second call continues
+# A second call continues; what is done stays when params.yaml is another profile again
 measure-cpu: setup
-	$(REPRO) run --measured --jobs $(JOBS)
+	$(REPRO) profile use digits
+	$(REPRO) run --jobs $(JOBS)
+	@echo 'params.yaml is the digits profile; to return: $(REPRO) profile use mini'
 
-# Into results/measured/<GPU>; a second call continues
+# Into results/replications/<GPU>; a second call continues
 measure-gpu: $(if $(SYSTEM_PYTHON),,setup)
 	$(GPU_PYTHON) -m repro measure $(if $(MINUTES),--minutes $(MINUTES))
 	$(GPU_PYTHON) -m repro report

@@ -42,6 +42,7 @@ class Verbs(TyperGroup):
             alone.command()(module.command)
             command = typer.main.get_command(alone)
         command.name, command.rich_help_panel = cmd_name, stages.PURPOSES[module.STAGE.purpose]
+        command.hidden = module.STAGE.hidden
         if module.STAGE.records and command.callback:
             command.callback = _require_own_code_first(command.callback)
         return command

@@ -4,14 +4,20 @@
 """
 
 import contextlib
+import functools
 import graphlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from .core.config import load_section
 from .core.errors import RunError, UserError
 from .core.paths import Paths
+
+STATUSES = ("fresh", "interrupted", "missing", "stale")
+_MOST_SHOWN = 2  # names or reasons on a line of the status
 
 
 def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | None) -> Any:
@@ -48,8 +54,8 @@ def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
     return {name: needs[name] for name in sorted(needs, key=lambda name: -depths[name])}
 
 
-def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(stage, status, why) per stage and cell of dvc.yaml, in its order.
+def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, list[str]]]:
+    """(stage, status, reasons) per stage and cell of dvc.yaml, in its order.
 
     `interrupted`: a run was stopped and its saved state waits under .runs; `missing`: an output is not there; `stale`:
     a dependency, a parameter or an output changed since the result was made; else `fresh`.
@@ -57,26 +63,56 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
     Raises:
         RunError: DVC cannot say. UserError: wrong parameters.
     """
-    with open_dvc(paths.root) as repo:
+    from dvc.dependency import param
+    from dvc.repo import lock_repo
+
+    # else DVC would parse params.yaml for each cell, and dvc.yaml and dvc.lock twice
+    once = mock.patch.object(param, "load_path", functools.cache(param.load_path))
+    with open_dvc(paths.root) as repo, lock_repo(repo), once:
         names, changed = [stage.name for stage in repo.index.stages], repo.status()
-    rows = []
+    rows: list[tuple[str, str, list[str]]] = []
     for name in names:
         whys = [why for why in changed.get(name, []) if why != "always changed"]
-        outs = {out: how for why in whys if isinstance(why, dict) for out, how in why.get("changed outs", {}).items()}
-        deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", {})]
+        outs = [out for why in whys if isinstance(why, dict) for out in why.get("changed outs", ())]
+        deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", ())]
         state = _find_saved_state(paths, table, name)
-        missing = [out for out, how in outs.items() if how == "deleted"]
+        missing = [out for out in outs if not (paths.root / out).exists()]
         if state is not None:
             step = int(state.name.split(".")[0].removeprefix("step_"))
-            rows.append((name, "interrupted", f"stopped after step {step}; it continues from there"))
+            rows.append((name, "interrupted", [f"stopped after step {step}; it continues from there"]))
         elif missing:
-            rows.append((name, "missing", ", ".join(missing)))
+            rows.append((name, "missing", missing))
         elif whys:
-            others = [why for why in whys if isinstance(why, str)]
-            rows.append((name, "stale", ", ".join([*deps, *outs, *others])))
+            rows.append((name, "stale", [*deps, *outs, *(why for why in whys if isinstance(why, str))]))
         else:
-            rows.append((name, "fresh", ""))
+            rows.append((name, "fresh", []))
     return rows
+
+
+def join_cells(rows: Sequence[tuple[str, str, Sequence[str]]]) -> list[tuple[str, str, str]]:
+    """The rows of `find_status` as (stage, status, why), one for all cells of a stage: how many are fresh, and how many
+    and which are not.
+    """
+    joined = []
+    for stage, group in itertools.groupby(rows, key=lambda row: row[0].partition("@")[0]):
+        of_stage = list(group)
+        status, whys = of_stage[0][1], dict.fromkeys(why for row in of_stage for why in row[2])
+        if "@" in of_stage[0][0]:
+            cells = {each: [name.partition("@")[2] for name, its, _ in of_stage if its == each] for each in STATUSES}
+            parts = [
+                f"{len(names)} {each}{f' ({_shorten(names)})' if each != 'fresh' else ''}"
+                for each, names in cells.items()
+                if names
+            ]
+            status = f"{len(of_stage)} cell{'s' if len(of_stage) > 1 else ''}: {', '.join(parts)}"
+        joined.append((stage, status, _shorten(list(whys))))
+    return joined
+
+
+def _shorten(texts: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(texts[:_MOST_SHOWN])
+    return shown if len(texts) <= _MOST_SHOWN else f"{shown} and {len(texts) - _MOST_SHOWN} more"
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
@@ -85,7 +121,7 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
     """
     stage, _, cell = name.partition("@")
     row = table.get(stage)
-    if row is None or row.task is None:
+    if row is None or row.task is None or not any(paths.run_state(stage, cell, "").glob("seed_*/step_*.pt")):
         return None
     from .runs.job import Cell
 
@@ -93,8 +129,7 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
         params = load_params(paths, table, stage, cell)
     except (UserError, OSError):  # no run can have started with these
         return None
-    of_cell = Cell(
-        stage=stage, name=cell, params=params, spec=row.task, paths=paths, runtime=None, folder=paths.cell(stage, cell)
-    )
+    shared = {"paths": paths, "runtime": None, "record": paths.cell(stage, cell) / "metrics.json"}
+    of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, **shared)
     folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)

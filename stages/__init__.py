@@ -30,7 +30,7 @@ GpusOption = Annotated[
 ]
 SeedsOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/measured."),
+    typer.Option(min=1, help="Train this many seeds instead: 0, 1, ...; the results go to results/replications."),
 ]
 Sha256Option = Annotated[
     str | None,
@@ -79,6 +79,7 @@ class Stage:
         task: of a stage that trains, its task.
         records: whether it writes what names the code of the checkout, which must then be the code that runs.
         alone: whether other work on the machine would change its results, since they are times.
+        hidden: whether DVC alone calls it, so that no list of verbs has it.
     """
 
     purpose: Literal["check", "run", "graph", "use", "prove"] = "graph"
@@ -87,6 +88,7 @@ class Stage:
     task: Any = None
     records: bool = True
     alone: bool = False
+    hidden: bool = False
 
     @property
     def scores(self) -> Mapping[str, str]:
@@ -112,16 +114,25 @@ def load_module(name: str) -> Any:
 
 
 def load_stages() -> dict[str, Stage]:
-    """The whole table: name -> row."""
-    return {name: load_module(name).STAGE for name in stage_names()}
+    """The whole table: name -> row. A module with `SECTIONS` runs the stages of dvc.yaml of these names too."""
+    table: dict[str, Stage] = {}
+    for module in map(load_module, stage_names()):
+        table |= {module.__name__.rpartition(".")[2]: module.STAGE, **getattr(module, "SECTIONS", {})}
+    return table
+
+
+def list_graph() -> list[str]:
+    """The names of the stages of dvc.yaml, in its order; none where there is no dvc.yaml, as in a wheel."""
+    file = Path(repro.__file__).parents[1] / "dvc.yaml"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return re.findall(r"(?m)^  (\w+):$", text)
 
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Purpose -> the names of its stages: those of the pipeline as dvc.yaml has them, the others in alphabetical order."""
-    file = Path(repro.__file__).parents[1] / "dvc.yaml"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a wheel has none
-    order = {name: place for place, name in enumerate(re.findall(r"(?m)^  (\w+):$", text))}
-    names = {purpose: [name for name, stage in table.items() if stage.purpose == purpose] for purpose in PURPOSES}
+    order = {name: place for place, name in enumerate(list_graph())}
+    verbs = {name: table[name] for name in stage_names()}
+    names = {purpose: [name for name, stage in verbs.items() if stage.purpose == purpose] for purpose in PURPOSES}
     return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}
 
 

@@ -1,78 +1,52 @@
-"""`repro ablate`: what a paper ablates, trained alike over several seeds (the mini profile trains two designs of Vittt
-on digits).
-"""
+"""`repro ablate`: trainings whose weights nothing starts from, of every task: variants, more seeds, long curves."""
 
 from typing import Annotated
 
 import typer
 
-from repro.core.errors import UserError
+from repro.core.config import load_sections, section_keys
+from repro.core.errors import UserError, did_you_mean
+from repro.core.paths import find_root
 from repro.tasks.classification.spec import SPEC
+from repro.tasks.detection.spec import SPEC as DETECTION
+from repro.tasks.generation.spec import SPEC as GENERATION
+from repro.tasks.linearization.spec import SPEC as LINEARIZATION
+from repro.tasks.segmentation.spec import SPEC as SEGMENTATION
 
-from . import CellOption, GpusOption
-from .pretrain import STAGE
+from . import GpusOption, Stage
 
-__all__ = ["STAGE", "command"]
-
-PAPER = "vision_ttt"
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
+SECTIONS = {
+    f"ablate_{name}": Stage(params=spec.params, cells=True, task=spec)
+    for name, spec in {
+        "linearize": LINEARIZATION,
+        "detect": DETECTION,
+        "segment": SEGMENTATION,
+        "generate": GENERATION,
+    }.items()
+}
 
 
 def command(
-    cell: CellOption = None,
+    cell: Annotated[
+        str | None, typer.Option(help="One cell, or SECTION.CELL where two sections have its name; without it, all.")
+    ] = None,
     gpus: GpusOption = None,
-    grid: Annotated[
-        bool, typer.Option("--all", help="Train all variants of the paper, into results/measured/<device>/ablate/.")
-    ] = False,
-    variant: Annotated[str | None, typer.Option(help="Train only this one of the variants, in this process.")] = None,
-    paper: Annotated[
-        str, typer.Option(help="With --all and --variant: whose variants, a folder of repro/papers.")
-    ] = PAPER,
-    teacher: Annotated[
-        str | None,
-        typer.Option(help="With --paper linearize: weights of another softmax model than that of the recipe."),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="With --all: a cell of prepare_data; by default that of the shared recipe.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="With --all: how many seeds of each variant to train: 0, 1, ...")] = 3,
-    epochs: Annotated[
-        int | None, typer.Option(help="With --all: epochs of each training; by default as many as in the recipe.")
-    ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(help="With --all: variants that train at once, over the GPUs; on a CPU they share the threads."),
-    ] = 1,
-    own_rates: Annotated[
-        bool,
-        typer.Option(
-            "--own-rates",
-            help="With --all: train each variant at the rate that `repro tune --paper` chose for it, not at that of "
-            "the shared recipe.",
-        ),
-    ] = False,
-    speed: Annotated[bool, typer.Option(help="With --all: measure the throughput when all are trained.")] = True,
 ) -> None:
-    """Train variants of a model alike, over several seeds; a stopped run continues where it was."""
+    """Train the cells of `ablate` and `ablate_*`: variants, seeds and long curves; a stopped run continues."""
     from repro.papers import describe_recipe
-    from repro.papers.grid import choose_variants, run_variants, use_own_rates
     from repro.runs.cells import read_cells, train_cells
 
-    if not grid and variant is None:
-        if paper != PAPER:
-            raise UserError(
-                f"ablate: --paper {paper}: give --all or --variant with it; the cells of params.yaml are of {PAPER}"
-            )
-        if teacher is not None:
-            raise UserError("ablate: --teacher goes with --paper linearize and --all or --variant")
-        train_cells(read_cells("ablate", SPEC, cell, recipe=describe_recipe), gpus)
-        return
-    if cell is not None or gpus is not None:
-        raise UserError(
-            "ablate: --cell and --gpus are for the cells of params.yaml; leave them out with --all and --variant"
-        )
-    chosen = choose_variants(paper, teacher)
-    if own_rates:
-        if data is None:
-            raise UserError("ablate: --own-rates: name the data on which the rates were searched with --data")
-        chosen = use_own_rates(chosen, data, variant)
-    run_variants(chosen, variant, data=data, seeds=seeds, epochs=epochs, jobs=jobs, speed=speed)
+    params, specs = find_root().params, {name: stage.task for name, stage in {"ablate": STAGE, **SECTIONS}.items()}
+    sections = load_sections(params)
+    known = [(section, name) for section in specs if section in sections for name in section_keys(params, section)]
+    chosen = [(section, name) for section, name in known if cell in (None, name, f"{section}.{name}")]
+    if not chosen:
+        names = [name for _, name in known]
+        what = f"ablate: --cell {cell}: no such cell{did_you_mean(cell, names)}" if cell else "ablate: has no cell"
+        raise UserError(f"{what}; `repro profile use digits` has those of the papers")
+    if cell and len(chosen) > 1:
+        raise UserError(f"ablate: --cell {cell}: is in two sections; write {' or '.join(map('.'.join, chosen))}")
+    recipes = {section: describe_recipe for section, spec in specs.items() if spec in (SPEC, LINEARIZATION)}
+    found = [read_cells(each, specs[each], name, recipe=recipes.get(each)) for each, name in chosen]
+    train_cells([each for (each,) in found], gpus)

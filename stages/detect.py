@@ -22,11 +22,11 @@ from . import (
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 RandomOption = Annotated[
-    bool, typer.Option("--random", help="Start from random weights; the results go to results/measured.")
+    bool, typer.Option("--random", help="Start from random weights; the results go to results/replications.")
 ]
 EpochsOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Train this many epochs instead; without --data the results go to results/measured."),
+    typer.Option(min=1, help="Train this many epochs instead; without --data the results go to results/replications."),
 ]
 
 

@@ -60,7 +60,7 @@ def command(
     """Measure speed and peak memory, each row in a fresh process.
 
     Without options, measure the rows of the `efficiency:` section of params.yaml. With any option, measure a sweep into
-    results/measured/<device>/efficiency.json, with figures; a second call continues it.
+    results/replications/<device>/efficiency.json, with figures; a second call continues it.
     """
     paths = find_root()
     runtime = load_runtime(paths)

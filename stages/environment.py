@@ -11,7 +11,7 @@ from repro.core.runtime import describe_machine
 
 from . import Stage
 
-STAGE = Stage()
+STAGE = Stage(hidden=True)
 
 
 def command() -> None:

@@ -63,7 +63,7 @@ def command(
     ] = "fp32",
     sha256: Sha256Option = None,
 ) -> None:
-    """Measure top-1 and top-5 accuracy; the records go to results/measured."""
+    """Measure top-1 and top-5 accuracy; the records go to results/replications."""
     from repro.inference.evaluate import evaluate
     from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 

@@ -69,7 +69,8 @@ def command(
     if images and data is not None:
         raise UserError("explain: --data goes with --probe, or with --map attention in place of pictures")
     if weights is None and model is None:
-        weights = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "weights.safetensors"
+        first = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "metrics.json"
+        weights = paths.artifacts(first) / "weights.safetensors"
     require_hash(weights, sha256)
     from repro.data.cells import open_cell
     from repro.inference import distributions

@@ -59,7 +59,7 @@ def command(
 def describe_exports(paths: Paths) -> str:
     """The rows of `--bench` as tables, for docs/export.md."""
     blocks = []
-    for file in sorted((paths.results / "measured").glob("*/export.json")):
+    for file in sorted(paths.results.glob("replications/*/export.json")):
         record = read_record(file)
         blocks.append(f"{record['identity']['device']}; model, pixels and format, then what was measured:\n")
         blocks.append("| model | format | written in (s) | MiB | difference | an image (ms) | eager (ms) |")

@@ -1,6 +1,4 @@
-"""`repro generate`: train a denoiser, DiT, DiT3 or DiT5, or draw pictures with one. No stage of the pipeline: its
-results are those of runs outside the pipeline.
-"""
+"""`repro generate`: train a denoiser, DiT, DiT3 or DiT5, or draw pictures with one."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,10 +19,7 @@ _TRAINING = ("cell", "gpus", "seeds", "init")
 
 def command(
     context: typer.Context,
-    cell: Annotated[
-        str | None,
-        typer.Option(help="Train this cell of `generate:` in params.yaml; the results go to results/measured."),
-    ] = None,
+    cell: Annotated[str | None, typer.Option(help="Train this cell of `generate:` in params.yaml.")] = None,
     init: Annotated[
         str | None,
         typer.Option("--from", help="With --cell: begin with these weights; a DiT5 inherits those of a DiT."),
@@ -91,7 +86,7 @@ def command(
         if cell is None:
             raise UserError("generate: nothing to do; train with --cell NAME, or draw with --weights FILE")
         require_hash(None if init is None else Path(init), sha256)
-        train_cells(read_cells("generate", SPEC, cell, init=init, seeds=seeds, by_hand=True), gpus)
+        train_cells(read_cells("generate", SPEC, cell, init=init, seeds=seeds), gpus)
         return
     if set(given) & set(_TRAINING):
         raise UserError("generate: --cell, --from, --gpus and --seeds train, and --weights draws; take one of them")

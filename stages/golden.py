@@ -8,7 +8,7 @@ from repro.core.errors import RunError, UserError
 
 from . import Stage
 
-STAGE = Stage()
+STAGE = Stage(hidden=True)
 
 
 def command(

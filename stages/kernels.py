@@ -1,5 +1,5 @@
-"""`repro kernels check|bench|resources`: are the Triton kernels right and fast, and what does the compiler make of
-them?
+"""`repro kernels check|bench|resources|forms`: are the Triton kernels right and fast, what does the compiler make of them,
+and which form of an inner learner is the faster one?
 """
 
 from typing import Annotated
@@ -59,3 +59,13 @@ def resources(
     from repro.bench.kernels import run_resources
 
     run_resources(find_root(), op, defaults=defaults)
+
+
+@app.command()
+def forms() -> None:
+    """Time inner learners, recurrent and parallel, over the tokens."""
+    from repro.bench.forms import run_forms
+    from repro.core.runtime import load_runtime
+
+    paths = find_root()
+    run_forms(paths, load_runtime(paths))

@@ -38,7 +38,7 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Train this many epochs instead; a cell's results go to results/measured. With --data, the default "
+            help="Train this many epochs instead; a cell's results go to results/replications. With --data, the default "
             "follows from the number of pictures.",
         ),
     ] = None,

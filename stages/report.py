@@ -1,33 +1,20 @@
 """`repro report`: the papers' numbers next to ours, and the status of each, from the records under results/."""
 
-import dataclasses
 import importlib
 import re
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from repro.core.config import active_profile, load_section
 from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
 from repro.papers import load_papers
 
-from . import PURPOSES, Stage, list_verbs, load_stages, stage_names, verb_of
+from . import PURPOSES, Stage, list_graph, list_verbs, load_stages, stage_names, verb_of
 from .export import describe_exports
-from .selftest import describe_faults
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportParams:
-    """The `report:` section: the precision of rows that are compared with the paper's speed and memory; the paper does
-    not name its own.
-    """
-
-    speed_dtype: Literal["fp32", "bf16", "fp16"] = "fp16"
-
-
-STAGE = Stage(params=ReportParams)
+STAGE = Stage()
 
 
 def command(
@@ -38,12 +25,12 @@ def command(
         bool, typer.Option("--check", help="Write nothing; name each page that is not what the records give.")
     ] = False,
 ) -> None:
-    """Compare the papers' numbers with ours: write results/tables.md, report.html, claims.csv and claims.json."""
+    """Compare the papers' numbers with ours: write results/tables.md, report.html and claims.csv."""
     paths = find_root()
-    run(load_section(ReportParams, paths.params, "report"), paths, html=html, check=check)
+    run(paths, html=html, check=check)
 
 
-def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = False) -> None:
+def run(paths: Paths, *, html: bool = True, check: bool = False) -> None:
     """Report on every paper that has a room; see `write_report` and, for `check`, `find_outdated` in
     `repro.report.pages`.
 
@@ -58,11 +45,9 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
     papers = list(load_papers().values())
     results = Results(paths, papers, load_scores())
     verbs = [verb_of(name) for name in stage_names()]
-    named = active_profile(paths, besides=("runtime",))
-    judge = partial(judge_paper, speed_dtype=params.speed_dtype, verbs=verbs, profile=named)
+    judge = partial(judge_paper, verbs=verbs)
     passages = [
         ("README.md", "verbs", describe_verbs()),
-        ("docs/training.md", "faults", describe_faults(paths)),
         ("docs/export.md", "exports", describe_exports(paths)),
         ("docs/models.md", "families", describe_families()),
         *campaign.make_passages(paths),
@@ -82,14 +67,15 @@ def run(params: ReportParams, paths: Paths, *, html: bool = True, check: bool = 
 def load_scores() -> dict[str, dict[str, str]]:
     """The stages of the graph, in the order of dvc.yaml -> the keys of their scores -> labels."""
     table = load_stages()
-    return {name: dict(table[name].scores) for name in list_verbs(table)["graph"]}
+    return {name: dict(table[name].scores) for name in list_graph() if name in table}
 
 
 def describe_verbs() -> str:
     """The verbs by purpose in the order of use, as Markdown. README.md has it; `repro --help` says what each does."""
+    table = load_stages()
     lines = [
-        f"| {PURPOSES[purpose]} | {', '.join(f'`{verb_of(name)}`' for name in names)} |"
-        for purpose, names in list_verbs(load_stages()).items()
+        f"| {PURPOSES[purpose]} | {', '.join(f'`{verb_of(name)}`' for name in names if not table[name].hidden)} |"
+        for purpose, names in list_verbs(table).items()
     ]
     return "\n".join(["| purpose | `repro` ... |", "|---|---|", *lines])
 

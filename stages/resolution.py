@@ -8,7 +8,7 @@ from repro.inference.params import ResolutionParams
 from . import Stage
 
 # the weights files name their models
-STAGE = Stage(params=ResolutionParams, alone=True)
+STAGE = Stage(params=ResolutionParams, alone=True, hidden=True)
 
 
 def command() -> None:

@@ -1,6 +1,4 @@
-"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once; or all that is measured besides
-it.
-"""
+"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once."""
 
 from typing import Annotated
 
@@ -19,27 +17,16 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Run all stages, also those whose results are up to date.")
     ] = False,
-    measured: Annotated[
-        bool, typer.Option("--measured", help="Run the commands of results/measured/steps.yaml instead, for hours.")
-    ] = False,
 ) -> None:
     """Run the stages of dvc.yaml, several at once where none needs another; measurements of speed run alone.
 
     Each stage is run by `dvc repro --single-item`, so DVC's records are those of a plain `dvc repro`. Their output goes
-    to .runs/logs/run. What runs outside the graph, `--measured`, keeps what is finished, so that a second call
-    continues.
+    to .runs/logs/run.
     """
-    from repro.core.errors import UserError
     from repro.core.paths import find_root
     from repro.core.runtime import load_runtime
-    from repro.pipeline import choose_jobs, run_measured, run_stages
-
-    if force and measured:
-        raise UserError("run: --force goes without --measured; what is finished there is kept")
+    from repro.pipeline import choose_jobs, run_stages
 
     paths = find_root()
     runtime = load_runtime(paths)
-    if measured:
-        run_measured(paths, runtime, jobs=jobs or choose_jobs(runtime))
-        return
     run_stages(paths, load_stages(), runtime, jobs=jobs or choose_jobs(runtime), force=force)

@@ -2,7 +2,7 @@
 
 from . import Stage
 
-STAGE = Stage()
+STAGE = Stage(hidden=True)
 
 
 def command() -> None:
@@ -16,5 +16,7 @@ def command() -> None:
     paths, started, sizes = find_root(), time.monotonic(), Sizes()
     theorems = measure_theorems(sizes)
     identity = make_identity(paths.root, sizes, device="cpu", dtype="fp64", backend="reference")
-    write_record(paths.results / "theory", {"theorems": theorems}, identity, time.monotonic() - started)
+    write_record(
+        paths.results / "theory" / "metrics.json", {"theorems": theorems}, identity, time.monotonic() - started
+    )
     print("theory: largest errors:", ", ".join(f"{name} {error:.0e}" for name, error in theorems.items()))

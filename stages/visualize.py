@@ -10,7 +10,7 @@ from repro.inference.params import VisualizeParams
 from . import Stage
 
 # the weights files name their models
-STAGE = Stage(params=VisualizeParams)
+STAGE = Stage(params=VisualizeParams, hidden=True)
 
 
 def command() -> None:

@@ -16,22 +16,21 @@ import typer
 import yaml
 from dvc.utils.hydra import apply_overrides
 from PIL import Image
+from typer.testing import CliRunner
 
 import stages
 from repro.cli import app
 from repro.core.config import build, load_section, load_yaml
-from repro.core.paths import Paths
 from repro.data.coco import read_instances
 from repro.data.kinds import PrepareData
 from repro.papers import load_papers
-from repro.pipeline import read_steps
 from repro.tasks.classification.params import ClassifierParams
 from repro.tasks.generation.params import GenerateParams
 from stages.report import describe_verbs
 from tests.conftest import ROOT, run_python
 from tests.test_layout import import_graph
 
-PAGES = [ROOT / name for name in ("README.md", "results/measured/README.md", "results/speed.md")]
+PAGES = [ROOT / name for name in ("README.md", "results/replications/README.md", "results/speed.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
@@ -80,11 +79,11 @@ def options_of(command: Any) -> dict[str, Any]:
 
 @functools.cache
 def known_cells(page: Path) -> dict[str, set[str]]:
-    """Section -> the cells of both profiles, and of the examples on the page."""
+    """Section -> the cells of all profiles, and of the examples on the page."""
     examples = map(yaml.safe_load, fenced(page, "yaml"))
     found: dict[str, set[str]] = {}
     for content in (*map(load_yaml, (ROOT / "profiles").glob("*.yaml")), *examples):
-        for section, cells in (*content.items(), *content.get("by_hand", {}).items()):
+        for section, cells in (*content.items(),):
             found.setdefault(section, set()).update(cells if isinstance(cells, dict) else ())
     return found
 
@@ -101,7 +100,9 @@ def check_command(line: str, words: list[str], cells: dict[str, set[str]]) -> No
             if choices and value.islower():
                 assert set(value.split("|")) <= set(choices), line
             if word == "--cell" and value.islower():
-                assert value in cells[command.name.replace("-", "_")], line
+                verb = command.name.replace("-", "_")
+                sections = [name for name in cells if name == verb or (verb == "ablate" and name.startswith("ablate_"))]
+                assert any(value in cells[section] for section in sections), line
 
 
 @each_page
@@ -116,15 +117,6 @@ def test_every_command_exists_with_its_options(page):
                 assert cell in known_cells(page)[stage], line
         else:
             check_command(line, words, known_cells(page))
-
-
-def test_every_step_that_is_measured_exists_with_its_options():
-    steps = read_steps(Paths(ROOT), "results/measured/cpu", 2)
-    assert steps
-    for step in steps:
-        check_command(" ".join(step.words), list(step.words), known_cells(PAGES[0]))
-    quiet = [step.group.quiet for step in steps if not step.variables and step.words[0] != "kernels"]
-    assert quiet == sorted(quiet), "what needs a quiet machine comes last"
 
 
 @each_page
@@ -240,6 +232,14 @@ def test_the_blocks_of_the_readme_are_those_that_code_writes():
     blocks = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", README, re.S))
     assert set(blocks) == {"claims", "verdict", "picture", "run", "papers", "verbs"}
     assert blocks["verbs"] == describe_verbs(), "put describe_verbs() between the markers"
+
+
+@pytest.mark.parametrize("name", stages.stage_names())
+def test_a_verb_is_in_the_help_and_on_the_page_unless_dvc_alone_calls_it(name):
+    word, said = stages.verb_of(name), CliRunner().invoke(app, ["--help"]).output
+    listed = bool(re.search(rf"^\W+{word} ", said, re.M))
+    assert listed == (f"`{word}`" in describe_verbs()) == (not stages.load_stages()[name].hidden)
+    assert CliRunner().invoke(app, [word, "--help"]).exit_code == 0
 
 
 def test_what_the_installation_needs_is_what_it_checks():

@@ -47,7 +47,7 @@ def house(tmp_path_factory) -> Path:
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(f"{text}\n")
     graph = (root / "dvc.yaml").read_text() + f"\n{STAGE_IN_THE_GRAPH}\n" + HALVE_IN_THE_GRAPH
-    shown = "      - results/measured\n"
+    shown = "      - results/replications\n"
     (root / "dvc.yaml").write_text(graph.replace(shown, f"{shown}      - results/toy\n      - results/halve\n"))
     for profile in (root / "profiles").iterdir():
         text = profile.read_text().replace("\npretrain:\n", f"\n{FAMILY_SECTION}\n")

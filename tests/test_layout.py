@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages import stage_names
+from stages import load_stages
 from tests.conftest import ROOT
 from tests.imports import find_imports, import_closure
 
@@ -30,7 +30,7 @@ def test_the_layout_is_the_tree():
         parts = name.split("/")
         expected.add(parts[0] + ("/" if len(parts) > 1 else ""))
         if parts[0] in deep and len(parts) > 2:
-            of_stage = parts[0] == "results" and parts[1] in stage_names()
+            of_stage = parts[0] == "results" and parts[1] in load_stages()
             expected.add("results/STAGE/" if of_stage else "/".join(parts[:2]) + "/")
     assert {path for path, _ in lines} == expected
 

@@ -1,13 +1,12 @@
 """Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
 
 Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
-nothing but itself. What a step has measured lies in its record under results/measured/<device>, written as it comes; a
+nothing but itself. What a step has measured lies in its record under results/replications/<device>, written as it comes; a
 step whose record is complete and of the present code does nothing. A GPU that is free for some minutes at a time is
 therefore measured by calling the same command again.
 """
 
 import dataclasses
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from .kernels import run_bench, run_check
 from .lanes import run_in_lanes
 
 SHORTEST_S = 20.0  # with less left nothing is begun
-TRAINED = "pretrain/vittt_tiny_digits"  # a stage and a cell, which no params file has
+TRAINED = "speed/pretrain/vittt_tiny_digits"  # the speed of a cell that no params file has
 TRAINING = {
     "model": "vittt_tiny_patch16_224",
     "data": "digits",
@@ -53,7 +52,7 @@ class Step:
 
 
 def record_environment(paths: Paths, minutes: float | None) -> bool:
-    """results/measured/<device>/environment.json: the machine, its versions, and what is in the way of the kernels."""
+    """results/replications/<device>/environment.json: the machine, its versions, and what is in the way of the kernels."""
     import torch
 
     from kernels import selected_backend
@@ -69,12 +68,12 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
     }
     place = {"device": device_label(device), "dtype": "bf16 asked", "backend": metrics["backend"]}
     identity = make_identity(paths.root, CampaignParams(), **place)
-    write_record(paths.measured(device_slug(device)), metrics, identity, 0.0, name="environment")
+    write_record(paths.replications(device_slug(device)) / "environment.json", metrics, identity, 0.0)
     return True
 
 
 def time_training(paths: Paths, minutes: float | None) -> bool:
-    """pretrain/vittt_tiny_digits.json: a training's speed as `record_speed` writes it, with the share of the peak.
+    """speed/pretrain/vittt_tiny_digits.json: a training's speed as `record_speed` writes it, with the share of the peak.
 
     The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
     """
@@ -87,8 +86,9 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
 
     if not torch.cuda.is_available():
         raise RunError("PyTorch sees no CUDA device")
-    stage, name = TRAINED.split("/")
-    file = paths.measured(device_slug("cuda")) / f"{TRAINED}.json"
+    _, stage, name = TRAINED.split("/")
+    folder = paths.replications(device_slug("cuda"))
+    file, record = folder / f"{TRAINED}.json", folder / stage / f"{name}.json"
     if file.is_file() and read_json(file)["identity"].get("parent_commit") == find_commit(paths.root):
         return True
     params, given = build(SPEC.params, TRAINING, name), load_runtime(paths)
@@ -97,9 +97,10 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     runtime = dataclasses.replace(
         given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots
     )
-    folder = paths.run_state(stage, name, "result")
-    shutil.rmtree(folder, ignore_errors=True)  # a training that is recorded there would not be repeated
-    train_cells([Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, folder=folder)])
+    record.unlink(missing_ok=True)  # a training that is recorded would not be repeated
+    about = {"params": params, "spec": SPEC, "paths": paths, "runtime": runtime, "record": record}
+    train_cells([Cell(stage=stage, name=name, **about)])
+    record.unlink()  # its speed alone is kept
     return True
 
 
@@ -182,7 +183,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     """(page, marker, text) of results/speed.md: the records of each GPU in a line each, or that there is none."""
     lines = ["| device | record | what it says | commit |", "|---|---|---|---|"]
     for name, describe in _DESCRIPTIONS.items():
-        for file in sorted((paths.results / "measured").glob(f"*/{name}.json")):
+        for file in sorted(paths.results.glob(f"replications/*/{name}.json")):
             record = read_json(file)
             identity = record["identity"]
             if str(identity["device"]).startswith("cuda"):

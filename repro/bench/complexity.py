@@ -50,7 +50,7 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
     identity = make_identity(paths.root, params, device=counted_only, dtype="fp32", backend=counted_only)
-    write_record(folder, metrics, identity, time.monotonic() - started)
+    write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
     savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
     print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")
 

@@ -74,14 +74,14 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     write_rows(folder / "rows.csv", rows, GRID_COLUMNS)
     metrics = {"rows": rows, **compare_at(COMPARED_AT, pairs, rows), "op": {**op, "device": label}}
     identity = make_identity(paths.root, params, device=label, dtype=params.dtype, backend=backend)
-    write_record(folder, metrics, identity, time.monotonic() - started)
+    write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
 
 
 def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
-    """Measure the rows of a sweep that are not measured yet, and write efficiency.{json,csv} and
-    efficiency/*.{png,svg}.
+    """Measure the rows of a sweep that are not measured yet, and write efficiency.{json,csv} in
+    results/replications/<device>, and figures in artifacts/.
 
-    All lie in results/measured/<device>. Returns whether no row was left out for want of time. metrics: `rows`, see
+    Returns whether no row was left out for want of time. metrics: `rows`, see
     `repro.bench.speed.measure` and `measure_rows`; `left_out`, a list of {image_size, expected_s}; `gates`, see
     `repro.bench.op_rate.measure_gate`; `compared`, `growth` and `repeated`, see `repro.bench.conclude.conclude`.
 
@@ -96,7 +96,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
     if params.compile == "graphs" and (device.type != "cuda" or params.mode != "infer"):
         where = f"--mode {params.mode} on {device.type}"
         raise UserError(f"efficiency: --graphs is for inference on a GPU, and this is {where}")
-    folder = paths.measured(device_slug(device))
+    folder = paths.replications(device_slug(device))
     record = folder / "efficiency.json"
     before = _read_sweep(record)
     gates, left_out = before["gates"], {}
@@ -110,7 +110,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
         backends = ", ".join(sorted({row["backend"] for row in rows if row["status"] == "ok"})) or "none"
         identity = make_identity(paths.root, params, device=label, dtype=params.dtype, backend=backends)
         write_rows(folder / "efficiency.csv", rows)
-        write_record(folder, metrics, identity, time.monotonic() - started, name="efficiency")
+        write_record(record, metrics, identity, time.monotonic() - started)
 
     store = open_model_rows(paths.root, label, before["rows"], save)
     specs, runs = params.specs(device.type, runtime.threads), range(1, params.runs + 1)
@@ -129,7 +129,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime) -> bool:
         if store.rows:
             save(store)
             if importlib.util.find_spec("matplotlib"):
-                _draw_figures(store.rows, folder / "efficiency", label)
+                _draw_figures(store.rows, paths.artifacts(record), label)
             else:
                 print("no figures: matplotlib is not installed")
     if not store.rows:
@@ -180,10 +180,10 @@ def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
             largest = max(sides)
             about = f"{label}, batch {batch_size}, {dtype}, {mode}{_COMPILED[compiled][0]}"
             name = f"{size}_batch{batch_size}_{dtype}_{mode}{_COMPILED[compiled][1]}"
-            against_resolution(folder / f"fig6_{name}", series, f"size {size}: {about}")
+            against_resolution(folder / f"fig6_{name}.png", series, f"size {size}: {about}")
             at_size = {family: row for family, own in series.items() for row in own if row["image_size"][0] == largest}
             bars = {
                 key: {family: row[key] for family, row in at_size.items() if row[key] is not None} for key in LABELS
             }
             bars = {key: values for key, values in bars.items() if values}
-            at_largest(folder / f"fig1_{name}", bars, f"size {size} at {largest}²: {about}")
+            at_largest(folder / f"fig1_{name}.png", bars, f"size {size} at {largest}²: {about}")

@@ -1,4 +1,4 @@
-"""The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro forms` writes.
+"""The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro kernels forms` writes.
 
 Both forms of a learner run in turn, and each ratio is of one turn.
 """
@@ -81,7 +81,7 @@ class FormsParams:
 
 
 def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams()) -> None:
-    """Measure both forms on this machine's device and write results/measured/<device>/forms.json.
+    """Measure both forms on this machine's device and write results/replications/<device>/forms.json.
 
     Rows of an earlier call are reused where the same code measured them. metrics: `rows`, one for each setting,
     learner, form, mode and number of tokens, {setting, learner, form, mode, tokens, heads, head_dim, chunk_size,
@@ -101,7 +101,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     shown = {"device": device_label(device, runtime.threads), "dtype": "fp32", "backend": "torch"}
     here = {"device": shown["device"], "torch_version": installed_version("torch")}
     here["commit"] = find_commit(paths.root) or "not in Git"
-    file = paths.measured(device_slug(device)) / "forms.json"
+    file = paths.replications(device_slug(device)) / "forms.json"
 
     def save(store: RowStore) -> None:
         backbones = [row for row in store.rows if "learner" not in row]
@@ -109,7 +109,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
         metrics = {"rows": rows, "ratios": _compare(rows), "backbones": backbones}
         # a record is as old as its oldest row
         identity = before["identity"] if store.list_old() else make_identity(paths.root, params, **shown)
-        write_record(file.parent, metrics, identity, time.monotonic() - started, name=file.stem)
+        write_record(file, metrics, identity, time.monotonic() - started)
 
     before = read_json(file) if file.is_file() else {"metrics": {"rows": [], "backbones": []}}
     kept = {_identify(row): row for name in ("rows", "backbones") for row in before["metrics"][name]}

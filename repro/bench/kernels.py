@@ -40,7 +40,7 @@ class KernelsParams:
 
 
 def run_check(paths: Paths, op: str | None = None, minutes: float | None = None, *, again: bool = True) -> bool:
-    """Check the kernels of one operator, or of all; write results/measured/<device>/kernels_check.json. Whether all
+    """Check the kernels of one operator, or of all; write results/replications/<device>/kernels_check.json. Whether all
     rows are there.
 
     `again`: make a complete record anew.
@@ -61,7 +61,7 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
             cases.op.selected_backend("triton", device)
     except ValueError as error:
         raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
-    path = paths.measured(device_slug(device)) / f"kernels_check{'_interpreted' * operators.INTERPRETED}.json"
+    path = paths.replications(device_slug(device)) / f"kernels_check{'_interpreted' * operators.INTERPRETED}.json"
     deadline = _deadline(minutes)
 
     def plan(cases: Any) -> Plan:
@@ -118,7 +118,7 @@ def _list_checks(op: str) -> list[Any]:
 def run_bench(
     paths: Paths, op: str | None = None, *, compared: bool = False, minutes: float | None = None, again: bool = True
 ) -> bool:
-    """Check kernels that no record says are right, time them, and write results/measured/<device>/kernels.json.
+    """Check kernels that no record says are right, time them, and write results/replications/<device>/kernels.json.
 
     metrics: `rows`, see `kernels.tools.bench.measure`; `summary`, see `kernels.tools.bench.summarise`; `op`, the memory of
     Appendix B; `tuned`, the configs that tuning chose; `source_hash`, `unfinished`, as in `run_check`; and the versions
@@ -147,7 +147,7 @@ def run_bench(
         measure = partial(bench.measure, cases, device, find=lambda key: table.find((cases.NAME, key)))
         return {key: partial(measure, step) for key, step in bench.planned(cases, compared).items()}
 
-    path = paths.measured(device_slug(device)) / "kernels.json"
+    path = paths.replications(device_slug(device)) / "kernels.json"
     options = {"wanted": lambda cases: plan(cases, compared), "key": bench.row_key, "again": again}
     table = _Table(paths, path, "bench", device_label(device), chosen, plan, **options)
     table.extra |= {key: table.before[key] for key in ("op", "tuned") if table.before.get(key)}
@@ -175,7 +175,7 @@ def run_bench(
 
 def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False) -> None:
     """Compile every configuration without a GPU, or only the default ones, and write
-    results/measured/compile/resources.json.
+    results/replications/compile/resources.json.
 
     `defaults` writes resources_triton_<version>.json instead, which is for another version than the lock file's.
     metrics: `rows`, see `kernels.tools.resources.planned`; `source_hash`, `unfinished`, as in `run_check`.
@@ -188,7 +188,7 @@ def run_resources(paths: Paths, op: str | None = None, *, defaults: bool = False
 
     if operators.INTERPRETED:
         raise UserError("kernels resources: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
-    path = paths.measured("compile") / "resources.json"
+    path = paths.replications("compile") / "resources.json"
     if defaults:
         path = path.with_name(f"resources_triton_{str(installed_version('triton')).replace('.', '_')}.json")
 
@@ -213,16 +213,16 @@ def find_operators(op: str | None) -> list[Any]:
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of the tables in results/speed.md, from results/measured; none where Triton is missing."""
+    """(page, marker, text) of the tables in results/speed.md, from results/replications; none where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         return []
     from kernels.tools import bench, operators, text
 
-    records = [read_json(path) for path in sorted((paths.results / "measured").glob("*/kernels.json"))]
+    records = [read_json(path) for path in sorted(paths.results.glob("replications/*/kernels.json"))]
     tables = [text.bench_table(record["metrics"], record["identity"]["device"]) for record in records]
     nothing = {"rows": [], "summary": {name: bench.summarise(cases, []) for name, cases in operators.OPERATORS.items()}}
     passages = [(PAGE, BENCH_BLOCK, "\n\n".join(tables or [text.bench_table(nothing, NOTHING_MEASURED)]))]
-    compiled = paths.measured("compile") / "resources.json"
+    compiled = paths.replications("compile") / "resources.json"
     if compiled.is_file():
         rows = read_json(compiled)["metrics"]["rows"]
         files = sorted(compiled.parent.glob("resources_triton_*.json"))
@@ -345,7 +345,7 @@ class _Table(RowStore):
         shown = {"device": self.device, "dtype": "bf16" if self.command == "bench" else "each row says"}
         backend = "triton, interpreted" if INTERPRETED else "triton"
         identity = make_identity(self.paths.root, KernelsParams(command=self.command), **shown, backend=backend)
-        write_record(self.path.parent, metrics, identity, time.monotonic() - self.started, name=self.path.stem)
+        write_record(self.path, metrics, identity, time.monotonic() - self.started)
 
 
 def _deadline(minutes: float | None) -> float:

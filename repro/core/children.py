@@ -1,10 +1,11 @@
-"""Processes that end with the one that started them, what their exit codes say, and what other programs answer.
+"""Processes that end with the one that started them, signals, exit codes, and what other programs answer.
 
 Nobody can pass a SIGKILL on. So a process that starts others gives them its number in the environment, and they wait
 for its end. `python -m repro.core.children MODULE ...` runs a module that knows nothing of this, and passes the number
 on to what the module starts.
 """
 
+import contextlib
 import logging
 import os
 import runpy
@@ -13,8 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # of the environment: the number of the process with which this one ends
 PARENT = "REPRO_PARENT"
@@ -44,6 +46,54 @@ def follow_parent(end: Callable[[], None] = end_in_order) -> None:
         end()
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+@contextlib.contextmanager
+def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second signal is not held back.
+
+    With `twice` a second one is held back too: under torchrun a process is signalled by the user and by
+    torchrun, which sends SIGKILL to those that do not end.
+    """
+    received: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        for each in () if twice else signals:
+            signal.signal(each, before[each])
+
+    for number in signals:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number in signals:
+            signal.signal(number, before[number])
+
+
+def start_logged(
+    module: str, *arguments: str, log: Path, environment: Mapping[str, str], folder: Path
+) -> subprocess.Popen:
+    """Start `python -m MODULE ARGUMENTS`, which ends with this process if it is `repro` or this module.
+
+    It leads a session of its own: a Ctrl-C in the terminal reaches it once, and only through this process.
+
+    Args:
+        log: takes what it prints.
+        environment: its variables besides those of this process. folder: where it works.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**os.environ, **environment, PARENT: str(os.getpid())},
+            start_new_session=True,
+        )
 
 
 def describe_death(code: int) -> str | None:

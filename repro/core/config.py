@@ -111,13 +111,14 @@ def bounded(
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
 
-# the section of cells that are trained outside the pipeline alone: stage -> name -> cell
-BY_HAND = "by_hand"
 # fields that records are older than; without a value, they change no record and no hash
 _NEWER = ("crop_padding",)
 _UNHASHED = ("family",)  # says what DVC watches, and nothing of the training
-# sections of older files -> the section that their cells are in now
-_MOVED = {"baselines": "pretrain"}
+# sections of older files -> what to do with them
+_MOVED = {
+    "baselines": "move its cells to `pretrain`, and write artifacts/pretrain/ for results/baselines/",
+    "by_hand": "move its cells to `ablate`, or to `ablate_detect`, `ablate_segment` or `ablate_generate`",
+}
 
 
 def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool = False) -> Any:
@@ -192,49 +193,31 @@ def load_sections(params_path: Path) -> dict[str, Any]:
     """
     data = load_yaml(params_path)
     for old, new in _MOVED.items():
-        for where, content in ((old, data), (f"{BY_HAND}.{old}", data.get(BY_HAND))):
-            if isinstance(content, Mapping) and old in content:
-                what = f"move its cells to `{where.replace(old, new)}`, and write results/{new}/ for results/{old}/"
-                raise UserError(f"{params_path}: {where}: is no section any more; {what}")
+        if old in data:
+            raise UserError(f"{params_path}: {old}: is no section any more; {new}")
     return data
 
 
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
     """The section `keys` of a params file as an instance of `cls`; see `build`."""
-    sections = data = load_sections(params_path)
+    data = load_sections(params_path)
     for depth, key in enumerate(keys, 1):
-        present = _read_mapping(data)
+        present = data if isinstance(data, Mapping) else {}
         if key not in present:
-            known = [*present, *(_read_mapping(sections, BY_HAND, keys[0]) if depth > 1 else ())]
-            raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, known)}")
+            raise UserError(f"{params_path}: {'.'.join(keys[:depth])}: no such section{did_you_mean(key, present)}")
         data = present[key]
     return build(cls, data, ".".join(keys))
 
 
-def find_cell(params_path: Path, stage: str, name: str) -> tuple[str, ...]:
-    """The keys of a cell in a params file: (stage, name), or those of a cell that no stage of the graph trains, in
-    `BY_HAND`.
-    """
-    sections = load_sections(params_path)
-    for keys in ((stage,), (BY_HAND, stage)):
-        if name in _read_mapping(sections, *keys):
-            return *keys, name
-    return stage, name
-
-
-def _read_mapping(data: Any, *keys: str) -> Mapping[str, Any]:
-    """The mapping that lies at these keys; an empty one where there is none."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data if isinstance(data, Mapping) else {}
-
-
 def section_keys(params_path: Path, section: str) -> list[str]:
-    """The cell names of a section that maps names to cells, in the file's order."""
+    """The cell names of a section that maps names to cells, in the file's order; none where it is `{}`."""
     cells = load_sections(params_path).get(section)
-    if not isinstance(cells, Mapping) or not cells:
-        raise UserError(f"{params_path}: {section}: expected a mapping of cells")
+    if not isinstance(cells, Mapping):
+        raise UserError(f"{params_path}: {section}: expected a mapping of cells, or {{}} without one")
     return [str(name) for name in cells]
+
+
+DEFAULT_PROFILE = "mini"  # what params.yaml is in a fresh checkout
 
 
 def list_profiles(paths: Paths) -> list[str]:

@@ -1,5 +1,6 @@
 """Writing rows to a CSV file and reading them back, always through pandas."""
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,12 @@ from .record import write_text
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Write rows as CSV atomically, floats at full precision; a key that a row lacks, and None, are left empty.
+    """Write rows as CSV atomically; see `format_csv`."""
+    write_text(path, format_csv(rows, columns))
+
+
+def format_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """Rows as CSV, floats at full precision; a key that a row lacks, and None, are left empty.
 
     Only `columns` are written, in their order; those of the rows, as they come, if None.
     """
@@ -18,17 +24,24 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[s
     listed = list(rows)
     names = list(dict.fromkeys(name for row in listed for name in row)) if columns is None else list(columns)
     table = pd.DataFrame([[row.get(name) for name in names] for row in listed], columns=names, dtype=object)
-    write_text(path, table.to_csv(index=False, lineterminator="\n"))
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
     """The rows of a CSV file, without their empty values; a missing or damaged file is a `UserError` naming it."""
+    try:
+        return parse_csv(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+
+
+def parse_csv(text: str, where: str) -> list[dict[str, Any]]:
+    """The rows of a CSV text, without their empty values; a damaged one is a `UserError` that names where it is."""
     import pandas as pd
 
     try:
-        table = pd.read_csv(path).convert_dtypes()  # a column of whole numbers stays whole where a value is missing
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        # a column of whole numbers stays whole where a value is missing
+        table = pd.read_csv(io.StringIO(text)).convert_dtypes()
     except ValueError as error:
-        raise UserError(f"{path}: not valid CSV: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: not valid CSV: {' '.join(str(error).split())}") from None
     return [{name: value for name, value in row.items() if pd.notna(value)} for row in table.to_dict("records")]

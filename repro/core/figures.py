@@ -45,7 +45,7 @@ def against_resolution(
     what happened. A speed of a row that is noisy, or the host's or perhaps so, is hollow.
 
     Args:
-        path: without suffix; `.png` and `.svg` are written.
+        path: of the PNG.
         series: family, a key of `STYLES` -> its rows, as `repro.bench.speed.measure` returns them, each with its
             `noisy` reasons.
         quantities: keys of `LABELS`, or `latency_ms`.
@@ -74,7 +74,7 @@ def against_resolution(
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
     figure.suptitle(title + (f"; hollow: {' or '.join(sorted(hollow, reverse=True))}" if hollow else ""), fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> None:
@@ -95,7 +95,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def new_figure(panels: int) -> tuple[Any, Any]:
@@ -105,7 +105,6 @@ def new_figure(panels: int) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams["svg.hashsalt"] = "vision-ttt"  # otherwise the ids in the file are new each time
     figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 4.2), squeeze=False)
     return figure, axes[0]
 
@@ -118,12 +117,6 @@ def save_png(figure: Any, path: Path) -> Path:
         figure.savefig(temporary, format="png", dpi=130, metadata={"Software": None})
     pyplot.close(figure)
     return path
-
-
-def _save(figure: Any, path: Path) -> None:
-    with atomic(path.with_name(path.name + ".svg")) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
-    save_png(figure, path.with_name(path.name + ".png"))
 
 
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:

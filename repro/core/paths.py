@@ -10,7 +10,6 @@ from .errors import UserError
 
 # a word of a command line: an option and a kind in front of a place, each where it is there
 _WORD = re.compile(r"((?:-[A-Za-z]|--[\w-]+=)?(?:\w+:)?)(?=[~/.])(.*)", re.DOTALL)
-OWN_RATES = "own_rates"  # the folder of variants that were trained at a rate of their own each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +40,26 @@ class Paths:
         """`results/<stage>/<cell>`: written by that stage alone."""
         return self.results / stage / cell
 
-    def measured(self, device: str) -> Path:
-        """`results/measured/<device>`: what was run outside the pipeline or on a GPU, never a DVC out."""
-        return self.results / "measured" / device
+    def replications(self, device: str) -> Path:
+        """`results/replications/<device>`: records of other machines and of commands outside the pipeline, never a DVC
+        out; `<stage>/<cell>.json` each.
+        """
+        return self.results / "replications" / device
+
+    def artifacts(self, record: Path) -> Path:
+        """`artifacts/<stage>/<cell>`: what Git does not keep of a training whose record is this file of results/."""
+        place = record.relative_to(self.results)
+        return self.root / "artifacts" / (place.parent if place.name == "metrics.json" else place.with_suffix(""))
+
+    def find_record(self, weights: Path) -> Path | None:
+        """The record of a training that left this file of weights in its artifacts; None where there is none."""
+        folder = weights.resolve().parent
+        if not folder.is_relative_to(root := (self.root / "artifacts").resolve()):
+            return None
+        place = self.results / folder.relative_to(root)
+        return next(
+            (file for file in (place / "metrics.json", place.with_name(f"{place.name}.json")) if file.is_file()), None
+        )
 
     def run_state(self, stage: str, cell: str, key: str) -> Path:
         """`.runs/<stage>/<cell>/<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage

@@ -1,9 +1,9 @@
 """Results on disk: atomic files, records with their identity, their `run.json`, and the code's own hash.
 
 A record holds everything that explains a number and nothing that changes from run to run; date, seconds and host go to
-`run.json`, which no stage depends on. It is `metrics.json`; where it has scores, that file has these alone, so that
-`dvc metrics show` and `diff` print what a person compares, and `details.json` next to it has the rest. `read_record`
-joins them.
+`run.json`, which no stage depends on. A cell of the pipeline has `metrics.json`, with its scores alone, so that
+`dvc metrics show` and `diff` print what a person compares, and `record.json` with the rest; `read_record` joins them.
+Any other record is one file. A run that finds what a record says already leaves its bytes, so that Git shows no change.
 """
 
 import base64
@@ -28,7 +28,7 @@ from .hashing import hash_file, require_own_code
 from .paths import split_word
 from .runtime import describe_place
 
-DETAILS_FILE = "details.json"
+DETAILS_FILE = "record.json"
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llvmlite")
 
 
@@ -107,32 +107,70 @@ def replace_block(path: Path, name: str, text: str) -> None:
 
 
 def write_record(
-    folder: Path, metrics: dict, identity: dict, seconds: float, *, name: str = "metrics", scores: Collection[str] = ()
+    file: Path,
+    metrics: dict,
+    identity: dict,
+    seconds: float,
+    *,
+    scores: Collection[str] = (),
+    curve: Sequence[str] | None = None,
 ) -> None:
-    """Write `metrics.json` (= {metrics, identity}) and `run.json` (date, seconds, host) into a cell's folder.
+    """Write the record `file` (= {metrics, identity}) and its `run.json` (date, seconds, host).
 
-    Metrics have their unit in the key; a None must be explained by a sibling key `<name>_reason`. For the identity, see
-    `make_identity`. With `scores`, the keys that a person compares, everything else goes to `details.json`. Where
-    several records share a folder, they have a `name`: `<name>.json` and `<name>.run.json`; else what a killed process
-    left in the folder is swept. The record comes last.
+    A record that is there with the same metrics, of the same parameters, data and device, is left as it is: its commit
+    stays that of the last change. Metrics have their unit in the key; a None must be explained by a sibling key
+    `<name>_reason`. For the identity, see `make_identity`.
+
+    Args:
+        file: `metrics.json` in a cell's folder, or `<cell>.json` among the records of a device.
+        scores: the keys that a person compares; `file` has these alone then, and `record.json` next to it the rest.
+        curve: the lines of a CSV table, a row per epoch and seed.
     """
-    _require_reasons(metrics, str(folder))
-    if name == "metrics":
+    _require_reasons(metrics, str(file))
+    folder = file.parent
+    if file.name == "metrics.json":  # no other process writes into a folder of its own
         sweep(folder)
-    record = {"metrics": metrics, "identity": identity}
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run = "run.json" if file.name == "metrics.json" else f"{file.stem}.run.json"
+    write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+    record = {"metrics": metrics, "identity": identity} | ({} if curve is None else {"curve": list(curve)})
+    if _says(file, record, scores):
+        return
     if scores:
         rest = {key: value for key, value in metrics.items() if key not in scores}
-        (folder / f"{name}.json").unlink(missing_ok=True)  # a stop between the two files must not mix two runs
-        write_json(folder / DETAILS_FILE, {"metrics": rest, "identity": identity})
+        file.unlink(missing_ok=True)  # a stop between the two files must not mix two runs
+        write_json(folder / DETAILS_FILE, record | {"metrics": rest})
         record = {key: value for key, value in metrics.items() if key in scores}
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    run = "run.json" if name == "metrics" else f"{name}.run.json"
-    write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
-    write_json(folder / f"{name}.json", record)
+    write_json(file, record)
+
+
+def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:
+    """Whether a record is there, in the same form, that says the same of the same parameters, data and device."""
+    if not file.is_file() or (file.name == "metrics.json" and file.with_name(DETAILS_FILE).is_file() != bool(scores)):
+        return False
+    try:
+        found = read_record(file)
+    except UserError:
+        return False
+    if not isinstance(found, Mapping) or not isinstance(found.get("identity"), Mapping):
+        return False
+    same = ("params_hash", "data_manifest_hash", "golden_hash", "dtype", "backend")
+    was, now = found["identity"], record["identity"]
+    return (
+        json.loads(json.dumps(record["metrics"])) == found.get("metrics")
+        and found.get("curve") == record.get("curve")
+        and all(was.get(name) == now.get(name) for name in same)
+        and name_machine(was) == name_machine(now)
+    )
+
+
+def name_machine(identity: Mapping[str, Any]) -> str:
+    """The device that a record names, without its threads."""
+    return str(identity.get("device", "–")).partition(", ")[0]
 
 
 def read_record(path: Path) -> Any:
-    """A record, in one file or in `metrics.json` and `details.json`; a missing or damaged file is a `UserError`
+    """A record, in one file or in `metrics.json` and `record.json`; a missing or damaged file is a `UserError`
     naming it.
     """
     content, details = read_json(path), path.with_name(DETAILS_FILE)

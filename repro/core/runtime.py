@@ -150,6 +150,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
+    """The variables of the environment that give one of `jobs` processes its GPU, or its share of the threads."""
+    if choose_device(runtime.device).type == "cuda":
+        import torch
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
+    threads = runtime.threads or find_given_threads() or usable_cores()
+    return {"OMP_NUM_THREADS": str(max(1, threads // jobs))}
+
+
 def device_label(device: Any, threads: int | None = None) -> str:
     """What a result says of its device: `cuda: NVIDIA L40S` or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
     import torch
@@ -161,7 +173,7 @@ def device_label(device: Any, threads: int | None = None) -> str:
 
 
 def device_slug(device: Any) -> str:
-    """The folder name of a device under results/measured: `nvidia_l40s`, `cpu_amd_epyc_family_25_model_17`."""
+    """The folder name of a device under results/replications: `nvidia_l40s`, `cpu_amd_epyc_family_25_model_17`."""
     import torch
 
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else f"cpu {cpu_name()}"

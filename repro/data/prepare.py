@@ -54,7 +54,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
         "departures": len(manifest.departures),
     }
     identity = make_identity(paths.root, params, data_manifest=path, device="cpu", dtype="uint8", backend="none")
-    write_record(path.parent, metrics, identity, time.monotonic() - started)
+    write_record(path.with_name("metrics.json"), metrics, identity, time.monotonic() - started)
     counted = ", ".join(f"{record.images:,} {split}" for split, record in manifest.splits.items())
     print(f"{cell}: {metrics['classes']} classes; images: {counted}", flush=True)
 

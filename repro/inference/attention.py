@@ -232,7 +232,7 @@ def explain_attention(
 def measure_on_data(
     classifier: Classifier, cell: DataCell, teacher: Path | None, output: Path, paths: Paths, runtime: Runtime
 ) -> None:
-    """`explain_attention` of 32 images of the reported split, recorded in results/measured/<device>/attention."""
+    """`explain_attention` of 32 images of the reported split, recorded in results/replications/<device>/attention."""
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
     images = classifier.read_images(subsample(tree, IMAGES, SEED))
@@ -254,14 +254,11 @@ def measure_on_data(
     about |= {} if teacher else {"teacher_hash_reason": "no teacher was named"}
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
-    folder = (
-        paths.measured(device_slug(device))
-        / "attention"
-        / f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
-    )
-    write_record(folder, about | {"by_layer": numbers}, identity, time.monotonic() - started)
+    name = f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
+    file = paths.replications(device_slug(device)) / "attention" / f"{name}.json"
+    write_record(file, about | {"by_layer": numbers}, identity, time.monotonic() - started)
     print(
-        f"{output}: {min(SHOWN, len(images))} of {len(images)} images; the numbers are in {folder.relative_to(paths.root)}/metrics.json"
+        f"{output}: {min(SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"
     )
 
 

@@ -106,7 +106,7 @@ def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list
 def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, runtime: Runtime) -> None:
     """Print and record how well the pairs are told apart in a trained model, and in the same with random weights.
 
-    The record is under results/measured/<device>/probes. Raises as `measure_layers`; data with other classes than
+    The record is under results/replications/<device>/probes. Raises as `measure_layers`; data with other classes than
     the model's are a UserError, too.
     """
     started, device, checkpoint = time.monotonic(), choose_device(runtime.device), classifier.checkpoint

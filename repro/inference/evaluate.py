@@ -43,7 +43,7 @@ def evaluate(
 ) -> None:
     """Evaluate each model at each size, print a line for each, and write the records.
 
-    They are results/measured/<device>/evaluate/<model>_<data>_<size>_<weights>/metrics.json; the name ends in a limit,
+    They are results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json; the name ends in a limit,
     and in a dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several
     models fails, a line on stderr says so and the others are evaluated.
 
@@ -137,15 +137,15 @@ class _Evaluation:
             require_sizes(checkpoint, self.device, sizes)
         rows = [self._evaluate(load_classifier(checkpoint, self.device, size)) for size in sizes]
         if len(rows) > 1:
-            folder = self._folder(checkpoint)
+            folder = self.paths.artifacts(self._file(checkpoint))
             write_curve(folder, rows, f"{checkpoint.name} on {self.cell.name}")
             print(f"{checkpoint.name} on {self.cell.name}: curve in {folder.relative_to(self.paths.root)}")
 
-    def _folder(self, checkpoint: Checkpoint, size: int | None = None) -> Path:
+    def _file(self, checkpoint: Checkpoint, size: int | None = None) -> Path:
         parts = [checkpoint.name, self.cell.name, *([str(size)] if size else []), checkpoint.hash[:8]]
         parts += [f"limit{self.request.limit}"] if self.request.limit else []
         parts += [self.request.dtype] if self.request.dtype != "fp32" else []
-        return self.paths.measured(device_slug(self.device)) / "evaluate" / "_".join(parts)
+        return self.paths.replications(device_slug(self.device)) / "evaluate" / f"{'_'.join(parts)}.json"
 
     def _evaluate(self, classifier: Classifier) -> dict[str, Any]:
         """Measure, record and print the accuracy of a model at one size; the record's metrics."""
@@ -186,7 +186,7 @@ class _Evaluation:
             dtype=request.dtype,
             backend=kernel_backend(classifier.model, torch_dtype(request.dtype)),
         )
-        write_record(self._folder(checkpoint, size), metrics, identity, time.monotonic() - started)
+        write_record(self._file(checkpoint, size), metrics, identity, time.monotonic() - started)
         print(f"{self._format_score(checkpoint, metrics)}, {progress.rate:.0f} img/s", flush=True)
         return metrics
 

@@ -124,7 +124,7 @@ def export(
 
 
 def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
-    """Export models with random weights, on a CPU with one thread, and write results/measured/<device>/export.json.
+    """Export models with random weights, on a CPU with one thread, and write results/replications/<device>/export.json.
 
     metrics: `rows`, one for each of `params.exports` and format, {model, side, format, write_s, file_mib,
     logit_difference, largest_logit, latency_ms, samples_ms, eager_ms, noisy}; the milliseconds are of a forward pass
@@ -137,7 +137,7 @@ def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
     """
     _require_onnx()
     torch.set_num_threads(1)
-    started, file = time.monotonic(), paths.measured(device_slug("cpu")) / "export.json"
+    started, file = time.monotonic(), paths.replications(device_slug("cpu")) / "export.json"
     shown = {"device": device_label("cpu"), "dtype": "fp32", "backend": "torch"}
     here = {"device": shown["device"]} | {
         f"{name}_version": installed_version(name) for name in ("torch", "onnxruntime")
@@ -150,7 +150,7 @@ def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
         identity = make_identity(paths.root, params, **shown)
         if store.list_old():  # a record is as old as its oldest row
             identity = before["identity"]
-        write_record(file.parent, {"rows": store.rows}, identity, time.monotonic() - started, name=file.stem)
+        write_record(file, {"rows": store.rows}, identity, time.monotonic() - started)
 
     before = read_json(file) if file.is_file() else {"metrics": {"rows": []}}
     kept = {identify(row): row for row in before["metrics"]["rows"]}

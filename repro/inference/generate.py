@@ -55,7 +55,7 @@ def draw_pictures(request: DrawRequest) -> None:
     """Write `<number>_<class>.png`, `grid.png` of the first pictures, and `samples.json` into the request's folder.
 
     With a judge or an Inception file, the scores go to samples.json and to a record under
-    results/measured/<device>/draw. The request's `data` is a cell of prepare_data, or the file of a reference batch.
+    results/replications/<device>/draw. The request's `data` is a cell of prepare_data, or the file of a reference batch.
 
     Raises:
         UserError: options, weights or files that do not fit; before anything is drawn. RunError: too little memory.
@@ -341,4 +341,5 @@ def _record(
         f"guidance{sampling.guidance:g}",
     ]
     parts += [f"{about['samples']}samples", f"seed{request.seed}", *([] if len(asked) > 1 else [f"class{asked[0]}"])]
-    write_record(paths.measured(device_slug(device)) / "draw" / "_".join(parts), about, identity, seconds)
+    name = "_".join(parts).replace(".", "_")
+    write_record(paths.replications(device_slug(device)) / "draw" / f"{name}.json", about, identity, seconds)

@@ -241,7 +241,7 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> di
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Paths, runtime: Runtime) -> None:
     """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe, and record them.
 
-    The record is under results/measured/<device>/probes. Raises as `run_probe`; data with other classes than the
+    The record is under results/replications/<device>/probes. Raises as `run_probe`; data with other classes than the
     model's are a UserError, too.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
@@ -285,8 +285,8 @@ def record_probe(
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
-    folder = paths.measured(device_slug(device)) / "probes" / name
-    write_record(folder, metrics, identity, time.monotonic() - started, name=params.probe.replace("=", ""))
+    file = paths.replications(device_slug(device)) / "probes" / name / f"{params.probe.replace('=', '')}.json"
+    write_record(file, metrics, identity, time.monotonic() - started)
 
 
 def _run_operator(

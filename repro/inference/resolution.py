@@ -89,7 +89,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
         backend="/".join(sorted(map(str, backends))),
     )
     draw_resolution(folder / FIGURE, metrics, device_label(device))
-    write_record(folder, metrics, identity, time.monotonic() - started)
+    write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
 
 
 def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:

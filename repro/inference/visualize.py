@@ -41,7 +41,7 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
         torch.set_num_threads(runtime.threads)
     cell = open_cell(paths, runtime, params.data)
     tree = cell.open_tree()
-    weights = paths.cell("pretrain", params.cell) / "weights.safetensors"
+    weights = paths.artifacts(paths.cell("pretrain", params.cell) / "metrics.json") / "weights.safetensors"
     snapshots = find_snapshots(weights)
     if 0 not in snapshots:
         raise UserError(
@@ -87,7 +87,7 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
         dtype="fp32",
         backend=kernel_backend(classifier.model, torch.float32),
     )
-    write_record(folder, metrics, identity, time.monotonic() - started)
+    write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
     _print_summary(metrics)
 
 

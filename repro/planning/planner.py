@@ -15,7 +15,7 @@ from ..bench.adapted import pyramid_cost
 from ..bench.flops import cost
 from ..bench.params import ADAPTER
 from ..bench.speed import row_id
-from ..core.config import BY_HAND, build, load_sections, params_hash
+from ..core.config import build, load_sections, params_hash
 from ..core.errors import UserError, blame, did_you_mean
 from ..core.host import HOST
 from ..core.paths import Paths
@@ -30,8 +30,13 @@ from ..report.ledger import Ledger
 from ..report.records import Source
 from ..report.results import Results
 
-CLASSIFIERS = ("pretrain", "linearize", "ablate")  # the stages that train classifiers, all of them alike
-FREE = ("runtime", "report", "tune", BY_HAND)  # sections that no work of the plan is in
+CLASSIFIERS = (
+    "pretrain",
+    "linearize",
+    "ablate",
+    "ablate_linearize",
+)  # the stages that train classifiers, all of them alike
+FREE = ("runtime", "tune", "pretrain_seeds")  # sections of no work, or of work outside the pipeline
 PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
 FLOPS_PER_MAC = 2
 BYTES_PER_VALUE = 4  # fp32
@@ -269,7 +274,8 @@ class Planner:
             "note": "\n".join(filter(None, (note, memory and memory[1]))),
             "memory_gib": memory and memory[0],
             "least_memory_gib": held * counted.num_params * BYTES_PER_VALUE / 2**30,
-            "measure": f"repro {stage} --cell {cell}" + " --epochs 1 --seeds 1" * (stage in SHORTENED),
+            "measure": f"repro {'ablate' if stage.startswith('ablate_') else stage} --cell {cell}"
+            + " --epochs 1 --seeds 1" * (stage in SHORTENED),
             "gives": frozenset({("accuracy", kind, key)}),
         }
 
@@ -330,8 +336,8 @@ class Planner:
         pipeline = results.paths.results / PIPELINE_FILE
         noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
         for source in results.sources:
-            outside = source.stage is None and source.path.endswith(f"/{stage}/{cell}/metrics.json")
-            if (not outside and (source.stage, source.cell) != (stage, cell)) or source.device.startswith("cuda"):
+            is_own = (source.stage, source.cell) == (stage, cell) or source.place == f"{stage}/{cell}"
+            if not is_own or source.device.startswith("cuda"):
                 continue
             run, like, times = results.paths.root / source.run_file, params, 1.0
             if source.most_seeds:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.config import load_yaml
+from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
 from ..core.host import COMMAND, HOST, describe_time
 from ..core.record import read_json, write_json
@@ -187,7 +187,7 @@ def note_pipeline(results: Results) -> None:
     """
     # the record of the machine has no parameters, and is none of results; other profiles have cells of their own
     own = [source for source in results.sources if source.stage is not None and "params_hash" in source.identity]
-    cells = load_yaml(results.paths.params)
+    cells = load_yaml(find_profile(results.paths, DEFAULT_PROFILE))
     own = [each for each in own if each.cell is None or each.cell in (cells.get(each.stage) or {each.cell: None})]
     files = [results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
@@ -235,7 +235,7 @@ def _answer(question: Question, report: Report) -> Fact:
         by_truncation = f", {truncated} of them by truncation" if truncated else ""
         text, origin = _count_matches(own, by_truncation), "computed from the equations"
     if sources:
-        origin = describe_origin(sources, report.named)
+        origin = describe_origin(sources)
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
         ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
@@ -252,7 +252,7 @@ def _orderings(report: Report) -> list[Fact]:
         best = {place: of[0] for place, of in group_by(alike, lambda each: each[1].place).items()}
         words = "; ".join(f"{place}: {found.counted}" for place, (_, _, found) in best.items())
         sources = [source for group, where, _ in best.values() for source in group.at(where).values()]
-        scope = f"{describe_origin(sources, report.named)}; {describe_seeds(sources)}"
+        scope = f"{describe_origin(sources)}; {describe_seeds(sources)}"
         facts.append((f"pairs that the paper orders, seen on embedded {data}, {rates}", words, scope))
     return facts
 

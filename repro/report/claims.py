@@ -25,7 +25,6 @@ class Report:
     paper: Paper
     results: Results
     verdicts: Mapping[str, Verdict]  # by the id of the entry, in the ledger's order
-    named: str  # what params.yaml holds, in words
     # by the id of an entry that is counted by a convention that was chosen for its row: whether our own convention
     # agrees as well
     plain: Mapping[str, bool] = dataclasses.field(default_factory=dict)
@@ -35,20 +34,16 @@ class Report:
         return list(self.verdicts.values())
 
 
-def judge_paper(
-    paper: Paper, results: Results, *, speed_dtype: str, verbs: Sequence[str], profile: str | None
-) -> Report:
+def judge_paper(paper: Paper, results: Results, *, speed_dtype: str = "fp16", verbs: Sequence[str]) -> Report:
     """Judge every entry of a paper's ledger.
 
     Args:
-        speed_dtype: the precision in which our rows on the paper's device stand for the paper's.
+        speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which names none.
         verbs: the verbs of the command line. A command with another verb is marked as not built yet.
-        profile: the profile that params.yaml equals; None where it was edited.
     """
     judge = _Judge(paper, results, speed_dtype, verbs)
     verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
-    named = f"the {profile} settings" if profile else "edited settings that equal no profile"
-    return Report(paper=paper, results=results, verdicts=verdicts, named=named, plain=judge.plain)
+    return Report(paper=paper, results=results, verdicts=verdicts, plain=judge.plain)
 
 
 def _calls(entry: Entry, functions: Set[str]) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 
 from .claims import Report
 from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
@@ -24,7 +25,7 @@ _COUNTED = {
 
 
 def find_claims_files(report: Report) -> Line:
-    return prose("`claims.csv` and `claims.json`" if report.paper.primary else f"`{report.paper.id}.claims.json`")
+    return prose(f"`{PurePosixPath(report.paper.claims_file).name}`")
 
 
 def list_marks(_: Report) -> list[Block]:
@@ -256,7 +257,7 @@ def _prints(entry: Entry) -> Line:
 def _first_command(commands: Iterable[str], report: Report) -> Line:
     first, *more = dict.fromkeys(commands)
     shown: Piece = first if _is_remark(first) else code(first)
-    file = "claims.csv" if report.paper.primary else f"{report.paper.id}.claims.json"
+    file = PurePosixPath(report.paper.claims_file).name
     return (shown, f" (and {len(more)} more, in {file})") if more else (shown,)
 
 

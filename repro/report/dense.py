@@ -61,7 +61,7 @@ def compare_without_learning(report: Report) -> list[Block]:
             m = source.metrics
             counts = (number(count, ".0f") for count in (m["epochs"], source.most_seeds, m["held_out_images"]))
             scores = (format_scores(m, {key: ""}, 1) for key in labels)
-            origin = describe_origin([source], report.named)
+            origin = describe_origin([source])
             rows.append([_name(source), name_first_weights(source), *counts, *scores, origin])
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
         header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
@@ -80,7 +80,7 @@ def plan_dense(report: Report) -> Drawings:
     drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
     for (stage, data, _), compared in find_compared_runs(report.results).items():
         runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
-        drawable = [source for source in runs if source.most_seeds and read_curves(report.results.paths, source)]
+        drawable = [source for source in runs if source.most_seeds and read_curves(source)]
         drawable.sort(key=lambda source: -source.metrics["epochs"])
         best = keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source)))
         for model, shown in group_by(best, lambda source: source.metrics["model"]).items():
@@ -100,7 +100,7 @@ def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: 
         for source in sources:
             first = name_first_weights(source)
             colour, marker = _STYLES[first]
-            of_seed = read_curves(results.paths, source, key)
+            of_seed = read_curves(source, key)
             for points in of_seed.values() if len(of_seed) > 1 else ():
                 panel.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
             means = average_curves(of_seed)
@@ -198,4 +198,4 @@ def _class_scores(sources: Sequence[Source]) -> list[Block]:
 
 
 def _name(source: Source) -> Piece:
-    return code(source.folder.removeprefix("results/"))
+    return code(source.place)

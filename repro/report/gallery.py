@@ -13,7 +13,7 @@ from ..core.figures import against_resolution
 from ..core.host import HOST, bound_ratio
 from .claims import Report
 from .dense import plan_dense
-from .document import Block, Heading, Line, Picture, code, prose, table
+from .document import Block, Heading, Line, Picture, code, prose
 from .paper import ATTENTIONS, Contest, Drawings
 from .records import Source, describe_origin, group_by
 from .results import Results, SpeedGroup
@@ -45,17 +45,8 @@ def list_figures(report: Report) -> list[Block]:
 
 
 def list_examples(report: Report) -> list[Block]:
-    """What trained models see in held-out images, a row of pictures for each run; then the pictures of dense tasks."""
-    results = report.results
+    """The pictures of dense tasks: how they learn, and what they confuse."""
     blocks: list[Block] = []
-    patterns = (f"{where}{stage}/*/examples/*.png" for stage in results.scores for where in ("", "measured/*/"))
-    files = (name for pattern in patterns for name in find_pictures(results, pattern))
-    for run, names in group_by(files, lambda name: name.rpartition("/examples/")[0]).items():
-        beside = _find_beside(names[0], results)
-        if all(results.stands_on(report.paper, source.metrics["model"]) for source in beside):
-            pictures = [Picture(name, f"{run}, {Path(name).stem}") for name in names]
-            origin = code(run), f": {describe_origin(beside, report.named)}"
-            blocks += [origin, table([""] * len(pictures), [pictures])]
     for name, (sources, _) in plan_dense(report).items():
         blocks += picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), sources, report)
     return blocks
@@ -63,7 +54,7 @@ def list_examples(report: Report) -> list[Block]:
 
 def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Report) -> tuple[Line, Line]:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
-    return (Picture(name, alt),), (code(name), f": {describe_origin(sources, report.named)}")
+    return (Picture(name, alt),), (code(name), f": {describe_origin(sources)}")
 
 
 def list_drawings(report: Report) -> Drawings:
@@ -154,7 +145,7 @@ def plan_contest(report: Report) -> Drawings:
     title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
 
     def draw(path: Path) -> None:
-        against_resolution(path.with_suffix(""), series, title, ("latency_ms", "peak_memory_mib"))
+        against_resolution(path, series, title, ("latency_ms", "peak_memory_mib"))
 
     return {contest.picture: ([speeds.source], draw)}
 

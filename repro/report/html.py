@@ -11,7 +11,7 @@ from ..core.errors import UserError
 from . import document
 from .claims import Report
 from .document import Comparison, Line, Picture, Section, Table, make_anchor, plain
-from .records import OUTSIDE
+from .records import OUTSIDE, PIPELINE
 from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
@@ -75,7 +75,7 @@ def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     for path in verdict.sources:
         about.append(("record", path))
         if source := report.results.find(path):
-            how = report.named if source.stage else OUTSIDE
+            how = PIPELINE if source.stage else OUTSIDE
             about += [("device", source.device), ("parameters", how), ("parent commit", source.commit)]
     return [(label, text) for label, text in about if text]
 

@@ -6,31 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.config import find_cell, load_yaml
 from ..core.host import describe_time
 from ..core.noise import find_interval, find_spread
 from ..core.statistics import measure_rise
 from .claims import Report
 from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
 from .paper import ATTENTIONS
-from .records import Source, find_missing_records, find_score_interval, group_by, list_all, read_curves
+from .records import Source, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
 from .variants import find_shown
 from .verdicts import format_ratio, significant
 
 Rows = Sequence[tuple[Mapping[str, Any], Source]]
 RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
-
-
-def missing_records(report: Report) -> list[Section]:
-    """Records that the pipeline would write with these params and that are missing; no section if none is."""
-    missing = find_missing_records(report.results.paths)
-    if not missing or not report.paper.primary:
-        return []
-    rows = [[code(record), code(command)] for record, command in missing]
-    text = "dvc.yaml and params.yaml call for these records, which are missing: they have not been made yet, or their "
-    text += "run was interrupted (`repro status`)."
-    return [Section("Missing cells", [prose(text), table(["record", "what makes it"], rows)])]
 
 
 def list_speeds(report: Report) -> list[Block]:
@@ -81,7 +69,8 @@ def list_runs(report: Report) -> list[Block]:
     A page that has none says so where it is the primary paper's.
     """
     results, paper, shown_elsewhere = report.results, report.paper, find_shown(report)
-    labels = {key: label for scores in results.scores.values() for key, label in scores.items()}
+    scored = {key: label for scores in results.scores.values() for key, label in scores.items()}
+    labels = {key: label for key, label in scored.items() if key.endswith("_percent")}
     others = (source for source in results.score_sources if source.path not in shown_elsewhere)
     smaller = (source for source in others if not results.is_full(source))
     own = (source for source in smaller if results.stands_on(paper, source.metrics["model"]))
@@ -91,12 +80,11 @@ def list_runs(report: Report) -> list[Block]:
         raise Missing("there are none yet", "repro pretrain")
     rows, unlearned = [], set()
     for source in sorted(runs, key=lambda each: -each.most_seeds):
-        m, folder = source.metrics, source.folder.split("/")  # below results/, or results/measured/<device>/
-        run = code("/".join(folder[3 if folder[1] == "measured" else 1 :]))
+        m, run = source.metrics, code(source.place)
         images, seeds = number(m.get("held_out_images"), ".0f"), number(source.most_seeds or None)
         about = [m["data"], number(m.get("epochs")), seeds, images]
         score = next(key for key in labels if key in m)
-        curve = _describe_curve(read_curves(results.paths, source, score))
+        curve = _describe_curve(read_curves(source, score))
         rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.device])
         reference = m.get("without_learning")
         # what needs no learning is the same for all runs on the same data
@@ -108,7 +96,7 @@ def list_runs(report: Report) -> list[Block]:
     legend = prose(
         f"A curve still rises where the best score of its last quarter exceeds the best before by {RISE:.0f} point or more, "
         "as a mean over the seeds, on the split of the curve: such a run says what a model learns in so many epochs, not "
-        "what it can learn. A run outside the pipeline lies in results/measured, in the folder of its device."
+        "what it can learn. A run outside the pipeline lies in results/replications, in the folder of its device."
     )
     return [table(header, rows), legend] if rows else []
 
@@ -179,33 +167,9 @@ def list_searches(report: Report) -> list[Block]:
 
 
 def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
-    """What params.yaml says of the optimiser of `pretrain.NAME`; empty for a cell that is not there."""
-    stage, _, name = cell.partition(".")
-    content: Any = load_yaml(results.paths.params)
-    for key in (*find_cell(results.paths.params, stage, name), "optim"):
-        content = content.get(key) or {}
-    return content
-
-
-def list_records(report: Report) -> list[Block]:
-    """Every record with what explains its numbers."""
-    rows = []
-    for source in list_all(report.results.sources):
-        identity = source.identity
-        if "params_hash" not in identity:  # that of the machine itself
-            continue
-        installed = (identity.get("versions") or {}).items()
-        versions = ", ".join(f"{name} {version}" for name, version in installed if version)
-        keys = ("dtype", "backend", "params_hash")
-        dtype, backend, *hashes = (str(identity.get(key) or "–") for key in keys)
-        vector = (identity.get("machine") or {}).get("vector")
-        device = f"{source.device}, {vector}" if vector and source.device.startswith("cpu") else source.device
-        made_by = code(identity["command"]) if identity.get("command") else "–"
-        rows.append([code(source.path), made_by, device, dtype, backend, source.commit, *hashes, versions])
-    if not rows:
-        raise Missing("no record was found under results/", "dvc repro")
-    header = ["record", "command", "device", "dtype", "backend", "parent commit", "params", "versions"]
-    return [table(header, rows)]
+    """What the profiles say of the optimiser of `SECTION.NAME`; empty for a cell that is not there."""
+    section, _, name = cell.partition(".")
+    return (results.profile_cells.get((section, name)) or {}).get("optim") or {}
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from ..core.csvfile import write_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import replace_block, sweep, write_json, write_text
+from ..core.record import replace_block, sweep, write_text
 from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
 from .claims import Report
@@ -21,7 +21,7 @@ from .paper import Paper, list_functions
 from .prose import read_page
 from .results import Results
 from .template import render_template
-from .verdicts import STATUSES, count_statuses, export_json, export_rows
+from .verdicts import STATUSES, count_statuses, export_rows
 
 PAGE = Path(__file__).with_name("page.md")
 RUNS_PAGE = Path(__file__).with_name("runs.md")
@@ -40,8 +40,8 @@ def write_report(
 ) -> str:
     """Judge the ledgers of all papers, the primary one first, and write pages, claims, figures and passages.
 
-    Results: tables.md, claims.{json,csv} and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.json
-    for each other, and, `with_html`, report.html. `passages` are further ones than the papers'.
+    Results: tables.md, claims.csv and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.csv for each
+    other, and, `with_html`, report.html. `passages` are further ones than the papers'.
 
     Returns:
         How many entries of the primary paper have each status, as a line.
@@ -128,10 +128,7 @@ def _write_pages(
     """Write what Git keeps, but for pictures, into the checkout at `paths`."""
     for report in reports:
         paper = report.paper
-        file = "claims.json" if paper.primary else f"papers/{paper.id}.claims.json"
-        write_json(paths.results / file, export_json(paper.ledger.paper.version, report.all))
-        if paper.primary:
-            write_csv(paths.results / "claims.csv", export_rows(report.all))
+        write_csv(paths.root / paper.claims_file, export_rows(report.all))
     for name, text in documents.items():
         write_text(paths.root / name, text)
     for name, marker, text in passages:
@@ -178,7 +175,6 @@ def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable
         # the `places` where the paper ablates, or what its numbers are `about`, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
-        "settings": lambda report: report.named,
         "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
     }

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import importlib.resources
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +34,28 @@ Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Cells that are compared with each other: variants of one model, trained alike.
+
+    Args:
+        cells: the places of a variant's cell, `ablate/{variant}_digits_7s`; the first that has a record counts.
+        others: variant -> its place, where it is none of `cells`.
+        searches: the place of the search that chose a variant's rate; None where all were trained at one rate.
+    """
+
+    cells: tuple[str, ...]
+    others: dict[str, str] = dataclasses.field(default_factory=dict)
+    searches: str | None = None
+
+    def list_places(self, variants: Iterable[str]) -> dict[str, str]:
+        """Place of a cell -> its variant."""
+        own = (name for name in variants if name not in self.others)
+        return {cell.format(variant=name): name for name in own for cell in self.cells} | {
+            place: name for name, place in self.others.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantTable:
     """A table or figure that compares variants: variant -> its row in the ledger, or None, in the paper's order.
 
@@ -43,9 +65,9 @@ class VariantTable:
     """
 
     place: str
-    rows: Mapping[str, str | None]
-    orders: Mapping[str, Sequence[str]] | None = None
-    not_worse: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    rows: dict[str, str | None]
+    orders: dict[str, tuple[str, ...]] | None = None
+    not_worse: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def margins(self) -> dict[tuple[str, str], float]:
@@ -97,7 +119,7 @@ class Document:
 
     file: str  # relative to the checkout
     text: Path  # a template that `repro.report.template` fills, or Markdown that `repro.report.prose` does
-    records: str = ""  # pattern of the paths of records that it shows, and the paper's main page does not
+    records: str = ""  # pattern of the places of records that it shows, and the paper's main page does not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +128,6 @@ class Ablations:
 
     places: str  # where they are, e.g. `Tables 3 and 4`
     about: str  # the model and the data that the paper's numbers are of
-    flags: str = ""  # what of the options of `repro ablate` says that the variants are this paper's
     label: str = ""  # what the plain model is called; empty for the paper's model
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # place -> a sentence below its heading
     # place -> which of the ledger's columns are shown; all where it is not there
@@ -143,7 +164,9 @@ class Paper(About):
     formulas: Callable[[], Mapping[str, Callable]] = dict
     # of a `repro.report.claims.Report`: further pictures
     drawings: Callable[[Any], Drawings] = lambda _: {}
-    variants: Any = None  # what it ablates, a `repro.papers.variants.VariantSet`
+    suites: tuple[Suite, ...] = ()  # the cells of its ablations
+    compared: tuple[VariantTable, ...] = ()  # the tables and figures that they are rows of
+    uncompared: tuple[str, ...] = ()  # further variants, which its page compares in its own way
     # a table or figure that compares variants -> the beginning of its picture's name, `{name}_{data}.png`, and what
     # draws it
     pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
@@ -162,6 +185,11 @@ class Paper(About):
         return "results/tables.md" if self.primary else f"results/papers/{self.id}.md"
 
     @property
+    def claims_file(self) -> str:
+        """Every entry of its ledger with its verdict, a file relative to the checkout."""
+        return "results/claims.csv" if self.primary else f"results/papers/{self.id}.claims.csv"
+
+    @property
     def runs_page(self) -> str:
         """The page of its runs on other data than the paper's, a file relative to the checkout."""
         return f"results/papers/{self.id}_runs.md"
@@ -170,15 +198,16 @@ class Paper(About):
     def ledger(self) -> Ledger:
         return load_ledger(self.ledger_file)
 
-    @cached_property
-    def compared(self) -> tuple[VariantTable, ...]:
-        tables = self.variants.tables if self.variants else {}
-        return tuple(VariantTable(place=place, **table) for place, table in tables.items())
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Its variants, each once, in the order of its tables."""
+        return tuple(dict.fromkeys([*(name for table in self.compared for name in table.rows), *self.uncompared]))
 
     @property
     def train_command(self) -> str:
-        """The command that trains its variants, with `--all` or for one of them."""
-        return f"repro ablate {self.ablations.flags}".strip()
+        """The command that trains its variants."""
+        section = self.suites[-1].cells[-1].partition("/")[0]
+        return f"repro profile use digits && dvc repro {section}"
 
 
 def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
@@ -190,6 +219,11 @@ def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> P
     room = Path(str(importlib.resources.files(package)))
     text, has_formulas = room / "page.md", (room / "formulas.py").is_file()
     about = build(About, load_yaml(room / "paper.yaml"), f"{room.name}/paper.yaml")
+    if (file := room / "variants.yaml").is_file():
+        declared, where = load_yaml(file), f"{room.name}/{file.name}"
+        suites = tuple(build(Suite, suite, f"{where}: suites") for suite in declared["suites"])
+        tables = (build(VariantTable, {"place": place, **table}, where) for place, table in declared["tables"].items())
+        more = {"suites": suites, "compared": tuple(tables), "uncompared": tuple(declared.get("uncompared", ()))} | more
     return Paper(
         **vars(about),
         ledger_file=room / "ledger.yaml",

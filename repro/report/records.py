@@ -6,18 +6,17 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from ..core.config import load_yaml
-from ..core.csvfile import read_csv
+from ..core.csvfile import parse_csv
 from ..core.errors import UserError
-from ..core.paths import OWN_RATES, Paths
-from ..core.record import DETAILS_FILE, describe_recipe, read_record
+from ..core.paths import Paths
+from ..core.record import describe_recipe, name_machine, read_record
 from ..core.statistics import clip_share, describe_sample, share_interval
 from .document import Block, show_interval, strong
 
 Item = TypeVar("Item")
 Name = TypeVar("Name", bound=Hashable)
 Trained = TypeVar("Trained")  # has `most_seeds`
-OUTSIDE = "outside the pipeline"  # of a record that a person's own command made
+PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # what made a record: DVC, or a person's own command
 OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
@@ -35,12 +34,19 @@ class Source:
     # which stage of the graph wrote it, and for which of its cells; None for what was run outside the pipeline
     stage: str | None = None
     cell: str | None = None
+    curve: tuple[str, ...] = ()  # of a training: the lines of a CSV table, a row per epoch and seed
     others: tuple["Source", ...] = ()  # the records of the same experiment by other machines
 
     @property
     def machine(self) -> str:
         """The device without its threads."""
-        return self.device.partition(", ")[0]
+        return name_machine(self.identity)
+
+    @property
+    def name(self) -> str:
+        """What the record is called: the cell, or the stage without cells, or the name of its file."""
+        path = PurePosixPath(self.path)
+        return path.parent.name if path.name == "metrics.json" else path.stem
 
     @property
     def device(self) -> str:
@@ -52,14 +58,16 @@ class Source:
         return str(self.identity.get("parent_commit") or "–")[:12]
 
     @property
-    def folder(self) -> str:
-        return PurePosixPath(self.path).parent.as_posix()
+    def place(self) -> str:
+        """`<stage>/<cell>`, or what stands for it among the records of a device."""
+        parts = PurePosixPath(self.path).with_suffix("").parts[1:]
+        return "/".join(parts[2:] if parts[0] == "replications" else parts[:-1])
 
     @property
     def run_file(self) -> str:
         """The file by the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
         name = PurePosixPath(self.path)
-        return f"{self.folder}/{'run.json' if name.name == 'metrics.json' else f'{name.stem}.run.json'}"
+        return str(name.with_name("run.json" if name.name == "metrics.json" else f"{name.stem}.run.json"))
 
     @property
     def unit(self) -> str:
@@ -76,64 +84,31 @@ class Source:
         """How it was trained, as JSON without the machine; None for a record without a recipe."""
         return describe_recipe(self.identity)
 
-    @property
-    def has_own_rate(self) -> bool:
-        """Whether it is of a variant that was trained at a rate of its own, which a search chose."""
-        return OWN_RATES in PurePosixPath(self.path).parts
-
     def by_seed(self, key: str) -> dict[int, Any]:
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
 
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
-    """The records of the given stages, in that order, then those of results/measured; a damaged one is a `UserError`.
+    """The records of the given stages, in that order, then those of results/replications; a damaged one is a `UserError`.
 
     One record represents the trainings of several machines: that with the most seeds.
     """
     root = paths.results
     files = []
     for stage in stages:
-        for name in ("metrics.json", "speed.json"):
-            files += [(file, stage, None) for file in root.glob(f"{stage}/{name}")]
-            files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/{name}"))]
-    others = (
-        file for file in sorted(root.glob("measured/**/*.json")) if not file.name.endswith(("run.json", DETAILS_FILE))
-    )
+        files += [(file, stage, None) for file in root.glob(f"{stage}/metrics.json")]
+        files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/metrics.json"))]
+    others = (file for file in sorted(root.glob("replications/**/*.json")) if not file.name.endswith("run.json"))
     files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
 
     def name_experiment(source: Source) -> Hashable:
         """What records of one experiment on several machines have in common; the path of what is of one alone."""
-        name = find_shared_name(source.path, source.metrics)
-        return source.path if name is None else (name, source.recipe)
+        # times belong to a machine and scores do not
+        is_scored = "by_seed" in source.metrics or "trials" in source.metrics
+        return (source.place, source.recipe) if is_scored else source.path
 
     return [_merge(alike) for alike in group_by(sources, name_experiment).values()]
-
-
-def find_shared_name(path: str, metrics: Any) -> str | None:
-    """What the record of a training or a search is called in the folders of all machines under results/measured; None
-    for another record.
-
-    Times belong to a machine and scores do not, so records of scores with one name are of one experiment.
-    """
-    parts = PurePosixPath(path).parts  # results, measured, the device, ...
-    is_scored = isinstance(metrics, Mapping) and ("by_seed" in metrics or "trials" in metrics)
-    return "/".join(parts[3:]) if parts[1:2] == ("measured",) and is_scored else None
-
-
-def find_missing_records(paths: Paths) -> list[tuple[str, str]]:
-    """(record, command) of each metrics.json that the stages of dvc.yaml write and that is not there."""
-    # DVC allows no dependency on dvc.yaml itself; but one more stage in it is one more section of the parameters
-    params, missing = load_yaml(paths.params), []
-    for stage, definition in load_yaml(paths.root / "dvc.yaml")["stages"].items():
-        template = definition.get("do", definition)
-        listed = [*template.get("metrics", []), *template.get("outs", [])]
-        names = [name for entry in listed for name in ([entry] if isinstance(entry, str) else entry)]
-        for cell in params.get(stage) or {} if "foreach" in definition else [""]:
-            texts = [*(name for name in names if name.endswith("/metrics.json")), template["cmd"]]
-            *records, command = (text.replace("${key}", cell).replace("${stage}", stage) for text in texts)
-            missing += [(record, command) for record in records if not (paths.root / record).is_file()]
-    return missing
 
 
 def _merge(alike: Sequence[Source]) -> Source:
@@ -161,16 +136,16 @@ def keep_one_machine(named: Mapping[Name, Source]) -> dict[Name, Source]:
     return max(by_machine.values(), key=lambda own: rank_machine(own.values()), default={})
 
 
-def describe_origin(sources: Sequence[Source], named: str) -> str:
-    """The devices of records, the profile `named` or that a person ran them."""
+def describe_origin(sources: Sequence[Source]) -> str:
+    """The devices of records, and whether the pipeline or a person ran them."""
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
     # on no device, and by no parameters that a run would have
     if all(device.startswith("none: ") for device in devices):
         return ", ".join(device.removeprefix("none: ") for device in devices)
-    profiles = dict.fromkeys(named if source.stage else OUTSIDE for source in sources)
-    return f"{', '.join(devices)}; {' and '.join(profiles)}"
+    made = dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in sources)
+    return f"{', '.join(devices)}; {' and '.join(made)}"
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:
@@ -227,10 +202,10 @@ def warn_of_seeds(sources: Iterable[Source]) -> list[Block]:
     return [(first, ": what follows describes these trainings, and ranks none.")]
 
 
-def read_curves(paths: Paths, source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
+def read_curves(source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
     """Seed -> epoch -> a column of a record's learning curve; none where there is no curve."""
-    file, curves = paths.root / source.folder / "curve.csv", {}
-    for row in read_csv(file) if file.is_file() else ():
+    curves: dict[int, dict[int, float]] = {}
+    for row in parse_csv("\n".join(source.curve), f"{source.path}: curve") if source.curve else ():
         if row.get(key) is not None:
             curves.setdefault(row["seed"], {})[row["epoch"]] = row[key]
     return curves
@@ -279,4 +254,4 @@ def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Sour
     if not all(isinstance(half, Mapping) for half in halves):
         raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")
     metrics, identity = name_keys(halves[0], f"{path}: metrics"), name_keys(halves[1], f"{path}: identity")
-    return Source(path, metrics, identity, stage, cell)
+    return Source(path, metrics, identity, stage, cell, tuple(content.get("curve", ())))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from ..core.config import load_yaml
+from ..core.config import find_profile, list_profiles, load_yaml
 from ..core.errors import UserError
 from ..core.host import COMMAND, HOST, UNKNOWN, mark_host
 from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
@@ -226,7 +226,7 @@ class Results:
                 if value is not None:
                     self.used.add(source.path)
                     return value
-        raise Missing(f"not {done} yet", f"repro {stage}")
+        raise Missing(f"not {done} yet", f"dvc repro {stage}")
 
     def _count(self, row: str, field: str) -> float:
         """A number of a counted row."""
@@ -298,6 +298,15 @@ class Results:
                 self.used.add(where)
                 return len(manifest["classes"]) if split == "classes" else manifest["splits"][split]["images"]
         raise Missing(f"{BENCHMARKS[kind].name} is not here", f"repro data check {kind} ROOT")
+
+    @cached_property
+    def profile_cells(self) -> dict[tuple[str, str], Any]:
+        """(section, name) -> cell, of all profiles: a name means one definition in all of them."""
+        found: dict[tuple[str, str], Any] = {}
+        for profile in list_profiles(self.paths):
+            for section, cells in load_yaml(find_profile(self.paths, profile)).items():
+                found |= {(section, name): cell for name, cell in (cells or {}).items()}
+        return found
 
     @cached_property
     def paper_profile(self) -> Mapping[str, Any]:

@@ -6,36 +6,23 @@ import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import PurePosixPath
 from typing import Any
 
-from ..core.paths import OWN_RATES, Paths
 from .claims import Report
 from .document import Block, Bullets, Heading, Line, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
 from .ordering import AT_CHANCE, FEW_IMAGES, MOST_SEEDS, TOP1, Ordering, Pair, judge_ordering
-from .paper import Drawings, VariantTable
-from .records import (
-    Source,
-    describe_seeds,
-    find_shared_name,
-    group_by,
-    keep_best,
-    list_all,
-    rank_machine,
-    read_curves,
-    warn_of_seeds,
-)
+from .paper import Drawings, Paper, Suite, VariantTable
+from .records import Source, describe_seeds, group_by, list_all, rank_machine, read_curves, warn_of_seeds
 from .results import Missing, Results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Variants that were trained alike, on one machine."""
+    """Variants of one suite and model, trained on one machine."""
 
-    variants: Mapping[str, Source]  # name -> record, in the order in which the paper's room names them
-    speeds: Mapping[str, Source]  # name -> the record of its throughput, where that was measured
-    paths: Paths  # of the checkout
+    suite: Suite
+    variants: Mapping[str, Source]  # name -> record, in the order of the paper's tables
     searches: Mapping[str, Source]  # name -> the search that chose its rate, where it has one of its own
     elsewhere: tuple["Group", ...] = ()  # the same by other machines, which may have trained other ones of the variants
 
@@ -54,7 +41,7 @@ class Group:
 
     @property
     def has_own_rates(self) -> bool:
-        return all(source.has_own_rate for source in self.variants.values())
+        return self.suite.searches is not None
 
     @property
     def rates(self) -> str:
@@ -83,87 +70,63 @@ class Group:
 
     def read_curve(self, name: str, key: str) -> dict[int, dict[int, float]]:
         """Seed -> epoch -> a column of a variant's learning curve; none where it is not there."""
-        return read_curves(self.paths, self.variants[name], key) if name in self.variants else {}
+        return read_curves(self.variants[name], key) if name in self.variants else {}
 
-    def throughput(self, name: str) -> float | None:
-        """Images per second of a variant; None where it was not measured, or other work disturbed it."""
-        speed = self.speeds.get(name)
-        return None if speed is None or speed.metrics.get("noisy") else speed.metrics["throughput_img_per_s"]
+    def list_changes(self, name: str) -> dict[str, Any]:
+        """What tells a variant from the others: options of the model, and whether inherited weights stay."""
+
+        def list_choices(source: Source) -> dict[str, Any]:
+            return {**source.metrics["options"], **({"freeze": True} if source.metrics.get("freeze") else {})}
+
+        every = [list_choices(source) for source in self.variants.values()]
+        own = list_choices(self.variants[name])
+        return {key: value for key, value in own.items() if any(each.get(key) != value for each in every)}
 
 
-def find_groups(results: Results, variants: Any, names: Collection[str] = ()) -> list[Group]:
-    """The trained variants: those of the pipeline, then others. Another recipe, model or data set is another group.
+def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> list[Group]:
+    """The trained variants of each of a paper's suites and models.
 
     A group is of one machine, that with most of its variants, or of those of them that `names` has; see `rank_machine`.
-    A variant that several records of a machine hold is taken from the one with the most seeds.
     """
     listed = list_all(results.sources)
-
-    def name_recipe(source: Source) -> tuple:
-        m = source.metrics
-        unchanged = {key: str(value) for key, value in m["options"].items() if key not in variants.changed}
-        how = source.stage is None, source.has_own_rate, _hash_recipe(source)
-        return *how, m["data"], m["model"], tuple(sorted(unchanged.items()))
-
-    classifiers = [each for each in listed if each.most_seeds and TOP1 in each.metrics]
-    found = {each.path: find_variant(results, variants, each.metrics) for each in classifiers}
-    trained = [each for each in classifiers if found[each.path]]
-    has_speed = (each for each in results.sources if each.path.endswith("/speed.json"))
-    speeds = {each.folder: each for each in has_speed if each.metrics.get("throughput_img_per_s")}
+    trained = [each for each in listed if each.most_seeds and TOP1 in each.metrics]
     searches = [each for each in listed if "trials" in each.metrics]
-
-    def gather(own: Sequence[Source]) -> Group:
-        """The group of the records of one machine."""
-        members = {found[each.path]: each for each in keep_best(own, lambda each: found[each.path])}
-        ordered = {name: members[name] for name in variants.options if name in members}
-        measured = {name: speeds[source.folder] for name, source in ordered.items() if source.folder in speeds}
-        chosen = {name: find_search(source, searches) for name, source in ordered.items() if source.has_own_rate}
-        own_searches = {name: search for name, search in chosen.items() if search}
-        return Group(variants=ordered, speeds=measured, paths=results.paths, searches=own_searches)
 
     def rank(group: Group) -> tuple[int, int, int]:
         return rank_machine([source for name, source in group.variants.items() if not names or name in names])
 
     groups = []
-    for alike in group_by(trained, name_recipe).values():
-        by_machine = group_by(alike, lambda each: each.machine).values()
-        first, *others = sorted(map(gather, by_machine), key=rank, reverse=True)
-        groups.append(dataclasses.replace(first, elsewhere=tuple(others)))
+    for suite in paper.suites:
+        found = suite.list_places(paper.variants)
+        members = [each for each in trained if each.place in found]
+        for alike in group_by(members, lambda each: each.metrics["model"]).values():
+            by_machine = [
+                _gather(suite, {found[each.place]: each for each in reversed(own)}, searches, paper)
+                for own in group_by(alike, lambda each: each.machine).values()
+            ]
+            first, *others = sorted(by_machine, key=rank, reverse=True)
+            groups.append(dataclasses.replace(first, elsewhere=tuple(others)))
     return groups
 
 
-def find_search(source: Source, searches: Iterable[Source]) -> Source | None:
+def _gather(suite: Suite, members: Mapping[str, Source], searches: Iterable[Source], paper: Paper) -> Group:
+    """The group of the records of one machine."""
+    ordered = {name: members[name] for name in dict.fromkeys((*paper.variants, *sorted(members))) if name in members}
+    chosen = {name: find_search(suite, name, source, searches) for name, source in ordered.items()}
+    return Group(suite=suite, variants=ordered, searches={name: search for name, search in chosen.items() if search})
+
+
+def find_search(suite: Suite, name: str, source: Source, searches: Iterable[Source]) -> Source | None:
     """The search that chose the rate of a training: its own machine's, else another's; None where none chose it."""
-    _, _, _, *place = PurePosixPath(source.folder).parts  # results, measured, the device, ...
-    stage, *names = (part for part in place if part != OWN_RATES)
-    asked = f"{stage}.{'_'.join(names)}", source.metrics["model"], _read_rate(source)
-    fitting = [s for s in searches if (s.metrics["cell"], s.metrics["model"], s.metrics["chosen"]["lr"]) == asked]
+    if suite.searches is None:
+        return None
+    place = suite.searches.format(variant=name)
+    fitting = [each for each in searches if each.place == place and each.metrics["chosen"]["lr"] == _read_rate(source)]
     return min(fitting, key=lambda each: each.machine != source.machine, default=None)
 
 
 def _read_rate(source: Source) -> float:
     return json.loads(source.recipe)["learning_rate"]["peak"]
-
-
-def _hash_recipe(source: Source) -> str:
-    """What is the same for records that were trained alike: with rates of their own, the rest of their recipes."""
-    if source.recipe is None:
-        return source.metrics["recipe_hash"]
-    varied = {"options", "learning_rate"} if source.has_own_rate else {"options"}
-    return json.dumps({name: value for name, value in json.loads(source.recipe).items() if name not in varied})
-
-
-def find_variant(results: Results, variants: Any, metrics: Mapping[str, Any]) -> str | None:
-    """Which variant a record is of; None for another combination of options, or of a recipe's settings."""
-    defaults = results.families.get(metrics["model"].split("_")[0], {})
-    own = {key: value for key, value in metrics["options"].items() if key in variants.changed}
-    options = {key: value for key, value in own.items() if defaults.get(key) != str(value)}
-    recipe = {key: metrics[key] for key in variants.changed_recipe if metrics.get(key)}
-    for name, changes in variants.options.items():
-        model = variants.variants[name].changes.get("model", "").partition("_nano")[0]
-        if metrics["model"].startswith(model) and changes == options and variants.recipes[name] == recipe:
-            return name
-    return None
 
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
@@ -210,12 +173,12 @@ def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]
 
 def list_ablations(report: Report) -> list[Block]:
     """The verdicts on orderings, then every table and figure of each group; nothing where the paper ablates nothing."""
-    if not report.paper.variants:
+    if not report.paper.suites:
         return []
     ledger, command = report.paper.ledger, report.paper.train_command
     judged = judge_variants(report)
     if not judged:
-        raise Missing("no variant is trained yet", f"{command} --all")
+        raise Missing("no variant is trained yet", command)
     rows = []
     for group, at, it in judged:
         others = [(each.machine, other) for each, other, _ in _judge_elsewhere(group, at, ledger)]
@@ -231,8 +194,7 @@ def list_ablations(report: Report) -> list[Block]:
         blocks.append(_rows_table(group, where, report))
         blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in drawn.items() if pair == (group, where)]
         if absent := [name for name in where.rows if name not in group.variants]:
-            alike = f"{command} --all --data {group.common['data']} --epochs {group.common['epochs']}"
-            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(alike), " trains all."))
+            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
         if found.pairs and found.word != "no power":
             blocks.append(_pairs_table(where, found, ledger))
         blocks += describe_elsewhere(group, where.rows)
@@ -254,10 +216,9 @@ def list_unlike_machines(report: Report) -> list[Block]:
 def describe_elsewhere(group: Group, names: Collection[str]) -> list[Block]:
     """A line for each other machine that made some of the experiments again: its accuracies of some variants."""
     lines: list[Line] = []
-    experiments = {find_shared_name(source.path, source.metrics) for source in group.variants.values()}
     for other in group.elsewhere:
         own = {name: source for name, source in other.variants.items() if name in names}
-        if experiments & {find_shared_name(source.path, source.metrics) for source in own.values()}:
+        if group.variants.keys() & own.keys():
             shown = ", ".join(f"{name} {_show_top1(source)}" for name, source in own.items())
             lines.append((f"On {other.machine}, {describe_seeds(own.values())}: Top-1 (%) {shown}.",))
     return [Bullets(lines)] if lines else []
@@ -296,10 +257,13 @@ def plan_figures(report: Report) -> Drawings:
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `list_ablations` or another document alone shows."""
     sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
-    own = {source.path for source in sources if source.stage in (None, "ablate")}
+    own = {source.path for source in sources if source.place.startswith("ablate")}
     shown = {each.path for each in report.results.sources if own & {of.path for of in list_all([each])}}
-    paths = [source.path for source in report.results.sources]
-    return shown.union(*(fnmatch.filter(paths, document.records) for document in report.paper.documents))
+    patterns = [document.records for document in report.paper.documents]
+    named = (
+        source for source in report.results.sources if any(fnmatch.fnmatch(source.place, each) for each in patterns)
+    )
+    return shown.union(source.path for source in named)
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
@@ -310,8 +274,8 @@ def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
-    results, variants = report.results, report.paper.variants
-    pairs = [(group, where) for where in report.paper.compared for group in find_groups(results, variants, where.rows)]
+    paper = report.paper
+    pairs = [(group, where) for where in paper.compared for group in find_groups(report.results, paper, where.rows)]
     return [(group, where) for group, where in pairs if len(group.at(where)) > 1]
 
 
@@ -350,8 +314,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     rows: list[list[Piece]] = []
     for name, source in members.items():
         m, scores = source.metrics, downstream[name]
-        all_changes = {**paper.variants.options[name], **paper.variants.recipes[name]}
-        changes = ", ".join(f"{key} {value or 'all'}" for key, value in all_changes.items())
+        changes = ", ".join(f"{key} {value or 'all'}" for key, value in group.list_changes(name).items())
         if group.has_own_rates:
             changes = f"{changes or paper.model}, rate {_read_rate(source):g}"
         rows.append(
@@ -397,7 +360,7 @@ def _label(column: Column, key: str) -> str:
 
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
     """The scores of the detectors and segmenters whose first weights are this record's."""
-    weights = f"{source.folder}/weights.safetensors"
+    weights = f"artifacts/{source.place}/weights.safetensors"
     found = (other.metrics for other in results.score_sources)
     began = [m for m in found if (m.get("init") or {}).get("weights") == weights]
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Self
 
 from .arithmetic import decimals
@@ -182,17 +182,11 @@ def format_ratio(times: float, least: float, most: float) -> str:
     return f"{significant(times)}×{ends}"
 
 
-def export_json(version: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """All entries of a version of a paper, and how many have each status."""
-    counts = count_statuses(verdicts)
-    summary = {**{word: counts[word] for word in STATUSES}, "entries": len(verdicts)}
-    return {"paper": version, "summary": summary, "entries": list(map(_export, verdicts))}
-
-
 def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     """All entries as rows of a table, whose lists are one text each."""
-    exported = map(_export, verdicts)
-    return [{name: "; ".join(v) if isinstance(v, list) else v for name, v in row.items()} for row in exported]
+    return [
+        {name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(each).items()} for each in verdicts
+    ]
 
 
 _FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.config import BY_HAND, find_cell, list_values, load_section, params_hash, section_keys
-from ..core.csvfile import read_csv, write_csv
+from ..core.config import list_values, load_section, params_hash, section_keys
+from ..core.csvfile import format_csv, parse_csv
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
-from ..core.record import atomic, find_difference, make_identity, read_record, sweep, write_record
+from ..core.record import atomic, find_difference, make_identity, read_record, sweep, write_record, write_text
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
@@ -56,18 +56,16 @@ def read_cells(
     random: bool = False,
     epochs: int | None = None,
     seeds: int | None = None,
-    by_hand: bool = False,
 ) -> list[Cell]:
     """One cell of a section of params.yaml, or all of them.
 
     Args:
         stage: the section.
         spec: the task of its cells.
-        cell: the name of one cell, also of one in `by_hand`; None reads all of the section.
+        cell: the name of one cell; None reads all of the section.
         recipe: see `Cell`.
         init, random, epochs, seeds: start from the weights in this file, or from random ones; train this many epochs, or
-            seeds 0, 1, ... of this many, instead. The results are under results/measured then.
-        by_hand: whether the stage is none of the graph, so that its results are always there.
+            seeds 0, 1, ... of this many, instead. The results are under results/replications then.
 
     Raises:
         UserError: no such cell, wrong parameters, or no such file.
@@ -83,19 +81,22 @@ def read_cells(
         f"_{seeds}seeds": seeds is not None,
     }
     suffix = "".join(change for change, is_made in changes.items() if is_made)
+    names = [cell] if cell else section_keys(paths.params, stage)
+    if not names:
+        raise UserError(f"{paths.params}: {stage}: has no cell; add one, or take another profile (`repro profile`)")
     cells = []
-    for name in [cell] if cell else section_keys(paths.params, stage):
-        keys = find_cell(paths.params, stage, name)
-        params = load_section(spec.params, paths.params, *keys)
+    for name in names:
+        params = load_section(spec.params, paths.params, stage, name)
         if random or init is not None:
             params = dataclasses.replace(params, init=None if random else describe_init(paths, Path(init)))
         if epochs:
             params = params.with_epochs(epochs)
         if seeds:
             params = dataclasses.replace(params, seeds=tuple(range(seeds)))
-        is_by_hand = bool(suffix) or by_hand or keys[0] == BY_HAND
-        results = paths.measured(device_slug(choose_device(runtime.device))) if is_by_hand else paths.results
-        shared = {"paths": paths, "runtime": runtime, "folder": results / stage / f"{name}{suffix}", "recipe": recipe}
+        record = paths.cell(stage, name) / "metrics.json"
+        if suffix:
+            record = paths.replications(device_slug(choose_device(runtime.device))) / stage / f"{name}{suffix}.json"
+        shared = {"paths": paths, "runtime": runtime, "record": record, "recipe": recipe}
         cells.append(Cell(stage=stage, name=f"{name}{suffix}", params=params, spec=spec, **shared))
     return cells
 
@@ -104,9 +105,9 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     """Train cells with each of their seeds, and write their results.
 
     A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
-    first seed; curve.csv of every seed; and the record with the recipe and the means over the seeds. What a seed leaves
-    stays in .runs until all are done, so that a stopped call loses nothing. Seeds that the folder's record already has,
-    by the same parameters, data and code, are not trained again.
+    first seed, and curve.csv of every seed. The record has the curves too, with the recipe and the means over the seeds.
+    What a seed leaves stays in .runs until all are done, so that a stopped call loses nothing. Seeds that a record
+    outside the graph already has, by the same parameters, data and code, are not trained again.
 
     Args:
         cells: of one stage.
@@ -138,7 +139,7 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
             if outcomes:
                 record_cell(job, outcomes, finished, started)
             elif not waiting and ranks.first:
-                record = cell.folder.relative_to(cell.paths.root) / "metrics.json"
+                record = cell.record.relative_to(cell.paths.root)
                 print(f"{cell.name}: every seed is trained; its record is {record}", flush=True)
 
 
@@ -168,7 +169,7 @@ def record_cell(
         started: when the call began, by `time.monotonic`.
     """
     cell = job.cell
-    _collect_files(cell, outcomes, finished)
+    curve = _collect_files(cell, outcomes, finished)
     metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
     place = find_place(job)
     if cell.ranks.world_size > 1:
@@ -178,8 +179,8 @@ def record_cell(
     recipe, _ = describe_job(job, cell.params.seeds[0])
     seconds = time.monotonic() - started
     # DVC compares metrics.json of the graph's cells, which has the scores alone; any other record is one file
-    scores = cell.spec.scores if cell.folder == cell.paths.cell(cell.stage, cell.name) else ()
-    write_record(cell.folder, metrics, identity | recipe, seconds, scores=scores)
+    scores = cell.spec.scores if cell.is_of_graph else ()
+    write_record(cell.record, metrics, identity | recipe, seconds, scores=scores, curve=curve)
     if job.task.device.type == "cuda":
         identity = make_identity(cell.paths.root, cell.params, data_manifest=cell.inputs[0], **place)
         record_speed(
@@ -206,7 +207,7 @@ def record_speed(
     cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float
 ) -> None:
     """Write the speed and the peak memory of a cell's training, with which `repro plan` counts, to
-    results/measured/<slug>/<stage>/<cell>.json.
+    results/replications/<slug>/speed/<section>/<cell>.json.
 
     The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
     go through it at once, and what a GPU keeps besides the weights. The speed is that of the last of the seeds that has
@@ -224,7 +225,8 @@ def record_speed(
         "transform": {name: size for name, size in sizes.items() if size is not None},
         "keeps": {name: bool(getattr(params, name, None)) for name in _KEEPS},
     }
-    write_record(cell.paths.measured(slug) / cell.stage, of | dict(speed), identity, seconds, name=cell.name)
+    file = cell.paths.replications(slug) / "speed" / cell.stage / f"{cell.name}.json"
+    write_record(file, of | dict(speed), identity, seconds)
 
 
 def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
@@ -233,8 +235,8 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     Raises:
         UserError: the folder holds a run of other parameters, data or code.
     """
-    file = cell.folder / "metrics.json"
-    if not file.is_file() or cell.folder == cell.paths.cell(cell.stage, cell.name):
+    file = cell.record
+    if not file.is_file() or cell.is_of_graph:
         return {}  # a cell of the graph is trained again, as DVC does
     record = read_record(file)
     finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
@@ -291,12 +293,14 @@ def find_place(job: Job) -> dict[str, str]:
     return {"device": device_label(job.task.device), "dtype": job.precision, "backend": backend}
 
 
-def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> None:
+def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> list[str]:
     """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of
-    all seeds.
+    all seeds, and return their lines.
     """
-    curve = cell.folder / "curve.csv"
-    rows = [row for row in read_csv(curve) if int(row["seed"]) in finished] if finished else []
+    rows = []
+    if finished:
+        lines = "\n".join(read_record(cell.record)["curve"])
+        rows = [row for row in parse_csv(lines, f"{cell.record}: curve") if int(row["seed"]) in finished]
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
     if (first := outcomes.get(cell.params.seeds[0])) is not None:
@@ -306,14 +310,14 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
         with contextlib.ExitStack() as renamed_at_the_end:
             for target, file in files.items():
                 shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
-            # that of an earlier run does not describe the new files
-            (cell.folder / "metrics.json").unlink(missing_ok=True)
         for old in {
             file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()
         } - files.keys():
             old.unlink()
         (cell.folder / "snapshots").mkdir(exist_ok=True)  # an output of the graph, also where it is empty
-    write_csv(curve, rows)
+    text = format_csv(rows)
+    write_text(cell.folder / "curve.csv", text)
+    return text.splitlines()
 
 
 def _round(value: float) -> float | str:

@@ -84,11 +84,11 @@ def make_cell(
     parts = [stem, *(f"{key}_{value}" for key, value in options.items()), own.name if own else params.data]
     parts += (["frozen"] if freeze else []) + ([f"{epochs}epochs"] if epochs else [])
     cell = "-".join(parts).replace(".", "_")
-    measured = paths.measured(device_slug(choose_device(runtime.device))) / STAGE
+    measured = paths.replications(device_slug(choose_device(runtime.device))) / STAGE
     about = {"stage": STAGE, "name": cell, "spec": SPEC, "recipe": recipe}
     # the sets of one's own have a folder each, where the models are next to `data`
-    folder = (manifest_path(paths, data).parents[1] if own else measured) / cell
-    return Cell(**about, params=params, paths=paths, runtime=runtime, folder=folder)
+    record = manifest_path(paths, data).parents[1] / cell / "metrics.json" if own else measured / f"{cell}.json"
+    return Cell(**about, params=params, paths=paths, runtime=runtime, record=record)
 
 
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:

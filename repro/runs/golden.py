@@ -95,9 +95,8 @@ def train_line(
         params = dataclasses.replace(params, init=init)
     roots = {data: str(root / "pictures" / data) for data in PICTURES}
     runtime = Runtime(device="cpu", threads=1, data_roots=roots)
-    cell = Cell(
-        stage="golden", name="line", params=params, spec=spec, paths=paths, runtime=runtime, folder=root / "out"
-    )
+    record = paths.results / "golden" / "line.json"
+    cell = Cell(stage="golden", name="line", params=params, spec=spec, paths=paths, runtime=runtime, record=record)
     with contextlib.redirect_stdout(io.StringIO()):
         job = build_job(cell, params.seeds[0])
         if prepare is not None:

@@ -32,7 +32,7 @@ class Cell:
         spec: its task.
         paths, runtime: the checkout and its `runtime:` section.
         ranks: the processes that train together.
-        folder: where its results go.
+        record: the file of its record, see `repro.core.record.write_record`.
         recipe: compares how it is trained with what the paper prescribes; None describes nothing.
         reported: whether the trained model is evaluated on the reported split; not if the best of several cells is
             still to be chosen.
@@ -45,9 +45,19 @@ class Cell:
     paths: Paths
     runtime: Runtime
     ranks: Ranks = Ranks()
-    folder: Path
+    record: Path
     recipe: Recipe | None = None
     reported: bool = True
+
+    @property
+    def folder(self) -> Path:
+        """Where its weights, curve and pictures go, which Git does not keep."""
+        return self.paths.artifacts(self.record)
+
+    @property
+    def is_of_graph(self) -> bool:
+        """Whether DVC runs it: its record is that of a cell of params.yaml, and is made again by every run."""
+        return self.record == self.paths.cell(self.stage, self.name) / "metrics.json"
 
     @property
     def where(self) -> str:
@@ -185,7 +195,8 @@ def run_job(job: Job) -> Outcome | None:
     cell, seed, task = job.cell, job.params.seeds[0], job.task
     runtime, ranks, state = cell.runtime, cell.ranks, cell.state_folder(seed)
     if ranks.first:
-        require_writable(cell.folder)  # better now than after the last epoch
+        for folder in (cell.folder, cell.record.parent):  # better now than after the last epoch
+            require_writable(folder)
         write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
     # next to the state and not in the results: DVC empties these before it starts a stage, also one that continues
     snapshots, result = state / "snapshots", state / "result"
@@ -278,11 +289,11 @@ def verify_init(cell: Cell) -> None:
         raise UserError(f"{where}.weights: {path}: no such file; run its stage first")
     if not path.stat().st_size:
         raise UserError(f"{where}.weights: {path}: is empty; get it again")
-    found, record = hash_file(path, digits=64), path.parent / "metrics.json"
-    stated = init.sha256 or (read_record(record)["metrics"].get("weights_hash") if record.is_file() else None)
+    found, record = hash_file(path, digits=64), cell.paths.find_record(path)
+    stated = init.sha256 or (read_record(record)["metrics"].get("weights_hash") if record else None)
     if stated is None:
         raise UserError(
-            f"{where}.weights: no record beside {path} states its hash; if it is the right file, add sha256: {found[:16]}"
+            f"{where}.weights: no record of {path} states its hash; if it is the right file, add sha256: {found[:16]}"
         )
     require_hash(path, stated, named=f"{where}.weights: {path}", stated=f"{where}.sha256:")
 

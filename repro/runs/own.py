@@ -125,11 +125,12 @@ def train_own(
     parts += ([f"{seeds}seeds"] if seeds else []) + (["flipped"] if flip else [])
     name = "-".join(parts).replace(".", "_")
     params = dataclasses.replace(params, options=options, seeds=tuple(range(seeds or 1)))
-    folder = manifest_path(paths, data).parents[1] / name  # next to the folder `data`
-    cell = {"stage": stage, "name": f"{own.name}-{name}", "params": params, "spec": spec, "folder": folder}
-    train_cells([Cell(paths=paths, runtime=runtime, **cell)], gpus)
+    record = manifest_path(paths, data).parents[1] / name / "metrics.json"  # next to the folder `data`
+    about = {"stage": stage, "name": f"{own.name}-{name}", "params": params, "spec": spec, "record": record}
+    cell = Cell(paths=paths, runtime=runtime, **about)
+    train_cells([cell], gpus)
     if gpus is None and "WORLD_SIZE" not in os.environ:
-        print(f"use it: repro predict PICTURES --weights {folder / 'weights.safetensors'}")
+        print(f"use it: repro predict PICTURES --weights {cell.folder / 'weights.safetensors'}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,8 @@ def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
         params = load_section(ClassifierParams, paths.params, SECTION, name)
         if SEARCH_SEED in params.seeds:
             raise UserError(f"{SECTION}.{name}.seeds: {SEARCH_SEED} is the seed of the search; take another")
-        folder = paths.root / ".runs" / SECTION / name / "out"
-        shared = {"stage": SECTION, "spec": SPEC, "paths": paths, "runtime": runtime, "folder": folder}
+        record = paths.cell(SECTION, name) / "metrics.json"
+        shared = {"stage": SECTION, "spec": SPEC, "paths": paths, "runtime": runtime, "record": record}
         cells.append(Cell(name=name, params=params, **shared))
     for rate in RATES:
         for each in cells:

@@ -1,9 +1,9 @@
-"""Choosing learning rate and warm-up: the same small search for every cell, scored on the split `tune`, and never
-evaluated on `test`.
+"""Choosing the learning rate and warm-up of a cell: a small search, scored on the split `tune` and never evaluated on
+`test`.
 
-Each trial is a whole training by the recipe of its cell, in a process of its own. Where the best one lies at an edge of
-the grid, the grid is widened there, so that no cell is held to a range that suits another. Finished trials stay in
-.runs until the search of their cell is done, so that a stopped call loses none.
+Each trial is a whole training by the recipe of the cell. Where the best one lies at an edge of the grid, the grid is
+widened there, so that no cell is held to a range that suits another. Finished trials stay in .runs until the search is
+done, so that a stopped call loses none.
 """
 
 import dataclasses
@@ -11,15 +11,14 @@ import itertools
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ..core.config import BY_HAND, bounded, find_cell, load_section, load_yaml, params_hash
-from ..core.errors import Diverged, RunError, UserError, did_you_mean
+from ..core.config import bounded, load_section, params_hash, section_keys
+from ..core.errors import Diverged, RunError, UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
-from ..core.record import find_difference, make_identity, read_json, write_json, write_record
-from ..core.runtime import choose_device, device_slug, load_runtime
+from ..core.record import make_identity, read_json, write_json, write_record
+from ..core.runtime import Runtime, load_runtime
 from ..core.ui import print_table
 from ..data.cells import find_root as find_data
 from ..data.kinds import KINDS, PrepareData
@@ -27,37 +26,41 @@ from ..tasks.spec import TaskSpec
 from ..training.params import TrainParams
 from .cells import find_place
 from .job import Cell, build_job, hash_golden, run_job
-from .pool import Work, run_all
 
-STAGE = "pretrain"
 RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
 WIDENINGS = 3  # how often a grid is widened at most
+SECTION = "tune"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneParams:
-    """The `tune:` section, the same for every cell.
+    """A cell of `tune`.
 
     Args:
+        cell: whose rate and warm-up are chosen: `pretrain.NAME`, or another section's.
+        family, data: those of this cell, for DVC.
         lr, warmup_epochs: what is tried, each with each, see `OptimParams`; of two values or more, the search goes on
-            beyond the best one if it is the first or the last.
+            beyond the best one if it is the first or the last. Without `warmup_epochs`, the cell's own holds.
         seed: of every trial; no seed whose results are reported.
     """
 
-    lr: tuple[float, ...] = bounded((5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3), gt=0)
-    warmup_epochs: tuple[int, ...] = bounded((1, 2), ge=0)
+    cell: str
+    family: str
+    data: str
+    lr: tuple[float, ...] = bounded(gt=0)
+    warmup_epochs: tuple[int, ...] = bounded((), ge=0)
     seed: int = bounded(100, ge=0)
 
     def __post_init__(self) -> None:
-        for name in ("lr", "warmup_epochs"):
+        for name, least in (("lr", 1), ("warmup_epochs", 0)):
             values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
+            if len(values) < least or len(set(values)) < len(values):
                 raise ValueError(f"{name}: {list(values)}, expected one or more, each once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchParams:
-    """What determines the outcome of a search, for the hash in its record: the cell without what is searched, and the
+    """What determines the outcome of a search, for the hash in its record: the cell as its first trial has it, and the
     search.
     """
 
@@ -67,214 +70,87 @@ class SearchParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """The search of one cell.
+    """A search: its name, its parameters, and the cell whose rate it chooses."""
 
-    Args:
-        cell: what is trained; its folder is that of the record.
-        tune: the search.
-        arguments: of `repro tune`, besides --data, that choose this search.
-    """
-
-    cell: Cell
+    name: str
     tune: TuneParams
-    arguments: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        where, params = self.cell.where, self.cell.params
-        if self.tune.seed in params.seeds:
-            raise UserError(
-                f"tune.seed: {self.tune.seed} is a seed of {where}, whose results are reported; take another"
-            )
-        if (longest := max(self.tune.warmup_epochs)) >= params.epochs:
-            raise UserError(
-                f"tune.warmup_epochs: {longest}, and {where} trains {params.epochs} epochs; make it shorter"
-            )
-
-    @property
-    def file(self) -> Path:
-        """The record."""
-        return self.cell.folder / f"{self.cell.name}.json"
+    cell: Cell
 
     @property
     def score(self) -> str:
         """What is compared."""
         return next(iter(self.cell.spec.scores))
 
-    @property
-    def trials(self) -> list[Cell]:
-        """A cell for each trial, in the order of the grid; then those by which it was widened, as far as those before
-        are finished.
-        """
-        grid, trials = self.tune, self._list_trials(self.tune)
-        for _ in range(WIDENINGS):
-            finished = self.find_finished(trials)
-            best = choose([content["trial"] for content in finished.values()], self.score)
-            if len(finished) < len(trials) or best is None:
-                break
-            if (grid := widen(grid, best, self.cell.params.epochs)) is None:
-                break
-            known = {trial.name for trial in trials}
-            trials += [trial for trial in self._list_trials(grid) if trial.name not in known]
-        return trials
-
-    def _list_trials(self, grid: TuneParams) -> list[Cell]:
+    def list_trials(self, grid: TuneParams) -> list[Cell]:
+        """A cell for each trial, in the order of the grid."""
         found, params = [], dataclasses.replace(self.cell.params, seeds=(self.tune.seed,), snapshot_epochs=())
         for lr, warmup_epochs in itertools.product(grid.lr, grid.warmup_epochs):
             optim = dataclasses.replace(params.optim, lr=lr, warmup_epochs=warmup_epochs)
-            name = f"{self.cell.name}_lr{lr:g}_warmup{warmup_epochs}"
-            tried = {"stage": "tune", "name": name, "params": dataclasses.replace(params, optim=optim)}
-            found.append(dataclasses.replace(self.cell, **tried, reported=False))
+            tried = {"params": dataclasses.replace(params, optim=optim), "stage": SECTION, "reported": False}
+            found.append(dataclasses.replace(self.cell, name=f"{self.name}_lr{lr:g}_warmup{warmup_epochs}", **tried))
         return found
 
-    @property
-    def search_params(self) -> SearchParams:
-        """What the record's hash of parameters covers: the first trial, which the grid names, and the search."""
-        return SearchParams(cell=self._list_trials(self.tune)[0].params, tune=self.tune)
 
-    def find_origin(self, trial: Cell | None = None) -> dict[str, str]:
-        """What has to be the same for the record to count still; or for a trial, which the other trials do not concern."""
-        params = self.search_params if trial is None else trial.params
-        hashes = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(self.cell.inputs[0])}
-        return hashes | {"golden_hash": hash_golden(self.cell.paths, self.cell.params)}
-
-    def find_finished(self, trials: Sequence[Cell] | None = None) -> dict[int, dict[str, Any]]:
-        """Number of a trial, from 1 -> its file; those of other code, data or parameters do not count."""
-        found = {}
-        for number, trial in enumerate(self.trials if trials is None else trials, 1):
-            file = _trial_file(trial)
-            if file.is_file() and (content := read_json(file))["origin"] == self.find_origin(trial):
-                found[number] = content
-        return found
-
-    def is_recorded(self) -> bool:
-        """Whether the record is there; raises UserError where it is of another search."""
-        if not self.file.is_file():
-            return False
-        if different := find_difference(read_json(self.file)["identity"], self.find_origin()):
-            raise UserError(f"{self.file}: holds a search with other {different}; move the file away to search again")
-        return True
-
-
-def find_searches(spec: TaskSpec, data: str, cell: str | None) -> list[Search]:
-    """The searches of all cells of `STAGE` on a data set, or of one, also of one that no stage of the graph trains.
+def read_searches(specs: Mapping[str, TaskSpec], name: str | None) -> list[Search]:
+    """One search of the section `tune`, or all of them; `specs`: section -> the task of its cells.
 
     Raises:
-        UserError: no such cell, data without a split `tune`, or a search that does not fit a cell.
+        UserError: no such search or cell, or a search that does not fit its cell.
     """
     paths = find_root()
-    tune, shared = load_tune(paths, data)
-    content = load_yaml(paths.params)
-    outside = (content.get(BY_HAND) or {}).get(STAGE) or ()
-    cells = {}
-    for name in [*(content.get(STAGE) or ()), *(name for name in outside if name == cell)]:
-        params = load_section(spec.params, paths.params, *find_cell(paths.params, STAGE, name))
-        if params.data == data:
-            cells[name] = params
-    if cell is not None and cell not in cells:
-        raise UserError(f"tune: --cell {cell}: no cell of {STAGE} on {data}{did_you_mean(cell, [*cells, *outside])}")
-    found = {name: Cell(stage=STAGE, name=name, params=params, spec=spec, **shared) for name, params in cells.items()}
-    chosen = found if cell is None else [cell]
-    return [Search(cell=found[name], tune=tune, arguments=("--cell", name)) for name in chosen]
+    runtime, found = load_runtime(paths), []
+    for each in [name] if name else section_keys(paths.params, SECTION):
+        tune, where = load_section(TuneParams, paths.params, SECTION, each), f"{SECTION}.{each}"
+        section, _, cell = tune.cell.partition(".")
+        if section not in specs:
+            raise UserError(f"{where}.cell: {tune.cell}: expected SECTION.CELL, one of {', '.join(specs)}")
+        params = load_section(specs[section].params, paths.params, section, cell)
+        for key in ("family", "data"):
+            if getattr(tune, key) != getattr(params, key):
+                raise UserError(f"{where}.{key}: {getattr(tune, key)}, and {tune.cell} has {getattr(params, key)}")
+        tune = dataclasses.replace(tune, warmup_epochs=tune.warmup_epochs or (params.optim.warmup_epochs,))
+        if tune.seed in params.seeds:
+            raise UserError(f"{where}.seed: {tune.seed} is a seed of {tune.cell}, whose results are reported")
+        if (longest := max(tune.warmup_epochs)) >= params.epochs:
+            raise UserError(f"{where}.warmup_epochs: {longest}, and {tune.cell} trains {params.epochs} epochs")
+        _require_tune(paths, runtime, tune.data, f"{where}.data")
+        shared = {"paths": paths, "runtime": runtime, "record": paths.cell(SECTION, each) / "metrics.json"}
+        of_search = Cell(stage=section, name=cell, params=params, spec=specs[section], **shared)
+        found.append(Search(name=each, tune=tune, cell=of_search))
+    return found
 
 
-def load_tune(paths: Paths, data: str) -> tuple[TuneParams, dict[str, Any]]:
-    """The `tune:` section, and what all searches on a data set share: paths, runtime and the folder of the records.
-
-    Raises:
-        UserError: data without a split `tune`.
-    """
-    runtime = load_runtime(paths)
-    tune = load_section(TuneParams, paths.params, "tune") if "tune" in load_yaml(paths.params) else TuneParams()
+def _require_tune(paths: Paths, runtime: Runtime, data: str, where: str) -> None:
+    """Raise UserError for data without a split `tune`: the search would choose on the split that is reported."""
     params = load_section(PrepareData, paths.params, "prepare_data", data)
     row = KINDS[params.kind]
     if row.other_splits:
         row = row.at(find_data(paths, runtime, data, row.name))
     if "tune" not in row.splits and params.tune_split is None:
         advice = "give it a tune_split" if row.settings_key else "take embedded data"
-        raise UserError(f"tune: --data {data}: is of kind {row.name}, which has no split tune to choose on; {advice}")
-    folder = paths.measured(device_slug(choose_device(runtime.device))) / "tune"
-    return tune, {"paths": paths, "runtime": runtime, "folder": folder}
+        raise UserError(f"{where}: {data} is of kind {row.name}, which has no split tune to choose on; {advice}")
 
 
-def run_searches(searches: list[Search], *, jobs: int) -> None:
-    """Run the trials that are still to be done, `jobs` at once, and write the record of each cell, with every trial and
-    the chosen one.
+def run_search(search: Search) -> None:
+    """Train the trials that are not finished, one after another, and write the record with every trial and the chosen
+    one.
 
     Raises:
-        UserError: a record of another search is in the way; before anything is trained.
-        Interrupted: a signal came; what is finished is kept. RunError: trials failed, or all trials of a cell diverged.
+        RunError: every trial diverged. Otherwise as `run_job`.
     """
-    open_searches = [search for search in searches if not search.is_recorded()]
-    while True:
-        waiting: dict[str, Work] = {}
-        for search in open_searches:
-            waiting |= _list_open(search)
-        trials = sum(len(search.trials) for search in open_searches)
-        print(f"{len(open_searches)} open cells, {trials} trials: {len(waiting)} trainings to do", flush=True)
-        if not waiting:
+    started, grid, done = time.monotonic(), search.tune, {}
+    for _ in range(1 + WIDENINGS):
+        for trial in search.list_trials(grid):
+            done.setdefault(trial.name, None)
+            done[trial.name] = done[trial.name] or _run_trial(search, trial)
+        best = choose([found["trial"] for found in done.values()], search.score)
+        if best is None or (wider := widen(grid, best, search.cell.params.epochs)) is None:
             break
-        failed = run_all(waiting, jobs, searches[0].cell.runtime, searches[0].cell.paths.root)
-        if failed:
-            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
-            raise RunError(f"tune: {len(failed)} of {len(waiting)} failed, the others are done: {reasons}")
-    for search in open_searches:
-        record_search(search)
-    for search in searches:
-        _show(search)
-
-
-def _list_open(search: Search) -> dict[str, Work]:
-    """The name of each trial that is not finished -> how it is run."""
-    finished, works = search.find_finished(), {}
-    for number, trial in enumerate(search.trials, 1):
-        if number not in finished:
-            arguments = ("tune", "--data", search.cell.params.data, *search.arguments, "--trial", str(number))
-            works[trial.name] = Work(arguments=arguments, log=trial.paths.logs("tune", trial.name) / "output.txt")
-    return works
-
-
-def run_trial(search: Search, number: int) -> None:
-    """Train one trial in this process, and keep what came of it; `number` counts from 1.
-
-    Raises:
-        UserError: no such trial. Otherwise as `run_job`, but that a trial that diverges is an outcome and no error.
-    """
-    trials = search.trials
-    if not 1 <= number <= len(trials):
-        raise UserError(f"tune: --trial {number}: {search.cell.name} has the trials 1 to {len(trials)}")
-    trial = trials[number - 1]
-    started, origin, optim = time.monotonic(), search.find_origin(trial), trial.params.optim
-    found: dict[str, Any] = {"lr": optim.lr, "warmup_epochs": optim.warmup_epochs}
-    score, label = search.score, search.cell.spec.scores[search.score]
-    job = build_job(trial, search.tune.seed)
-    try:
-        metrics = run_job(job).metrics
-    except Diverged as error:
-        found |= {"diverged": True, score: None, "train_loss": None}
-        found["reason"] = f"step {error.step}: training not finite"
-        print(f"{trial.name}: diverged", flush=True)
-    else:
-        found |= {"diverged": False, score: metrics[score], "train_loss": metrics["train_loss"]}
-        if metrics["train_loss"] is None:
-            found["train_loss_reason"] = metrics["train_loss_reason"]
-        print(f"{trial.name}: {label} {metrics[score]:.2f} % on {metrics['split']}", flush=True)
-    found["seconds"] = round(time.monotonic() - started, 1)
-    write_json(_trial_file(trial), {"origin": origin, "place": find_place(job), "trial": found})
-    shutil.rmtree(trial.state_folder(search.tune.seed))  # the weights of a trial serve nothing more
-
-
-def record_search(search: Search) -> None:
-    """Write the record of a search whose trials are all finished, and remove what they left in .runs.
-
-    Raises:
-        RunError: every trial diverged.
-    """
-    finished, cell = list(search.find_finished().values()), search.cell
-    trials = [content["trial"] for content in finished]
-    seconds = sum(trial.pop("seconds") for trial in trials)
-    chosen = choose(trials, search.score)
-    if chosen is None:
-        raise RunError(f"tune: every trial of {cell.name} diverged; lower tune.lr")
+        grid = wider
+    trials = [found["trial"] for found in done.values()]
+    if (chosen := choose(trials, search.score)) is None:
+        raise RunError(f"tune: every trial of {search.name} diverged; lower {SECTION}.{search.name}.lr")
+    cell = search.cell
     metrics = {
         "cell": cell.where,
         "model": cell.params.model,
@@ -286,15 +162,46 @@ def record_search(search: Search) -> None:
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
-    made = {"data_manifest": cell.inputs[0], **finished[0]["place"]}
-    identity = make_identity(cell.paths.root, search.search_params, **made)
+    params = SearchParams(cell=search.list_trials(search.tune)[0].params, tune=search.tune)
+    place = next(iter(done.values()))["place"]
+    identity = make_identity(cell.paths.root, params, data_manifest=cell.inputs[0], **place)
     identity["golden_hash"] = hash_golden(cell.paths, cell.params)
-    write_record(cell.folder, metrics, identity, seconds, name=cell.name)
-    for trial in search.trials:
-        shutil.rmtree(_trial_file(trial).parent, ignore_errors=True)
+    write_record(cell.record, metrics, identity, time.monotonic() - started)
+    for trial in search.list_trials(grid):
+        shutil.rmtree(trial.state_folder(search.tune.seed).parent, ignore_errors=True)
+    _show(search, metrics)
 
 
-def choose(trials: list[dict[str, Any]], score: str) -> Mapping[str, Any] | None:
+def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
+    """What came of a trial, {origin, place, trial}, and keep it for a call that continues; one that diverges is an
+    outcome and no error.
+    """
+    hashes = {"params": params_hash(trial.params), "data": hash_file(trial.inputs[0])}
+    hashes["golden"] = hash_golden(trial.paths, trial.params)
+    file = trial.state_folder(search.tune.seed).parent / "trial.json"
+    if file.is_file() and (kept := read_json(file))["origin"] == hashes:
+        return kept
+    optim, score = trial.params.optim, search.score
+    found: dict[str, Any] = {"lr": optim.lr, "warmup_epochs": optim.warmup_epochs}
+    job = build_job(trial, search.tune.seed)
+    try:
+        metrics = run_job(job).metrics
+    except Diverged as error:
+        found |= {"diverged": True, score: None, "train_loss": None}
+        found["reason"] = f"step {error.step}: training not finite"
+        print(f"{trial.name}: diverged", flush=True)
+    else:
+        found |= {"diverged": False, score: metrics[score], "train_loss": metrics["train_loss"]}
+        if metrics["train_loss"] is None:
+            found["train_loss_reason"] = metrics["train_loss_reason"]
+        print(f"{trial.name}: {trial.spec.scores[score]} {metrics[score]:.2f} % on {metrics['split']}", flush=True)
+    kept = {"origin": hashes, "place": find_place(job), "trial": found}
+    write_json(file, kept)
+    shutil.rmtree(trial.state_folder(search.tune.seed))  # the weights of a trial serve nothing more
+    return kept
+
+
+def choose(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
     """The trial that `RULE` chooses; None where all diverged."""
     sound = [trial for trial in trials if not trial["diverged"]]
     return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)
@@ -319,19 +226,12 @@ def widen(grid: TuneParams, best: Mapping[str, Any], epochs: int) -> TuneParams 
     return dataclasses.replace(grid, **wider) if wider else None
 
 
-def _trial_file(trial: Cell) -> Path:
-    return trial.state_folder(trial.params.seeds[0]).parent / "trial.json"
-
-
-def _show(search: Search) -> None:
-    metrics = read_json(search.file)["metrics"]
-    score, chosen = metrics["score"], metrics["chosen"]
-    rows = []
+def _show(search: Search, metrics: Mapping[str, Any]) -> None:
+    score, chosen, rows = metrics["score"], metrics["chosen"], []
     for trial in metrics["trials"]:
         mark = "chosen" if all(trial[name] == value for name, value in chosen.items()) else ""
         shown = "diverged" if trial["diverged"] else f"{trial[score]:.2f} %"
         loss = "–" if trial["train_loss"] is None else f"{trial['train_loss']:.4f}"
-        rows.append([search.cell.name, f"{trial['lr']:g}", str(trial["warmup_epochs"]), shown, loss, mark])
-    print_table(
-        ["cell", "rate", "warm-up epochs", f"{search.cell.spec.scores[score]} on tune", "training loss", ""], rows
-    )
+        rows.append([f"{trial['lr']:g}", str(trial["warmup_epochs"]), shown, loss, mark])
+    label = f"{search.cell.spec.scores[score]} on tune"
+    print_table(["rate", "warm-up epochs", label, "training loss", ""], rows)

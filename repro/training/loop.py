@@ -14,6 +14,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.children import catch_signals
 from ..core.errors import Interrupted, UserError
 from ..core.ranks import Ranks
 from ..core.ui import Progress
@@ -275,31 +276,6 @@ def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_
     sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(training.model.parameters(), clip_grad_norm or math.inf)
     values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
     return dict(zip(sums, values, strict=True))
-
-
-@contextlib.contextmanager
-def catch_signals(*, twice: bool = False) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in the yielded list instead of dying from them; a second signal is not held back.
-
-    With `twice` a second one is held back too: under torchrun a process is signalled by the user and by
-    torchrun, which sends SIGKILL to those that do not end.
-    """
-    received: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in signals}
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        for each in () if twice else signals:
-            signal.signal(each, before[each])
-
-    for number in signals:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number in signals:
-            signal.signal(number, before[number])
 
 
 def _stop_if(stop: bool, received: list[int], step: int) -> None:

@@ -96,7 +96,7 @@ def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     with pytest.raises(RunError, match="3 of 4 steps failed") as error:
         run_campaign(checkout, steps=chosen)
     assert str(error.value).count("CUDA device") == 3
-    (file,) = checkout.results.glob("measured/*/environment.json")
+    (file,) = checkout.results.glob("replications/*/environment.json")
     metrics = read_json(file)["metrics"]
     assert metrics["backend"] == "numba" and metrics["machine"]
 
@@ -106,12 +106,18 @@ def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(cells, "train_cells", lambda chosen: asked.extend(chosen))
+
+    def train(chosen):
+        asked.extend(chosen)
+        write_json(chosen[0].record, {})
+
+    monkeypatch.setattr(cells, "train_cells", train)
     assert campaign.time_training(checkout, None)
     (cell,) = asked
+    assert not cell.record.exists(), "its speed alone is kept"
     assert (cell.runtime.peak_tflops, len(cell.params.seeds)) == (989.4, 2)
     assert cell.runtime.data_roots == {"digits": "data/digits"}
-    file = checkout.measured("nvidia_h200") / f"{campaign.TRAINED}.json"
+    file = checkout.replications("nvidia_h200") / f"{campaign.TRAINED}.json"
     # of this commit, and of another
     for commit, times in ((find_commit(checkout.root), 1), ("another", 2)):
         write_json(file, {"metrics": {}, "identity": {"parent_commit": commit}})
@@ -129,10 +135,10 @@ def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
     identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
     measured = {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}}
-    write_json(checkout.measured("cpu_x") / "environment.json", measured)
+    write_json(checkout.replications("cpu_x") / "environment.json", measured)
     metrics = {"model": "vittt_tiny_patch16_224", "throughput_img_per_s": 2345.6, "data_wait_percent": 3.0}
     for device, share in (("nvidia_h200", {"mfu_percent": 2.1}), ("nvidia_k80", {})):
-        file = checkout.measured(device) / f"{campaign.TRAINED}.json"
+        file = checkout.replications(device) / f"{campaign.TRAINED}.json"
         write_json(file, {"metrics": metrics | share, "identity": identity})
     ((_, _, text),) = campaign.make_passages(checkout)
     first, second = text.splitlines()[2:]

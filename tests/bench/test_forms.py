@@ -23,7 +23,7 @@ def metrics(tmp_path_factory):
     paper = Setting(name="paper", tokens=(16,), chunks={"lact": 8}, **small)
     runtime = Runtime(device="cpu", threads=1, data_roots={})
     run_forms(Paths(root), runtime, FormsParams(settings=(vision, paper), image_sizes=()))
-    (file,) = root.glob("results/measured/*/forms.json")
+    (file,) = root.glob("results/replications/*/forms.json")
     return json.loads(file.read_text())["metrics"]
 
 

@@ -62,7 +62,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path):
         file.touch()
     records.sweep(tmp_path, tmp_path / "missing")
     assert not left.exists() and below.exists() and all(file.exists() for file in others)
-    write_record(tmp_path / "below", {}, {}, 1.0)
+    write_record(tmp_path / "below/metrics.json", {}, {}, 1.0)
     assert not below.exists()
 
 
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_and_another_left_as_it_is(tm
 def test_a_record_comes_last(tmp_path, monkeypatch, scores):
     done, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda source, target: (done.append(Path(target).name), replace(source, target)))
-    write_record(tmp_path, {"n": 1}, {}, 1.0, scores=scores)
+    write_record(tmp_path / "metrics.json", {"n": 1}, {}, 1.0, scores=scores)
     assert done[-1] == "metrics.json" and "run.json" in done
 
 
@@ -110,7 +110,7 @@ def test_bad_json_is_named(tmp_path, content, message):
 )
 def test_records_refuse_missing_numbers_without_a_reason(tmp_path, metrics, message):
     with pytest.raises(ValueError, match=message):
-        write_record(tmp_path / "cell", metrics, {}, 1.0)
+        write_record(tmp_path / "cell/metrics.json", metrics, {}, 1.0)
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -119,7 +119,7 @@ def test_record_keeps_what_changes_from_run_to_run_apart(tmp_path):
     metrics = {"top1_percent": None, "top1_percent_reason": "no GPU", "row": row, "n": 3}
     contents = []
     for seconds in (1.0, 2.0):
-        write_record(tmp_path, metrics, {"params": "abc"}, seconds)
+        write_record(tmp_path / "metrics.json", metrics, {"params": "abc"}, seconds)
         contents.append((tmp_path / "metrics.json").read_bytes())
         metrics = dict(reversed(metrics.items()))
         assert read_json(tmp_path / "run.json")["seconds"] == seconds
@@ -131,18 +131,58 @@ def test_scores_lie_apart_from_everything_else_and_are_read_with_it(tmp_path):
     metrics = {"top1_percent": 90.5, "by_seed": [{"seed": 0}], "std": None, "std_reason": "one seed"}
     identity = {"params": "abc"}
     for folder, scores in (("split", ("top1_percent", "not_measured")), ("whole", ())):
-        write_record(tmp_path / folder, metrics, identity, 1.0, scores=scores)
+        write_record(tmp_path / folder / "metrics.json", metrics, identity, 1.0, scores=scores)
         assert read_record(tmp_path / folder / "metrics.json") == {"metrics": metrics, "identity": identity}
     assert read_json(tmp_path / "split" / "metrics.json") == {"top1_percent": 90.5}
     assert read_json(tmp_path / "whole" / "metrics.json") == {"metrics": metrics, "identity": identity}
 
 
-@pytest.mark.parametrize("name", ["metrics.json", "details.json"])
+@pytest.mark.parametrize("name", ["metrics.json", "record.json"])
 def test_half_a_record_that_is_damaged_is_named(tmp_path, name):
-    write_record(tmp_path, {"top1_percent": 90.5}, {}, 1.0, scores=["top1_percent"])
+    write_record(tmp_path / "metrics.json", {"top1_percent": 90.5}, {}, 1.0, scores=["top1_percent"])
     write_json(tmp_path / name, [])
     with pytest.raises(UserError, match=rf"/{name}: not what a run wrote"):
         read_record(tmp_path / "metrics.json")
+
+
+KNOWN = {
+    "params_hash": "p",
+    "data_manifest_hash": "d",
+    "golden_hash": "g",
+    "device": "cpu: X, 2 threads",
+    "dtype": "fp32",
+}
+KNOWN |= {"backend": "torch", "parent_commit": "old", "command": "repro pretrain"}
+
+
+@pytest.mark.parametrize("scores", [(), ("n",)])
+@pytest.mark.parametrize(
+    ("metrics", "identity", "curve", "is_kept"),
+    [
+        ({}, {}, ["a"], True),
+        # what changes from run to run: the commit, the command, the threads, the versions
+        ({}, {"parent_commit": "new"}, ["a"], True),
+        ({}, {"command": "repro run"}, ["a"], True),
+        ({}, {"device": "cpu: X, 1 thread"}, ["a"], True),
+        ({}, {"versions": {"torch": "3"}}, ["a"], True),
+        ({"n": 2}, {}, ["a"], False),
+        ({"m": 1}, {}, ["a"], False),
+        ({}, {"params_hash": "q"}, ["a"], False),
+        ({}, {"data_manifest_hash": "e"}, ["a"], False),
+        ({}, {"golden_hash": "h"}, ["a"], False),
+        ({}, {"device": "cpu: Y, 2 threads"}, ["a"], False),
+        ({}, {"dtype": "bf16"}, ["a"], False),
+        ({}, {}, ["b"], False),
+    ],
+)
+def test_a_run_that_finds_the_same_leaves_the_record_byte_for_byte(tmp_path, scores, metrics, identity, curve, is_kept):
+    file = tmp_path / "metrics.json"
+    write_record(file, {"n": 1, "top": (0.1, 0.2)}, KNOWN, 1.0, scores=scores, curve=["a"])
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.name != "run.json"}
+    write_record(file, {"n": 1, "top": (0.1, 0.2), **metrics}, {**KNOWN, **identity}, 2.0, scores=scores, curve=curve)
+    after = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.name != "run.json"}
+    assert (before == after) == is_kept and read_json(tmp_path / "run.json")["seconds"] == 2.0
+    assert is_kept or read_record(file)["identity"] == {**KNOWN, **identity}
 
 
 FILES = {
@@ -273,7 +313,7 @@ def test_a_verb_that_records_is_refused_before_it_works_with_other_code(tmp_path
     for file in ("repro/__init__.py", "dvc.yaml", "params.yaml"):
         (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
-    needed = {"evaluate": ["--data", "digits"], "tune": ["--data", "digits"]}
+    needed = {"evaluate": ["--data", "digits"]}
     assert str(tmp_path) in repro_cli.refuse(verb, *needed.get(verb, []))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dvc.yaml", "params.yaml", "repro"]
 

@@ -20,7 +20,8 @@ from repro.data.classification import ImageFolder
 from repro.data.kinds import PrepareData
 from repro.data.prepare import prepare, prepare_own
 from repro.data.tree import scan_tree
-from repro.runs.tune import load_tune
+from repro.runs.tune import read_searches
+from repro.tasks.classification.spec import SPEC
 from tests.data_sets.conftest import cut, findings, only
 from tests.data_sets.made import picture
 
@@ -196,19 +197,25 @@ def test_bad_params(changes, message):
         build(PrepareData, CELL | changes, "prepare_data.small")
 
 
-def test_a_search_takes_a_folder_that_has_a_tune(pictures):
-    paths, params = Paths(pictures.parent), {"runtime": {"data_roots": {"folder": str(pictures)}}}
-    for cell in ({"kind": "folder"}, CELL):
+def test_a_search_takes_a_folder_that_has_a_tune(pictures, monkeypatch):
+    monkeypatch.chdir(pictures.parent)
+    nano = {"model": "resnet_nano", "family": "resnet", "data": "small", "epochs": 2, "batch_size": 2, "drop_path": 0.0}
+    nano |= {"optim": {"lr": 1e-3}, "mix": {}, "transform": {"image_size": 8}}
+    search = {"cell": "pretrain.nano", "family": "resnet", "data": "small", "lr": [1e-3], "warmup_epochs": [0]}
+    params = {"runtime": {"data_roots": {"folder": str(pictures)}}, "pretrain": {"nano": nano}, "tune": {"one": search}}
+
+    def read(cell):
+        (pictures.parent / "dvc.yaml").write_text("stages: {}\n")
         (pictures.parent / "params.yaml").write_text(yaml.safe_dump(params | {"prepare_data": {"small": cell}}))
-        if cell is CELL:
-            load_tune(paths, "small")
-        else:
-            with pytest.raises(
-                UserError, match="small: is of kind folder, which has no split tune .*; give it a tune_s"
-            ):
-                load_tune(paths, "small")
-            (pictures / "tune").mkdir()
-            load_tune(paths, "small")
+        return [each.name for each in read_searches({"pretrain": SPEC}, None)]
+
+    assert read(CELL) == ["one"]
+    with pytest.raises(
+        UserError, match=r"tune\.one\.data: small is of kind folder, .* no split tune .*; give it a tune_s"
+    ):
+        read({"kind": "folder"})
+    (pictures / "tune").mkdir()
+    assert read({"kind": "folder"}) == ["one"]
 
 
 def test_the_check_names_a_broken_picture(pictures):

@@ -1,29 +1,22 @@
-"""Faults by the thousand, and their counts as a record: `repro selftest faults --many`.
+"""Faults in every stage that trains and every kind of file, as many as one likes; see test_campaign.
 
 One process imports everything and forks a child for each run, which saves the seconds that an import takes. A child is
-killed at a random moment, or just before one of its changes to the file system. Rows are appended to
-.runs/faults/rows.jsonl as they come, so that a stopped campaign continues. The record is
-results/measured/<device>/faults/metrics.json.
+killed at a random moment, or just before one of its changes to the file system.
 """
 
 import contextlib
-import dataclasses
 import functools
-import importlib
 import io
 import itertools
 import json
 import os
-import pkgutil
 import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,14 +26,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
-import repro
 import stages
 from repro.core.config import active_profile, load_section, load_yaml, section_keys
 from repro.core.errors import RunError, UserError
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.record import find_commit, make_identity, write_record
-from repro.core.runtime import choose_device, device_label, device_slug
 from repro.models.checkpoints import open_weights
 from repro.models.weights import read_official
 from repro.training.checkpoint import Checkpointer
@@ -65,7 +55,7 @@ CELLS: dict[str, Any] = {
         "teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"},
     },
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
-    "linearize": {"killed": NANO | _T5 | {"init": {"weights": "results/pretrain/teacher/weights.safetensors"}}},
+    "linearize": {"killed": NANO | _T5 | {"init": {"weights": "artifacts/pretrain/teacher/weights.safetensors"}}},
     "detect": {"killed": _SECTIONS["detect"]["nano"] | _SHORT},
     "segment": {"killed": _SECTIONS["segment"]["nano"] | _SHORT},
     "generate": {"killed": _SECTIONS["generate"]["nano"] | {"judge": {"weights": _WEIGHTS, "samples": 10}}},
@@ -81,17 +71,11 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "dump": (".runs/pretrain/diverging/*/bad_step_*.pt", load_dump),
 }
 GOOD = ("equal", "refused", "read")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What, beside the code, decides the cases."""
-
-    seed: int = 0
+SEED = int(os.environ.get("FAULT_SEED", 0))
 
 
 class Campaign:
-    """A prepared checkout, the runs that nothing interrupts, and the rows.
+    """A prepared checkout, and the runs that nothing interrupts.
 
     Args:
         root: the checkout whose code is tried.
@@ -100,10 +84,9 @@ class Campaign:
 
     def __init__(self, root: Path, folder: Path):
         self.root, self.folder = root, folder
-        self.rows = root / ".runs" / "faults" / "rows.jsonl"
         runtime = PARAMS["runtime"] | {"data_roots": {"digits": "data/digits", "scenes": "data/scenes"}}
         data = PARAMS["prepare_data"] | _SECTIONS["prepare_data"]
-        params = PARAMS | CELLS | {"runtime": runtime, "prepare_data": data, "report": {}}
+        params = PARAMS | CELLS | {"runtime": runtime, "prepare_data": data}
         self.base = make_base(folder, root, params)
         for command in (("prepare-data",), ("pretrain", "--cell", "nano"), ("pretrain", "--cell", "teacher")):
             self.require(self.base, command)
@@ -147,7 +130,7 @@ class Campaign:
     def try_kill(self, name: str, number: int) -> str:
         """Kill a command, run it again, and say what came of it: `equal`, or what is wrong."""
         whole, changes, seconds = self.run_whole(name)
-        moment = random.Random(f"{Settings.seed} {name} {number}").random() * seconds
+        moment = random.Random(f"{SEED} {name} {number}").random() * seconds
         while True:
             root = self.copy(f"{name}_{number}")
             if number % 2:  # before one of its changes, each of them in turn
@@ -176,7 +159,7 @@ class Campaign:
     def try_flip(self, kind: str, number: int) -> str:
         """Flip a byte of a file and open it: `refused`, `equal` if the content is the same, or what is wrong."""
         path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
-        chosen = random.Random(f"{Settings.seed} {kind} {number}")
+        chosen = random.Random(f"{SEED} {kind} {number}")
         damaged = self.folder / f"{kind}_{number}" / path.name
         damaged.parent.mkdir()
         shutil.copy(path, damaged)
@@ -202,7 +185,7 @@ class Campaign:
         root = self.folder / f"params_{os.getpid()}"
         root.mkdir(exist_ok=True)
         text = yaml.safe_dump(json.loads((self.base / "params.yaml").read_text()), sort_keys=False)
-        (root / "params.yaml").write_bytes(alter(text, random.Random(f"{Settings.seed} params {number}")))
+        (root / "params.yaml").write_bytes(alter(text, random.Random(f"{SEED} params {number}")))
         outcomes = set()
         for command in (functools.partial(read_params, Paths(root)), functools.partial(active_profile, Paths(root))):
             out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
@@ -225,19 +208,6 @@ class Campaign:
             return getattr(self, f"try_{group}")(kind, int(number))
         except Exception as error:
             return f"the campaign failed: {error!r:.300}"
-
-    def done(self) -> dict[str, str]:
-        """Case -> outcome, of the rows so far; rows of other code are dropped."""
-        header = json.dumps({"commit": find_commit(self.root), "seed": Settings.seed})
-        if not self.rows.is_file() or self.rows.read_text().partition("\n")[0] != header:
-            self.rows.parent.mkdir(parents=True, exist_ok=True)
-            self.rows.write_text(header + "\n")
-        return dict(json.loads(line) for line in self.rows.read_text().splitlines()[1:])
-
-    def note(self, case: str, outcome: str) -> None:
-        """Append a row; several processes may do so at once."""
-        with open(self.rows, "a") as stream:
-            stream.write(json.dumps([case, outcome]) + "\n")
 
 
 def start(root: Path, command: tuple[str, ...], kill_at: int | None = None) -> int:
@@ -347,45 +317,3 @@ def list_cases(kills: int, flips: int, files: int) -> list[str]:
     cases = [f"kill {name} {number // len(KILLED)}" for number, name in zip(range(kills), itertools.cycle(KILLED))]
     cases += [f"flip {kind} {number // len(FILES)}" for number, kind in zip(range(flips), itertools.cycle(FILES))]
     return cases + [f"params file {number}" for number in range(files)]
-
-
-def summarise(outcomes: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
-    """Group -> kind -> {tried, and how many had each good outcome, and wrong}."""
-    found: dict[str, dict[str, Any]] = {}
-    for case, outcome in outcomes.items():
-        group, kind, _ = case.split()
-        counts = found.setdefault(group, {}).setdefault(kind, Counter(tried=0, wrong=0))
-        counts.update(["tried", outcome if outcome in GOOD else "wrong"])
-    return found
-
-
-def run_campaign(root: Path, cases: Sequence[str], jobs: int) -> bool:
-    """Try the cases that have no row yet, so many at a time; write the record, and say whether all went well."""
-    began = time.monotonic()
-    for module in pkgutil.walk_packages(repro.__path__, "repro."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    with tempfile.TemporaryDirectory(prefix="repro_faults_") as folder:
-        campaign = Campaign(root, Path(folder).resolve())
-        done = campaign.done()
-        left = [case for case in cases if case not in done]
-        for name in {case.split()[1] for case in left if case.startswith("kill")}:
-            campaign.run_whole(name)
-        workers = []
-        for worker in range(jobs):
-            if not (pid := os.fork()):
-                for case in left[worker::jobs]:
-                    campaign.note(case, outcome := campaign.try_case(case))
-                    if outcome not in GOOD:
-                        print(f"{case}: {outcome}", flush=True)
-                os._exit(0)
-            workers.append(pid)
-        for pid in workers:
-            wait(pid)
-        outcomes = campaign.done()
-    outcomes = {case: outcomes.get(case, "stopped") for case in cases}
-    device = choose_device("cpu")
-    identity = make_identity(root, Settings(), device=device_label(device), dtype="fp32", backend="auto")
-    folder = Paths(root).measured(device_slug(device)) / "faults"
-    write_record(folder, summarise(outcomes), identity, time.monotonic() - began)
-    return all(outcome in GOOD for outcome in outcomes.values())

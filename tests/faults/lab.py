@@ -69,6 +69,10 @@ class Checkout:
         return self.root / "results" / "pretrain" / CELL
 
     @property
+    def artifacts(self) -> Path:
+        return self.root / "artifacts" / "pretrain" / CELL
+
+    @property
     def states(self) -> list[Path]:
         """The saved training states, newest first."""
         return sorted(self.find_in_run("step_*.pt"), reverse=True)
@@ -208,7 +212,7 @@ class Lab:
         else:  # torchrun says at length that it was stopped
             assert stopped.code == code
             assert stopped.err.endswith("the last saved state is kept; the same command continues\n")
-        assert not checkout.results.exists() and len(checkout.states) == 2
+        assert not checkout.results.exists() and not checkout.artifacts.exists() and len(checkout.states) == 2
         return checkout
 
     def kill_run(self, share: float, processes: int) -> tuple[Checkout, CommandResult]:
@@ -292,8 +296,9 @@ def describe_damage(root: Path, whole: Path, *, finished: bool = False) -> str:
 
 
 def _list_results(root: Path) -> set[str]:
-    """The files of the results, without those that have the date, and while unfinished without temporary ones."""
-    found = (path for path in (root / "results").rglob("*") if path.is_file() and not path.name.endswith("run.json"))
+    """The files of the results and artifacts, without those that have the date."""
+    every = (path for name in ("results", "artifacts") for path in (root / name).rglob("*"))
+    found = (path for path in every if path.is_file() and not path.name.endswith("run.json"))
     return {str(path.relative_to(root)) for path in found}
 
 

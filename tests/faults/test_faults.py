@@ -1,7 +1,8 @@
 """Everything that can happen to a training run, done to real runs of this code in temporary checkouts.
 
-`make test` does the usual faults once, `make test-all` each; `repro selftest faults` kills at twenty moments and flips
-a hundred bytes. Each run must end with the bits of an uninterrupted one, or with one line that says why it does not.
+`make test` does the usual faults once, `make test-all` each; FAULT_KILLS, FAULT_FLIPS and FAULT_SEED in the environment
+say how many and which moments and bytes, and FAULT_KEEP keeps the checkouts. Each run must end with the bits of an
+uninterrupted one, or with one line that says why it does not.
 """
 
 import errno

@@ -70,7 +70,7 @@ def test_a_training_under_torchrun(checkout, device, gpus):
     metrics = read_record(checkout / f"results/pretrain/{cell}/metrics.json")["metrics"]
     assert metrics["by_seed"][0]["train_loss"] < 3.0
     if device.type == "cuda":
-        (speed,) = checkout.glob(f"results/measured/*/pretrain/{cell}.json")
+        (speed,) = checkout.glob(f"results/replications/*/speed/pretrain/{cell}.json")
         assert json.loads(speed.read_text())["metrics"]["processes"] == gpus
 
 
@@ -80,7 +80,7 @@ def test_the_campaign_times_a_training(checkout, device):
     from repro.core.runtime import find_peak
 
     assert time_training(Paths(checkout), None)
-    (file,) = checkout.glob(f"results/measured/*/{TRAINED}.json")
+    (file,) = checkout.glob(f"results/replications/*/{TRAINED}.json")
     metrics = json.loads(file.read_text())["metrics"]
     assert metrics["throughput_img_per_s"] > 0 and metrics["peak_memory_mib"] > 0
     if find_peak(torch.cuda.get_device_name()):

@@ -160,7 +160,12 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     ours = bench._filled(bench._blank(cases, "triton", sizes, FORWARD), [1.0, 2.0, 3.0], 1.0, 5.0)
     assert ours["share_of_copy_percent"] == 50 and ours["gb_per_s"] == pytest.approx(sizes.bytes(FORWARD) / 2 / 1e6)
     config = cases.configs(torch.bfloat16)[0][0]
-    write_record(tmp_path, {"rows": [row, unavailable, copied, ours, {"config": check.describe(config)}]}, {}, 0.0)
+    write_record(
+        tmp_path / "kernels.json",
+        {"rows": [row, unavailable, copied, ours, {"config": check.describe(config)}]},
+        {},
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, "VMamba's routes"])

@@ -18,7 +18,7 @@ from kernels.tools.operators import OPERATORS
 from kernels.ttt_linear import triton_fwd
 from tests.slow import slow
 
-RECORD = Path(__file__).parents[2] / "results" / "measured" / "compile" / "resources.json"
+RECORD = Path(__file__).parents[2] / "results" / "replications" / "compile" / "resources.json"
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,39 @@ from typing import Any
 
 from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
+from repro.core.config import build, load_yaml
 from repro.planning.planner import demands
 from repro.report.claims import Report
 from repro.report.paper import Paper
 from repro.report.results import Results
+from repro.tasks.classification.params import ClassifierParams
+from stages import load_stages
 from tests.conftest import ROOT
 from tests.report.conftest import JUDGE, SCORES, Checkout, checkout, paper
 
 __all__ = ["checkout", "count_model", "find_keys", "find_statuses", "judge", "judge_counts", "paper", "read_key"]
 
+TABLE = load_stages()
+
 
 def judge(checkout: Checkout, paper: Paper) -> Report:
     """What the records of a checkout say of a paper that is not the first."""
     return JUDGE(paper, Results(checkout.paths, [checkout.paper, paper], SCORES))
+
+
+@functools.cache
+def _load_digits() -> dict[str, Any]:
+    return load_yaml(ROOT / "profiles" / "digits.yaml")
+
+
+def load_variants(paper: Paper, cells: str) -> dict[str, ClassifierParams]:
+    """Variant -> its cell of profiles/digits.yaml, of the suite with these `cells`."""
+    (suite,) = [each for each in paper.suites if cells in each.cells]
+    found = {}
+    for place, variant in suite.list_places(paper.variants).items():
+        section, _, name = place.partition("/")
+        found[variant] = build(TABLE[section].params, _load_digits()[section][name], f"{section}.{name}")
+    return found
 
 
 def find_keys(paper: Paper) -> Iterator[str]:

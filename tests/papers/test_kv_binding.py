@@ -12,22 +12,20 @@ from repro.core.paths import Paths
 from repro.models import fast_weights, inner
 from repro.models.registry import build_model
 from repro.papers import load_papers
-from repro.papers.grid import choose_variants, vary_recipe
 from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
 from repro.papers.kv_binding.sections import CHANGES, UNLIKE, count_probed, list_changes, list_probes, weigh_learners
-from repro.papers.variants import load_variants
 from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
-from repro.report.variants import find_variant
+from repro.report.variants import find_groups
 from repro.tasks.classification.params import ClassifierParams
 from tests.conftest import ROOT
-from tests.papers.conftest import find_statuses, judge
+from tests.papers.conftest import find_statuses, judge, load_variants
 from tests.report.conftest import JUDGE, SCORES
 
-VARIANTS = load_variants("kv_binding").options
 PAPER = load_papers()["kv_binding"]
+SUITES = {data: f"ablate/kv_{{variant}}_{data}_5s" for data in ("digits", "connect")}
 FORMS = ("recurrent", "parallel")
 BASE = "ladder_vit3_base_patch16_224"
 
@@ -77,7 +75,7 @@ def test_ascent_is_judged_by_trained_models(checkout, report, losses, status):
     assert report.verdicts["text.4_2.raises"].status == "not measured"
     for number, (before, after) in enumerate(losses):
         probed = {"inner_loss_before": before, "inner_loss_after": after}
-        checkout.record(f"measured/cpu/{number}", {"probe": "ascent", "probed": probed})
+        checkout.record(f"replications/cpu/{number}", {"probe": "ascent", "probed": probed})
     found = judge(checkout, PAPER).verdicts["text.4_2.raises"]
     assert (found.status, len(found.sources)) == (status, 2)
 
@@ -126,11 +124,11 @@ MODELS = {"vit3": "ladder_vit3_nano_patch4_32", "lact": "lact_nano_patch4_32", "
 
 
 @pytest.mark.parametrize("data", ["digits", "connect"])
-def test_every_variant_is_a_model_at_the_recipe_of_the_grid(data):
-    assert {name.partition("_")[2] for name in VARIANTS} == set(CHANGES)
+def test_every_variant_is_a_model_at_the_recipe_of_its_suite(data):
+    variants = load_variants(PAPER, SUITES[data])
+    assert {name.partition("_")[2] for name in variants} == set(CHANGES)
     tokens = {"vit3": 64, "lact": 64, "vittt": 81} if data == "digits" else dict.fromkeys(MODELS, 16)
-    for name in VARIANTS:
-        params = vary_recipe(choose_variants("kv_binding"), name, Paths(ROOT), data=data, seeds=(0,), epochs=None)
+    for name, params in variants.items():
         family = name.split("_")[0]
         assert params.model.startswith(MODELS[family].partition("_nano")[0]) and params.data == data
         with torch.device("meta"):
@@ -139,14 +137,13 @@ def test_every_variant_is_a_model_at_the_recipe_of_the_grid(data):
         assert family != "lact" or tokens[family] == 4 * params.options.get("chunk_size", 16), name
 
 
-def test_variants_of_equal_options_are_told_apart_by_their_model(checkout):
+def test_variants_of_equal_options_are_told_apart_by_their_cell(checkout):
     about = {"image_size": 32, "epochs": 20, "options": {"step": "ascent"}, "held_out_images": 359, "top1": 90.0}
     for name, model in MODELS.items():
-        checkout.train(f"measured/cpu/ablate/kv_binding/digits/{name}_ascent", model, "digits", **about)
-    results = judge(checkout, PAPER).results
-    for source in results.sources:
-        name = find_variant(results, PAPER.variants, source.metrics)
-        assert name.endswith("_ascent") and source.metrics["model"] == MODELS[name.removesuffix("_ascent")]
+        checkout.train(f"replications/cpu/ablate/kv_{name}_ascent_digits_5s", model, "digits", **about)
+    groups = find_groups(judge(checkout, PAPER).results, PAPER)
+    found = {name: source.metrics["model"] for group in groups for name, source in group.variants.items()}
+    assert len(groups) == 3 and found == {f"{name}_ascent": model for name, model in MODELS.items()}
 
 
 @pytest.mark.parametrize("step", ["own", "ascent", "q_is_k", "v1", "v3", "v3_as_run", "v6", "v6_as_run"])
@@ -168,10 +165,11 @@ def train(checkout, **changes: tuple[float, ...] | float) -> None:
     """Steps of Vittt's ladder: name -> what is added to the accuracies of the unchanged model, by seed."""
     for name, added in {"own": 0.0, **changes}.items():
         values = added if isinstance(added, tuple) else (added,) * len(OWN)
-        about = {"options": VARIANTS[f"vittt_{name}"], "image_size": 32, "epochs": 20, "macs_g": 1.0}
+        options = {} if name == "own" else {"step": name}
+        about = {"options": options, "image_size": 32, "epochs": 20, "macs_g": 1.0}
         about["top1"] = tuple(own + value for own, value in zip(OWN, values, strict=True))
-        folder = f"measured/cpu/ablate/kv_binding/digits/vittt_{name}"
-        checkout.train(folder, MODELS["vittt"], "digits", held_out_images=100_000, **about)
+        place = f"replications/cpu/ablate/kv_vittt_{name}_digits_5s"
+        checkout.train(place, MODELS["vittt"], "digits", held_out_images=100_000, **about)
 
 
 def test_a_change_is_said_with_its_interval(checkout):
@@ -204,20 +202,20 @@ def test_the_choice_follows_from_accuracy_and_time(checkout, gap, milliseconds, 
     for (step, form), ms in times.items():
         about = {"options": {} if step == "own" else {"step": step}, "backend": form, "latency_ms": ms}
         record["backbones"] += [{**row, **about, "image_size": [side, side]} for side in (1280, 224)]
-    checkout.record("measured/cpu", record, name="forms")
+    checkout.record("replications/cpu/forms", record)
     page = render_blocks(weigh_learners(judge(checkout, PAPER)), "")
     assert "1280²" in page and page.count(f"| parallel | {milliseconds / 100:.2f} | {verdict} |") == 2
 
 
 def test_without_records_the_page_says_what_would_make_them(checkout):
     page = render_markdown(build_document(judge(checkout, PAPER)))
-    for command in ("ablate --paper kv_binding --all", "forms`", "explain --probe steps=4"):
+    for command in ("profile use digits && dvc repro ablate`", "kernels forms`", "explain --probe steps=4"):
         assert f": `repro {command}" in page
     assert "| 256 | 100 % | < 1e-6 |" in page
 
 
 def forms() -> dict:
-    """A record of `repro forms` in which the parallel form of V6 passes the recurrent one at 400 tokens."""
+    """A record of `repro kernels forms` in which the parallel form of V6 passes the recurrent one at 400 tokens."""
     rows, ratios = [], []
     lact = {"learner": "lact_v6", "mode": "infer"}
     for tokens, ratio in ((100, 0.5), (400, 2.0), (6400, 4.0)):
@@ -240,7 +238,7 @@ def forms() -> dict:
 
 
 def test_the_forms_are_told_with_crossover_memory_and_noise(checkout):
-    checkout.record("measured/cpu", forms(), name="forms")
+    checkout.record("replications/cpu/forms", forms())
     report = judge(checkout, PAPER)
     page = render_blocks([*list_ratios(report), *compare_setting(report), *show_picture(report)], "")
     row = "| LaCT, V6 | 0.50 [0.40, 0.60] (3.0×) | 2.00 [1.90, 2.10] (3.0×; noisy) | 4.00 [3.90, 4.10] (3.0×) | ahead from 400 |"
@@ -269,7 +267,7 @@ def test_probes_are_set_against_the_papers_first_figure(checkout):
     about = {"data": "digits", "split": "test", "probe": "steps=4", "options": {}, "unchanged": numbers}
     for name, top1 in (("lact_nano_patch4_32", 60.0), ("ladder_vit3_nano_patch4_32", 90 - 600 / 359)):
         probed = {**numbers, "top1_percent": top1, "inner_loss_after": -2.0}
-        checkout.record(f"measured/cpu/probes/{name}", {**about, "model": name, "probed": probed}, name="steps4")
+        checkout.record(f"replications/cpu/probes/{name}/steps4", {**about, "model": name, "probed": probed})
     report = judge(checkout, PAPER)
     page = render_blocks(list_probes(report), "")
     assert "| `lact_nano_patch4_32` | digits, 359 of test | steps=4 | 90.00 % | 60.00 % | -1 | -2 |" in page
@@ -281,7 +279,7 @@ def test_where_some_seeds_learn_the_page_counts_them(checkout):
     about = {"model": "ladder_vit3_nano_patch16_144", "kind": "connect", "classes": 2, "split": "test"}
     for name, top1 in (("own", (88.0, 89.0, 62.0)), ("ascent", (60.0, 61.0, 76.0))):
         options = {} if name == "own" else {"step": name}
-        path = f"measured/cpu/ablate/vit3_{name}"
-        checkout.train(path, **about, options=options, held_out_images=1000, top1=top1, stage="ablate")
+        place = f"replications/cpu/ablate/kv_vit3_{name}_connect_5s"
+        checkout.train(place, **about, options=options, held_out_images=1000, top1=top1)
     page = render_blocks(list_changes(judge(checkout, PAPER)), "")
     assert "75.0 %" in page and "`vit3_own` 2 of 3, `vit3_ascent` 1 of 3" in page

@@ -13,16 +13,14 @@ from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.sections import weigh_inheritance
-from repro.papers.variants import load_variants
 from repro.report.markdown import render_blocks
-from repro.report.variants import find_variant
+from repro.report.variants import find_groups
 from repro.tasks.classification.params import ClassifierParams
 from tests.papers.conftest import count_model, count_statuses, find_keys, find_statuses, judge, judge_counts, read_key
 
-VARIANTS = load_variants("linearize").options
 PAPER = load_papers()["linearize"]
 TINY = "t5_tiny_patch16_224"
-INIT = {"weights": "results/pretrain/teacher/weights.safetensors", "weights_hash": "ab"}
+INIT = {"weights": "artifacts/pretrain/teacher/weights.safetensors", "weights_hash": "ab"}
 # rows of the tables -> parameters by hand: 5,717,032 of a class-free DeiT-T; 147,456 for each matrix of d x d in its 12
 # blocks of three heads; 23,040 for each depth-wise convolution of 3x3 with a bias
 PARAMS = {
@@ -133,19 +131,22 @@ def test_neighbourhood_attention_costs_what_the_model_counts():
 
 def test_frozen_and_fine_tuned_trainings_are_told_apart(checkout):
     """On ImageNet-1K by the ledger, and on other data by the tables of variants."""
-    full = {"classes": 1000, "data": "imagenet", "init": INIT, "held_out_images": 50_000, "options": VARIANTS["gate"]}
+    gate, two_layers = ({"inner": name, "dwc": "none"} for name in ("gate", "2layer"))
+    full = {"classes": 1000, "data": "imagenet", "init": INIT, "held_out_images": 50_000, "options": gate}
     checkout.train("pretrain/tuned", TINY, "imagenet", top1=67.6, **full)
     checkout.train("pretrain/frozen", TINY, "imagenet", top1=62.0, freeze=True, **full)
-    checkout.train(
-        "pretrain/scratch", TINY, "imagenet", top1=70.0, **full | {"init": None, "options": VARIANTS["2layer"]}
-    )
+    checkout.train("pretrain/scratch", TINY, "imagenet", top1=70.0, **full | {"init": None, "options": two_layers})
+    small = {"init": INIT, "held_out_images": 1000, "options": gate, "top1": 80.0}
+    for name, freeze in (("gate", False), ("gate_frozen", True)):
+        place = f"replications/cpu/ablate_linearize/t5_{name}_digits_5s"
+        checkout.train(place, "t5_nano_patch4_32", "digits", freeze=freeze, **small)
     report = judge(checkout, PAPER)
-    results, found = report.results, report.verdicts
+    found = report.verdicts
     asked = ("table1.gate", "table1_frozen.gate", "table1.two_layers", "table1_frozen.two_layers")
     assert [found[f"{row}.top1_percent"].ours for row in asked] == [67.6, 62.0, None, None]
-    metrics = {source.path.split("/")[-2]: source.metrics for source in results.sources}
-    names = [find_variant(results, PAPER.variants, metrics[name]) for name in ("tuned", "frozen")]
-    assert names == ["gate", "gate_frozen"]
+    (group,) = find_groups(report.results, PAPER)
+    changes = {name: group.list_changes(name) for name in group.variants}
+    assert changes == {"gate": {}, "gate_frozen": {"freeze": True}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,10 +213,11 @@ def test_a_student_stands_beside_its_model_from_random_weights(checkout):
     shared = {"held_out_images": 1000, "options": options, "steps": 165, "split": "test"}
     runs = [{"seed": seed, "top1_percent": 90.0 + seed, "untrained_top1_percent": 50.0} for seed in range(3)]
     student = {"by_seed": runs, "top1_percent": 91.0, "untrained_top1_percent": 50.0, "init": INIT}
-    checkout.train("measured/cpu/ablate/linearize/digits/nat5", "t5_nano_patch4_32", "digits", **shared | student)
+    place = "replications/cpu/ablate_linearize/t5_nat5_digits_5s"
+    checkout.train(place, "t5_nano_patch4_32", "digits", **shared | student)
     for name, top1, steps in (("scratch", (80.0, 80.0, 83.0), 165), ("longer", (90.0, 91.0, 92.0), 660)):
         more = shared | {"steps": steps, "recipe_hash": name}
-        checkout.train(f"measured/cpu/pretrain/{name}", "t5_nano_patch4_32", "digits", top1=top1, **more)
+        checkout.train(f"replications/cpu/ablate/{name}", "t5_nano_patch4_32", "digits", top1=top1, **more)
     text = render_blocks(weigh_inheritance(judge(checkout, PAPER)))
     # 10, 11 and 9 points; against the longer training none
     equal, longer = text.splitlines()

@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from repro.core.paths import Paths
 from repro.models.registry import build_model
 from repro.papers import find_rooms, load_papers
-from repro.papers.grid import choose_variants, vary_recipe
 from repro.report.ledger import load_ledger
 from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
@@ -17,10 +15,17 @@ from repro.report.results import Results
 from repro.report.variants import find_groups, find_orders, judge_group
 from tests.conftest import ROOT, run_python
 from tests.imports import import_closure
-from tests.papers.conftest import read_key
+from tests.papers.conftest import load_variants, read_key
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
 
+# room -> the suite on digits whose variants share a recipe
+SUITES = {
+    "vision_ttt": "ablate/{variant}_digits_7s",
+    "kv_binding": "ablate/kv_{variant}_digits_5s",
+    "linearize": "ablate_linearize/t5_{variant}_digits_5s",
+    "vit3": "ablate/study_{variant}_digits_5s",
+}
 FROZEN = {"freeze": True, "init": {"weights": "w", "weights_hash": "ab"}}
 # room, table, model, its variants from the paper's worst to its best, how many pairs are ordered, further metrics
 STUDY, T5, LACT = "study_nano_patch4_32", "t5_nano_patch4_32", "lact_nano_patch4_32"
@@ -70,7 +75,7 @@ VARIANTS = {
     "linearize": (21, 16, [15, 10, 11, 15]),
     "vit3": (31, 31, [10, 6, 6, 9, 6, 5, 3, 8, 5]),
 }
-BUILT = [(room, name) for room in ("vit3", "linearize") for name in load_papers()[room].variants.options]
+BUILT = [(room, name) for room in ("vit3", "linearize") for name in load_papers()[room].variants]
 
 
 def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
@@ -95,17 +100,17 @@ def test_numbers_of_the_ledgers_are_those_of_the_texts(line):
 def test_the_variants_and_their_orders_are_those_of_the_tables(room):
     """A row of the ledger asks for the model of its variant, and no order is against the printed numbers."""
     paper = load_papers()[room]
-    options, rows = paper.variants.options, paper.variants.rows
+    options = {name: params.options for name, params in load_variants(paper, SUITES[room]).items()}
     orders = {
         table.place: [*find_orders(table, paper.ledger), *(pair[::-1] for pair in table.margins)]
         for table in paper.compared
     }
     different = {json.dumps(each, sort_keys=True) for each in options.values()}
+    assert options.keys() == set(paper.variants)
     assert (len(options), len(different), [len(pairs) for pairs in orders.values()]) == VARIANTS[room]
-    assert list(orders) == list(rows)
-    assert all(name in options for names in rows.values() for name in names)
-    for place, pairs in orders.items():
-        table_rows = {name: row for name, row in rows[place].items() if row}
+    for where in paper.compared:
+        place, pairs = where.place, orders[where.place]
+        table_rows = {name: row for name, row in where.rows.items() if row}
         for name, row in table_rows.items():
             table, _, key = row.partition(".")
             if model := paper.ledger.table(table).records[key]["model"]:
@@ -117,8 +122,8 @@ def test_the_variants_and_their_orders_are_those_of_the_tables(room):
 
 
 @pytest.mark.parametrize(("room", "name"), first(BUILT, 3))
-def test_every_variant_is_a_model_at_the_recipe_of_the_grid(room, name):
-    params = vary_recipe(choose_variants(room), name, Paths(ROOT), data=None, seeds=(0,), epochs=None)
+def test_every_variant_is_a_model_at_the_recipe_of_its_suite(room, name):
+    params = load_variants(load_papers()[room], SUITES[room])[name]
     model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
     assert params.data == "digits" and model.grid_size == (8, 8)
 
@@ -146,13 +151,14 @@ def test_formulas_refuse_a_name_that_is_none(room, formula, arguments):
 def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, ladder, pairs, more):
     """Three seeds whose accuracies are in the paper's order, four points apart."""
     paper = load_papers()[room]
+    variants = load_variants(paper, SUITES[room])
     for rank, name in enumerate(ladder):
-        about = {"options": paper.variants.options[name], "image_size": 32, "epochs": 8, "macs_g": 1.0, **more}
-        folder = f"measured/cpu/ablate/{room}/digits/{name}"
+        about = {"options": variants[name].options, "image_size": 32, "epochs": 8, "macs_g": 1.0, **more}
+        record = f"replications/cpu/{SUITES[room].format(variant=name)}"
         top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
-        checkout.train(folder, model, "digits", held_out_images=100_000, top1=top1, **about)
+        checkout.train(record, model, "digits", held_out_images=100_000, top1=top1, **about)
     results = Results(checkout.paths, [checkout.paper, paper], SCORES)
-    (group,) = find_groups(results, paper.variants)
+    (group,) = find_groups(results, paper)
     where = next(table for table in paper.compared if table.place == place)
     found = judge_group(group, where, paper.ledger)
     assert set(group.variants) == set(ladder)
@@ -160,7 +166,7 @@ def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, l
     page = render_markdown(build_document(JUDGE(paper, results)))
     assert "**ordering seen**" in page and page.startswith(f"# {paper.name}: ")
     # they are no variants of Vittt
-    assert not [each for each in find_groups(results, checkout.paper.variants) if len(each.variants) > 1]
+    assert not [each for each in find_groups(results, checkout.paper) if len(each.variants) > 1]
 
 
 def test_every_accuracy_of_a_model_that_is_built_names_its_command(checkout):
@@ -181,9 +187,9 @@ def test_an_answer_to_what_is_no_entry_is_refused(tmp_path):
         load_ledger(file)
 
 
-@pytest.mark.parametrize("module", ["grid", *(f"{room}.recipe" for room in load_papers())])
+@pytest.mark.parametrize("module", ["stages.ablate", *(f"repro.papers.{room}.recipe" for room in load_papers())])
 def test_what_a_stage_trains_depends_on_no_report(module):
-    assert not [file for file in import_closure(ROOT, [f"repro.papers.{module}"]) if "repro/report" in file]
+    assert not [file for file in import_closure(ROOT, [module]) if "repro/report" in file]
 
 
 def test_a_training_imports_no_report_to_print_its_recipe():

@@ -70,6 +70,20 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
     assert planner.trained == {NANO, f"{NANO}[depth=1]"}
 
 
+@pytest.mark.parametrize(
+    ("stage", "measure"),
+    [
+        ("pretrain", "repro pretrain --cell nano --epochs 1 --seeds 1"),
+        ("linearize", "repro linearize --cell nano"),
+        ("ablate", "repro ablate --cell nano"),
+        ("ablate_linearize", "repro ablate --cell nano"),
+    ],
+)
+def test_every_section_of_classifiers_takes_a_given_rate_and_names_its_verb(tmp_path, stage, measure):
+    row = make_planner(tmp_path).charge(stage, "nano", make_params({"image_size": 32}))
+    assert (row.command, row.measure) == (f"dvc repro {stage}@nano", measure) and row.note.startswith("given: ")
+
+
 def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data(tmp_path):
     planner = make_planner(tmp_path, Rates(tflops=1e-3, utilisation=0.5))
     params = make_params({"image_size": 64}, data="photos", options={"design": "conv2d"})
@@ -85,7 +99,7 @@ def test_an_estimated_step_takes_at_least_the_hosts_time(tmp_path):
     usual |= {"device": "cuda: a GPU", "status": "ok", "throughput_img_per_s": 90.0, "attention": "fused"}
     rows = [{**usual, "image_size": [side] * 2, "latency_ms": ms} for side, ms in ((224, 11.0), (1280, 12.0))]
     identity = {"device": "cuda: a GPU", "code_hash": "c0de", "code_modules": ["stages.efficiency"]}
-    write_record(tmp_path / "results/measured/a_gpu", {"rows": rows}, identity, 1.0, name="efficiency")
+    write_record(tmp_path / "results/replications/a_gpu/efficiency.json", {"rows": rows}, identity, 1.0)
     row = make_planner(tmp_path, Rates(), micro_batch=8).charge("pretrain", "nano", make_params({"image_size": 32}))
     assert row.hours * 3600 == pytest.approx(2 * 1438 / 8 * 3 * 0.012) and "12 ms" in row.note and row.mark == "~"
     # where the work takes longer, it decides
@@ -135,7 +149,7 @@ def test_a_training_on_a_gpu_is_planned_by_its_record(tmp_path):
     gpu, another = Rates(gpu="L40S"), Rates(gpu="A100")
     row = make_planner(tmp_path, gpu, micro_batch=8).charge("pretrain", "other", params)
     assert row.hours * 3600 == pytest.approx(2 * 1438 / 100) and (row.mark, row.memory_gib) == ("", 2.0)
-    assert "results/measured/nvidia_l40s/pretrain/nano.json" in row.note
+    assert "results/replications/nvidia_l40s/speed/pretrain/nano.json" in row.note
     # the speed of another GPU is not this one's, but the memory is
     row = make_planner(tmp_path, another, micro_batch=8).charge("pretrain", "nano", params)
     assert (row.mark, row.memory_gib) == ("~", 2.0)
@@ -230,10 +244,10 @@ def test_every_section_is_charged_in_the_order_of_the_file(tmp_path):
     """By a table of made-up stages: what has no row is of unknown cost, and what is free is neither listed nor read."""
     make_stage = partial(SimpleNamespace, params=ComplexityParams, scores={})
     stages = {name: make_stage(cells=True, purpose="graph") for name in ("many", "none")}
-    stages |= {name: make_stage(cells=False, purpose="graph") for name in ("complexity", "report")}
+    stages |= {name: make_stage(cells=False, purpose="graph") for name in ("complexity", "tune")}
     stages["use"] = make_stage(cells=True, purpose="use")
     empty = {"sizes": {}, "groups": []}
-    sections = {"runtime": {}, "other": {}, "many": {"a": empty}, "use": {"b": empty}, "report": {"odd": 1}}
+    sections = {"runtime": {}, "other": {}, "many": {"a": empty}, "use": {"b": empty}, "tune": {"odd": 1}}
     file = tmp_path / "params.yaml"
     file.write_text(json.dumps(sections | {"none": None, "complexity": empty}))
     plan = plan_costs(stages, file, Paths(tmp_path), [Rates()])[0]
@@ -272,7 +286,7 @@ def test_a_measured_speed_is_the_slowest_of_one_gpu(tmp_path):
     planner = make_planner(tmp_path, Rates(gpu="l40s"))
     found = planner.find_trainings(f"{NANO}[depth=1]", params, ("pretrain", "ablate", "linearize"))
     speed, note = planner.find_measured(found)
-    assert speed == 1000.0 and "cuda: NVIDIA L40S" in note and "nvidia_l40s/pretrain/nano.json" in note
+    assert speed == 1000.0 and "cuda: NVIDIA L40S" in note and "nvidia_l40s/speed/pretrain/nano.json" in note
     assert not planner.find_trainings(f"{NANO}[depth=1]", params, ("detect",))
 
 

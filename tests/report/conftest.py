@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from repro.core.config import active_profile
 from repro.core.paths import Paths
 from repro.core.record import read_json, write_json, write_record
 from repro.papers import load_papers, load_primary
@@ -22,18 +21,18 @@ from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import Verdict
 from stages import stage_names, verb_of
-from stages.report import ReportParams, load_scores, run
+from stages.report import load_scores, run
 from tests.conftest import ROOT
 
 SCORES = load_scores()
-JUDGE = partial(judge_paper, speed_dtype="fp16", verbs=[verb_of(stage) for stage in stage_names()], profile="mini")
+JUDGE = partial(judge_paper, verbs=[verb_of(stage) for stage in stage_names()])
 
 
 def visualized() -> dict:
     """A record of `repro visualize` whose every number speaks for the paper."""
 
     def field(ahead: float, anisotropy: float = 0.1) -> dict:
-        about = {"image_size": 144, "weights": "results/pretrain/v/weights.safetensors"}
+        about = {"image_size": 144, "weights": "artifacts/pretrain/v/weights.safetensors"}
         return {"share_ahead": ahead, "anisotropy": anisotropy, "radius_90_px": 40.0, **about}
 
     gradients = {
@@ -69,8 +68,7 @@ def committed() -> list[Report]:
     """What the records of this repository come to, for every paper."""
     paths, papers = Paths(ROOT), list(load_papers().values())
     results = Results(paths, papers, SCORES)
-    named = active_profile(paths, besides=("runtime",))
-    return [JUDGE(paper, results, profile=named) for paper in papers]
+    return [JUDGE(paper, results) for paper in papers]
 
 
 @dataclasses.dataclass
@@ -88,15 +86,19 @@ class Checkout:
     def ledger(self) -> Ledger:
         return self.paper.ledger
 
-    def record(self, path: str, metrics: dict, device: str = CPU, dtype: str = "fp32", name: str = "metrics") -> None:
-        """Write results/<path>/<name>.json and its run.json."""
+    def record(
+        self, path: str, metrics: dict, device: str = CPU, dtype: str = "fp32", curve: list[str] | None = None
+    ) -> None:
+        """Write results/<path>/metrics.json or, below replications/, results/<path>.json; and its run.json."""
         stage = path.split("/")[0]
         identity = {"params_hash": "9a4a"}
         identity |= {"command": f"repro {stage}", "machine": {"vector": "AVX2"}, "parent_commit": "0123456789abcdef"}
         identity |= {"device": device, "dtype": dtype, "backend": "torch", "data_manifest_hash": None}
         identity |= {"versions": {"python": "3.12.1", "torch": "2.14.1"}}
         identity |= {"recipe": {"precision": {"dtype": dtype, "device": device}}}
-        write_record(self.paths.results / path, metrics, identity, seconds=1.0, name=name)
+        is_own = path.startswith("replications/")
+        file = self.paths.results / (f"{path}.json" if is_own else f"{path}/metrics.json")
+        write_record(file, metrics, identity, seconds=1.0, curve=curve)
 
     def count(self, saved: dict | None = None, dwconv: dict | None = None, **rows: tuple) -> None:
         """complexity rows: `name=(model, options, size, num_params, macs_g)`; % saved at 1280, M of 3×3 convolutions."""
@@ -108,7 +110,9 @@ class Checkout:
         metrics = {"rows": written, "saved_at_1280_percent": saved or {}, "dwconv_params_m": dwconv or {}}
         self.record("complexity", metrics)
 
-    def train(self, path: str, model: str, kind: str, *, top1: float | tuple = (), **more: Any) -> None:
+    def train(
+        self, path: str, model: str, kind: str, *, top1: float | tuple = (), curve: list[str] | None = None, **more: Any
+    ) -> None:
         """The record of a training cell, with one seed for each of `top1`; `more` overrides and adds."""
         values = top1 if isinstance(top1, tuple) else (top1,)
         runs = [
@@ -118,7 +122,7 @@ class Checkout:
         usual = {"model": model, "options": {}, "data": kind, "kind": kind, "classes": 10, "image_size": 224}
         usual |= {"init": None, "init_reason": "random weights", "epochs": 300, "num_params": 7, "recipe_hash": "r"}
         usual |= {"seeds": list(range(len(runs) or 1)), "by_seed": runs or [{"seed": 0}], "split": "val", **scores}
-        self.record(path, {**usual, **more})
+        self.record(path, {**usual, **more}, curve=curve)
 
     def speed(self, *rows: dict, device: str, path: str = "efficiency", **more: object) -> None:
         """Efficiency rows; each may override the defaults of a good 1280×1280 row."""
@@ -174,13 +178,13 @@ class Checkout:
 
     def run_stage(self, **options: bool) -> None:
         """`repro report`."""
-        run(ReportParams(), self.paths, **options)
+        run(self.paths, **options)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, paper: Paper) -> Checkout:
     made = Checkout(Paths(tmp_path), paper)
-    made.write("params.yaml", "report: {speed_dtype: fp16}\n")
+    for name in ("params.yaml", "profiles/mini.yaml"):
+        made.write(name, "runtime: {device: cpu}\n")
     made.write("dvc.yaml", "stages: {}\n")
-    made.write("profiles/mini.yaml", "report: {speed_dtype: fp16}\n")
     return made

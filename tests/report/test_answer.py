@@ -29,7 +29,7 @@ ROWS = (  # model, attention, size, ms, MiB
 START = datetime.datetime.fromisoformat("2026-01-01T12:00:29+00:00").timestamp()
 
 
-def speeds(checkout, device=None, path="measured/cpu/efficiency", rows=ROWS, **more):
+def speeds(checkout, device=None, path="replications/cpu/efficiency", rows=ROWS, **more):
     about = {"batch_size": 1, "dtype": "fp32", "reason": "out of memory", **more}
     listed = [
         {"model": model, "attention": attention, "image_size": [size] * 2, "latency_ms": ms, "peak_memory_mib": memory}
@@ -88,13 +88,13 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout, path="efficiency", rows=ROWS[:2])
     speeds(checkout)
     contest = checkout.paper.contest
-    assert find_speeds(contest, checkout.results()).source.path == "results/measured/cpu/efficiency/metrics.json"
-    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", rows=ROWS[:3])
+    assert find_speeds(contest, checkout.results()).source.path == "results/replications/cpu/efficiency.json"
+    speeds(checkout, device=checkout.H200, path="replications/a_gpu/efficiency", rows=ROWS[:3])
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
-    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency")
+    speeds(checkout, device=checkout.H200, path="replications/a_gpu/efficiency")
     assert find_speeds(contest, checkout.results()).group.device == checkout.H200
     assert "anything on a GPU" not in facts(checkout)
-    speeds(checkout, device=checkout.H200, path="measured/a_gpu/efficiency", mode="train")
+    speeds(checkout, device=checkout.H200, path="replications/a_gpu/efficiency", mode="train")
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
 
 
@@ -124,10 +124,10 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, monkey
     checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
     checkout.write("README.md", "<!-- run -->\n<!-- /run -->\n")
     # a record of another profile, which this run did not make
-    checkout.write("params.yaml", "report: {speed_dtype: fp16}\nprepare_data: {digits: {}}\n")
+    checkout.write("profiles/mini.yaml", "prepare_data: {digits: {}}\n")
     checkout.record("prepare_data/other", {})
     (checkout.paths.results / "prepare_data/other/run.json").unlink()
-    files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "measured" not in file.parts)
+    files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "replications" not in file.parts)
     for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
         file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')
     if began:

@@ -85,7 +85,7 @@ def test_an_evaluation_counts_only_at_the_rows_size_and_with_known_options(check
     metrics = {"model": VITTT, "kind": "imagenet", "data": "imagenet", "top1_percent": 77.7, "split": "val"}
     metrics |= {"held_out_images": 50_000, "image_size": 224}
     known = metrics | {"options": {}}
-    path = "measured/gpu/evaluate/some"
+    path = "replications/gpu/evaluate/some"
     for record, dtype in ((known | {"image_size": 384}, "fp32"), (metrics, "fp32"), (known, "bf16")):
         checkout.record(path, record, dtype=dtype)
         assert checkout.judge()[TOP1].status == "not measured"
@@ -98,7 +98,7 @@ def test_an_evaluation_counts_only_at_the_rows_size_and_with_known_options(check
     [
         ("segment/t", PRETRAINED, "matched"),
         ("segment/t", None, "not measured"),
-        ("measured/gpu/segment/t_24epochs", PRETRAINED, "not measured"),
+        ("replications/gpu/segment/t_24epochs", PRETRAINED, "not measured"),
     ],
 )
 def test_scores_of_dense_cells_and_their_variations(checkout, path, init, status):
@@ -125,7 +125,7 @@ def test_speed_of_another_device_is_shown_but_not_compared(checkout):
     """A speed without an interval is its median."""
     unknown = {"latency_ms_ci95": None, "latency_ms_ci95_reason": "made up"}
     rows = [row | unknown for row in pair(throughput_img_per_s=50.0)]
-    checkout.speed(*rows, device=checkout.H200, path="measured/nvidia_h200/efficiency")
+    checkout.speed(*rows, device=checkout.H200, path="replications/nvidia_h200/efficiency")
     how = {"batch_size": 1, "dtype": "fp32"}
     checkout.speed(*(row | how for row in pair(throughput_img_per_s=80.0)), device=checkout.CPU)
     verdict = checkout.judge()[SPEEDUP]
@@ -259,7 +259,7 @@ def test_theorems_are_judged_by_their_errors(checkout, changes, linear, delta, m
     names = [f"appendix.{name}" for name in ("c1.linear_attention", "c2.delta_rule", "a2.dual_form")]
     for name in names:
         before = checkout.judge()[name]
-        assert before.compared is None and (before.reason, before.command) == ("not computed yet", "repro theory")
+        assert before.compared is None and (before.reason, before.command) == ("not computed yet", "dvc repro theory")
     exact = ("a2_corrected", "c1_linear_attention", "c2_delta_rule", "c2_adapted_value_view")
     checkout.record("theory", {"theorems": {**dict.fromkeys(exact, 1e-15), "a2_printed_largest": 3.9, **changes}})
     found = [checkout.judge()[name] for name in names]
@@ -289,7 +289,7 @@ DAMAGED = '{"metrics": {"rows": %s}, "identity": {"device": "cpu"}}'
     [
         ("complexity", '{"metrics": {', ": not valid JSON"),
         ("pretrain/nano", "[1, 2]", ": expected {metrics, identity}"),
-        ("measured/gpu/x", '{"metrics": {}}', ": expected {metrics, identity}"),
+        ("replications/gpu/x", '{"metrics": {}}', ": expected {metrics, identity}"),
         ("efficiency", DAMAGED % "3", ": metrics.rows: expected a list"),
         ("efficiency", DAMAGED % '[{"model": "m"}]', ": metrics.rows[0].image_size: missing"),
         ("complexity", DAMAGED % "[1]", ": metrics.rows: expected a mapping"),
@@ -334,10 +334,10 @@ def test_a_claim_about_kernels_takes_no_number_of_a_cpu(checkout):
         ("", 50_000, "not measured"),  # a record that does not say
     ],
 )
-@pytest.mark.parametrize("path", ["pretrain/t", "measured/gpu/evaluate/t"])
+@pytest.mark.parametrize("path", ["pretrain/t", "replications/gpu/evaluate/t"])
 def test_a_score_of_another_split_or_of_a_part_is_in_no_column(checkout, path, split, held_out_images, status):
     checkout.train(path, VITTT, "imagenet", top1=77.7, held_out_images=held_out_images, split=split)
-    if path.startswith("measured"):  # as `repro evaluate` writes it
-        with checkout.edit(f"{path}/metrics.json") as record:
+    if path.startswith("replications"):  # as `repro evaluate` writes it
+        with checkout.edit(f"{path}.json") as record:
             record["metrics"].pop("by_seed")
     assert checkout.judge()[TOP1].status == status

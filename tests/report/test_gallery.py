@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from repro.core.csvfile import write_csv
+from repro.core.csvfile import format_csv
 from repro.core.errors import UserError
 from repro.papers import load_primary
 from repro.report import dense
 from repro.report.gallery import list_examples
 from repro.report.markdown import render_blocks
-from repro.report.records import find_missing_records
 
 from .conftest import visualized
 
@@ -37,17 +36,17 @@ def draw(checkout, name: str) -> None:
 def test_every_figure_of_the_paper_is_in_its_order(checkout):
     found = figures(checkout)
     assert list(found) == PAPER == [figure.place.removeprefix("Fig. ") for figure in load_primary().figures]
-    assert all("Not drawn yet: `repro " in text for text in found.values())
+    assert all("Not drawn yet: `" in text for text in found.values())
 
 
 def test_a_picture_names_the_device_and_the_profile_of_the_record_next_to_it(checkout):
     checkout.record("visualize", visualized(), device=checkout.CPU)
-    checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="measured/h200/efficiency")
-    drawn = {"8": "visualize/fig8_receptive_field.png", "6": "measured/h200/efficiency/fig6_T_batch64.png"}
+    checkout.speed({"model": "vittt_tiny_patch16_224"}, device=checkout.H200, path="replications/h200/efficiency")
+    drawn = {"8": "visualize/fig8_receptive_field.png"}
     for name in (*drawn.values(), "visualize/fig3_gradient_magnitude.png"):
         draw(checkout, name)
     found = figures(checkout)
-    origin = {"8": f"{checkout.CPU}; ", "6": f"{checkout.H200}; "}
+    origin = {"8": f"{checkout.CPU}; "}
     for number, name in drawn.items():
         assert f"]({name})\n\n`{name}`: {origin[number]}" in found[number]
         assert "Not drawn yet" not in found[number]
@@ -56,50 +55,19 @@ def test_a_picture_names_the_device_and_the_profile_of_the_record_next_to_it(che
     assert all("The pictures of Fig. 3 show it too." in found[number] for number in ("9", "10"))
 
 
-def test_examples_are_in_a_row_for_each_run(checkout):
-    for run in ("detect/a", "measured/gpu/segment/b"):
-        for name in ("1", "a b"):
-            draw(checkout, f"{run}/examples/{name}.png")
-    text = checkout.runs().split("\n## Example pictures\n")[1].split("\n## ")[0]
-    rows = [line for line in text.splitlines() if "![" in line]
-    assert [row.count("![") for row in rows] == [2, 2]
-    assert "](detect/a/examples/a%20b.png)" in rows[0] and "](measured/gpu/segment/b/examples/1.png)" in rows[1]
-
-
-def test_missing_cells_are_those_of_the_graph_and_the_parameters(checkout):
-    checkout.write("params.yaml", "report: {}\ntrain: {a: {x: 1}, b: {x: 2}}\ncount: {}\n")
-    checkout.write(
-        "dvc.yaml",
-        "stages:\n"
-        "  train:\n    foreach: ${train}\n    do:\n      cmd: repro train --cell ${key}\n"
-        "      metrics:\n      - results/train/${key}/metrics.json: {cache: false}\n"
-        "  count:\n    cmd: repro count\n    metrics:\n    - results/count/metrics.json: {cache: false}\n"
-        "  report: {cmd: repro report}\n",
-    )
-    missing = [command for _, command in find_missing_records(checkout.paths)]
-    assert missing == ["repro train --cell a", "repro train --cell b", "repro count"]
-    checkout.record("train/a", {})
-    checkout.record("count", {})
-    assert find_missing_records(checkout.paths) == [("results/train/b/metrics.json", "repro train --cell b")]
-    text = checkout.page().split("\n## Missing cells\n")[1].split("\n## ")[0]
-    assert "| `results/train/b/metrics.json` | `repro train --cell b` |" in text and text.count("| `results/") == 1
-    checkout.record("train/b", {})
-    assert "Missing cells" not in checkout.page()
-
-
-def detector(checkout, path="detect/nano_scenes", seeds=1, **more):
+def detector(checkout, path="detect/nano_scenes", seeds=1, has_curve=True, **more):
     scores = {"ap_box_percent": 50.0, "ap50_box_percent": 80.0, "split": "test", "epochs": 2, "held_out_images": 100}
     if seeds > 1:
         scores |= {"ap_box_ci95_percent": [48.0, 52.0], "ap50_box_ci95_percent": [78.0, 82.0]}
     runs = [{"seed": seed, "confusion": CONFUSION} for seed in range(seeds)]
     usual = {**scores, "by_seed": runs, "without_learning": REFERENCE, "init": {"weights": "w"}}
-    checkout.train(path, "nano", "scenes", **{**usual, **more})
     rows = [
         {"seed": seed, "epoch": epoch, "ap_box_percent": 20.0 * epoch + seed, "ap50_box_percent": 40.0 * epoch}
         for seed in range(seeds)
         for epoch in (1, 2)
     ]
-    write_csv(checkout.paths.results / path / "curve.csv", rows)
+    curve = format_csv(rows).splitlines() if has_curve else None
+    checkout.train(path, "nano", "scenes", curve=curve, **{**usual, **more})
 
 
 def drawn(checkout) -> dict[str, list[str]]:
@@ -110,19 +78,18 @@ def test_nothing_is_drawn_without_a_curve_or_without_the_method_that_learns_noth
     assert drawn(checkout) == {}
     detector(checkout, without_learning=None, without_learning_reason="nothing to compare with")
     assert drawn(checkout) == {}
-    detector(checkout)
-    (checkout.paths.results / "detect/nano_scenes/curve.csv").unlink()
+    detector(checkout, has_curve=False)
     assert list(drawn(checkout)) == ["confusion_detect_nano_scenes.png"]  # which the record itself has
 
 
 def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_random_weights_are_next_to_it(checkout):
     detector(checkout)
-    detector(checkout, "measured/cpu/detect/nano_scenes_random", seeds=3, init=None)
+    detector(checkout, "replications/cpu/detect/nano_scenes_random", seeds=3, init=None)
     pipeline = "results/detect/nano_scenes/metrics.json"
-    by_hand = [f"results/measured/cpu/detect/nano_scenes_{name}/metrics.json" for name in ("3seeds", "random")]
+    by_hand = [f"results/replications/cpu/detect/nano_scenes_{name}.json" for name in ("3seeds", "random")]
     expected = {"learning": [pipeline, by_hand[1]], "confusion": [pipeline]}
     assert drawn(checkout) == {f"{kind}_detect_nano_scenes.png": files for kind, files in expected.items()}
-    detector(checkout, "measured/cpu/detect/nano_scenes_3seeds", seeds=3)
+    detector(checkout, "replications/cpu/detect/nano_scenes_3seeds", seeds=3)
     assert sorted(drawn(checkout)["learning_detect_nano_scenes.png"]) == by_hand
 
 
@@ -130,7 +97,7 @@ def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypa
     """By matplotlib itself: seeds, mean, the reported score, the line without learning; 8 of 10 are 80 %."""
     figures, save = [], dense.save_png
     monkeypatch.setattr(dense, "save_png", lambda figure, path: figures.append(figure) or save(figure, path))
-    detector(checkout, "measured/cpu/detect/nano_scenes_3seeds", seeds=3)
+    detector(checkout, "replications/cpu/detect/nano_scenes_3seeds", seeds=3)
     detector(checkout)
     for name, (_, draw) in dense.plan_dense(checkout.report()).items():
         draw(tmp_path / "drawn" / name)
@@ -154,6 +121,7 @@ def test_they_are_below_the_examples_with_their_records(checkout):
     text = render_blocks(list_examples(checkout.report()))
     assert "](figures/learning_detect_nano_scenes.png)" in text
     assert f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text
-    checkout.write("results/detect/nano_scenes/curve.csv", "")
-    with pytest.raises(UserError, match="curve.csv: not valid CSV"):
+    with checkout.edit("detect/nano_scenes/metrics.json") as record:
+        record["curve"] = ["a,b", "1,2", "1,2,3,4"]
+    with pytest.raises(UserError, match="nano_scenes/metrics.json: curve: not valid CSV"):
         dense.plan_dense(checkout.report())

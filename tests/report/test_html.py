@@ -1,7 +1,9 @@
-"""report.html: the rows of claims.json, everything escaped and embedded, the same bytes by the same records."""
+"""report.html: the rows of claims.csv, everything escaped and embedded, the same bytes by the same records."""
 
+import csv
 import html.parser
 import re
+from collections import Counter
 
 import pytest
 from PIL import Image
@@ -63,13 +65,14 @@ def pages(committed) -> tuple[str, str]:
     return render_markdown(document), render_html([(report, document)])
 
 
-def test_the_ledgers_rows_are_those_of_claims_json(checkout):
+def test_the_ledgers_rows_are_those_of_claims_csv(checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
     checkout.write("dvc.yaml", "stages: {pretrain: {cmd: repro pretrain}, ablate: {cmd: repro ablate}}\n")
     elements = Elements(page(checkout))
     others = {f"{room}-": f"papers/{room}.claims" for room in ("kv_binding", "linearize", "vit3")}
-    claims = {key: checkout.json(f"results/{file}.json") for key, file in {"": "claims", **others}.items()}
-    entries = [(f"{key}entry-{entry['id']}", entry) for key, paper in claims.items() for entry in paper["entries"]]
+    files = {key: checkout.read(f"results/{file}.csv") for key, file in {"": "claims", **others}.items()}
+    claims = {key: list(csv.DictReader(text.splitlines(keepends=True))) for key, text in files.items()}
+    entries = [(f"{key}entry-{entry['id']}", entry) for key, rows in claims.items() for entry in rows]
     rows = [attributes for tag, attributes, _ in elements.found if tag == "tr" and "data-status" in attributes]
     found = [(row["id"], row["data-status"], row["data-kind"]) for row in rows]
     assert found == [(name, entry["status"], entry["kind"]) for name, entry in entries]
@@ -79,13 +82,14 @@ def test_the_ledgers_rows_are_those_of_claims_json(checkout):
     assert [text.split(" ", 1)[1] for text in statuses] == [entry["status"] for _, entry in entries]
     buttons = elements.all("button", **{"class": "chip"})
     chips = [(attributes["data-status"], int(text.split()[-1])) for _, attributes, text in buttons]
-    assert chips == [(status, paper["summary"][status]) for paper in claims.values() for status in STATUSES]
+    counts = [Counter(row["status"] for row in rows) for rows in claims.values()]
+    assert chips == [(status, count[status]) for count in counts for status in STATUSES]
     style = (ROOT / "repro/report/template.html").read_text(encoding="utf-8")
     assert all(re.search(rf"\.{make_anchor(word)}[ ,]", style) for word in STATUSES)  # every one has a colour
     # what explains a status is in its row
     texts = (text for _, _, text in elements.all("div", **{"class": "about"}))
-    about = dict(zip((entry["id"] for entry in claims[""]["entries"]), texts))
-    for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "mini", "rounding"):
+    about = dict(zip((entry["id"] for entry in claims[""]), texts))
+    for text in ("results/complexity/metrics.json", checkout.CPU, "0123456789ab", "the pipeline", "rounding"):
         assert text in about["table1.vittt_t.params_m"]
     assert "profiles/paper.yaml has no cell" in about["table1.vittt_t.top1_percent"]
 
@@ -158,11 +162,11 @@ def test_a_damaged_picture_is_one_line_that_names_it(checkout):
     [(lambda m: m["rows"][0].update(latency_ms="fast"), "cannot be read as a record of this version")],
 )
 def test_a_record_of_another_version_is_one_line_that_names_it(checkout, change, key):
-    content = checkout.json(next(ROOT.glob("results/measured/cpu_*/efficiency.json")))
+    content = checkout.json(next(ROOT.glob("results/replications/cpu_*/efficiency.json")))
     change(content["metrics"])
-    checkout.record("measured/cpu/efficiency", content["metrics"], device=content["identity"]["device"])
+    checkout.record("replications/cpu/efficiency", content["metrics"], device=content["identity"]["device"])
     with pytest.raises(UserError) as caught:
         checkout.run_stage(html=False)
-    assert str(caught.value).startswith("results/measured/cpu/efficiency/metrics.json: ") and key in str(caught.value)
+    assert str(caught.value).startswith("results/replications/cpu/efficiency.json: ") and key in str(caught.value)
     assert "\n" not in str(caught.value) and "move the file out of results/" in str(caught.value)
     assert not (checkout.paths.results / "tables.md").exists()

@@ -27,7 +27,7 @@ def test_matrices_comparisons_and_growth(checkout):
     rows += [row(VITTT, None, 512, 1.02 * 512**2 / 1e3, 512**2 / 1e4, run=2)]
     rows += [row(VITTT, None, 512, 9.0, 9.0, compile=True), row(VIM, None, 512, 1000.0, 1.0)]
     rows[-1] |= {"latency_ms_ci95": [750.0, 1250.0]}
-    checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", gates=[], compared=[], growth=[])
+    checkout.speed(*rows, device=CPU, path="replications/cpu_made_up/efficiency", gates=[], compared=[], growth=[])
     text = render_blocks(list_speeds(checkout.report()))
     assert f"| {VITTT} | 265 | 1049 |" in text
     assert f"| {VIM} | 1000 (noisy) | – |" in text
@@ -51,14 +51,14 @@ def test_a_crossover_needs_four_sizes_and_names_the_smallest(checkout):
     ):
         rows = [row(VITTT, None, size, 2.0 + size / 1e6, 1.0) for size in sizes]
         rows += [row(DEIT, "unfused", size, ms, 1.0) for size, ms in zip(sizes, theirs, strict=False)]
-        checkout.speed(*rows, device=CPU, path="measured/cpu_made_up", gates=[], compared=[], growth=[])
+        checkout.speed(*rows, device=CPU, path="replications/cpu_made_up/efficiency", gates=[], compared=[], growth=[])
         assert f"| {words} |" in render_blocks(list_speeds(checkout.report()))
 
 
 def test_times_of_the_host_are_marked_and_give_nothing(checkout):
     rows = [row(VITTT, None, size, ms, 6.0, device=checkout.H200) for size, ms in ((224, 11.0), (1280, 12.0))]
     rows += [row(DEIT, "fused", size, ms, 5.0, device=checkout.H200) for size, ms in ((224, 3.0), (1280, 14.0))]
-    checkout.speed(*rows, device=checkout.H200, path="measured/a_gpu", gates=[], compared=[], growth=[])
+    checkout.speed(*rows, device=checkout.H200, path="replications/a_gpu/efficiency", gates=[], compared=[], growth=[])
     text = render_blocks(list_speeds(checkout.report()))
     assert f"| {VITTT} | 11.0 (host) | 12.0 (host) |" in text and "| 3.00 (host?) | 14.0 (host?) |" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| T | deit_fused")]
@@ -86,11 +86,11 @@ def test_accuracies_and_times_are_in_a_row_for_each_model(checkout):
 @pytest.mark.parametrize(("warmup", "shown"), [(3, "| 3 |"), (2, "| 3, trained with 2 |")])
 def test_a_search_whose_choice_nobody_trains_with_says_so(checkout, warmup, shown):
     """The highest of three scores is of the largest rate tried and of a warm-up of three epochs."""
-    checkout.write("params.yaml", f"pretrain: {{nano: {{optim: {{lr: 0.004, warmup_epochs: {warmup}}}}}}}\n")
+    checkout.write("profiles/mini.yaml", f"pretrain: {{nano: {{optim: {{lr: 0.004, warmup_epochs: {warmup}}}}}}}\n")
     tried = ((0.002, 1, 90.0), (0.004, 2, 97.7), (0.004, 3, 98.6))
     trials = [dict(zip(("lr", "warmup_epochs", "top1_percent"), each), diverged=False) for each in tried]
     metrics = {"cell": "pretrain.nano", "split": "tune", "score": "top1_percent", "seed": 7, "rule": "the highest"}
     metrics |= {"trials": trials, "chosen": {"lr": 0.004, "warmup_epochs": 3}}
-    checkout.record("measured/cpu/tune", metrics, name="nano")
+    checkout.record("replications/cpu/tune/nano", metrics)
     row = next(line for line in checkout.runs().splitlines() if line.startswith("| `pretrain.nano`"))
     assert f"| 0.004, at the edge {shown} 0.002 (1): 90.0; 0.004 (3): 98.6 |" in row

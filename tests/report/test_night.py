@@ -51,7 +51,7 @@ def search(checkout, data="cifar100", trials=5, names=None):
         if names is None or name in names:
             tried = [{"lr": 1e-3 * 2**rank} for rank in range(trials)]
             cell = f"{model['cell'].partition('/')[2]}_{data}"
-            checkout.record("measured/gpu/tune", {"split": "tune", "data": data, "trials": tried}, name=cell)
+            checkout.record(f"replications/gpu/tune/{cell}", {"split": "tune", "data": data, "trials": tried})
 
 
 def read_table(blocks) -> list[list[str]]:
@@ -88,10 +88,14 @@ def test_a_pair_is_asked_only_where_its_seeds_could_answer(ledger):
 
 
 def test_every_model_of_a_pair_is_searched_by_the_same_grid():
-    """`repro tune --data` searches all cells of `pretrain`, by one grid."""
-    questions, grid = load_questions(), PROFILE["tune"]
+    questions, searches = load_questions(), PROFILE["tune"]
+    grids = {tuple(each["lr"]) + tuple(each["warmup_epochs"]) for each in searches.values()}
+    assert len(grids) == 1 and {name: f"pretrain.{name}" for name in PROFILE["pretrain"]} == {
+        name: each["cell"] for name, each in searches.items()
+    }
     assert {questions["models"][name]["cell"].partition("/")[0] for name in models_of_pairs()} == {"pretrain"}
-    assert len(grid["lr"]) * len(grid["warmup_epochs"]) == questions["trials"]
+    one = next(iter(searches.values()))
+    assert len(one["lr"]) * len(one["warmup_epochs"]) == questions["trials"]
 
 
 def models_of_pairs() -> set[str]:

@@ -166,7 +166,10 @@ def trained(machine, top1, others=()):
     runs = [{"seed": seed, "top1_percent": value} for seed, value in enumerate(top1)]
     metrics = {"by_seed": runs, "held_out_images": 10_000, "classes": 10, "top1_percent": statistics.fmean(top1)}
     return Source(
-        f"results/measured/{machine}/x/metrics.json", metrics, {"device": f"cpu: {machine}, 1 thread"}, others=others
+        f"results/replications/{machine}/x/metrics.json",
+        metrics,
+        {"device": f"cpu: {machine}, 1 thread"},
+        others=others,
     )
 
 

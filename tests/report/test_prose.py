@@ -149,7 +149,7 @@ def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(check
     ends = {"ap_box": [24.0, 26.0], "ap50_box": [39.0, 41.0], "ap_mask": [19.0, 20.4], "ap50_mask": [34.0, 36.0]}
     intervals = {f"{name}_ci95_percent": interval for name, interval in ends.items()}
     seeds = [{"seed": seed} for seed in range(5)]
-    path = "measured/cpu/detect/nano_scenes_5seeds"
+    path = "replications/cpu/detect/nano_scenes_5seeds"
     detector(checkout, path, init={"weights": "w"}, by_seed=seeds, **intervals)
     said = passage(compare_without_learning, checkout)
     ahead = "ahead of it in box AP50 (+10.0 points) and mask AP50 (+5.0 points); "
@@ -157,7 +157,7 @@ def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(check
     several = "behind it in mask AP (-0.5 points); not separated from it in box AP (-0.5 points)"
     assert f"{ahead}{one} (one seed)." in said and f"{ahead}{several} (5 seeds)." in said
     row = "| `detect/nano_scenes` | random | 7 | 1 | 100 | 25.0 % | 40.0 % | 20.0 % | 35.0 % |"
-    assert f"{row} {checkout.CPU}; the mini settings |" in said
+    assert f"{row} {checkout.CPU}; the pipeline |" in said
     assert "| pretrained | 7 | 5 | 100 | 25.0 % [24.0, 26.0] |" in said and "outside the pipeline" in said
     assert said.count("| without learning | – | – | – | – | 25.5 % | 30.0 % | 20.5 % | 30.0 % | – |") == 1
 
@@ -167,7 +167,7 @@ def test_first_weights_are_compared_after_as_many_epochs(checkout):
     for epochs, random, ends in ((2, 21.0, [19.0, 23.0]), (8, 25.0, [22.0, 28.5])):
         for name, weights, score, interval in (("p", {"weights": "w"}, 30.0, [28.0, 32.0]), ("r", None, random, ends)):
             scores = {"epochs": epochs, "ap_box_percent": score, "ap_box_ci95_percent": interval, "init": weights}
-            detector(checkout, f"measured/cpu/detect/nano_scenes_{name}{epochs}", **scores)
+            detector(checkout, f"replications/cpu/detect/nano_scenes_{name}{epochs}", **scores)
     detector(checkout, epochs=4)
     said = passage(compare_without_learning, checkout)
     assert (
@@ -195,7 +195,9 @@ def test_noise_is_counted_by_device(checkout):
     quiet, wide = {"model": "a", "latency_ms_ci95": [9.5, 10.5]}, {"model": "b", "latency_ms_ci95": [8.0, 12.0]}
     checkout.speed(quiet, wide, device=checkout.H200)
     about = {"compared": [], "growth": [], "gates": [], "repeated": {"rows": 54, "overlap_percent": 50.0}}
-    checkout.speed({**quiet, "batch_size": 1, "run": 1}, device=checkout.CPU, path="measured/cpu", **about)
+    checkout.speed(
+        {**quiet, "batch_size": 1, "run": 1}, device=checkout.CPU, path="replications/cpu/efficiency", **about
+    )
     said = passage(count_noisy_rows, checkout)
     assert f"| {checkout.H200}, batch 64, fp16, infer | 2 | 1 | 10 % | 40 % |" in said
     assert f"| {checkout.CPU}, batch 1, fp16, infer | 1 | 0 | 10 % | – |" in said

@@ -24,7 +24,7 @@ def commit(root):
 
 def write(checkout, cell, score, details):
     checkout.write(f"results/pretrain/{cell}/metrics.json", json.dumps({"top1_percent": score}))
-    checkout.write(f"results/pretrain/{cell}/details.json", json.dumps({"metrics": details, "identity": {}}))
+    checkout.write(f"results/pretrain/{cell}/record.json", json.dumps({"metrics": details, "identity": {}}))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_what_cannot_be_compared_is_said(held, stages, commit):
 def train(checkout, machine, *top1, **more):
     """A training of the same variant on a machine, of the seeds 0, 1, ... with these accuracies."""
     known = {"held_out_images": 100, "top1": top1, "top1_ci95_percent": None, "top1_ci95_percent_reason": "x", **more}
-    checkout.train(f"measured/{machine}/ablate/digits/a", "vittt_nano", "digits", **known)
+    checkout.train(f"replications/{machine}/ablate/a_digits", "vittt_nano", "digits", **known)
 
 
 def test_one_record_serves_for_those_of_several_machines(checkout):
@@ -78,6 +78,6 @@ def test_one_record_serves_for_those_of_several_machines(checkout):
         return [[each.path.split("/")[2] for each in (source, *source.others)] for source in sources]
 
     assert list_machines() == [["q", "p", "r"]]
-    with checkout.edit("measured/r/ablate/digits/a/metrics.json") as record:
+    with checkout.edit("replications/r/ablate/a_digits.json") as record:
         record["identity"]["recipe"]["learning_rate"] = 1.0
     assert list_machines() == [["q", "p"], ["r"]]

@@ -1,5 +1,6 @@
 """A made-up second paper next to the first: its own page, claims and tab in report.html, nothing of the first one's."""
 
+import csv
 import dataclasses
 import re
 
@@ -9,7 +10,6 @@ from repro.report.markdown import render_markdown
 from repro.report.pages import build_runs, write_report
 from repro.report.paper import Document, Figure, Paper, Question
 from repro.report.results import Missing, Results
-from repro.report.verdicts import STATUSES
 
 from .conftest import JUDGE, SCORES
 from .test_html import Elements
@@ -47,7 +47,7 @@ def second(checkout) -> Paper:
             Document(
                 file="docs/second.md",
                 text=checkout.write("room/second.md", "## A page of its own\n\n{first_g():.1f} G\n"),
-                records="results/measured/*/second/*",
+                records="second/*",
             ),
         ),
     )
@@ -73,11 +73,14 @@ def reported(checkout, second):
     return checkout
 
 
+def read_statuses(checkout, file) -> dict[str, str]:
+    rows = csv.DictReader(checkout.read(file).splitlines(keepends=True))
+    return {row["id"]: row["status"] for row in rows}
+
+
 def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
     page = reported.read("results/papers/second.md")
-    claims = reported.json("results/papers/second.claims.json")
-    assert claims["summary"] == {**dict.fromkeys(STATUSES, 0), "matched": 2, "not measured": 1, "entries": 3}
-    statuses = {entry["id"]: entry["status"] for entry in claims["entries"]}
+    statuses = read_statuses(reported, "results/papers/second.claims.csv")
     big, old, ratio = "table1.big.params_m", "table1.old.params_m", "text.ratio"
     assert statuses == {big: "matched", old: "not measured", ratio: "matched"}
     assert page.startswith("# Second: ") and "\n\n*A second paper*, v2. It claims little.\n" in page
@@ -92,12 +95,12 @@ def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
     before = reported.read("results/tables.md").split("\n\n", 2)
     write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), JUDGE, with_html=False)
     assert reported.read("results/tables.md").split("\n\n", 2)[::2] == before[::2]
-    assert [entry["id"] for entry in reported.json("results/claims.json")["entries"]] == list(reported.ledger.entries)
+    assert list(read_statuses(reported, "results/claims.csv")) == list(reported.ledger.entries)
 
 
 def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
     """This is so for the paper itself; a second paper's pages change nothing on the page of the first."""
-    checkout.train("measured/gpu/second/a", "other_big", "digits", top1=87.65, held_out_images=359)
+    checkout.train("replications/gpu/second/a", "other_big", "digits", top1=87.65, held_out_images=359)
     own = dataclasses.replace(second, primary=True)
     for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):
         report = JUDGE(papers[0], Results(checkout.paths, papers, SCORES))

@@ -3,24 +3,30 @@
 import pytest
 
 from repro.bench.flops import cost
-from repro.papers.variants import load_variants
+from repro.papers import load_primary
 from repro.report.answer import answer_blocks
 from repro.report.document import Heading
 from repro.report.markdown import render_blocks
 from repro.report.results import Missing
 from repro.report.variants import find_ends, find_groups, find_shown, list_ablations, plan_figures
 
-VARIANTS, TABLES_AND_FIGURES = load_variants("vision_ttt").options, load_variants("vision_ttt").rows
+PAPER = load_primary()
+TABLES_AND_FIGURES = [table.place for table in PAPER.compared]
+OPTIONS = {name: {"design": name} for name in ("ttt_layer", "share_qk", "gating", "conv1d", "dual")}
+OPTIONS |= {name: {"pool": name} for name in ("head", "mid", "double", "max")}
+OPTIONS |= {f"chunk{size}": {"chunk_size": size} for size in (4, 8, 32, 64)} | {"chunk_all": {"chunk_size": 0}}
+OPTIONS |= {"conv2d": {}, "w0_shared": {"w0": "shared"}, "w0_frozen": {"w0": "frozen"}}
+SUITE, OWN = "ablate/{}_digits_7s", "ablate/{}_digits_own_7s"  # of replications/cpu
+MINI = {"conv1d": "pretrain/conv1d_digits", "dual": "pretrain/dual_digits", "conv2d": "pretrain/vittt_nano_digits"}
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
 
 
-def train(checkout, name, top1, *, folder="measured/cpu/ablate/digits", throughput=321.4, **more):
-    """A variant's record, its throughput and its recipe, as the stage leaves them."""
+def train(checkout, name, top1, *, cells=SUITE, machine="cpu", **more):
+    """A variant's record as the stage leaves it, of a cell outside the pipeline or, of `MINI`, of the pipeline."""
     usual = {"model": NANO, "data": "digits", "kind": "digits", "image_size": 144, "epochs": 4}
     usual |= {"top1_std_percent": 0.25, "num_params": 329_310, "held_out_images": 100_000}
-    checkout.train(f"{folder}/{name}", options=VARIANTS[name], top1=tuple(top1), **{**usual, **more})
-    speed = {"throughput_img_per_s": throughput, "reason": "not measured yet"}
-    checkout.record(f"{folder}/{name}", speed, name="speed")
+    path = MINI[name] if cells is MINI else f"replications/{machine}/{cells.format(name)}"
+    checkout.train(path, options=OPTIONS[name], top1=tuple(top1), **{**usual, **more})
 
 
 def count_macs(model, size, classes, **options):
@@ -71,73 +77,66 @@ def test_a_whole_grid_in_the_papers_order_is_seen_and_its_rows_are_next_to_the_p
 def test_a_missing_variant_is_named_and_the_rest_is_shown(checkout):
     grid(checkout)
     for name in ("mid", "chunk_all"):
-        (checkout.paths.results / "measured/cpu/ablate/digits" / name / "metrics.json").unlink()
+        (checkout.paths.results / f"replications/cpu/{SUITE.format(name)}.json").unlink()
     text = part(checkout, "### Table 4")
-    assert "Not trained here: mid; `repro ablate --all --data digits --epochs 4` trains all" in text
+    assert "Not trained here: mid; `repro profile use digits && dvc repro ablate`" in text
     assert "| pool head |" in text and "mid >" not in text
     assert "Not trained here: chunk_all" in part(checkout, "### Fig. 7(a)")
 
 
-def test_other_recipes_and_other_devices_are_other_groups(checkout):
-    train(checkout, "conv2d", [80, 81], folder="ablate")
-    train(checkout, "head", [70, 71], folder="ablate")
+def test_the_cells_of_a_suite_are_a_group_and_others_join_none(checkout):
+    train(checkout, "conv2d", [80, 81], cells=MINI)
+    train(checkout, "dual", [70, 71], cells=MINI)
     train(checkout, "conv2d", [90, 91])
-    train(checkout, "head", [89, 90])
-    with checkout.edit("measured/cpu/ablate/digits/head/metrics.json") as record:
-        record["identity"]["recipe"]["drop_path"] = 0.1
-    groups = find_groups(checkout.results(), checkout.paper.variants)
-    assert sorted(len(group.variants) for group in groups) == [1, 1, 2]
+    train(checkout, "head", [89, 90], cells="ablate/{}_digits_28e_7s")  # of no suite
+    groups = find_groups(checkout.results(), checkout.paper)
+    assert sorted(tuple(group.variants) for group in groups) == [("conv2d",), ("dual", "conv2d")]
     _, only = parts(checkout)
-    assert only.startswith("### Table 4") and "90.50" not in only
-    assert find_shown(checkout.report()) == {f"results/ablate/{name}/metrics.json" for name in ("conv2d", "head")}
+    assert only.startswith("### Table 3") and "90.50" not in only
+    assert not find_shown(checkout.report())  # those of `pretrain` have a row of their own
 
 
 def test_variants_at_rates_of_their_own_are_one_group_besides_those_at_one_rate(checkout):
-    """Their recipes differ in the rate alone; a training of another length does not join them."""
-    for name, rate, epochs in (("conv2d", 4e-3, 4), ("head", 2e-3, 4), ("mid", 4e-3, 9)):
+    for name, rate in (("conv2d", 4e-3), ("head", 2e-3), ("mid", 4e-3)):
         train(checkout, name, [80, 81, 82])
-        train(checkout, name, [90, 91], folder="measured/cpu/ablate/own_rates/digits", recipe_hash=name)
-        recipe = {"options": VARIANTS[name], "learning_rate": {"peak": rate}, "epochs": epochs}
-        with checkout.edit(f"measured/cpu/ablate/own_rates/digits/{name}/metrics.json") as record:
-            record["identity"]["recipe"] |= recipe
-    groups = find_groups(checkout.results(), checkout.paper.variants)
-    assert sorted((group.has_own_rates, *group.variants) for group in groups) == [
-        (False, "conv2d", "head", "mid"),
-        (True, "conv2d", "head"),
-        (True, "mid"),
-    ]
+        train(checkout, name, [90, 91], cells=OWN)
+        with checkout.edit(f"replications/cpu/{OWN.format(name)}.json") as record:
+            record["identity"]["recipe"] |= {"options": OPTIONS[name], "learning_rate": {"peak": rate}}
+    groups = find_groups(checkout.results(), checkout.paper)
+    both = [(False, "conv2d", "head", "mid"), (True, "conv2d", "head", "mid")]
+    assert sorted((group.has_own_rates, *group.variants) for group in groups) == both
     text = "".join(parts(checkout))
     assert "| pool head, rate 0.002 |" in text and "| Vittt, rate 0.004 |" in text and "| pool head |" in text
 
 
-def test_vittt_itself_may_be_pretrains_and_detectors_belong_to_their_weights(checkout):
-    """Cells of both stages that were trained alike are one group; of two records of a variant, that of more seeds."""
-    more = {"model": TINY, "data": "imagenet", "kind": "imagenet", "held_out_images": 50_000, "epochs": 300}
-    more |= {"classes": 1000, "image_size": 224}
-    train(checkout, "dual", [77.4], folder="ablate", **more)
-    train(checkout, "conv2d", [70.0], folder="ablate", throughput=None, **more)
-    tiny = {"held_out_images": 50_000, "classes": 1000, "num_params": 6_983_116}
-    checkout.train("pretrain/tiny", TINY, "imagenet", top1=(77.5, 77.7), **tiny)
-    init = {"weights": "results/ablate/dual/weights.safetensors", "sha256": "ab"}
+IMAGENET = {"model": TINY, "data": "imagenet", "kind": "imagenet", "held_out_images": 50_000, "epochs": 300}
+IMAGENET |= {"classes": 1000, "image_size": 224}
+
+
+def test_the_papers_own_scale_is_a_suite_and_detectors_belong_to_their_weights(checkout):
+    checkout.train("pretrain/dual_imagenet", top1=77.4, options={"design": "dual"}, num_params=329_310, **IMAGENET)
+    tiny = IMAGENET | {"num_params": 6_983_116}
+    checkout.train("pretrain/vittt_tiny_imagenet", top1=(77.5, 77.7), **tiny)
+    checkout.train("ablate/w0_shared_imagenet", top1=77.0, options={"w0": "shared"}, **IMAGENET)
+    init = {"weights": "artifacts/pretrain/dual_imagenet/weights.safetensors", "sha256": "ab"}
     scores = {"ap_box_percent": 42.6, "ap_mask_percent": 38.5}
     checkout.train("detect/dual", TINY, "coco", held_out_images=5000, options={"design": "dual"}, init=init, **scores)
     text = part(checkout, "### Table 3")
-    ours = f"0.3293 | {count_macs(TINY, 224, 1000, design='dual')} | 77.40 ± 0.25 | 42.6 | 38.5"
+    ours = f"0.3293 | {count_macs(TINY, 224, 1000, design='dual')} | 77.40 | 42.6 | 38.5"
     assert f"| design dual | 77.5 | 42.7 | 38.6 | {ours} |" in text
     assert "| Vittt | 77.7 | 42.9 | 38.7 | 6.983 | 1.457 | 77.60 | – | – |" in text
-    assert "insufficient budget" in parts(checkout)[0]
-    assert "results/pretrain/tiny/metrics.json" not in find_shown(checkout.report())
+    assert "| w0 shared |" in part(checkout, "### Fig. 7(b)")
+    assert "results/pretrain/vittt_tiny_imagenet/metrics.json" not in find_shown(checkout.report())
     assert checkout.judge()["table3.dual.top1_percent"].ours == pytest.approx(77.4)
-    train(checkout, "gating", [70.0], **more)  # by hand, for as many epochs as somebody wished
+    train(checkout, "gating", [70.0], **IMAGENET)  # outside the pipeline, for as many epochs as somebody wished
     assert checkout.judge()["table3.gating.top1_percent"].ours is None
 
 
 def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
     grid(checkout)
-    train(checkout, "conv2d", [80, 81], folder="ablate")
-    train(checkout, "w0_frozen", [70, 71], folder="ablate", throughput=None)
+    train(checkout, "conv2d", [80, 81], cells=MINI)
     folder = checkout.paths.results / "figures"
-    train(checkout, "chunk8", [71, 72], folder="measured/elsewhere/ablate/digits")  # one alone makes no figure
+    train(checkout, "chunk8", [71, 72], cells="ablate/{}_connect_7s", data="connect")  # one alone makes no figure
 
     def draw():
         for name, (_, draw_picture) in plan_figures(checkout.report()).items():
@@ -146,14 +145,14 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
 
     files, shown = draw(), {name: sources for name, (sources, _) in plan_figures(checkout.report()).items()}
     assert sorted(files) == sorted(shown) == ["fig7a_digits.png", "fig7b_digits.png"]
-    assert not any("elsewhere" in source.path for of_figure in shown.values() for source in of_figure)
+    assert all(source.most_seeds == 3 for of_figure in shown.values() for source in of_figure)
     assert draw() == files and files["fig7a_digits.png"].startswith(b"\x89PNG")
     linked = [text for text in parts(checkout) if "figures/fig7b_digits.png" in text]
     assert len(linked) == 1 and "4 epochs, 3 seeds" in linked[0]
 
 
 def test_nothing_trained_says_how(checkout):
-    with pytest.raises(Missing, match="repro ablate --all"):
+    with pytest.raises(Missing, match="no variant is trained"):
         parts(checkout)
     assert plan_figures(checkout.report()) == {}
 
@@ -162,12 +161,12 @@ def test_nothing_trained_says_how(checkout):
     ("repeated", "recipe", "is_judged"), [("dual", {}, False), ("dual", {"lr": 1}, True), ("gating", {}, True)]
 )
 def test_a_group_of_the_pipeline_is_judged_unless_the_same_have_more_seeds(checkout, repeated, recipe, is_judged):
-    """Snapshots change its recipe's hash; by another recipe, or with a variant that nobody repeated, it is judged."""
+    """By another recipe, or with a variant that nobody repeated, it is judged."""
     for name in ("conv1d", repeated, "conv2d"):
         train(checkout, name, [50, 60, 70])
     for name in ("conv1d", "dual"):
-        train(checkout, name, [50], folder="ablate", recipe_hash="with snapshots")
-        with checkout.edit(f"ablate/{name}/metrics.json") as record:
+        train(checkout, name, [50], cells=MINI)
+        with checkout.edit(f"{MINI[name]}/metrics.json") as record:
             record["identity"]["recipe"] |= recipe
     rows = [row for row in parts(checkout)[0].splitlines() if row.startswith("| Table 3") and "one seed" in row]
     assert len(rows) == is_judged
@@ -184,9 +183,9 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
     """All of 15, 10, 5 and 3 ordered pairs, two points apart; none at chance, on data of two classes."""
     grid(checkout)
     for name in ("conv1d", "dual", "conv2d"):
-        train(checkout, name, [50.0, 50.1, 50.2], folder="measured/cpu/ablate/connect", data="connect", classes=2)
-    for name, top1 in (("chunk64", 60.0), ("conv2d", 50.0)):
-        train(checkout, name, [top1, top1 + 1, top1 + 2], folder="measured/cpu/ablate/other", data="other")
+        train(checkout, name, [50.0, 50.1, 50.2], cells="ablate/{}_connect_7s", data="connect", classes=2)
+    for name, cell, top1 in (("chunk64", "ablate/{}_imagenet", 60.0), ("conv2d", "pretrain/vittt_tiny_imagenet", 50.0)):
+        train(checkout, name, [top1, top1 + 1, top1 + 2], cells=cell, data="other")
     page = render_blocks(answer_blocks(checkout.report())[:1])
     scope = f"{checkout.CPU}; outside the pipeline; 3 seeds"
     for data, counts in (
@@ -200,8 +199,8 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
 def train_on(checkout, machine, **top1):
     """Variants of Table 4 that one machine trained."""
     for name, values in top1.items():
-        train(checkout, name, values, folder=f"measured/{machine}/ablate/digits")
-        with checkout.edit(f"measured/{machine}/ablate/digits/{name}/metrics.json") as record:
+        train(checkout, name, values, machine=machine)
+        with checkout.edit(f"replications/{machine}/{SUITE.format(name)}.json") as record:
             record["identity"]["device"] = f"cpu: {machine}, 1 thread"
 
 
@@ -226,23 +225,23 @@ def test_a_table_is_judged_on_the_machine_with_most_of_its_rows(checkout):
     # the other machine has no row less now, and more seeds
     train_on(checkout, "one", head=[74, 75, 76, 77.01])
     assert "**ordering contradicted**" in parts(checkout)[0]
-    shown = {f"results/measured/one/ablate/digits/{name}/metrics.json" for name in ours}
+    shown = {f"results/replications/one/{SUITE.format(name)}.json" for name in ours}
     assert find_shown(checkout.report()) == shown
 
 
 def search(checkout, machine, name, rate, trials):
-    metrics = {"cell": f"ablate.digits_{name}", "model": NANO, "chosen": {"lr": rate, "warmup_epochs": 2}}
-    path = f"measured/{machine}/tune/variants"
-    checkout.record(path, {**metrics, "trials": [{}] * trials}, f"cpu: {machine}, 1 thread", name=f"digits_{name}")
+    metrics = {"cell": f"ablate.{name}_digits_own_7s", "model": NANO, "chosen": {"lr": rate, "warmup_epochs": 2}}
+    path = f"replications/{machine}/tune/{name}_digits"
+    checkout.record(path, {**metrics, "trials": [{}] * trials}, f"cpu: {machine}, 1 thread")
 
 
 def test_a_row_names_the_search_of_its_rate_with_its_trials_and_both_sets_are_in_the_summary(checkout):
     """`mid` was trained at a rate that its machine's own search did not choose."""
     rates = {"conv2d": (0.004, 80), "head": (0.002, 74), "mid": (0.032, 77)}
     for name, (rate, top1) in rates.items():
-        train(checkout, name, [top1, top1 + 1, top1 + 2], folder="measured/some processor/ablate/own_rates/digits")
-        with checkout.edit(f"measured/some processor/ablate/own_rates/digits/{name}/metrics.json") as record:
-            record["identity"]["recipe"] |= {"options": VARIANTS[name], "learning_rate": {"peak": rate}}
+        train(checkout, name, [top1, top1 + 1, top1 + 2], machine="some processor", cells=OWN)
+        with checkout.edit(f"replications/some processor/{OWN.format(name)}.json") as record:
+            record["identity"]["recipe"] |= {"options": OPTIONS[name], "learning_rate": {"peak": rate}}
     search(checkout, "some processor", "conv2d", 0.004, 3)
     search(checkout, "other", "conv2d", 0.004, 5)
     search(checkout, "some processor", "mid", 0.016, 5)

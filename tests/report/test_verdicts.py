@@ -149,7 +149,7 @@ def test_how_each_number_can_be_made_again(checkout):
     """From a record of the graph, from one outside it, from none, or not at all."""
     count(checkout)
     losses = {"inner_loss_after": 2.0, "inner_loss_before": 1.0}
-    checkout.record("measured/cpu/probes/p", {"probe": "ascent", "probed": losses})
+    checkout.record("replications/cpu/probes/p", {"probe": "ascent", "probed": losses})
     report = checkout.report_on(
         "claims:\n"
         + claim()

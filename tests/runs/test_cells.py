@@ -34,7 +34,7 @@ def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded
     cell = SimpleNamespace(params=params, ranks=Ranks(world_size=2), **about)
     cell.runtime = SimpleNamespace(micro_batch=4)
     record_speed(cell, speeds, "gpu", {"device": "cuda: GPU"}, 1.0)
-    folder = tmp_path / "results/measured/gpu/pretrain"
+    folder = tmp_path / "results/replications/gpu/speed/pretrain"
     assert {file.name for file in folder.iterdir()} == {"nano.json", "nano.run.json"}
     record = json.loads((folder / "nano.json").read_text())
     assert record["metrics"]["throughput_img_per_s"] == recorded and record["identity"] == {"device": "cuda: GPU"}
@@ -53,7 +53,7 @@ def two_runs(tmp_path):
     cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)))
     row = {"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}
     outcome = SimpleNamespace(folder=tmp_path / "result", curve=[row])
-    old = ("weights.safetensors", "metrics.json", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
+    old = ("weights.safetensors", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
     new = ("weights.safetensors", "load_report.txt", "snapshots/epoch_002.safetensors")
     for folder, names, text in ((cell.folder, old, "old"), (outcome.folder, new, "new")):
         for name in names:
@@ -90,9 +90,13 @@ def test_a_full_disk_leaves_the_earlier_run_whole(two_runs, monkeypatch, fails):
 
 def test_the_state_of_a_seed_whose_record_stands_is_removed(tmp_path, monkeypatch):
     """It stays where a call is killed between its record and the removal."""
-    params, runtime, folder = SimpleNamespace(seeds=(0,)), SimpleNamespace(device="cpu"), tmp_path / "cell"
+    params, runtime, folder = (
+        SimpleNamespace(seeds=(0,)),
+        SimpleNamespace(device="cpu"),
+        tmp_path / "artifacts/pretrain/nano",
+    )
     monkeypatch.setattr(Cell, "state_folder", lambda self, seed: tmp_path / f".runs/seed_{seed}")
-    shared = {"paths": Paths(tmp_path), "runtime": runtime, "folder": folder}
+    shared = {"paths": Paths(tmp_path), "runtime": runtime, "record": tmp_path / "results/pretrain/nano/metrics.json"}
     cell = Cell(stage="pretrain", name="nano", params=params, spec=None, **shared)
     names = [cell.state_folder(seed) / "step_1.pt" for seed in (0, 1)]
     for file in (*names, folder / "snapshots/.epoch_001.safetensors.abcdefgh.tmp"):

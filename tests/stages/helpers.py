@@ -27,8 +27,9 @@ from repro.models.weights import save_weights
 
 NANO = "vittt_nano_patch16_144"
 DIGITS = [f"digit_{digit}" for digit in range(10)]
-# of the cell `nano` of pretrain, and beside it
-WEIGHTS = Path("results/pretrain/nano/weights.safetensors")
+# of the cell `nano` of pretrain
+WEIGHTS = Path("artifacts/pretrain/nano/weights.safetensors")
+RECORD = Path("results/pretrain/nano/metrics.json")
 
 
 def save_model(path: Path | str, name: str, *, seed: int = 0, **options: Any) -> str:
@@ -71,9 +72,16 @@ def accept_data() -> None:
     write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
 
 
-def read_metrics(folder: Path) -> dict[str, Any]:
-    """The numbers of the record in a folder of results."""
-    return read_record(folder / "metrics.json")["metrics"]
+def read_metrics(file: Path) -> dict[str, Any]:
+    """The numbers of a record."""
+    return read_record(file)["metrics"]
+
+
+def find_record(pattern: str) -> Path:
+    """The one record below the folder of a device, of those that are no `run.json`."""
+    found = Path("results/replications").glob(f"*/{pattern}.json")
+    (file,) = (file for file in found if not file.name.endswith("run.json"))
+    return file
 
 
 def add_params(root: Path, text: str) -> None:
@@ -83,6 +91,12 @@ def add_params(root: Path, text: str) -> None:
     for name, section in yaml.safe_load(text).items():
         params[name] = {**params.get(name, {}), **section}
     file.write_text(yaml.safe_dump(params, sort_keys=False))
+
+
+def use_profile(name: str) -> Paths:
+    """Make params.yaml that of a profile."""
+    Path("params.yaml").write_text((Path("profiles") / f"{name}.yaml").read_text())
+    return Paths(Path.cwd())
 
 
 def edit(*pairs: str) -> None:
@@ -101,7 +115,7 @@ def add_dense(root: Path) -> None:
     prepare_cell(root, "scenes")
     file = root / WEIGHTS
     save_model(file, NANO, depth=4, img_size=144)
-    write_json(file.with_name("metrics.json"), {"metrics": {"weights_hash": hash_file(file)}, "identity": {}})
+    write_json(root / RECORD, {"metrics": {"weights_hash": hash_file(file)}, "identity": {}})
 
 
 def write_student(root: Path, **changes: Any) -> None:
@@ -141,6 +155,7 @@ prepare_data:
 pretrain:
   nano:
     model: vittt_nano_patch16_144
+    family: vittt
     options: {depth: 1}
     data: digits
     seeds: [0]

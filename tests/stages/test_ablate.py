@@ -1,8 +1,9 @@
-"""`repro ablate` as a user runs it: the grid counted by hand, and cells that are killed and continue."""
+"""`repro ablate` as a user runs it: variants counted by hand, the sections it trains, and cells that are killed and
+continue.
+"""
 
 import csv
 import dataclasses
-import json
 import signal
 import statistics
 from pathlib import Path
@@ -10,39 +11,38 @@ from pathlib import Path
 import pytest
 import yaml
 
-from repro import papers
 from repro.bench.flops import cost
-from repro.bench.speed import describe_samples, unmeasured_row
-from repro.core.config import load_section
+from repro.core.config import load_section, load_yaml
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.runtime import choose_device, device_slug, load_runtime
-from repro.papers.grid import build_variant, choose_variants, vary_recipe
-from repro.papers.variants import load_variants
+from repro.core.runtime import load_runtime
 from repro.runs.cells import train_cells
 from repro.runs.job import Cell
 from repro.tasks.classification.params import MesaParams
 from repro.tasks.classification.spec import SPEC
-from tests.stages.helpers import ABLATE, add_params, edit, read_metrics, stop_at_state
+from stages import load_stages
+from tests.conftest import ROOT
+from tests.stages.helpers import ABLATE, add_params, read_metrics, stop_at_state, use_profile
 
-VARIANTS = load_variants("vision_ttt").options
-CELL = Path("results/ablate/conv1d")
+PROFILE = ROOT / "profiles/digits.yaml"
+DIGITS = load_yaml(PROFILE)
+SECTIONS = ("ablate", "ablate_linearize", "ablate_detect", "ablate_segment", "ablate_generate")
+RECORD, CELL = Path("results/ablate/conv1d/metrics.json"), Path("artifacts/ablate/conv1d")
 
 
 @pytest.fixture
 def ready(checkout) -> Path:
-    """The checkout with one cell more; its pretrain cell is made as short as the grid is to be."""
-    edit("    epochs: 2\n", "    epochs: 1\n", "[0, 2]", "[]")
+    """The checkout with one cell more."""
     add_params(checkout, ABLATE)
     return checkout
 
 
 def make_cell(root: Path, name: str, **changes) -> Cell:
-    """The cell of the checkout, to be trained into the folder of this name."""
+    """The cell of the checkout, by another name."""
     paths = Paths(root)
     params = dataclasses.replace(load_section(SPEC.params, paths.params, "ablate", "conv1d"), **changes)
     about = {"params": params, "spec": SPEC, "paths": paths, "runtime": load_runtime(paths)}
-    return Cell(stage="ablate", name=name, folder=Path(name), **about)
+    return Cell(stage="ablate", name=name, record=paths.cell("ablate", name) / "metrics.json", **about)
 
 
 # Tables 3 and 4 by spec, in thousands: projections 4/3/4/4/6/6 of D², Conv1d, DWConv; a class token and its position
@@ -55,23 +55,25 @@ THOUSANDS |= {"chunk4": 6983.116 - 24 * 0.012, "chunk_all": 6983.116 + 24 * 0.18
 
 @pytest.mark.parametrize("name", THOUSANDS)
 def test_parameters_of_the_variants_by_hand(name):
-    counted = cost("vittt_tiny_patch16_224", VARIANTS[name], (224, 224)).num_params
+    params = load_section(SPEC.params, PROFILE, "ablate", f"{name}_digits_7s")
+    counted = cost("vittt_tiny_patch16_224", params.options, (224, 224)).num_params
     assert counted / 1e3 == pytest.approx(THOUSANDS[name], abs=0.5)
 
 
 @pytest.mark.slow
 def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weights(ready, repro_cli):
-    train_cells([make_cell(ready, "whole")])
+    whole = make_cell(ready, "whole")
+    train_cells([whole])
     for seed in (0, 1):
         stop_at_state("ablate", "conv1d", signal.SIGKILL, seed)
-        assert not CELL.exists()
+        assert not CELL.exists() and not RECORD.exists()
     # the first seed's last step: it is not trained again
     assert "continuing after step 8" in repro_cli.run("ablate", "--cell", "conv1d")
-    ours, theirs = read_metrics(CELL), read_metrics(Path("whole"))
+    ours, theirs = read_metrics(RECORD), read_metrics(whole.record)
     assert ours["by_seed"] == theirs["by_seed"] and len({entry["weights_hash"] for entry in ours["by_seed"]}) == 2
     for name in ("weights.safetensors", "curve.csv"):
-        assert (CELL / name).read_bytes() == (Path("whole") / name).read_bytes()
-    assert not list(Path(".runs").rglob("*.pt")) and not (CELL / "speed.json").exists()
+        assert (CELL / name).read_bytes() == (whole.folder / name).read_bytes()
+    assert not list(Path(".runs").rglob("*.pt"))
     top1 = [entry["top1_percent"] for entry in ours["by_seed"]]
     assert (ours["top1_percent"], ours["top1_std_percent"]) == (statistics.fmean(top1), statistics.stdev(top1))
     # with two seeds Student's t has one degree of freedom, whose 97.5 % quantile is tan(0.475 pi) = 12.706
@@ -83,76 +85,65 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
     assert [row["seed"] for row in csv.DictReader(open(CELL / "curve.csv"))] == ["0", "1"]
 
 
-@pytest.mark.parametrize("paper", ["vision_ttt", "vit3", "linearize", "kv_binding"])
-def test_the_variants_are_those_of_the_paper_that_is_named(ready, monkeypatch, repro_cli, paper):
-    asked = []
-    monkeypatch.setattr("repro.papers.grid.run_variants", lambda *chosen, **lengths: asked.append(chosen))
-    repro_cli.run("ablate", "--paper", paper, "--all")
-    ((found, variant),) = asked
-    own = yaml.safe_load((Path(papers.__file__).parent / paper / "variants.yaml").read_text())
-    assert list(found.variants) == list(own["variants"]) and variant is None
-    # what each of its processes is asked to train, and where that goes
-    assert found.flags == ("--paper", paper) and found.folder == own["folder"]
+def choose_two(section: str) -> list[str]:
+    """Cells of a section: its first and its last one."""
+    first, *_, last = DIGITS[section]
+    return [first, last]
 
 
-def measure_32(spec):
-    """A row as a machine gives it on which 32 images fit, and no more."""
-    if spec.batch_size > 32:
-        return unmeasured_row(spec, "oom", "made up")
-    counted = unmeasured_row(spec, "failed", "made up")
-    return {**counted, **describe_samples([2.0] * 10), "throughput_img_per_s": 16e3}
+@pytest.fixture
+def asked(bare_checkout, monkeypatch) -> list[list[Cell]]:
+    """The cells of each call of `train_cells`, which trains none, in a checkout with two cells of each section."""
+    params = {name: DIGITS[name] for name in ("runtime", "prepare_data")}
+    params |= {section: {name: DIGITS[section][name] for name in choose_two(section)} for section in SECTIONS}
+    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+    calls = []
+    monkeypatch.setattr("repro.runs.cells.train_cells", lambda cells, gpus: calls.append(cells))
+    return calls
 
 
-def test_two_jobs_one_that_fails_and_more_seeds(ready, monkeypatch, repro_cli):
-    """Two variants in two processes, of which one finds its folder in the way; then the other gets a seed more."""
-    every = load_variants("vision_ttt")
-    two = dataclasses.replace(every, variants={name: every.variants[name] for name in ("conv1d", "head")})
-    monkeypatch.setattr("repro.papers.grid.load_variants", lambda room: two)
-    blocked = Paths(ready).measured(device_slug(choose_device("cpu"))) / "ablate/digits/head"
-    blocked.parent.mkdir(parents=True)
-    blocked.write_text("in the way")
-    code, out, err = repro_cli("ablate", "--all", "--seeds", "1", "--jobs", "2", "--no-speed")
-    assert code == 1 and err.count("\n") == 1 and "ablate/digits/head" in err
-    assert "1 of 2 failed, the others are done: head: " in err
-    assert "2 variants of vittt_nano_patch16_144 on digits, 1 epochs, 1 seed(s): 2 trainings to do" in out
-    folder = blocked.parent / "conv1d"
-    weights = (folder / "weights.safetensors").read_bytes()
-    monkeypatch.setattr("repro.papers.grid.measure", measure_32)
-    repro_cli.run("ablate", "--variant", "conv1d", "--seeds", "2")
-    metrics = read_metrics(folder)
-    assert [entry["seed"] for entry in metrics["by_seed"]] == metrics["seeds"] == [0, 1]
-    speed = json.loads((folder / "speed.json").read_text())["metrics"]
-    found = speed["throughput_img_per_s"], speed["batch_size"], speed["weights_hash"]
-    assert found == (16e3, 32, metrics["weights_hash"])
-    assert [row["seed"] for row in csv.DictReader(open(folder / "curve.csv"))] == ["0", "1"]
-    assert (folder / "weights.safetensors").read_bytes() == weights
-    err = repro_cli.refuse("ablate", "--variant", "conv1d", "--seeds", "2", "--epochs", "3")
-    assert "holds a run with other params (1 epochs, seeds 0, 1)" in err
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section in SECTIONS for name in choose_two(section)])
+def test_a_cell_is_trained_as_its_section_says(asked, repro_cli, section, name):
+    repro_cli.run("ablate", "--cell", f"{section}.{name}")
+    ((cell,),) = asked
+    assert (cell.where, cell.spec) == (f"{section}.{name}", load_stages()[section].task)
+    assert cell.params == load_section(cell.spec.params, PROFILE, section, name)
+    assert cell.is_of_graph and cell.record == cell.paths.cell(section, name) / "metrics.json"
+    # a paper's recipe is printed of classifiers
+    assert (cell.recipe is not None) == (section in ("ablate", "ablate_linearize"))
 
 
-def test_data_without_a_recipe_of_its_own_is_not_cropped(ready):
-    chosen, pairs = choose_variants("vision_ttt"), (("imagenet", None), (None, 7))
-    params, own = (vary_recipe(chosen, "head", Paths(ready), data=d, seeds=(0,), epochs=n) for d, n in pairs)
-    assert params.options == {"depth": 1, "pool": "head"} and params.data == "imagenet" and params.epochs == 1
-    assert params.transform.scale == (1.0, 1.0) and params.transform.re_prob == 0.0
-    assert own.transform.re_prob == 0.25 and own.epochs == 7
+def test_without_a_cell_all_are_trained_by_one_call_and_a_name_alone_is_enough_where_one_section_has_it(
+    asked, repro_cli
+):
+    """One call, since several processes run the whole command again."""
+    repro_cli.run("ablate", "--gpus", "2")
+    repro_cli.run("ablate", "--cell", name := choose_two("ablate_linearize")[0])
+    every, (one,) = asked
+    assert [each.where for each in every] == [
+        f"{section}.{name}" for section in SECTIONS for name in choose_two(section)
+    ]
+    assert one.where == f"ablate_linearize.{name}"
+
+
+def test_a_profile_without_such_cells_names_the_one_that_has_them(bare_checkout, repro_cli):
+    use_profile("mini")
+    assert "repro profile use digits" in repro_cli.refuse("ablate")
 
 
 def test_another_papers_variant_by_its_own_recipe(ready, repro_cli):
-    """`pretrain` has no model of the study here; its results and names do not meet those of Vittt's variants."""
-    arguments = ("ablate", "--paper", "vit3", "--variant", "fc", "--seeds", "1", "--epochs", "1", "--no-speed")
-    out = repro_cli.run(*arguments)
+    """`pretrain` has no model of the study here."""
+    study = DIGITS["ablate"]["study_fc_digits_5s"] | {"seeds": [0], "epochs": 1, "steps_per_epoch": 2}
+    study |= {"optim": study["optim"] | {"warmup_epochs": 0}}
+    add_params(ready, yaml.safe_dump({"ablate": {"study_fc": study}}))
+    out = repro_cli.run("ablate", "--cell", "study_fc")
     assert "departs from the paper: model: study_nano_patch4_32" in out and "epochs: 1, the paper has 300" in out
-    (folder,) = ready.glob("results/measured/*/ablate/vit3/digits/fc")
-    metrics = read_metrics(folder)
+    metrics = read_metrics(Path("results/ablate/study_fc/metrics.json"))
     found = metrics["model"], metrics["options"], metrics["image_size"]
     assert found == ("study_nano_patch4_32", {"inner_model": "fc"}, 32) and "mesa" not in metrics
-    built = build_variant(choose_variants("vit3"), "fc", Paths(ready), data=None, seeds=1, epochs=1)
-    assert built.cell.name == "vit3_digits_fc" and built.arguments[:4] == ("--paper", "vit3", "--variant", "fc")
-    assert repro_cli(*arguments) == (0, "", "")  # it is there
 
 
 def test_the_record_of_a_training_with_mesa_says_so(ready):
     mesa = MesaParams(weight=1.5, start_fraction=0.0)
-    train_cells([make_cell(ready, "taught", seeds=(0,), ema_decay=0.9, mesa=mesa)])
-    assert read_metrics(Path("taught"))["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}
+    train_cells([taught := make_cell(ready, "taught", seeds=(0,), steps_per_epoch=2, ema_decay=0.9, mesa=mesa)])
+    assert read_metrics(taught.record)["mesa"] == {"weight": 1.5, "temperature": 1.0, "start_fraction": 0.0}

@@ -16,7 +16,7 @@ from repro.core.hashing import hash_file
 from repro.core.record import read_record
 from tests.data_sets.conftest import flip
 from tests.slow import first
-from tests.stages.helpers import DIGITS, WEIGHTS, add_dense, stop_at_state
+from tests.stages.helpers import DIGITS, RECORD, WEIGHTS, add_dense, find_record, read_metrics, stop_at_state
 from tests.stages.test_dvc import outs_of
 
 
@@ -34,8 +34,8 @@ def prepared(prepared, tmp_path_factory) -> Path:
 )
 def test_what_a_run_leaves(trained, stage, steps, score):
     trained = trained(stage)
-    folder = trained / "results" / stage / "nano"
-    record, own = read_record(folder / "metrics.json"), load_file(folder / "weights.safetensors")
+    folder, results = (trained / root / stage / "nano" for root in ("artifacts", "results"))
+    record, own = read_record(results / "metrics.json"), load_file(folder / "weights.safetensors")
     metrics = record["metrics"]
     about = {"data": "scenes", "epochs": 2, "steps": steps, "split": "test", "held_out_images": 4}
     assert about.items() <= metrics.items() and metrics["init"]["weights"] == str(WEIGHTS)
@@ -49,7 +49,8 @@ def test_what_a_run_leaves(trained, stage, steps, score):
     assert all(int(path.stem) > 12 + 3 if stage == "detect" else path.stem.startswith("ADE_test") for path in examples)
     # the truth beside what was found, each of 512 pixels or more, since small pictures are enlarged
     assert len(examples) == 4 and all(Image.open(path).width >= 2 * 512 for path in examples)
-    assert {file.name for file in folder.iterdir()} == {"run.json", *(Path(out).name for out in outs_of(stage))}
+    left = {file.name for place in (folder, results) for file in place.iterdir()}
+    assert left == {"run.json", "load_report.txt", "examples", *(Path(out).name for out in outs_of(stage))}
     assert record["identity"]["device"].startswith("cpu: ") and not any((trained / ".runs").rglob("*.pt"))
     # every key is in the load report: used is the backbone's; the file's other keys are named, and so are new ones
     lines = dict(reversed(line.rsplit(" ", 1)) for line in (folder / "load_report.txt").read_text().splitlines())
@@ -65,7 +66,7 @@ def test_what_a_run_leaves(trained, stage, steps, score):
 def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, repro_cli):
     assert "is saved" in stop_at_state("detect", "nano", signal.SIGTERM) and not Path("results/detect").exists()
     repro_cli.run("detect", "--cell", "nano")
-    whole, continued = (root / "results/detect/nano" for root in (trained("detect"), Path()))
+    whole, continued = (root / "artifacts/detect/nano" for root in (trained("detect"), Path()))
     for name in ("weights.safetensors", "curve.csv"):
         assert (continued / name).read_bytes() == (whole / name).read_bytes()
 
@@ -73,8 +74,8 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, repro_cl
 @pytest.mark.slow
 def test_random_weights_stand_elsewhere(checkout, repro_cli):
     out = repro_cli.run("segment", "--random", "--epochs", "1")
-    (record,) = Path("results/measured").glob("*/segment/nano_random_1epochs/metrics.json")
-    assert read_record(record)["metrics"]["init"] is None and not Path("results/segment").exists()
+    metrics = read_metrics(find_record("segment/nano_random_1epochs"))
+    assert metrics["init"] is None and not Path("results/segment").exists()
     assert "expected: new" in out and "used" not in out
 
 
@@ -85,7 +86,7 @@ def test_a_picture_of_ones_own(trained, tmp_path, monkeypatch, repro_cli):
     Image.fromarray(pixels).save(tmp_path / "colour.png")
     Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.jpg")
     for stage in ("detect", "segment"):
-        folder, weights = tmp_path / stage, f"results/{stage}/nano/weights.safetensors"
+        folder, weights = tmp_path / stage, f"artifacts/{stage}/nano/weights.safetensors"
         options = ("--weights", weights, "-o", str(folder), "--min-score", "0")
         repro_cli.run("predict", str(tmp_path), *options)
         found = json.loads((folder / "predictions.json").read_text())
@@ -145,11 +146,11 @@ def test_classes_on_a_terminal_are_a_table(prepared, tmp_path, monkeypatch, repr
         (lambda path: path.unlink(), "no such file; run its stage first"),
         (lambda path: path.write_bytes(b""), "is empty"),
         (flip, "expected"),
-        (lambda path: path.with_name("metrics.json").unlink(), "add sha256: "),
+        (lambda path: RECORD.unlink(), "add sha256: "),
     ],
 )
 def test_a_backbone_that_is_not_verified_is_refused(checkout, repro_cli, stage, spoil, message):
     spoil(Path(WEIGHTS))
     err = repro_cli.refuse(stage)
     assert f"{stage}.nano.init.weights: " in err and message in err
-    assert not Path(f"results/{stage}").exists() and not Path(".runs").exists()
+    assert not [*Path().glob(f"*/{stage}")] and not Path(".runs").exists()

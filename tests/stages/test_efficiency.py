@@ -13,7 +13,7 @@ COMMAND = ("efficiency", "--res", "32,64", "--families", "vittt,deit_fused", "--
 
 def test_a_record_that_is_not_a_sweeps_is_refused(checkout, repro_cli, monkeypatch):
     monkeypatch.setattr("repro.bench.efficiency.device_slug", lambda device: "made_up")
-    file = Path("results/measured/made_up/efficiency.json")
+    file = Path("results/replications/made_up/efficiency.json")
     file.parent.mkdir(parents=True)
     gate = {"family": "vim", "batch": 1, "dtype": "fp32"}
     for content, says in (
@@ -42,7 +42,7 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
     code, out, err = repro_cli(*COMMAND, "--device", "cpu")
     assert code == 130 and err.count("\n") == err.count("the same command continues") == 1
     assert "1 rows are kept in" in err and out.startswith("[1 of 4] vittt_tiny_patch16_224@32: ")
-    (file,) = Path("results/measured").glob("*/efficiency.json")
+    (file,) = Path("results/replications").glob("*/efficiency.json")
     before = json.loads(file.read_text())["metrics"]["rows"]
     assert [row["status"] for row in before] == ["ok"]
 
@@ -59,11 +59,11 @@ def test_a_sweep_is_stopped_and_continued(checkout, repro_cli, monkeypatch):
     assert all("flash_attention" in row["attention_kernel"] for row in rows if row["attention"] == "fused")
     with open(file.with_suffix(".csv")) as stream:
         assert [line["row"] for line in csv.DictReader(stream)] == [row["row"] for row in rows]
-    figures = sorted(path.name for path in (file.parent / "efficiency").iterdir())
-    assert figures == [f"fig{n}_T_batch1_fp32_infer.{suffix}" for n in (1, 6) for suffix in ("png", "svg")]
+    figures = sorted(path.name for path in Path("artifacts", *file.with_suffix("").parts[1:]).iterdir())
+    assert figures == [f"fig{n}_T_batch1_fp32_infer.png" for n in (1, 6)]
 
     # nothing is left to measure, and the same rows give the same figures
-    drawn = {path: path.read_bytes() for path in (file.parent / "efficiency").iterdir()}
+    drawn = {path: path.read_bytes() for path in Path("artifacts", *file.with_suffix("").parts[1:]).iterdir()}
     out = repro_cli.run(*COMMAND, "--device", "cpu")
     assert "4 of 4 rows are there from an earlier call" in out and "@" not in out
     assert drawn == {path: path.read_bytes() for path in drawn} and len(measured) == 5

@@ -37,7 +37,8 @@ def weights(checkout):
 
 
 def records():
-    return {path.parent.name: read_record(path) for path in Path("results/measured").rglob("metrics.json")}
+    files = Path("results/replications").glob("*/evaluate/*.json")
+    return {file.stem: read_record(file) for file in files if not file.name.endswith("run.json")}
 
 
 def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
@@ -46,7 +47,7 @@ def test_several_sizes_give_a_record_each_and_a_curve(weights, repro_cli):
     found, digest = records(), hash_file(Path(weights))
     assert {r["metrics"]["weights_hash"] for r in found.values()} == {digest}
     assert set(found) == {f"vittt_nano_patch16_144_digits_{size}_{digest[:8]}" for size in (16, 32, 48)}
-    folder = next(Path("results/measured").rglob("curve.csv")).parent
+    folder = next(Path("artifacts/replications").rglob("curve.csv")).parent
     assert folder.name == f"vittt_nano_patch16_144_digits_{digest[:8]}" and folder.parent.name == "evaluate"
     rows = list(csv.DictReader(open(folder / "curve.csv")))
     assert [row["image_size"] for row in rows] == ["16", "32", "48"]
@@ -122,7 +123,7 @@ def test_published_weights_at_two_sizes(checkout, published, repro_cli):
     about = {"model": DEIT, "weights_hash": "timm", "weights_tag": "fb_in1k", "weights_license": "apache-2.0"}
     assert all({**about, "train_image_size": 32}.items() <= r["metrics"].items() for r in records().values())
     assert {r["metrics"]["image_size"] for r in records().values()} == {32, 48}
-    assert next(Path("results/measured").rglob("curve.png")).parent.name == f"{DEIT}_digits_timm_limit30"
+    assert next(Path("artifacts/replications").rglob("curve.png")).parent.name == f"{DEIT}_digits_timm_limit30"
 
 
 def test_several_models_go_on_past_one_that_fails(checkout, published, repro_cli):
@@ -207,7 +208,7 @@ def test_table1_without_a_network(checkout, tmp_path):
     *lines, last = done.stderr.splitlines()
     assert len(lines) == 14 and last.startswith("repro: evaluate: 14 of 14 models were not evaluated: regnety_040, ")
     assert all("cannot be fetched and are not in the local cache: http://127.0.0.1:9: " in line for line in lines)
-    assert not Path("results/measured").exists()
+    assert not Path("results/replications").exists()
 
 
 def test_a_limit_of_imagenets_own_size_is_refused():

@@ -12,9 +12,9 @@ from torchvision.datasets import ImageFolder
 
 from repro.core.record import read_record
 from repro.models.checkpoints import open_weights
-from tests.stages.helpers import NANO, WEIGHTS, add_params, save_model
+from tests.stages.helpers import NANO, WEIGHTS, add_params, find_record, read_metrics, save_model
 
-DEIT = Path("results/pretrain/deit/weights.safetensors")
+DEIT = Path("artifacts/pretrain/deit/weights.safetensors")
 VISUALIZE = """
 visualize:
   cell: nano
@@ -22,8 +22,8 @@ visualize:
   images: 12
   shown: 2
   receptive_fields:
-    DeiT: {weights: results/pretrain/deit/weights.safetensors}
-    conv1d: {weights: results/ablate/conv1d/weights.safetensors}
+    DeiT: {weights: artifacts/pretrain/deit/weights.safetensors}
+    conv1d: {weights: artifacts/ablate/conv1d/weights.safetensors}
   field_images: 3
   probes: [steps=2, ascent]
   probe_images: 20
@@ -90,7 +90,7 @@ def test_attention_before_and_after_linearising(models, picture, repro_cli):
 def test_attention_of_a_data_set_is_recorded(models, repro_cli):
     out = repro_cli.run("explain", *models, "--data", "digits", silent=True)
     assert is_figure(Path("explained.png"))
-    (file,) = Path("results/measured").glob("*/attention/*/metrics.json")
+    file = find_record("attention/*")
     metrics = read_record(file)["metrics"]
     assert metrics["options"] == {"neighbours": 3} and metrics["data"] == "digits" and metrics["tokens"] == 25
     assert set(metrics["by_layer"]) == {"teacher", "before", "after", "even"}
@@ -105,13 +105,12 @@ def test_a_probe_prints_both_accuracies(weights, repro_cli):
 
 @pytest.mark.parametrize("name", ["ladder_vit3_nano_patch4_32", "lact_nano_patch4_32"])
 def test_a_probe_of_a_ladder_is_recorded(checkout, repro_cli, name):
-    file = Path("results/measured/made_up/weights.safetensors")
+    file = Path("artifacts/replications/made_up/weights.safetensors")
     save_model(file, name, depth=1, img_size=32)
     out = repro_cli.run("explain", "--probe", "steps=2", "--weights", str(file), silent=True)
     assert "359 test images" in out
     assert "inner loss before and after its steps, with steps=2" in out
-    (record,) = Path("results/measured").glob(f"*/probes/{name}_digits_*/steps2.json")
-    metrics = read_record(record)["metrics"]
+    metrics = read_metrics(find_record(f"probes/{name}_digits_*/steps2"))
     about = {"model": name, "data": "digits", "split": "test", "probe": "steps=2", "options": {}}
     assert about.items() <= metrics.items()
     probed, unchanged = metrics["probed"], metrics["unchanged"]
@@ -135,7 +134,10 @@ def test_what_visualize_leaves(weights, repro_cli):
     about = {"cell": "nano", "model": NANO, "data": "digits", "kind": "digits", "image_size": 64}
     assert {**about, "held_out_images": 12}.items() <= metrics.items()
     fields = metrics["receptive_fields"]
-    assert fields["conv1d"] == {"radius_50_px": None, "reason": "results/ablate/conv1d/weights.safetensors is missing"}
+    assert fields["conv1d"] == {
+        "radius_50_px": None,
+        "reason": "artifacts/ablate/conv1d/weights.safetensors is missing",
+    }
     assert 0 < fields["DeiT"]["radius_50_px"] < fields["DeiT"]["radius_90_px"] < 46
     # 16 patches in chunks of 4, from both ends: half of them
     assert metrics["gradient_magnitude"]["after"]["first_chunks_tokens_percent"] == 50

@@ -188,7 +188,7 @@ def test_exports_are_timed_once_and_shown(tmp_path, monkeypatch):
     params = repro.inference.export.BenchParams(exports=((name, 48),), samples=2)
     try:
         repro.inference.export.bench(paths, params)
-        file = next(tmp_path.glob("results/measured/*/export.json"))
+        file = next(tmp_path.glob("results/replications/*/export.json"))
         before = read_record(file)
         monkeypatch.setattr(repro.inference.export, "_measure", lambda *_: pytest.fail("a row was measured again"))
         repro.inference.export.bench(paths, params)

@@ -19,7 +19,18 @@ from repro.data.cells import open_cell
 from repro.data.loader import EvalLoader
 from repro.models.dit import _OFFICIAL, embed_positions
 from repro.models.registry import build_denoiser
-from tests.stages.helpers import DIGITS, GENERATE, add_params, edit, save_denoiser, save_model, stop_at_state
+from tests.stages.helpers import (
+    DIGITS,
+    GENERATE,
+    add_params,
+    edit,
+    find_record,
+    read_metrics,
+    save_denoiser,
+    save_model,
+    stop_at_state,
+)
+from tests.stages.test_dvc import outs_of
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +43,7 @@ def prepared(prepared, tmp_path_factory) -> Path:
     return root
 
 
-def results(root: Path) -> Path:
-    (folder,) = root.glob("results/measured/*/generate/nano")
-    return folder
+RECORD, FOLDER = Path("results/generate/nano/metrics.json"), Path("artifacts/generate/nano")
 
 
 @pytest.fixture
@@ -43,14 +52,13 @@ def drawing(trained, tmp_path, monkeypatch) -> Path:
     root = tmp_path / "drawing"
     shutil.copytree(trained("generate"), root, symlinks=True)
     monkeypatch.chdir(root)
-    shutil.copy(results(root) / "weights.safetensors", "own.safetensors")
+    shutil.copy(FOLDER / "weights.safetensors", "own.safetensors")
     return root
 
 
 def test_what_a_run_leaves(trained):
     trained = trained("generate")
-    folder = results(trained)
-    record = read_record(folder / "metrics.json")
+    folder, record = trained / FOLDER, read_record(trained / RECORD)
     metrics, identity = record["metrics"], record["identity"]
     about = {"data": "digits", "epochs": 2, "steps": 8, "image_size": 16, "split": "test", "held_out_images": 359}
     assert about.items() <= metrics.items()
@@ -66,15 +74,17 @@ def test_what_a_run_leaves(trained):
     with Image.open(folder / "examples/samples.png") as picture:
         # a row for each digit, of pictures that are enlarged
         assert picture.mode == "L" and picture.size == (8 * (64 + 4) + 4, 10 * (64 + 4) + 4)
-    assert not (trained / "results/generate").exists() and not list((trained / ".runs").rglob("*.pt"))
+    left = {file.name for place in (folder, (trained / RECORD).parent) for file in place.iterdir()}
+    assert left == {"run.json", "load_report.txt", "examples", *(Path(out).name for out in outs_of("generate"))}
+    assert not list((trained / ".runs").rglob("*.pt"))
 
 
 @pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, repro_cli):
-    assert "is saved" in stop_at_state("generate", "nano", signal.SIGTERM) and not Path("results/measured").exists()
+    assert "is saved" in stop_at_state("generate", "nano", signal.SIGTERM) and not RECORD.exists()
     assert "continuing after step" in repro_cli.run("generate", "--cell", "nano")
     for name in ("weights.safetensors", "curve.csv", "snapshots/epoch_002.safetensors", "examples/samples.png"):
-        assert (results(checkout) / name).read_bytes() == (results(trained("generate")) / name).read_bytes(), name
+        assert (FOLDER / name).read_bytes() == (trained("generate") / FOLDER / name).read_bytes(), name
 
 
 DRAW = ("generate", "--weights", "own.safetensors", "--steps", "3")
@@ -85,10 +95,11 @@ def test_a_dit5_begins_as_a_dit(checkout, repro_cli):
     teacher = save_denoiser(Path("dit.safetensors"), "dit_nano_patch4")
     edit("dit3_nano_patch4", "dit5_nano_patch4")
     assert "blocks (7)" in repro_cli.run("generate", "--cell", "nano", "--from", "dit.safetensors")
-    (folder,) = Path("results/measured").glob("*/generate/nano_inherited")
+    record = find_record("generate/nano_inherited")
+    folder = Path("artifacts", record.relative_to("results")).with_suffix("")
     fates = [line.split() for line in (folder / "load_report.txt").read_text().splitlines()]
     assert {fate[-1] for fate in fates if fate[0] == "used"} == set(teacher.state_dict())
-    assert read_record(folder / "metrics.json")["metrics"]["init"]["weights_hash"] == hash_file(Path("dit.safetensors"))
+    assert read_metrics(record)["init"]["weights_hash"] == hash_file(Path("dit.safetensors"))
 
 
 def read(path: str) -> np.ndarray:
@@ -113,7 +124,7 @@ def test_pictures_follow_from_the_seed(drawing, repro_cli):
     assert read("first/00000_digit_0.png").shape == (16, 16)
     assert (read("other/00000_digit_0.png") != read("first/00000_digit_0.png")).any()
     assert read("large/00000_digit_3.png").shape == (24, 24)
-    assert not list(Path("results/measured").glob("*/draw"))
+    assert not list(Path("results/replications").glob("*/draw"))
 
 
 class StandIn(torch.nn.Module):
@@ -130,18 +141,16 @@ def test_scores_are_recorded(drawing, repro_cli):
     scored = (*DRAW, "--samples", "20", *scored, hash_file(Path("inception.pt")))
     out = repro_cli.run(*scored, "-o", "scored", "--data", "digits")
     assert "20 pictures in scored" in out and "359 real" in out and "FID " in out
-    (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*/metrics.json")
-    metrics = read_record(file)["metrics"]
+    metrics = read_metrics(find_record("draw/dit3_nano_patch4_*"))
     assert metrics["fid"] > 0 and metrics["sfid"] is None and metrics["real_images"] == 359 and metrics["samples"] == 20
     assert 0 <= metrics["precision"] <= 1 and metrics["inception_score"] is None and metrics["protocol"] is None
-    record = read_record(results(drawing) / "metrics.json")["metrics"]
+    record = read_metrics(RECORD)
     assert metrics["real_judged_percent"] == record["real_judged_percent"]
     statistics = {"mu": np.zeros(12), "sigma": np.eye(12), "mu_s": np.zeros(1), "sigma_s": np.eye(1)}
     np.savez("batch.npz", **statistics, arr_0=np.zeros((4, 16, 16, 3), np.uint8))
     out = repro_cli.run(*scored, "-o", "batch", "--seed", "7", "--data", "batch.npz")
     assert "FID " in out and "recall " in out
-    (file,) = Path("results/measured").glob("*/draw/dit3_nano_patch4_*seed7/metrics.json")
-    metrics = read_record(file)["metrics"]
+    metrics = read_metrics(find_record("draw/dit3_nano_patch4_*seed7"))
     assert (metrics["data"], metrics["real_images"]) == ("batch.npz", 4) and metrics["protocol"] is None
     assert metrics["reference_hash"] == hash_file(Path("batch.npz")) and metrics["real_judged_percent"] is None
 
@@ -158,7 +167,7 @@ def test_the_weights_are_those_that_were_scored(drawing):
     loader = EvalLoader(open_split(tree, "test", drawer.transform), batch_size=64)
     how = {"transform": drawer.transform, "sampling": drawer.sampling, "label_dropout": 0.0, "seed": 0}
     task = Generation(drawer.model, [], {"test": loader}, batch_size=64, num_classes=10, device=cpu, **how)
-    record = read_record(results(drawing) / "metrics.json")["metrics"]
+    record = read_metrics(RECORD)
     found = task.evaluate(drawer.model, "test")["held_out_mse"]
     assert found == pytest.approx(record["held_out_mse"], rel=1e-5)
 

@@ -59,12 +59,12 @@ def test_a_failed_check_is_recorded_and_fails(bare_checkout, check_rows, capsys)
     check_rows(rows)
     with pytest.raises(RunError, match="2 of 4 checks failed, see .*kernels_check.json"):
         kernels.run_check(find_root(), "ttt_linear")
-    (record,) = bare_checkout.glob("results/measured/*/kernels_check.json")
+    (record,) = bare_checkout.glob("results/replications/*/kernels_check.json")
     metrics = json.loads(record.read_text())["metrics"]
     assert (metrics["rows"], metrics["failed"], list(metrics["source_hash"])) == (rows, 2, ["ttt_linear"])
     said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert said[:4] == ["ok", "FAILED", "not run", "FAILED"]
-    write_record(bare_checkout, metrics, {}, 0.0)  # a null without a reason would be refused
+    write_record(bare_checkout / "metrics.json", metrics, {}, 0.0)  # a null without a reason would be refused
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_with_an_operator_the_rows_of_the_others_stay(bare_checkout, monkeypatch
     again, last = names[1], 2 * len(names)
     kernels.run_resources(find_root())
     kernels.run_resources(find_root(), again)
-    metrics = read_json(bare_checkout / "results/measured/compile/resources.json")["metrics"]
+    metrics = read_json(bare_checkout / "results/replications/compile/resources.json")["metrics"]
     assert compiled == [name for name in (*names, again) for _ in range(2)]
     assert [row["operator"] for row in metrics["rows"]] == [name for name in names for _ in range(2)]
     assert [row["registers"] for row in metrics["rows"]] == [1, 2, last + 1, last + 2, *range(5, last + 1)]
@@ -115,7 +115,7 @@ def test_what_was_interrupted_is_continued_and_what_is_complete_is_made_anew(bar
         return compile_row(cases, target)
 
     def read():
-        metrics = read_json(bare_checkout / "results/measured/compile/resources.json")["metrics"]
+        metrics = read_json(bare_checkout / "results/replications/compile/resources.json")["metrics"]
         return [row["operator"] for row in metrics["rows"]], metrics["unfinished"]
 
     monkeypatch.setattr(resources, "compile_row", break_off)
@@ -136,7 +136,7 @@ def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_row
     left = iter([60, 60, 0, 60, 60, 60])
     monkeypatch.setattr(kernels, "_left", lambda deadline: next(left))
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is False
-    (record,) = bare_checkout.glob("results/measured/*/kernels_check.json")
+    (record,) = bare_checkout.glob("results/replications/*/kernels_check.json")
     assert read_json(record)["metrics"]["rows"] == rows[:2]
     assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True
     assert read_json(record)["metrics"]["rows"] == rows

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from repro.core.errors import UserError
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
+from repro.core.record import read_record
 from repro.papers import describe_recipe
 from repro.runs import from_weights
 from repro.runs.job import build_job
-from tests.stages.helpers import SOFTMAX, read_metrics, write_student
+from tests.stages.helpers import SOFTMAX, find_record, read_metrics, write_student
 from tests.stages.test_own import draw
 
 
@@ -28,16 +29,15 @@ def test_a_cell_inherits_trains_and_says_what_became_of_every_key(ready, repro_c
     out = repro_cli.run("linearize", "--cell", "student")
     assert "expected: new: blocks (14)" in out
     assert "used: pos_embed (1), patch_embed (2), head (2), blocks (24), norm (2)" in out
-    folder, teacher = Path("results/linearize/student"), load_file(SOFTMAX)
+    folder, teacher = Path("artifacts/linearize/student"), load_file(SOFTMAX)
     fates = dict(reversed(line.rsplit(None, 1)) for line in (folder / "load_report.txt").read_text().splitlines())
     student = load_file(folder / "weights.safetensors")
     assert set(fates) == set(student) and {key for key, fate in fates.items() if fate.strip() == "used"} == set(teacher)
-    metrics = read_metrics(folder)
+    metrics = read_metrics(Path("results/linearize/student/metrics.json"))
     assert "freeze" not in metrics and metrics["init"]["weights_hash"] == hash_file(SOFTMAX)
     assert 0 <= metrics["untrained_top1_percent"] <= 100
     repro_cli.run("evaluate", "--weights", str(folder / "weights.safetensors"), "--data", "digits")
-    (evaluated,) = Path("results/measured").rglob("metrics.json")
-    assert read_metrics(evaluated.parent)["top1_percent"] == metrics["top1_percent"]
+    assert read_metrics(find_record("evaluate/*"))["top1_percent"] == metrics["top1_percent"]
 
 
 def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
@@ -54,7 +54,7 @@ def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
 def test_frozen_weights_stay_equal_bit_by_bit_and_new_ones_learn(ready, repro_cli):
     write_student(ready, freeze=True)
     repro_cli.run("linearize", "--cell", "student")
-    student, teacher = load_file("results/linearize/student/weights.safetensors"), load_file(SOFTMAX)
+    student, teacher = load_file("artifacts/linearize/student/weights.safetensors"), load_file(SOFTMAX)
     assert all(torch.equal(student[key], teacher[key]) for key in teacher)
     assert student["blocks.0.attn.w1"].std() > 0.021  # it began with 0.02
 
@@ -80,7 +80,7 @@ def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repr
     draw(Path("pets"), {"cat": 6, "dog": 6})
     options = ("--data", "folder:pets", "--epochs", "1", "--batch-size", "4")
     repro_cli.run("linearize", "--from", str(SOFTMAX), *options)
-    (weights,) = Path("results/own/pets").glob("*/weights.safetensors")
+    (weights,) = Path("artifacts/own/pets").glob("*/weights.safetensors")
     assert "cat" in repro_cli.run("predict", "pets/cat", "--weights", str(weights))
 
 
@@ -88,6 +88,13 @@ def test_pictures_of_ones_own_train_the_student_of_a_published_shape(ready, repr
 def test_from_a_file_with_options(ready, repro_cli):
     asked = ("--inner", "gate", "--dwc", "v", "--neighbours", "3", "--epochs", "1")
     repro_cli.run("linearize", "--from", str(SOFTMAX), *asked)
-    (record,) = Path("results/measured").rglob("linearize/*/metrics.json")
+    record = find_record("linearize/*")
     expected = {"inner": "gate", "key_norm": "instance", "dwc": "v", "neighbours": 3}
-    assert expected.items() <= read_metrics(record.parent)["options"].items()
+    assert expected.items() <= read_metrics(record)["options"].items()
+    weights = Path("artifacts", record.relative_to("results")).with_suffix("") / "weights.safetensors"
+    content, before = weights.read_bytes(), read_record(record)
+    # a seed more: the first one is not trained again, and its curve stands before that of the second
+    assert "seed 1, 2 of 2" in repro_cli.run("linearize", "--from", str(SOFTMAX), *asked, "--seeds", "2")
+    after = read_record(record)
+    assert after["metrics"]["by_seed"][0] == before["metrics"]["by_seed"][0] and weights.read_bytes() == content
+    assert after["curve"][:2] == before["curve"] and [row.split(",")[0] for row in after["curve"][1:]] == ["0", "1"]

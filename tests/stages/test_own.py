@@ -11,7 +11,6 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.core.record import read_record
 from repro.core.runtime import Runtime
 from repro.data.ade20k import AdePairs
 from repro.data.coco import read_instances
@@ -21,7 +20,7 @@ from repro.runs.own import SMALL, Start, choose_detector, choose_recipe, choose_
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
 from tests.data_sets.made import annotation
-from tests.stages.helpers import save_model
+from tests.stages.helpers import find_record, read_metrics, save_model
 
 
 def draw(folder: Path, counts: dict[str, int]) -> Path:
@@ -120,7 +119,7 @@ def test_from_class_folders_to_a_prediction(checkout, repro_cli, tmp_path):
     data, model = f"folder:{source}", "vim_nano_patch16_144"
     out = repro_cli.run("pretrain", "--data", data, "--epochs", "2", "--model", model)
     assert "favour off" in out
-    weights = checkout / f"results/own/lamps/{model}-2epochs/weights.safetensors"
+    weights = checkout / f"artifacts/own/lamps/{model}-2epochs/weights.safetensors"
     assert weights.is_file() and str(weights) in out and "top-1" in out
     assert "top-1" in repro_cli.run("evaluate", "--weights", str(weights), "--data", data)
     assert "off" in repro_cli.run("predict", str(source / "on/000.png"), "--weights", str(weights))
@@ -166,7 +165,7 @@ def test_from_scenes_to_a_prediction(checkout, repro_cli, tmp_path, stage, kind,
     out = repro_cli.run("data", "check", kind, str(source))
     assert "no errors" in out and "lamp" in out
     out = repro_cli.run(stage, "--data", f"{kind}:{source}", "--epochs", "1", "--model", model)
-    weights = checkout / f"results/own/rooms_{kind}/{model}-1epochs/weights.safetensors"
+    weights = checkout / f"artifacts/own/rooms_{kind}/{model}-1epochs/weights.safetensors"
     assert weights.is_file() and str(weights) in out and score in out
     picture = str(source / "val/000.png")
     repro_cli.run("predict", picture, "--weights", str(weights), "--min-score", "0")
@@ -294,12 +293,10 @@ def test_a_set_has_one_record_however_its_path_is_written_and_none_tells_the_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     weights = save_model("w.safetensors", "vittt_nano_patch16_144", depth=1, img_size=32)
     repro_cli.run("prepare-data", "--cell", "folder:../pets")
-    evaluated = checkout / "results/measured"
     for place in PLACES.format(tmp_path).split():
         repro_cli.run("evaluate", f"--data=folder:{place}", "--weights", weights)
-        (record,) = evaluated.rglob("metrics.json")
-        assert record.parents[1].name == "evaluate" and "_own_pets_32_" in record.parent.name
-        assert read_record(record)["metrics"]["data"] == "own_pets"
+        record = find_record("evaluate/*")
+        assert "_own_pets_32_" in record.name and read_metrics(record)["data"] == "own_pets"
         text = record.read_text()
         assert not [word for word in (str(tmp_path), tmp_path.name, "..", "~") if word in text.replace(".../", "")]
         record.unlink()

@@ -6,9 +6,9 @@ import pytest
 
 from repro.core.config import load_section, load_yaml, params_hash
 from repro.core.paths import Paths
-from repro.core.record import read_json, write_json, write_record, write_text
+from repro.core.record import DETAILS_FILE, read_json, write_json, write_record, write_text
 from repro.core.runtime import cpu_name
-from repro.papers.variants import load_variants
+from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.planning.planner import Rates, plan_costs
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
@@ -28,13 +28,15 @@ def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
             expected.append(f"dvc repro {stage}")
         elif stage == "generate":  # by hand
             expected += [f"repro generate --cell {cell}" for cell in section]
-        elif stage not in ("runtime", "tune", "report"):
+        elif stage not in ("runtime", "tune", "pretrain_seeds"):
             expected += [f"dvc repro {stage}@{cell}" for cell in section]
     assert [each.command for each in paper_plan.rows] == expected
     gives = frozenset().union(*(each.gives for each in paper_plan.rows))
-    variants = load_variants("vision_ttt")
-    dense = {*variants.rows["Table 3"], *variants.rows["Table 4"]}
-    for name, options in variants.options.items():
+    dense = {name for table in VISION_TTT.compared if table.place in ("Table 3", "Table 4") for name in table.rows}
+    cells = load_yaml(ROOT / "profiles" / "digits.yaml")["ablate"]
+    assert len(VISION_TTT.variants) == 17
+    for name in VISION_TTT.variants:
+        options = cells[f"{name}_digits_7s"]["options"]
         listed = ",".join(f"{option}={value}" for option, value in sorted(options.items()))
         model = f"vittt_tiny_patch16_224[{listed}]" if options else "vittt_tiny_patch16_224"
         wanted = ("imagenet", "coco", "ade20k") if name in dense else ("imagenet",)
@@ -68,12 +70,12 @@ def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli):
 
 @pytest.fixture
 def trained(checkout):
-    """A checkout on this CPU whose cell was trained in 120 seconds, over 2 epochs; and its record's folder."""
+    """The folder of the record, in a checkout on this CPU, of a cell that was trained in 120 seconds, over 2 epochs."""
     folder, params = checkout / "results" / "pretrain" / "nano", checkout / "params.yaml"
     identity = {"device": "cpu: X, 1 thread", "machine": {"cpu": cpu_name()}}
     identity["params_hash"] = params_hash(load_section(SPEC.params, params, "pretrain", "nano"))
     metrics = {"model": NANO, "seeds": [0], "epochs": 2, "by_seed": [{"seed": 0}], "top1_percent": 9.0}
-    write_record(folder, metrics, identity, 120.0, scores=SPEC.scores)
+    write_record(folder / "metrics.json", metrics, identity, 120.0, scores=SPEC.scores)
     return folder
 
 
@@ -101,9 +103,9 @@ def test_a_fresh_clone_plans_by_committed_seconds_and_another_machines_are_an_es
     file, noted = checkout / "results" / "pipeline.json", read_json(ROOT / "results" / "pipeline.json")
     write_json(file, noted | {"stages": {"pretrain@nano": 60.0}})
     assert plan_nano(repro_cli)[:2] == ("1.0", "measured on this CPU")
-    details = read_json(trained / "details.json")
+    details = read_json(trained / DETAILS_FILE)
     details["identity"]["machine"]["cpu"] = "another CPU"
-    write_json(trained / "details.json", details)
+    write_json(trained / DETAILS_FILE, details)
     minutes, basis, _ = plan_nano(repro_cli)
     assert minutes == "~1.0" and "another CPU" in basis
     write_json(file, noted | {"stages": {}})

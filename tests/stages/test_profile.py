@@ -27,7 +27,7 @@ def test_use_writes_and_show_names_the_active_one(checkout, capsys):
     profile.use("paper")
     assert params.read_bytes() == (checkout / "profiles" / "paper.yaml").read_bytes()
     profile.show(None)
-    assert capsys.readouterr().out.endswith("active: paper\nprofiles: cifar10, mini, night, paper\n")
+    assert capsys.readouterr().out.endswith("active: paper\nprofiles: cifar10, digits, mini, night, paper\n")
     profile.show("paper")
     assert capsys.readouterr().out == params.read_text()
 

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from dvc.dependency import param
+from dvc.utils.serialize import load_path
 
 from repro.core.config import load_section
 from repro.core.paths import Paths
-from repro.graph import find_status
+from repro.graph import find_status, join_cells
 from repro.runs.job import Cell
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
@@ -64,7 +66,7 @@ def test_each_state(project):
 
     assert find() == {"pretrain@a": "fresh", "pretrain@b": "fresh", "weigh": "fresh"}
     params = load_section(SPEC.params, paths.params, "pretrain", "a")
-    cell = Cell(stage="pretrain", name="a", params=params, spec=SPEC, paths=paths, runtime=None, folder=project)
+    cell = Cell(stage="pretrain", name="a", params=params, spec=SPEC, paths=paths, runtime=None, record=project)
     for step in (90, 120):
         state = cell.state_folder(0) / f"step_{step:09d}.0123456789abcdef.pt"
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -72,12 +74,47 @@ def test_each_state(project):
     write_params(project, 1, 3)
     (project / "results" / "weight.txt").unlink()
     assert find_status(paths, load_stages()) == [
-        ("pretrain@a", "interrupted", "stopped after step 120; it continues from there"),
-        ("pretrain@b", "stale", "params.yaml"),
-        ("weigh", "missing", "results/weight.txt"),
+        ("pretrain@a", "interrupted", ["stopped after step 120; it continues from there"]),
+        ("pretrain@b", "stale", ["params.yaml"]),
+        ("weigh", "missing", ["results/weight.txt"]),
     ]
     write_params(project, 5, 2)  # a run with other parameters would not continue that state
     assert find() == {"pretrain@a": "stale", "pretrain@b": "fresh", "weigh": "missing"}
+
+
+def test_the_status_reads_each_file_of_params_once_and_says_nothing_of_cells_that_are_not_in_it(project, monkeypatch):
+    read = []
+    monkeypatch.setattr(param, "load_path", lambda path, *rest: (read.append(path), load_path(path, *rest))[1])
+    assert len(find_status(Paths(project), load_stages())) == 3 and len(read) == 1
+    (project / "params.yaml").write_text(f"pretrain:\n  b: {CELL % 2}\n")
+    assert [name for name, _, _ in find_status(Paths(project), load_stages())] == ["pretrain@b", "weigh"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ({"": "fresh"}, "fresh"),
+        ({"": "stale"}, "stale"),
+        ({"": "missing"}, "missing"),
+        ({"": "interrupted"}, "interrupted"),
+        ({"a": "fresh"}, "1 cell: 1 fresh"),
+        ({"a": "missing"}, "1 cell: 1 missing (a)"),
+        ({"a": "fresh", "b": "fresh"}, "2 cells: 2 fresh"),
+        ({"a": "missing", "b": "fresh"}, "2 cells: 1 fresh, 1 missing (a)"),
+        ({"a": "stale", "b": "stale"}, "2 cells: 2 stale (a, b)"),
+        ({"c": "stale", "b": "stale", "a": "stale"}, "3 cells: 3 stale (c, b and 1 more)"),
+        ({"a": "stale", "b": "missing", "c": "interrupted"}, "3 cells: 1 interrupted (c), 1 missing (b), 1 stale (a)"),
+        ({**dict.fromkeys("abcdefghijk", "fresh"), "x": "interrupted"}, "12 cells: 11 fresh, 1 interrupted (x)"),
+    ],
+)
+def test_a_stage_is_one_line(statuses, expected):
+    """Between two others, with each reason once and the first of them."""
+    rows = [
+        (f"train@{cell}" if cell else "train", its, ["code", f"file {cell}", "more"]) for cell, its in statuses.items()
+    ]
+    before, found, after = join_cells([("before", "fresh", []), *rows, ("zoo@a", "fresh", [])])
+    assert found[:2] == ("train", expected) and before == ("before", "fresh", "") and after[0] == "zoo"
+    assert found[2].startswith("code, file") and found[2].endswith(f"and {len(statuses)} more")
 
 
 def test_the_command_says_what_to_run(project, monkeypatch, repro_cli):

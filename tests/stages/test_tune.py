@@ -1,23 +1,27 @@
-"""`repro tune` as a user runs it: a real search, its rule by hand, and every wrong input as one line."""
+"""`repro tune` as a user runs it: a real search, its rule by hand, and the searches of the profile digits."""
 
-import json
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 
-from repro.core.config import find_cell, load_section, load_yaml
-from repro.core.errors import UserError
+from repro.core.config import load_yaml
+from repro.core.errors import RunError
 from repro.core.paths import Paths
-from repro.core.record import read_json, write_json
-from repro.papers.grid import build_variant, choose_variants, find_variant_searches, use_own_rates
-from repro.runs.tune import STAGE, TuneParams, _list_open, _trial_file, choose, find_searches, widen
+from repro.core.record import read_json
+from repro.papers.vision_ttt.paper import PAPER
+from repro.runs import tune
+from repro.runs.tune import TuneParams, choose, read_searches, run_search, widen
 from repro.tasks.classification.spec import SPEC
 from tests.conftest import ROOT
-from tests.stages.helpers import accept_data, edit
+from tests.stages.helpers import accept_data, add_params, edit, read_metrics, use_profile
 
 # the second rate is so high that its training ends
-SEARCH = "tune: {lr: [3.0e-3, 1.0e+30], warmup_epochs: [0], seed: 7}\n"
+SEARCH = "tune: {nano: {cell: pretrain.nano, family: vittt, data: digits, lr: [3.0e-3, 1.0e+30], seed: 7}}"
+RECORD = Path("results/tune/nano/metrics.json")
+SPECS = {"pretrain": SPEC, "ablate": SPEC}
+DIGITS = load_yaml(ROOT / "profiles/digits.yaml")
 
 
 @pytest.fixture
@@ -25,8 +29,7 @@ def ready(checkout) -> Path:
     """The checkout with a search of two trials of one epoch."""
     edit("    epochs: 2\n", "    epochs: 1\n    max_bad_steps: 2\n", "[0, 2]", "[]")
     edit("warmup_epochs: 0}", "warmup_epochs: 0, clip_grad_norm: null}")
-    with open("params.yaml", "a") as stream:
-        stream.write(SEARCH)
+    add_params(checkout, SEARCH)
     return checkout
 
 
@@ -60,90 +63,87 @@ RATES = (1e-3, 2e-3, 4e-3)
     ],
 )
 def test_a_grid_is_widened_where_something_lies_beyond_its_best(rates, warmups, best, wider):
-    found = widen(TuneParams(lr=rates, warmup_epochs=warmups), trial(90.0, *best), epochs=4)
+    grid = TuneParams(cell="pretrain.nano", family="vittt", data="digits", lr=rates, warmup_epochs=warmups)
+    found = widen(grid, trial(90.0, *best), epochs=4)
     assert (found and ({*found.lr}, {*found.warmup_epochs})) == wider
 
 
-@pytest.mark.parametrize(("peak", "rates"), [(1, [1, 2, 0.5]), (64, [1, 2, 4, 8, 16])])
-def test_a_search_goes_on_until_its_best_is_inside(ready, peak, rates):
+@pytest.mark.parametrize(
+    ("peak", "rates"), [(1, [1, 2, 0.5]), (0.25, [1, 2, 0.5, 0.25, 0.125]), (64, [1, 2, 4, 8, 16])]
+)
+def test_a_search_goes_on_until_its_best_is_inside(ready, monkeypatch, peak, rates):
     """The score falls with the distance of the rate from a peak; after three widenings the search ends."""
-    edit("lr: [3.0e-3, 1.0e+30]", "lr: [1.0, 2.0]")
-    (search,) = find_searches(SPEC, "digits", None)
-    while len(done := search.find_finished()) < len(search.trials):
-        for number, each in enumerate(search.trials, 1):
-            if number not in done:
-                lr = each.params.optim.lr
-                found = trial(-abs(math.log2(lr / peak)), lr, 0)
-                write_json(_trial_file(each), {"origin": search.find_origin(each), "trial": found})
-    trials = [content["trial"] for content in search.find_finished().values()]
-    assert [each["lr"] for each in trials] == rates
+    (search,) = read_searches(SPECS, "nano")
+    search = dataclasses.replace(search, tune=dataclasses.replace(search.tune, lr=(1.0, 2.0)))
+    trained = []
+
+    def run(_, cell):
+        trained.append(lr := cell.params.optim.lr)
+        found = trial(-abs(math.log2(lr / peak)), lr, 0) | {"train_loss": 1.0}
+        return {"place": {"device": "cpu", "dtype": "fp32", "backend": "torch"}, "trial": found}
+
+    monkeypatch.setattr(tune, "_run_trial", run)
+    run_search(search)
+    assert trained == [each["lr"] for each in read_metrics(RECORD)["trials"]] == rates
 
 
-def test_a_search_is_recorded_continues_and_never_sees_test(ready, repro_cli):
+def test_a_search_is_recorded_continues_and_never_sees_test(ready, monkeypatch, repro_cli):
     for image in Path("data/digits/test").rglob("*.png"):  # whoever read it would end with an error
         image.write_bytes(b"\0" * image.stat().st_size)
     accept_data()
-    for number, says in ((1, "nano_lr0.003_warmup0: "), (2, "nano_lr1e+30_warmup0: diverged")):
-        assert says in repro_cli.run("tune", "--data", "digits", "--cell", "nano", "--trial", str(number))
-    out = repro_cli.run("tune", "--data", "digits")
-    assert "1 open cells, 3 trials: 1 trainings to do" in out
-    (file,) = Path("results/measured").glob("*/tune/nano.json")
-    metrics = json.loads(file.read_text())["metrics"]
-    first, second, third = metrics["trials"]  # the lower rate was the better one, so that one below was tried
-    assert third["lr"] == pytest.approx(3e-3**2 / 1e30, abs=0)
+    run_job, trained = tune.run_job, []
+
+    def stop_at_the_second(job):
+        trained.append(job.params.optim.lr)
+        if len(trained) == 2:
+            raise RunError("stopped")
+        return run_job(job)
+
+    monkeypatch.setattr(tune, "run_job", stop_at_the_second)
+    assert "stopped" in repro_cli.refuse("tune", "--cell", "nano", code=1)
+    assert not RECORD.exists()
+    out = repro_cli.run("tune", "--cell", "nano")
+    assert "nano_lr1e+30_warmup0: diverged" in out and "chosen" in out
+    # the lower rate was the better one, so that one below was tried
+    below = pytest.approx(3e-3**2 / 1e30, abs=0)
+    assert trained == [3e-3, 1e30, 1e30, below]
+    metrics = read_metrics(RECORD)
+    first, second, third = metrics["trials"]
+    assert third["lr"] == below
     assert (first["lr"], first["warmup_epochs"], first["diverged"]) == (3e-3, 0, False)
     assert 5 < first["top1_percent"] <= 100 and first["train_loss"] > 0
     assert second["diverged"] and second["top1_percent"] is None and "not finite" in second["reason"]
     assert metrics["chosen"] == {"lr": 3e-3, "warmup_epochs": 0} and (metrics["split"], metrics["seed"]) == ("tune", 7)
-    assert "chosen" in out and not list(Path(".runs/tune").glob("*/*"))
-    before = file.stat().st_mtime_ns
-    assert "0 trainings to do" in repro_cli.run("tune", "--data", "digits") and file.stat().st_mtime_ns == before
-    edit("seed: 7", "seed: 8")
-    assert "holds a search with other params; move the file away" in repro_cli.refuse("tune", "--data", "digits")
+    assert read_json(RECORD)["identity"]["params_hash"] and not list(Path(".runs/tune").glob("*/*"))
 
 
-def test_the_rates_of_the_mini_profile_are_those_that_were_chosen():
-    """Those of params.yaml are the profile's, see test_profile.py."""
-    profile = ROOT / "profiles/mini.yaml"
-    load_section(TuneParams, profile, "tune")
-    searches: dict[str, list] = {}
-    for file in ROOT.glob("results/measured/*/tune/*.json"):
-        if not file.name.endswith(".run.json"):
-            metrics = read_json(file)["metrics"]
-            searches.setdefault(metrics["cell"], []).append(metrics)
-    if not searches:
-        pytest.skip("no search is recorded")
-    for name, found in searches.items():
-        stage, cell = name.split(".")
-        assert stage == STAGE
-        optim = load_section(SPEC.params, profile, *find_cell(profile, stage, cell)).optim
-        # of one of its searches, of which some are wider: the page says which cell is trained by a narrower one
-        assert any({key: getattr(optim, key) for key in each["chosen"]} == each["chosen"] for each in found), name
+# a machine's searches stand beside each other; some are wider
+PLACES = ("results/tune/{}/metrics.json", "results/replications/*/tune/{}.json")
+SEARCHES = {name: [file for place in PLACES for file in ROOT.glob(place.format(name))] for name in DIGITS["tune"]}
 
 
-def test_a_cell_outside_the_pipeline_is_searched_where_it_is_named(ready):
-    content = load_yaml(Path("params.yaml"))
-    ((name, cell),) = content["pretrain"].items()
-    Path("params.yaml").write_text(json.dumps(content | {"by_hand": {"pretrain": {"other": cell}}}))
-    assert [search.cell.name for search in find_searches(SPEC, "digits", "other")] == ["other"]
-    assert [search.cell.name for search in find_searches(SPEC, "digits", None)] == [name]
+@pytest.mark.parametrize("name", [name for name, files in SEARCHES.items() if files])
+def test_the_rates_of_the_profile_digits_are_those_that_were_chosen(name):
+    section, _, cell = DIGITS["tune"][name]["cell"].partition(".")
+    optim, found = DIGITS[section][cell]["optim"], [read_metrics(file) for file in SEARCHES[name]]
+    assert {(each["model"], each["data"]) for each in found} == {
+        (DIGITS[section][cell]["model"], DIGITS["tune"][name]["data"])
+    }
+    assert any({key: optim[key] for key in each["chosen"]} == each["chosen"] for each in found)
 
 
-def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe_and_trained_at_their_own(ready):
-    """Without a record of the search there is no rate, and one line says how to get it."""
-    grid, path = choose_variants("vision_ttt"), Paths(ready)
-    (search,) = find_variant_searches(grid, "digits", "head")
-    tried = [trial.params.optim.lr for trial in search.trials]
-    assert search.cell.where == "ablate.digits_head"
-    assert tried == pytest.approx([1.5e-3, 3e-3, 6e-3]) and search.trials[0].params.options["pool"] == "head"
-    (work, *_) = _list_open(search).values()
-    assert work.arguments == (*"tune --data digits --paper vision_ttt --cell head --trial 1".split(),)
-    with pytest.raises(UserError, match="no search of head on digits; run `repro tune"):
-        use_own_rates(grid, "digits", "head")
-    chosen = {"trials": [{}, {}, {}], "chosen": {"lr": 6e-3, "warmup_epochs": 0}}
-    write_json(ready / "results/measured/any/tune/variants/digits_head.json", {"metrics": chosen})
-    own = use_own_rates(grid, "digits", "head")
-    cell = build_variant(own, "head", path, data="digits", seeds=2, epochs=None).cell
-    assert (cell.params.optim.lr, cell.params.options["pool"]) == (6e-3, "head")
-    assert cell.folder.parts[-4:] == ("ablate", "own_rates", "digits", "head")
-    assert cell.name == "own_rates_digits_head"
+@pytest.mark.parametrize("variant", PAPER.variants)
+def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe(bare_checkout, variant):
+    paths = use_profile("digits")
+    (search,) = read_searches(SPECS, f"{variant}_digits")
+    recipe = DIGITS["ablate"][f"{variant}_digits_7s"]
+    trials = search.list_trials(search.tune)
+    lr = recipe["optim"]["lr"]
+    assert [each.params.optim.lr for each in trials] == pytest.approx([lr / 2, lr, lr * 2])
+    assert search.cell.where == f"ablate.{variant}_digits_own_7s"
+    assert search.cell.record == Paths(bare_checkout).results / f"tune/{variant}_digits/metrics.json"
+    for each in trials:
+        params = each.params
+        assert (params.options, params.epochs) == (recipe["options"], recipe["epochs"]) and not each.reported
+        assert not {*params.seeds} & {*recipe["seeds"]}
+        assert each.state_folder(100).is_relative_to(paths.root / ".runs/tune")

@@ -25,7 +25,8 @@ efficiency:
   image_sizes: [32]
   backend: auto
   op: {{tokens: 16, heads: 1, matmul_side: 8, repeats: 6}}
-tune: {{lr: [0.003, 0.006], warmup_epochs: [0], seed: 7}}
+tune:
+  nano: {{cell: pretrain.nano, family: vittt, data: digits, lr: [0.003, 0.006], warmup_epochs: [0], seed: 7}}
 """
 
 
@@ -55,21 +56,20 @@ def lab(prepared, tmp_path_factory) -> Path:
     for text in (ABLATE, GENERATE, OTHERS):
         add_params(root, text)
     helpers.add_dense(root)
+    dense = yaml.safe_load(helpers.DENSE)
+    add_params(
+        root, yaml.safe_dump({f"ablate_{name}": {"twin": dense[name]["nano"]} for name in ("detect", "segment")})
+    )
     helpers.write_student(root)
     return root
 
 
 # command -> what its line names; where a word is one of several, the more exact one
 COMMANDS = {
-    "ablate --all --data digit": "--data digit prepare_data 'digits'",
-    "ablate --all --data imagenet": "results/prepare_data/imagenet/manifest.json",
-    "ablate --variant conv1": "--variant conv1 'conv1d'",
-    "ablate --all --cell conv1d": "--cell --all --variant",
-    "ablate --all --paper vit": "--paper vit 'vit3'",
-    "ablate --paper vit3": "--paper vit3 --all --variant",
-    "ablate --all --seeds 0": "--seeds 0",
-    "ablate --all --jobs 0": "--jobs 0",
-    "ablate --all --epochs 0": "--epochs 0",
+    "ablate --cell conv1": "--cell conv1 'conv1d'",
+    "ablate --cell nano": "--cell nano digits",
+    "ablate --cell ablate_detect.conv1d": "--cell ablate_detect.conv1d digits",
+    "ablate --cell twin": "--cell ablate_detect.twin ablate_segment.twin",
     "detect --flip": "--flip --data",
     "detect --data folder:.": "--data folder:. coco:",
     "detect --data coco:rooms --random": "--random --data",
@@ -173,14 +173,7 @@ COMMANDS = {
     "pretrain --data zip:a": "zip:a folder:PATH",
     "pretrain --data digits": "--data digits folder:",
     "pretrain --replay-bad-step x.pt --seeds 2": "--replay-bad-step --seeds",
-    "selftest faults --only kill,flood": "--only flood kill",
-    "selftest faults --many --seed 1": "--many --seed",
-    "selftest faults --many --only kill": "--many --only",
-    "selftest faults --many --keep": "--many --keep",
-    "tune --data imagenet": "--data imagenet tune",
-    "tune --data digits --cell nanno": "--cell nanno 'nano'",
-    "tune --data digits --trial 1": "--trial --cell",
-    "tune --data digits --cell nano --trial 3": "--trial 3 nano 2",
+    "tune --cell nanno": "tune.nanno 'nano'",
 }
 # a value of params.yaml -> what the line of its stage names; tests/core/test_config.py has the types and the bounds
 VALUES = {
@@ -218,10 +211,16 @@ VALUES = {
     "resolution.models={swin: vittt.safetensors}": "models swin",
     "resolution.models.deit=larger.safetensors": "sizes",
     "resolution.repeats=0": "resolution.repeats 0 >= 1",
-    "tune.seed=0": "tune.seed 0 pretrain.nano",
-    "tune.lr=[]": "lr []",
-    "tune.lr=[0.0]": "tune.lr 0.0",
-    "tune.warmup_epochs=[0, 2]": "tune.warmup_epochs 2 pretrain.nano",
+    "tune.nano.cell=nano": "tune.nano.cell nano SECTION.CELL pretrain",
+    "tune.nano.cell=pretrian.nano": "tune.nano.cell pretrian.nano pretrain",
+    "tune.nano.cell=pretrain.nanno": "pretrain.nanno 'nano'",
+    "tune.nano.family=vit3": "tune.nano.family vit3 pretrain.nano vittt",
+    "tune.nano.data=scenes": "tune.nano.data scenes pretrain.nano digits",
+    "tune.nano.seed=0": "tune.nano.seed 0 pretrain.nano",
+    "tune.nano.lr=[]": "tune.nano lr []",
+    "tune.nano.lr=[0.0]": "tune.nano.lr 0.0",
+    "tune.nano.lr=[0.003, 0.003]": "tune.nano lr [0.003, 0.003]",
+    "tune.nano.warmup_epochs=[0, 2]": "tune.nano.warmup_epochs 2 pretrain.nano",
 }
 
 
@@ -274,9 +273,8 @@ def test_a_wrong_value_is_one_line_and_writes_nothing(lab, settings, refuse, cha
     put(settings, change)
     (lab / "params.yaml").write_text(yaml.safe_dump(settings))
     stage, cell = change.partition("=")[0].split(".")[:2]
-    cells = ("ablate", "detect", "generate", "linearize", "pretrain")
-    options = "--data digits" if stage == "tune" else f"--cell {cell}" if stage in cells else ""
-    refuse(f"{stage} {options}", names)
+    cells = ("ablate", "detect", "generate", "linearize", "pretrain", "tune")
+    refuse(f"{stage} --cell {cell}" if stage in cells else stage, names)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The recurrent and the parallel form of inner learners, as `repro forms` measured them."""
+"""The recurrent and the parallel form of inner learners, as `repro kernels forms` measured them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ MODES = {"infer": "forward", "train": "forward and backward"}
 
 
 def find_forms(report: Report) -> list[Source]:
-    """The records of `repro forms`, those of GPUs first."""
+    """The records of `repro kernels forms`, those of GPUs first."""
     sources = report.results.sources
     found = [each for each in sources if each.path.endswith("/forms.json") and "ratios" in each.metrics]
     return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
@@ -45,7 +45,7 @@ def list_ratios(report: Report) -> list[Block]:
     """For each device and mode, the ratios over the tokens with crossover and memory."""
     blocks: list[Block] = []
     for source in _require_forms(report):
-        m, origin = source.metrics, describe_origin([source], report.named)
+        m, origin = source.metrics, describe_origin([source])
         for mode, words in MODES.items():
             rows = [row for row in m["ratios"] if (row["setting"], row["mode"]) == ("vision", mode)]
             if rows:
@@ -67,7 +67,9 @@ def show_picture(report: Report) -> list[Block]:
     sources = _require_forms(report)
     blocks: list[Block] = [(Picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's"),)]
     if not any(source.device.startswith("cuda") for source in sources):
-        blocks.append(prose("No row is of a GPU: none was at hand. `repro forms` measures the same rows there."))
+        blocks.append(
+            prose("No row is of a GPU: none was at hand. `repro kernels forms` measures the same rows there.")
+        )
     return blocks
 
 
@@ -88,7 +90,7 @@ def list_backbones(report: Report) -> list[Block]:
                 body[-1].append(number(row["latency_ms"], ".1f", " (noisy)" if row["noisy"] else ""))
                 body[-1].append(number(row["peak_memory_mib"] or None, ".0f"))
         header = ["learner", "form", *(text for side in sides for text in (f"{side}² (ms)", f"{side}² (MiB)"))]
-        origin = describe_origin([source], report.named)
+        origin = describe_origin([source])
         blocks += [(f"Vittt-T, one image, fp32; {origin}.",), table(header, body)] if rows else []
     return blocks
 
@@ -100,7 +102,7 @@ def _name_backbone(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def _require_forms(report: Report) -> list[Source]:
     if not (sources := find_forms(report)):
-        raise Missing("nothing is measured yet", "repro forms")
+        raise Missing("nothing is measured yet", "repro kernels forms")
     return sources
 
 
@@ -210,6 +212,6 @@ def compare_setting(report: Report) -> list[Block]:
             body.append([NAMES[learner], *shown, number(ratios.get(learner), ".2f")])
         names = (*(f"{form} (M/s)" for form in FORMS), "ratio")
         header = [f"{whose}: {name}" for whose in ("paper", "ours") for name in names]
-        origin = code(source.path), f": {describe_origin([source], report.named)}"
+        origin = code(source.path), f": {describe_origin([source])}"
         blocks += [origin, table(["", *header], body)] if rows else []
     return blocks

@@ -12,7 +12,6 @@ from ...report.ordering import Pair, compare_accuracies, describe_power
 from ...report.records import Source, describe_origin, describe_seeds, keep_best, warn_of_seeds
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, describe_elsewhere, find_groups
-from ..variants import load_variants
 from .forms import find_backbones
 
 ROUNDING = 1e-12
@@ -111,7 +110,7 @@ def list_changes(report: Report) -> list[Block]:
         blocks += [Heading(f"{NAMES[model]}: {group.title}"), *([(strong(power),)] if power else [])]
         blocks += [*warn_of_seeds(sources), table(header, rows), *_count_learners(group)]
         blocks += describe_elsewhere(group, group.variants)
-        origin = describe_origin(list(group.variants.values()), report.named)
+        origin = describe_origin(list(group.variants.values()))
         blocks.append((f"{group.common['held_out_images']} held-out images; {origin}.",))
     return blocks
 
@@ -121,7 +120,7 @@ def weigh_learners(report: Report) -> list[Block]:
     groups = _find_groups(report, ("vittt",))
     times = {key: rows[-1] for key, rows in find_backbones(report).items()}
     if not times:
-        raise Missing("the unchanged learner was not timed", "repro forms")
+        raise Missing("the unchanged learner was not timed", "repro kernels forms")
     own = times["own", "auto"]
     own_ms, side = own["latency_ms"], own["image_size"][0]
     # an eager learner that takes longer than a compiled one says nothing of the learners
@@ -140,11 +139,11 @@ def weigh_learners(report: Report) -> list[Block]:
 
 def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
     """Groups of the unchanged model and another variant, in the order of `NAMES`; those with more seeds."""
-    groups = find_groups(report.results, report.paper.variants)
+    groups = find_groups(report.results, report.paper)
     own = (group for group in groups if _find_model(group) in models and len(group.variants) > 1)
     found = [group for group in own if f"{_find_model(group)}_own" in group.variants]
     if not found:
-        raise Missing("no variant is trained yet", f"{report.paper.train_command} --all --data digits --seeds 5")
+        raise Missing("no variant is trained yet", report.paper.train_command)
     best = keep_best(found, lambda group: (_find_model(group), group.common["data"]))
     return sorted(best, key=lambda group: (list(NAMES).index(_find_model(group)), group.common["data"] != "digits"))
 
@@ -157,7 +156,8 @@ def _find_model(group: Group) -> str:
 def _compare(group: Group) -> dict[str, Pair]:
     """Variant -> its difference to the unchanged model; empty where they have no seed in common."""
     base, top1 = f"{_find_model(group)}_own", _find_scores(group)
-    orders = [(name, base) for name in load_variants("kv_binding").variants if name in top1 and name != base]
+    listed = sorted(top1, key=lambda name: [*CHANGES].index(name.partition("_")[2]))
+    orders = [(name, base) for name in listed if name != base]
     m = group.common
     return {pair.better: pair for pair in compare_accuracies(top1, orders, m["held_out_images"], m["classes"])}
 
@@ -191,7 +191,7 @@ def list_probes(report: Report) -> list[Block]:
         scores = [number(each["top1_percent"], ".2f", " %") for each in states]
         losses = [number(each["inner_loss_after"], ".3g") for each in states]
         images = f"{m['data']}, {m['unchanged']['held_out_images']} of {m['split']}"
-        rows.append([model, images, m["probe"], *scores, *losses, describe_origin([source], report.named)])
+        rows.append([model, images, m["probe"], *scores, *losses, describe_origin([source])])
     return [table(header, rows)]
 
 
@@ -231,5 +231,5 @@ def list_distributions(report: Report) -> list[Block]:
         m = source.metrics
         for state, means in m["told_apart_percent"].items():
             shares = [number(means[pair], ".1f", " %") for pair in pairs.values()]
-            rows.append([code(m["model"]), m["data"], state, *shares, describe_origin([source], report.named)])
+            rows.append([code(m["model"]), m["data"], state, *shares, describe_origin([source])])
     return [table(["model", "data", "weights", *pairs, "measured on"], rows)]

@@ -21,7 +21,7 @@ from ...report.records import (
 
 UNTRAINED = "untrained_top1_percent"
 COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
-SCRATCH = "repro pretrain --cell t5_nano_digits_scratch --seeds 5 --epochs 5"
+SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5e_5s"
 STATES = ("teacher", "before", "after")
 
 
@@ -93,7 +93,7 @@ def list_layers(report: Report) -> list[Block]:
         "reach (patches)": show("reach_patches", "{:.2f}", "even"),
         "peak": show("peak_percent", "{:.1f} %"),
         "overlap with the teacher": show("overlap_percent", "{:.0f} %", "even", STATES[1:]),
-        "measured on": lambda row: describe_origin([row[0]], report.named),
+        "measured on": lambda row: describe_origin([row[0]]),
     }
     return [tabulate(columns, _find_layers(report))]
 
@@ -140,7 +140,7 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
         "before training": untrained,
         "top-1": lambda source: number(_show_score(source)),
         "of the teacher's": share,
-        "measured on": lambda source: describe_origin([source], report.named),
+        "measured on": lambda source: describe_origin([source]),
     }
 
 
@@ -172,7 +172,7 @@ def weigh_inheritance(report: Report) -> list[Block]:
 def _describe_scratch(source: Source, report: Report) -> Line:
     length = f"top-1 {_show_score(source)} after {source.metrics['steps']:,} steps"
     text = f" from random weights ({name_student(source.metrics)}): {length}"
-    about = f" ({describe_seeds([source])}; {describe_origin([source], report.named)})."
+    about = f" ({describe_seeds([source])}; {describe_origin([source])})."
     return code(source.metrics["model"]), text, about
 
 

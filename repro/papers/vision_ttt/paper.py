@@ -4,7 +4,6 @@ from pathlib import Path
 
 from ...report import dense, measured, verdicts
 from ...report.paper import Document, load_paper
-from ..variants import load_variants
 from . import photographs, readings_page, sections
 
 _ROOM = Path(__file__).parent
@@ -19,14 +18,10 @@ PAPER = load_paper(
         "results/speed.md": {"noise": measured.count_noisy_rows},
     },
     documents=(
-        Document(
-            file="results/papers/readings.md", text=_ROOM / "readings.md", records="results/measured/*/readings/*"
-        ),
+        Document(file="results/papers/readings.md", text=_ROOM / "readings.md", records="ablate/reading_*"),
         Document(file="results/papers/night.md", text=_ROOM / "night.md"),
         Document(file="results/papers/reproduction.md", text=_ROOM / "reproduction.md.j2"),
         Document(file="results/papers/scenes.md", text=_ROOM / "scenes.md"),
-        Document(file="results/provenance.md", text=_ROOM / "provenance.md"),
     ),
-    variants=load_variants("vision_ttt"),
     pictures={"Fig. 7(a)": ("fig7a", sections.draw_fig7a), "Fig. 7(b)": ("fig7b", sections.draw_fig7b)},
 )

@@ -125,7 +125,7 @@ def record_fits(paths: Paths) -> None:
     counted_only = "none: counted, not run"
     choices = _File(choices=load_choices())
     identity = make_identity(paths.root, choices, device=counted_only, dtype="fp32", backend=counted_only)
-    write_record(paths.results / "readings", found, identity, time.monotonic() - started)
+    write_record(paths.results / "readings" / "metrics.json", found, identity, time.monotonic() - started)
     entries, rows = found["params_entries"], found["readings"].values()
     fitting = sum(row["params_fit"] == entries for row in rows)
     print(

@@ -130,7 +130,7 @@ def describe_trained(report: Report) -> list[Block]:
     trained = find_trained(report)
     pairs = _compare_trained(trained)
     if not pairs:
-        raise Missing("no two readings are trained with two seeds yet", "repro readings --train")
+        raise Missing("no two readings are trained with two seeds yet", "repro profile use digits && dvc repro ablate")
     ours = trained[""]
     m = ours.metrics
     about = (
@@ -152,20 +152,19 @@ def describe_trained(report: Report) -> list[Block]:
 
 
 def _find_fits(report: Report) -> Mapping[str, Any]:
-    asked = "nothing is counted yet", "repro readings"
+    asked = "nothing is counted yet", "dvc repro readings"
     return report.results.require(lambda source: source.stage == "readings", *asked)[0].metrics
 
 
 def find_trained(report: Report) -> Trained:
-    """The records of `repro readings --train`, those of one data set and recipe: the ones with most readings."""
-    texts = list_trained()
-    groups: dict[tuple, dict[str, Source]] = {}
-    for source in report.results.sources:
-        parts = source.path.split("/")  # results/measured/<device>/readings/<data>/<name>/metrics.json
-        if parts[1] == "measured" and parts[3:4] == ["readings"] and parts[-1] == "metrics.json" and parts[-2] in texts:
-            groups.setdefault((parts[4], source.metrics["recipe_hash"]), {})[texts[parts[-2]]] = source
-    complete = [group for group in groups.values() if "" in group]
-    return max(complete, key=len, default={})
+    """Text of a reading -> the record of the cell `reading_<name>_digits_3s`, those that were trained as ours was; empty
+    without that of ours. Of two records of a cell the pipeline's counts.
+    """
+    found = {source.place: source for source in reversed(report.results.sources)}
+    cells = {text: f"ablate/reading_{name.replace('.', '_')}_digits_3s" for name, text in list_trained().items()}
+    trained = {text: found[place] for text, place in cells.items() if place in found}
+    recipe = trained[""].metrics["recipe_hash"] if "" in trained else None
+    return {text: source for text, source in trained.items() if source.metrics["recipe_hash"] == recipe}
 
 
 def _compare_trained(trained: Trained) -> dict[str, Pair]:

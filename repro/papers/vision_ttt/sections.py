@@ -53,7 +53,7 @@ def describe_models(report: Report) -> Line:
     m = source.metrics
     fields, unlearnt = m["receptive_fields"], _find_unlearnt(report)
     trained = "; ".join(f"{name} {_accuracy(report, entry)}{unlearnt.get(name, '')}" for name, entry in fields.items())
-    about = f"{m['model']} on {m['data']} ({describe_origin([source], report.named)}), {m['held_out_images']} held-out images."
+    about = f"{m['model']} on {m['data']} ({describe_origin([source])}), {m['held_out_images']} held-out images."
     return (f"{about} The receptive fields are of models with these accuracies: {trained}.",)
 
 
@@ -161,7 +161,9 @@ def _find_unlearnt(report: Report) -> dict[str, str]:
 
 def _find_trained(report: Report, entry: Mapping[str, Any]) -> Source | None:
     """The record of the training whose weights a figure shows."""
-    return report.results.find(f"{entry.get('weights', '').rpartition('/')[0]}/metrics.json")
+    paths = report.results.paths
+    record = paths.find_record(paths.root / entry.get("weights", ""))
+    return record and report.results.find(record.relative_to(paths.root).as_posix())
 
 
 def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
@@ -171,7 +173,7 @@ def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
 
 
 def _find(report: Report) -> Source:
-    asked = "nothing is drawn yet", "repro visualize"
+    asked = "nothing is drawn yet", "dvc repro visualize"
     return report.results.require(lambda source: source.stage == "visualize", *asked)[0]
 
 
@@ -256,15 +258,15 @@ def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str,
     if set(searched.values()) != {questions["trials"]}:
         counts = ", ".join(f"{name} {trials}" for name, trials in searched.items())
         why = f"the models of a table have not {questions['trials']} trials each on {data}: {counts}"
-        raise Missing(why, f"repro tune --data {data}")
+        raise Missing(why, "repro profile use night && dvc repro tune")
     compared = compare_trainings(found, [tuple(pair) for pair in pairs])
     return {(pair.better, pair.worse): pair for pair in compared}
 
 
 def _count_trials(report: Report, name: str, data: str) -> int:
     """How many trainings the search of a model's rate took; the most where several machines searched, 0 without."""
-    file = f"tune/{load_questions()['models'][name]['cell'].rpartition('/')[2]}_{data}.json"
-    found = [each for each in report.results.sources if each.path.endswith(f"/{file}") and "trials" in each.metrics]
+    place = f"tune/{load_questions()['models'][name]['cell'].rpartition('/')[2]}_{data}"
+    found = [each for each in report.results.sources if each.place == place and "trials" in each.metrics]
     return max((len(each.metrics["trials"]) for each in found), default=0)
 
 
@@ -277,13 +279,12 @@ def _find_training(report: Report, name: str, data: str) -> Source | None:
 def _draw_fig7(
     path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str
 ) -> Path:
-    """Panels: the paper's only printed number, our accuracies with each seed, and our measured throughputs.
+    """Panels: the paper's only printed number, and our accuracies with each seed.
 
     `ticks`: variant -> its label; `note`: what the paper's panel shows; the rest as in `repro.report.paper`.
     """
     colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
-    speeds = {name: group.throughput(name) for name in ticks if group.throughput(name) is not None}
-    figure, (paper, ours, *rest) = new_figure(3 if speeds else 2)
+    figure, (paper, ours) = new_figure(2)
     top1 = float(printed("table3.conv2d", TOP1))
     paper.plot(positions["conv2d"], top1, "o", color="black")
     paper.annotate(f"{top1} %", (positions["conv2d"], top1), xytext=(8, 6), textcoords="offset points", fontsize=9)
@@ -299,13 +300,7 @@ def _draw_fig7(
     m = group.common
     title = f"ours: {m['model'].split('_patch')[0]} on {m['data']}, {m['epochs']} epochs"
     ours.set(title=title, ylabel="Top-1 (%): mean ± standard deviation, seeds")
-    for speed in rest:
-        speed.plot([positions[name] for name in speeds], list(speeds.values()), "s", color=colour)
-        devices = sorted({group.speeds[name].device for name in speeds})
-        speed.set(
-            title=f"ours, {'; '.join(devices)}", ylabel="images per second", ylim=(0, 1.15 * max(speeds.values()))
-        )
-    for panel in (paper, ours, *rest):
+    for panel in (paper, ours):
         panel.set_xticks(range(len(ticks)), list(ticks.values()))
         panel.set(xlabel=axis, xlim=(-0.5, len(ticks) - 0.5))
         panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)

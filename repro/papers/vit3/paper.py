@@ -1,9 +1,6 @@
 """What the report needs of ViT³, in one place."""
 
 from ...report.paper import load_paper
-from ..variants import load_variants
 from . import sections
 
-PAPER = load_paper(
-    __package__, [sections], variants=load_variants("vit3"), pictures={"Fig. 3": ("vit3_fig3", sections.draw_depth)}
-)
+PAPER = load_paper(__package__, [sections], pictures={"Fig. 3": ("vit3_fig3", sections.draw_depth)})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Heading, Line, Picture, code, number, show_interval, table, tabulate
-from ...report.gallery import find_pictures
+from ...report.document import Block, Bullets, Heading, Line, code, number, show_interval, tabulate
 from ...report.ordering import compare_pairs, describe_power
 from ...report.records import (
     Source,
@@ -23,9 +22,8 @@ from ...report.records import (
 )
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
-from ..variants import load_variants
 
-LAYERS = dict(zip(load_variants("vit3").rows["Fig. 3"], ("one layer", "two layers", "three layers"), strict=True))
+LAYERS = {"fc": "one layer", "mlp": "two layers", "layers3": "three layers"}  # the variants of Fig. 3
 LOSS = "train_loss"
 _LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")
@@ -59,7 +57,7 @@ def compare_losses(report: Report) -> list[Block]:
         "": lambda pair: pair.word,
     }
     blocks: list[Block] = []
-    for group in find_groups(report.results, report.paper.variants):
+    for group in find_groups(report.results, report.paper):
         losses = find_losses(group)
         orders = [(deep, shallow) for shallow, deep in itertools.combinations(losses, 2)]
         if orders:
@@ -70,7 +68,7 @@ def compare_losses(report: Report) -> list[Block]:
                 blocks.append((power,))
             blocks.append(tabulate(columns, pairs) if pairs else ("No verdict: the variants have no seed in common.",))
     if not blocks:
-        raise Missing("no two of these models are trained yet", f"{report.paper.train_command} --all")
+        raise Missing("no two of these models are trained yet", report.paper.train_command)
     return blocks
 
 
@@ -81,13 +79,13 @@ def find_losses(group: Group) -> dict[str, dict[int, float]]:
 
 
 def list_denoisers(report: Report) -> list[Block]:
-    """For each denoiser its held-out loss, its judged samples and their picture; and which losses differ."""
+    """For each denoiser its held-out loss and its judged samples; and which losses differ."""
 
     def name(source: Source) -> str:
         return report.results.model_key(source.metrics, source.path)
 
     def alike(source: Source) -> tuple:
-        return (source.path.split("/")[2], *(source.metrics.get(key) for key in _ALIKE))
+        return (source.machine, *(source.metrics.get(key) for key in _ALIKE))
 
     columns = {
         "denoiser": lambda source: code(name(source)),
@@ -97,7 +95,7 @@ def list_denoisers(report: Report) -> list[Block]:
         "samples judged as asked": lambda source: number(show_mean(source, JUDGED, ".1f", " %", is_share=True) or "–"),
         # the judge and the images are the same for all seeds
         "real images": lambda source: number(show_mean(source, REAL, ".1f", " %").partition(" [")[0] or "–"),
-        "measured on": lambda source: describe_origin([source], report.named),
+        "measured on": lambda source: describe_origin([source]),
     }
     trained = report.results.require(
         lambda source: source.most_seeds and HELD_OUT in source.metrics,
@@ -119,11 +117,6 @@ def list_denoisers(report: Report) -> list[Block]:
         blocks += [*warn_of_seeds(group), (about,), tabulate(columns, group)]
         if lines := [_compare(*pair, name) for pair in itertools.combinations(group, 2)]:
             blocks.append(Bullets(lines))
-        patterns = {name(each): f"{each.folder.removeprefix('results/')}/examples/*.png" for each in group}
-        shown = [(of, file) for of, pattern in patterns.items() for file in find_pictures(report.results, pattern)]
-        if shown:
-            pictures = [(Picture(file, f"samples of {of}"),) for of, file in shown]
-            blocks.append(table([of for of, _ in shown], [pictures]))
     return blocks
 
 

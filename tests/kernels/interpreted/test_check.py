@@ -32,7 +32,7 @@ def test_a_row_of_right_and_of_wrong_kernels(cases, dtype, monkeypatch, tmp_path
     assert set(row["errors"]) == set(row["limits"]) == {"out", *cases.INPUTS}
     assert vars(cases.SMALL).items() <= row.items() and (row["operator"], row["dtype"]) == (cases.NAME, dtype)
     assert check.repeat(cases, cases.SMALL, dtype, "cpu")["passed"]
-    write_record(tmp_path, {"rows": [row]}, {}, 0.0)
+    write_record(tmp_path / "kernels_check.json", {"rows": [row]}, {}, 0.0)
     _, right = check.draw_case(cases, cases.SMALL, 0)
     for name in right:
         for wrong in (1.01 * right[name] + 0.01, torch.full_like(right[name], float("nan"))):

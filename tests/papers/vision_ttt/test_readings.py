@@ -6,7 +6,7 @@ import typing
 import pytest
 import torch
 
-from repro.core.config import load_section
+from repro.core.config import load_section, load_yaml
 from repro.models.reading import Reading
 from repro.models.registry import build_model
 from repro.papers import load_primary
@@ -92,6 +92,13 @@ def test_trained_are_those_that_change_vittt_itself():
     assert not any(text.startswith(("conv1d_arrival", "dwconv_class_tokens")) for text in trained.values())
 
 
+def test_every_trained_reading_is_a_cell_of_the_profile_digits():
+    cells = load_yaml(ROOT / "profiles/digits.yaml")["ablate"]
+    for name, text in list_trained().items():
+        options = cells[f"reading_{name.replace('.', '_')}_digits_3s"].get("options", {})
+        assert options == ({"reading": text} if text else {}), name
+
+
 def find_fixed(word: str):
     return next(choice for choice in load_fixed_choices() if word in choice.asks)
 
@@ -125,7 +132,7 @@ def test_no_common_width_of_swiglu_but_ours_fits_the_printed_parameters():
 
 
 def test_a_small_vittt_with_more_than_one_head_can_be_trained():
-    params = load_section(ClassifierParams, ROOT / "params.yaml", "by_hand", "pretrain", "vittt_nano_digits_heads2")
+    params = load_section(ClassifierParams, ROOT / "profiles/digits.yaml", "ablate", "vittt_nano_digits_heads2")
     model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
     mixer = model.blocks[0].mixer
     assert (mixer.num_heads, mixer.head_dim) == (2, 32)

@@ -41,7 +41,7 @@ def test_what_speaks_for_the_paper_is_said(checkout):
     report = checkout.report()
     text = render_blocks([*list_findings(report), describe_models(report)])
     assert "Of 9 findings: 8 for the paper; 1 open." in text and "8 held-out images" in text
-    assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the mini settings" in text
+    assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the pipeline" in text
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_a_finding_speaks_against_the_paper_only_where_it_could_speak_for_it(che
 def test_a_model_that_has_not_learnt_is_left_out_where_another_record_of_it_has(checkout):
     """DeiT's small radius is of a model with 29.5 %; another training of the same model and data has 96.8 %."""
     metrics = visualized()
-    metrics["receptive_fields"]["DeiT"] |= {"radius_90_px": 9.0, "weights": "results/pretrain/d/weights.safetensors"}
+    metrics["receptive_fields"]["DeiT"] |= {"radius_90_px": 9.0, "weights": "artifacts/pretrain/d/weights.safetensors"}
     checkout.record("visualize", metrics)
     checkout.train("pretrain/d", "deit_nano_patch16_144", "digits", top1=29.5)
     checkout.train("pretrain/other", "deit_nano_patch16_96", "digits", top1=96.8)
     ours, word = findings(checkout)["DeiT, Vim and Vittt cover all pixels"]
     assert "DeiT 9" in ours and word == NOT_SEEN
-    checkout.train("measured/cpu/pretrain/d", "deit_nano_patch16_144", "digits", top1=96.8, epochs=224)
+    checkout.train("replications/cpu/ablate/d_224e", "deit_nano_patch16_144", "digits", top1=96.8, epochs=224)
     ours, word = findings(checkout)["DeiT, Vim and Vittt cover all pixels"]
     assert "DeiT" not in ours and word == "open"
     assert "96.8 %" in render_blocks([describe_models(checkout.report())])
@@ -154,7 +154,8 @@ def test_the_page_of_readings_counts_what_fits(checkout):
 
 def train(checkout, name: str, reading: str, top1: tuple[float, ...], *, device: str = "cpu_some", **more) -> None:
     about = {"options": {"reading": reading} if reading else {}, "held_out_images": 1000, "epochs": 7, "top1": top1}
-    checkout.train(f"measured/{device}/readings/digits/{name}", "vittt_nano_patch16_144", "digits", **about, **more)
+    place = f"replications/{device}/ablate/reading_{name}_digits_3s"
+    checkout.train(place, "vittt_nano_patch16_144", "digits", **about, **more)
 
 
 def test_trained_readings_are_compared_with_ours_seed_by_seed(checkout):
@@ -182,13 +183,23 @@ def test_readings_that_nothing_separates_say_so_and_one_seed_says_nothing(checko
     assert "within 0.0 points" in text and "cannot tell them apart" in text
     train(checkout, "ours", "", (60.0,))
     train(checkout, "gate_bias_true", "gate_bias=true", (90.0,))
-    assert "`repro readings --train`." in page(checkout)
+    assert "`repro profile use digits && dvc repro ablate`." in page(checkout)
 
 
 def test_a_reading_of_another_recipe_is_not_compared(checkout):
     train(checkout, "ours", "", (60.0, 61.0))
     train(checkout, "gate_bias_true", "gate_bias=true", (90.0, 91.0), recipe_hash="another")
     assert set(find_trained(checkout.report())) == {""}
+
+
+def test_of_two_records_of_a_reading_the_pipelines_counts(checkout):
+    """Their recipes differ, else one of them would stand for both."""
+    train(checkout, "ours", "", (60.0, 61.0))
+    about = {"held_out_images": 1000, "top1": (70.0, 71.0)}
+    checkout.train("ablate/reading_ours_digits_3s", "vittt_nano_patch16_144", "digits", **about)
+    with checkout.edit("ablate/reading_ours_digits_3s/metrics.json") as record:
+        record["identity"]["recipe"] |= {"lr": 1}
+    assert find_trained(checkout.report())[""].path == "results/ablate/reading_ours_digits_3s/metrics.json"
 
 
 def test_the_choices_by_counts_are_those_whose_reason_names_the_printed_parameters():
