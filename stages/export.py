@@ -7,9 +7,6 @@ import typer
 
 from repro.core.errors import UserError
 from repro.core.hashing import require_hash
-from repro.core.noise import describe_noise
-from repro.core.paths import Paths, find_root
-from repro.core.record import read_record
 
 from . import Sha256Option, Stage
 
@@ -38,37 +35,11 @@ def command(
         bool, typer.Option(help="Read the file back with its own runtime and compare the logits.")
     ] = True,
     sha256: Sha256Option = None,
-    bench: Annotated[
-        bool, typer.Option("--bench", help="Instead, time exports of models with random weights, and record them.")
-    ] = False,
 ) -> None:
     """Write a classifier for timm, ONNX or torch.export."""
     from repro.inference import export as exporting
 
-    if bench:
-        if weights or format:
-            raise UserError("export: --bench chooses its models and formats; leave --weights and --format out")
-        exporting.bench(find_root())
-        return
     if weights is None or format is None:
         raise UserError("export: --weights FILE and --format are needed")
     require_hash(weights, sha256)
     exporting.export(weights, format, output, image_size, verify, any_size)
-
-
-def describe_exports(paths: Paths) -> str:
-    """The rows of `--bench` as tables, for docs/export.md."""
-    blocks = []
-    for file in sorted(paths.results.glob("replications/*/export.json")):
-        record = read_record(file)
-        blocks.append(f"{record['identity']['device']}; model, pixels and format, then what was measured:\n")
-        blocks.append("| model | format | written in (s) | MiB | difference | an image (ms) | eager (ms) |")
-        blocks.append("|---|---|---|---|---|---|---|")
-        for row in sorted(record["metrics"]["rows"], key=lambda row: (row["side"], row["model"], row["format"])):
-            noise = f" ({describe_noise(row)})" if row["noisy"] else ""
-            blocks.append(
-                f"| {row['model']}, {row['side']}² | {row['format']} | {row['write_s']:.0f} | {row['file_mib']:.1f} "
-                f"| {row['logit_difference'] / row['largest_logit']:.0e} | {row['latency_ms']:.0f}{noise} "
-                f"| {row['eager_ms']:.0f} |"
-            )
-    return "\n".join(blocks) or "No export is recorded: run `repro export --bench`."

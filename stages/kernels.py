@@ -1,5 +1,5 @@
-"""`repro kernels check|bench|resources|forms`: are the Triton kernels right and fast, what does the compiler make of them,
-and which form of an inner learner is the faster one?
+"""`repro kernels check|bench|forms`: are the Triton kernels right and fast, and which form of an inner learner is the
+faster one?
 """
 
 from typing import Annotated
@@ -39,26 +39,10 @@ def bench(
     ] = False,
     minutes: Minutes = None,
 ) -> None:
-    """Run the check, then time the kernels on the GPU: ours, the torch backend's, other projects', and a copy."""
+    """Time the kernels on the GPU: ours, the torch backend's, other projects', and a copy."""
     from repro.bench.kernels import run_bench
 
     run_bench(find_root(), op, compared=compared, minutes=minutes)
-
-
-@app.command()
-def resources(
-    op: Op = None,
-    defaults: Annotated[
-        bool,
-        typer.Option("--defaults", help="Only the default configurations, into a record named after Triton's version."),
-    ] = False,
-) -> None:
-    """Compile every configuration for sm_80, sm_89 and sm_90, without a GPU: registers, spills, shared memory,
-    instructions.
-    """
-    from repro.bench.kernels import run_resources
-
-    run_resources(find_root(), op, defaults=defaults)
 
 
 @app.command()

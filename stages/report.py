@@ -12,7 +12,6 @@ from repro.core.paths import Paths, find_root
 from repro.papers import load_papers
 
 from . import PURPOSES, Stage, list_graph, list_verbs, load_stages, stage_names, verb_of
-from .export import describe_exports
 
 STAGE = Stage()
 
@@ -48,7 +47,6 @@ def run(paths: Paths, *, html: bool = True, check: bool = False) -> None:
     judge = partial(judge_paper, verbs=verbs)
     passages = [
         ("README.md", "verbs", describe_verbs()),
-        ("docs/export.md", "exports", describe_exports(paths)),
         ("docs/models.md", "families", describe_families()),
         *campaign.make_passages(paths),
         *kernels.make_passages(paths),

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .cases import BOTH_PASSES, FORWARD, Cases, Sizes
 from .check import failure
-from .resources import describe
 
 OURS = ("copy", "triton", "torch")
+MEMORY = "memory of both passes"  # the passes of a row that is not timed
 # of `planned`: the sizes, the passes, and the name of the implementation
 Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
@@ -121,6 +121,7 @@ def times(step: Callable[[], Any]) -> list[float]:
 
 def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
     row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16"}
+    passes = FORWARD if passes == FORWARD else BOTH_PASSES
     row |= {"status": "ok", "samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
     return row | dict.fromkeys(numbers)
@@ -160,44 +161,23 @@ def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any
     return found
 
 
-def memory_reference_over_kernel(cases: Cases, device: torch.device) -> dict[str, Any]:
-    """Appendix B: peak memory of both passes above the inputs, of the reference under autograd over the kernels.
-
-    With 8 samples of the shape of the goals: {memory_reference_over_kernel, reference_peak_mib, kernel_peak_mib,
-    sizes}, or nulls with the reason where the reference does not fit.
+def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:
+    """Appendix B: two rows, the peak memory of both passes above the inputs, of the reference under autograd and of the
+    kernels, with 8 samples of the shape of the goals. One that does not fit has the status `oom`.
     """
     sizes = dataclasses.replace(cases.COMPARED, batch=8)
-
-    def measure_backend(name: str) -> float:
+    rows = []
+    for name in ("reference", "triton"):
+        row = _blank(cases, name, sizes, MEMORY)
         inputs = [x.requires_grad_() for x in cases.layer_inputs(sizes, device)]
 
-        def differentiate() -> None:
+        def differentiate(name: str = name, inputs: list[Tensor] = inputs) -> None:
             out = cases.bind(sizes)(*inputs, backend=name)
             torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-        return peak_mib(differentiate, device)
-
-    try:
-        kernel, reference = measure_backend("triton"), measure_backend("reference")
-    except torch.cuda.OutOfMemoryError as error:
-        return {"memory_reference_over_kernel": None, **failure(error)}
-    return {
-        "memory_reference_over_kernel": reference / kernel,
-        "reference_peak_mib": reference,
-        "kernel_peak_mib": kernel,
-        "sizes": dataclasses.asdict(sizes),
-    }
-
-
-def tuned_configs(cases: Cases) -> list[dict[str, Any]]:
-    """The configs that tuning chose in this process for bf16: {operator, kernel, key, config} each."""
-    return [
-        {
-            "operator": cases.NAME,
-            "kernel": kernel.__name__,
-            "key": [str(part) for part in key],
-            "config": describe(config),
-        }
-        for kernel, tuner in cases.tuners()
-        for key, config in tuner.cache.items()
-    ]
+        try:
+            rows.append(row | {"peak_memory_mib": peak_mib(differentiate, device)})
+        except torch.cuda.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            rows.append(row | {"status": "oom"} | failure(error))
+    return rows

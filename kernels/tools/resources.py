@@ -4,14 +4,12 @@ Triton compiles for a GPU that need not exist, and comes with cuobjdump and nvdi
 TRITON_INTERPRET is set, since the interpreter compiles nothing.
 """
 
-import ast
 import dataclasses
-import hashlib
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,26 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Compilation:
     """A kernel as it is launched at one size, in one dtype and config."""
 
-    name: str  # the kernel's name in the record
+    name: str  # the kernel's name, such as ttt_linear_backward
     kernel: Any  # the jitted function
     operands: Collection[str]  # its pointers to tensors of `dtype`; its other pointers are to fp32
     constants: Mapping[str, Any]  # its compile-time constants except for the config's
     config: triton.Config
     dtype: str  # fp32, fp16 or bf16
-    sizes: Mapping[str, Any]  # what the record shows of them
+    sizes: Mapping[str, Any]  # those by which compilations of one kernel differ, such as chunk_size
     # of arguments that are neither such pointers nor i32; ":16" behind one says that the values are multiples of 16
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default: bool = True  # whether it is the config that runs untuned
 
     def read(self, target: int) -> dict[str, Any]:
-        """Compile it for sm_`target` and read the binary: the last five keys of a row."""
+        """Compile it for sm_`target` and read the machine code.
+
+        Returns:
+            {registers, stack_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops, shared_bytes}. Registers are those
+            of a thread, shared bytes those of a program. Instructions are counted once each, also in a loop. `loops`
+            has, for each loop in the order of the code, its number of instructions and how many of them are barriers
+            (BAR) and shuffles (SHFL).
+        """
         binary = self.compile(target)
         usage = _ask("cuobjdump", binary.asm["cubin"], "-res-usage")
         names, loops = _instructions(disassemble(binary.asm["cubin"]))
@@ -86,68 +91,6 @@ def describe(config: Any) -> dict[str, Any]:
     if isinstance(config, tuple):
         return {name: describe(each) for name, each in config._asdict().items()}
     return {**config.kwargs, **compiler_options(config)}
-
-
-def source_hash(cases: Any) -> str:
-    """The first 16 hex digits of a SHA-256 of what the compiler gets of an operator's kernels.
-
-    That is the jitted functions and the constants of its Triton files and of `triton_math`, whatever their comments,
-    docstrings and layout, and the compile-time arguments of each compilation.
-    """
-    named = [Path(str(module.__file__)) for module in (cases.triton_fwd, cases.triton_bwd)]
-    others = [file for file in sorted(named[0].parent.glob("triton_*.py")) if file not in named]
-    sources = [file.read_text(encoding="utf-8") for file in (*named, *others)]
-    if any("triton_math" in source for source in sources):
-        sources.append((named[0].parents[1] / "triton_math.py").read_text(encoding="utf-8"))
-    code = [jitted_code(source) for source in sources]
-    arguments = []
-    for one in cases.compilations():
-        sizes = (sorted(each.items()) for each in (one.types, one.constants))
-        arguments.append([one.name, one.dtype, sorted(one.operands), *sizes, describe(one.config)])
-    return hashlib.sha256(repr([code, arguments]).encode()).hexdigest()[:16]
-
-
-def jitted_code(source: str) -> list[Any]:
-    """The syntax trees of a Python file's jitted functions and module-level assignments, as nested lists."""
-
-    def is_compiled(node: ast.stmt) -> bool:
-        if isinstance(node, ast.FunctionDef):
-            return any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
-        return isinstance(node, ast.Assign | ast.AnnAssign)
-
-    return [_nest(node) for node in ast.parse(source).body if is_compiled(node)]
-
-
-def _nest(node: Any) -> Any:
-    """A syntax tree as nested lists, without a docstring and the empty fields, in which versions of Python differ."""
-    if isinstance(node, list):
-        return [_nest(each) for each in node]
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
-    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-        fields["body"] = node.body[1:]
-    return [type(node).__name__, *([name, _nest(value)] for name, value in fields.items())]
-
-
-def planned(cases: Any, defaults: bool = False) -> Iterator[tuple[dict[str, Any], Compilation, int]]:
-    """Every kernel, size, dtype, config and target of an operator: the first six keys of its row, what to compile, and
-    for which target. `defaults`: only the configs that run untuned.
-
-    A row is {operator, kernel, config {sizes, the config's constants, num_warps, num_stages, maxnreg}, default, dtype,
-    target, registers, stack_bytes, shared_bytes, instructions {HMMA, HGMMA, LDL, STL, BAR}, loops}. Registers are those
-    of a thread, shared bytes those of a program. Instructions are counted once each, also in a loop. `loops` has, for
-    each loop in the order of the code, its number of instructions and how many of them are barriers and shuffles.
-    """
-    for one in cases.compilations():
-        for target in TARGETS if one.default or not defaults else ():
-            labels = {"operator": cases.NAME, "kernel": one.name, "config": {**one.sizes, **describe(one.config)}}
-            yield {**labels, "default": one.default, "dtype": one.dtype, "target": f"sm_{target}"}, one, target
-
-
-def compile_row(labels: Mapping[str, Any], compilation: Compilation, target: int) -> dict[str, Any]:
-    """The row of one of `planned`."""
-    return {**labels, **compilation.read(target)}
 
 
 def disassemble(cubin: bytes) -> str:

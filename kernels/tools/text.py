@@ -1,9 +1,9 @@
-"""The rows of `check`, `bench` and `resources` as lines for the terminal, and as Markdown tables for the pages."""
+"""The rows of `check` and `bench` as lines for the terminal, and as Markdown tables for the pages."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .bench import MEMORY, summarise
 from .cases import Cases
 from .operators import OPERATORS
 
@@ -36,76 +36,13 @@ def format_bench(row: Mapping[str, Any]) -> str:
     return f"{what}: {spread}, {row['gb_per_s']:.0f} GB/s, {share}, peak {row['peak_memory_mib']:.0f} MiB"
 
 
-def format_resources(row: Mapping[str, Any]) -> str:
-    """A line for a row of `resources.compile_row`."""
-    config = ", ".join(f"{key} {value}" for key, value in row["config"].items() if value is not None)
-    mark = "default, " if row["default"] else ""
-    return (
-        f"{row['kernel']}, {row['dtype']}, {row['target']}, {mark}{config}: {row['registers']} registers, {row['stack_bytes']} stack "
-        f"bytes, {_spills(row)} spill instructions, {row['shared_bytes']} shared bytes, {row['instructions']['BAR']} barriers"
-    )
-
-
-def resources_table(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
-    """Markdown: a line for each kernel and target, of the default configs in bf16, at chunk size 16 if any.
-
-    `others`: Triton's version -> the rows that it gives, of which registers and stack bytes are shown.
-    """
-    more = "".join(f" Triton {version}: registers, stack bytes |" for version in others)
-    by_label = {version: {_label(row): row for row in theirs} for version, theirs in others.items()}
-    lines = [
-        f"| kernel | target | registers | stack bytes | shared bytes | LDL + STL | loop: instructions, shuffles, barriers |{more}"
-    ]
-    lines.append("|" + "---|" * (7 + len(others)))
-    for row in rows:
-        if _is_shown(row) and row["dtype"] == "bf16":
-            first, rest = row["loops"][:1], row["loops"][1:]
-            # it is the loop over groups
-            holds_the_rest = rest and first[0]["instructions"] > sum(loop["instructions"] for loop in rest)
-            shown = rest if holds_the_rest else row["loops"]
-            loops = "; ".join(f"{loop['instructions']}, {loop['SHFL']}, {loop['BAR']}" for loop in shown) or "none"
-            numbers = f"{row['registers']} | {row['stack_bytes']} | {row['shared_bytes']} | {_spills(row)} | {loops}"
-            states = f", N {row['config']['state_dim']}" if "state_dim" in row["config"] else ""
-            found = [theirs.get(_label(row)) for theirs in by_label.values()]
-            beside = "".join(f" {other['registers']}, {other['stack_bytes']} |" if other else " – |" for other in found)
-            lines.append(f"| `{row['operator']}` {_pass(row)}{states} | {row['target']} | {numbers} |{beside}")
-    return "\n".join(lines)
-
-
-def describe_spills(rows: Iterable[Mapping[str, Any]], others: Mapping[str, Iterable[Mapping[str, Any]]] = {}) -> str:
-    """How many rows spill registers to memory, of all and of the default configs; of these by operator, pass and dtype.
-
-    Then the default configurations of TTT-Linear at chunk size 16, each with its stack bytes and the share of
-    instructions that are spills, also by `others`: Triton's version -> the rows that it gives.
-    """
-    listed = list(rows)
-    default = [row for row in listed if row["default"]]
-    spilling = [[row for row in group if row["stack_bytes"] or _spills(row)] for group in (listed, default)]
-    counts = Counter(f"`{row['operator']}` {_pass(row)} in {row['dtype']}" for row in spilling[1])
-    named = "; ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
-    every = f"Of the {len(listed)} rows, one for each kernel, configuration, dtype and target, {len(spilling[0])} spill"
-    parts = [
-        f"{every}; of the {len(default)} of default configurations, {len(spilling[1])}{f' ({named})' if named else ''}."
-    ]
-    for version, group in {"": default, **others}.items():
-        chosen = [row for row in group if _is_shown(row) and row["dtype"] != "fp16"]
-        named = (f"`{row['operator']}` {_pass(row)} {row['dtype']} {row['target']}" for row in chosen)
-        spilled = [f"{name}: {_cost(row)}" for name, row in zip(named, chosen, strict=True) if row["stack_bytes"]]
-        by = f" under Triton {version}" if version else ""
-        parts.append(
-            f"Of those in fp32 and bf16, with chunks of 16 where there are chunks, {len(spilled)} of {len(chosen)} spill{by}"
-            + (f": {'; '.join(spilled)}." if spilled else ".")
-        )
-    return "\n\n".join(parts)
-
-
-def bench_table(metrics: Mapping[str, Any], label: str) -> str:
-    """Markdown, for each operator of `summary`: its goals, then the times of its rows."""
+def bench_table(rows: Sequence[Mapping[str, Any]], label: str) -> str:
+    """Markdown, for each operator: its goals, then the times of its rows."""
     parts = []
-    for name, summary in metrics["summary"].items():
-        parts.append(goals_table(OPERATORS[name], summary, label))
-        if rows := [row for row in metrics["rows"] if row["operator"] == name]:
-            parts += [f"Median milliseconds of `{name}`, bf16:", times_table(rows)]
+    for name, cases in OPERATORS.items():
+        parts.append(goals_table(cases, summarise(cases, rows), label))
+        if timed := [row for row in rows if row["operator"] == name and row["passes"] != MEMORY]:
+            parts += [f"Median milliseconds of `{name}`, bf16:", times_table(timed)]
     return "\n\n".join(parts)
 
 
@@ -139,35 +76,8 @@ def times_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _is_shown(row: Mapping[str, Any]) -> bool:
-    """Whether it is of a default config, at chunk size 16 where there are chunks."""
-    return row["default"] and row["config"].get("chunk_size", 16) == 16
-
-
 def _sizes(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{printed} {row[key]}" for key, printed in SIZES.items() if key in row)
-
-
-def _label(row: Mapping[str, Any]) -> tuple:
-    """What a row is of, whatever config the version of Triton takes by default."""
-    config = row["config"]
-    sizes = [(key, config[key]) for key in ("chunk_size", "state_dim", "gate", "sequences") if key in config]
-    return row["kernel"], row["dtype"], row["target"], tuple(sizes) if row["default"] else str(config)
-
-
-def _cost(row: Mapping[str, Any]) -> str:
-    """Bytes, and how many loads and stores of spilled registers there are for each hundred instructions in loops."""
-    instructions = max((loop["instructions"] for loop in row["loops"]), default=0)
-    share = f", {100 * _spills(row) / instructions:.1f} per 100 instructions" if instructions else ""
-    return f"{row['stack_bytes']} B{share}"
-
-
-def _pass(row: Mapping[str, Any]) -> str:
-    return row["kernel"].removeprefix(f"{row['operator']}_").replace("_", " ")
-
-
-def _spills(row: Mapping[str, Any]) -> int:
-    return row["instructions"]["LDL"] + row["instructions"]["STL"]
 
 
 def _number(value: float | None, spec: str, unit: str = "") -> str:

@@ -1,23 +1,24 @@
 """Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
 
 Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
-nothing but itself. What a step has measured lies in its record under results/replications/<device>, written as it comes; a
-step whose record is complete and of the present code does nothing. A GPU that is free for some minutes at a time is
-therefore measured by calling the same command again.
+nothing but itself. What a step has measured lies under results, written as it comes. A GPU that is free for some minutes
+at a time is measured by calling the same command again: until every step is complete, a call goes on where the last one
+ended, and takes no step twice.
 """
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..core.csvfile import read_typed_csv
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
-from ..core.record import find_commit, make_identity, read_json, write_record
+from ..core.record import make_identity, read_json, write_record
 from ..core.runtime import describe_machine, device_label, device_slug, find_peak, gpu_names, load_runtime, usable_cores
-from .kernels import run_bench, run_check
+from ..core.unfinished import Unfinished
+from .kernels import CHECK_TYPES, run_bench, run_check
 from .lanes import run_in_lanes
 
 SHORTEST_S = 20.0  # with less left nothing is begun
@@ -44,14 +45,14 @@ class CampaignParams:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One record: its name, what it answers, and (paths, minutes left or None) -> whether it is complete."""
+    """One step: its name, what it answers, and (paths, minutes left or None, when all began) -> whether it is complete."""
 
     name: str
     about: str
-    run: Callable[[Paths, float | None], bool]
+    run: Callable[..., bool]
 
 
-def record_environment(paths: Paths, minutes: float | None) -> bool:
+def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
     """results/replications/<device>/environment.json: the machine, its versions, and what is in the way of the kernels."""
     import torch
 
@@ -72,7 +73,7 @@ def record_environment(paths: Paths, minutes: float | None) -> bool:
     return True
 
 
-def time_training(paths: Paths, minutes: float | None) -> bool:
+def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     """speed/pretrain/vittt_tiny_digits.json: a training's speed as `record_speed` writes it, with the share of the peak.
 
     The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
@@ -88,9 +89,7 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
         raise RunError("PyTorch sees no CUDA device")
     _, stage, name = TRAINED.split("/")
     folder = paths.replications(device_slug("cuda"))
-    file, record = folder / f"{TRAINED}.json", folder / stage / f"{name}.json"
-    if file.is_file() and read_json(file)["identity"].get("parent_commit") == find_commit(paths.root):
-        return True
+    record = folder / stage / f"{name}.json"
     params, given = build(SPEC.params, TRAINING, name), load_runtime(paths)
     roots = {"digits": "data/digits"} | given.data_roots
     peak = find_peak(torch.cuda.get_device_name())
@@ -104,33 +103,32 @@ def time_training(paths: Paths, minutes: float | None) -> bool:
     return True
 
 
-def sweep(paths: Paths, minutes: float | None, **options: Any) -> bool:
-    """Rows of efficiency.json: those of a `SweepParams` with these options."""
+def sweep(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
+    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options."""
     from .efficiency import run_sweep
     from .params import SweepParams
 
-    return run_sweep(SweepParams(minutes=minutes, **options), paths, load_runtime(paths))
+    return run_sweep(SweepParams(minutes=minutes, **options), paths, load_runtime(paths), began=began)
 
 
 def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> Step:
     return Step(name, about, partial(sweep, sizes=tuple(sizes), batch_size=batch_size, **options))
 
 
-_check = partial(run_check, again=False)
-_compare = partial(run_bench, compared=True, again=False)
+_compare = partial(run_bench, compared=True)
 # what the paper claims of speed, at both ends of the range of image sizes
 _CLAIMED = {"families": ("vittt", "deit", "deit_fused")}
 
 # the first minutes on a GPU answer the paper's claim
 STEPS = (
     Step("environment", "the machine and its versions", record_environment),
-    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(_check, op="ttt_linear")),
+    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(run_check, op="ttt_linear")),
     _plan_sweep("1280², batch 64", "Vittt-T and DeiT-T, fused and unfused", "T", 64, image_sizes=(1280,), **_CLAIMED),
     _plan_sweep("1280², batch 1", "the same at batch 1", "T", 1, image_sizes=(1280,), **_CLAIMED),
     _plan_sweep("224², batch 64", "the same at 224²", "T", 64, image_sizes=(224,), **_CLAIMED),
     _plan_sweep("224², batch 1", "the same at batch 1", "T", 1, image_sizes=(224,), **_CLAIMED),
     Step("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
-    Step("check", "the kernels against the fp64 reference", _check),
+    Step("check", "the kernels against the fp64 reference", run_check),
     Step("compared", "the kernels' speed at the shapes that the goals are about", _compare),
     Step("training", "a short training in bf16", time_training),
     _plan_sweep(
@@ -139,7 +137,7 @@ STEPS = (
     _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
     _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, compile="graphs"),
     _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
-    Step("bench", "the kernels' speed at every shape", partial(run_bench, again=False)),
+    Step("bench", "the kernels' speed at every shape", run_bench),
     _plan_sweep("batch 64, all sizes", "every family of every size at batch 64", "TSB", 64),
     _plan_sweep("batch 1, all sizes", "every family of every size at batch 1", "TSB", 1),
 )
@@ -148,21 +146,29 @@ STEPS = (
 def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, ...] = STEPS) -> bool:
     """Run the steps in order until the time is up, and print what is left; return whether nothing is.
 
-    A step that lacks a package is left out and named.
+    A step that lacks a package is left out and named. Steps that an unfinished call completed are not taken again.
 
     Raises:
         RunError: a step failed; the others were taken.
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     failed, left, lacking = [], [], []
+    state = Unfinished(paths, "measure")
+    state.save()
+    done = state.kept.setdefault("done", [])
     for step in steps:
+        if step.name in done:
+            continue
         remaining = None if end is None else end - time.monotonic()
         if remaining is not None and remaining < SHORTEST_S:
             left.append(step.name)
             continue
         print(f"{step.name}: {step.about}", flush=True)
         try:
-            if not _run_apart(step, paths, None if remaining is None else remaining / 60):
+            if _run_apart(step, paths, None if remaining is None else remaining / 60, state.began):
+                done.append(step.name)
+                state.save()
+            else:
                 left.append(step.name)
         except ModuleNotFoundError as error:
             lacking.append(f"{step.name}: the package {error.name} is not installed")
@@ -175,39 +181,38 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, 
     if failed:
         raise RunError(f"measure: {len(failed)} of {len(steps)} steps failed: {'; '.join(failed)}")
     if not left:
+        state.finish()
         print(f"done: every record is complete{', but ' if lacking else ''}{'; '.join(lacking)}")
     return not left
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of results/speed.md: the records of each GPU in a line each, or that there is none."""
-    lines = ["| device | record | what it says | commit |", "|---|---|---|---|"]
-    for name, describe in _DESCRIPTIONS.items():
+    """(page, marker, text) of results/speed.md: what is measured of each GPU in a line each, or that there is none."""
+    lines = ["| device | file | what it says | commit |", "|---|---|---|---|"]
+    for name, describe in _RECORDS.items():
         for file in sorted(paths.results.glob(f"replications/*/{name}.json")):
             record = read_json(file)
             identity = record["identity"]
             if str(identity["device"]).startswith("cuda"):
                 commit = (identity["parent_commit"] or "unknown")[:8]
                 lines.append(f"| {identity['device']} | `{name}.json` | {describe(record['metrics'])} | {commit} |")
+    for file in sorted(paths.speed.glob("**/*.csv")):
+        rows = read_typed_csv(file, CHECK_TYPES)
+        if rows and str(rows[0]["device"]).startswith("cuda"):
+            commits = ", ".join(dict.fromkeys(row["commit"][:8] for row in rows))
+            lines.append(
+                f"| {rows[0]['device']} | `{file.relative_to(paths.speed).as_posix()}` | {_describe_rows(rows)} | {commits} |"
+            )
     nothing = "**No GPU is measured**: no record is of one. `make measure-gpu` makes them."
     return [("results/speed.md", "gpu records", "\n".join(lines) if len(lines) > 2 else nothing)]
 
 
-def _describe_bench(metrics: dict[str, Any]) -> str:
-    found = [
-        f"`{name}` {key.replace('_', ' ')} {value:.2f}"
-        for name, summary in metrics["summary"].items()
-        for key, value in summary.items()
-        if isinstance(value, float)
-    ]
-    return "; ".join(found) or "no row at the shapes of the goals"
-
-
-def _describe_checks(metrics: dict[str, Any]) -> str:
-    """How many checks of which operators; those that no row names were not checked there."""
-    operators = Counter(row["operator"] for row in metrics["rows"])
-    listed = ", ".join(f"{count} of `{name}`" for name, count in operators.items())
-    return f"checks: {listed}; {metrics['failed']} failed; no other operator was checked"
+def _describe_rows(rows: list[dict[str, Any]]) -> str:
+    """What a file of results/speed has: checks by operator, as no other was checked there, or how many rows."""
+    if "checks" not in rows[0]:
+        return f"{len(rows)} rows"
+    listed = ", ".join(f"{row['checks']} of `{row['operator']}`" for row in rows)
+    return f"checks: {listed}; {sum(row['failed'] for row in rows)} failed; no other operator was checked"
 
 
 def _describe_training(metrics: dict[str, Any]) -> str:
@@ -218,33 +223,28 @@ def _describe_training(metrics: dict[str, Any]) -> str:
 
 
 # the name of a record -> metrics -> what it says
-_DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+_RECORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "environment": lambda metrics: (
         f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}"
     ),
-    "kernels_check": _describe_checks,
-    "kernels": _describe_bench,
     TRAINED: _describe_training,
-    "efficiency": lambda metrics: (
-        f"{len(metrics['rows'])} rows, see [tables.md](tables.md#speed-and-memory-measured-here)"
-    ),
 }
 
 
-def _run_apart(step: Step, paths: Paths, minutes: float | None) -> bool:
+def _run_apart(step: Step, paths: Paths, minutes: float | None, began: str) -> bool:
     """Take a step in a process of its own."""
 
     def died(_: Any) -> bool:
         raise RunError("its process was killed; what it had measured is kept")
 
-    ((_, is_complete),) = run_in_lanes([step], partial(_run, paths, minutes), 1, died)
+    ((_, is_complete),) = run_in_lanes([step], partial(_run, paths, minutes, began), 1, died)
     return is_complete
 
 
-def _run(paths: Paths, minutes: float | None, step: Step) -> tuple[bool, bool]:
+def _run(paths: Paths, minutes: float | None, began: str, step: Step) -> tuple[bool, bool]:
     """In the process of a step, which is used no more: errors that are not ours become one line."""
     try:
-        return step.run(paths, minutes=minutes), True
+        return step.run(paths, minutes=minutes, began=began), True
     except (UserError, RunError, ModuleNotFoundError):
         raise
     except Exception as error:

@@ -6,9 +6,9 @@ Both forms of a learner run in turn, and each ratio is of one turn.
 import dataclasses
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,24 +17,40 @@ from torch import Tensor
 from kernels import ttt_linear
 from kernels.ttt_linear.plain import ttt_linear_plain
 
+from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError
 from ..core.paths import Paths
-from ..core.record import find_commit, installed_version, make_identity, read_json, write_record
+from ..core.record import find_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
+from ..core.unfinished import Unfinished, read_clock
 from ..models.fast_weights import LADDER, find_obstacle, learn
 from ..models.inner import InnerLoop
 from .memory import measure_peak_mib
-from .rows import RowStore
-from .speed import SLOW_STEPS, RowSpec, describe_samples, measure, median_interval, read_load, time_in_turn
+from .speed import SLOW_STEPS, RowSpec, measure, median_interval, time_in_turn
 
 Form = Literal["recurrent", "parallel"]
 BOTH: tuple[Form, ...] = ("recurrent", "parallel")
 TURNS = 11
 TURN_MS = 5.0
-BACKBONE = "ladder_vittt_tiny_patch16_224"
+BACKBONE = "vittt_tiny"  # also the setting of its rows
 # (step, backend) of the backbone as a whole
 BACKBONES = (("own", "auto"), ("plain", "recurrent"), ("plain", "parallel"), ("dot", "recurrent"), ("dot", "parallel"))
 _ROW_KEY = ("setting", "learner", "mode", "tokens", "form")
+COLUMNS = (
+    *_ROW_KEY,
+    "heads",
+    "head_dim",
+    "chunk_size",
+    "backend",
+    "status",
+    "latency_ms",
+    "tokens_m_per_s",
+    "peak_memory_mib",
+)
+COLUMNS += ("samples_ms", "device", "commit", "torch_version", "measured")
+TYPES: dict[str, Callable[[str], Any]] = dict.fromkeys(("tokens", "heads", "head_dim", "chunk_size"), int)
+TYPES |= dict.fromkeys(("latency_ms", "tokens_m_per_s", "peak_memory_mib"), float)
+TYPES |= {"samples_ms": lambda text: [float(each) for each in text.split()]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,56 +97,53 @@ class FormsParams:
 
 
 def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams()) -> None:
-    """Measure both forms on this machine's device and write results/replications/<device>/forms.json.
+    """Measure both forms on this machine's device and write results/speed/forms/<device>.csv, see `COLUMNS`.
 
-    Rows of an earlier call are reused where the same code measured them. metrics: `rows`, one for each setting,
-    learner, form, mode and number of tokens, {setting, learner, form, mode, tokens, heads, head_dim, chunk_size,
-    latency_ms, latency_ms_ci95, samples_ms, tokens_m_per_s, peak_memory_mib, noisy}, where tokens per second count a
-    token once for each head, as the paper does; `ratios`, one for each that has both forms, {setting, learner, mode,
-    tokens, ratio, ratio_ci95}, recurrent over parallel time; `backbones`, rows of `repro.bench.speed.measure` of
-    Vittt-T with each learner.
+    A row is of one setting, learner, form, mode and number of tokens; `tokens_m_per_s` counts a token once for each head,
+    as the paper does. Rows of the setting `backbone` are of Vittt-T as a whole with a learner, on an image of as many
+    tokens. An interrupted measurement is continued by the next call.
 
     Raises:
         RunError: a measuring process broke.
     """
-    started = time.monotonic()
     device = choose_device(runtime.device)
     if runtime.threads and device.type == "cpu":
         torch.set_num_threads(runtime.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
-    shown = {"device": device_label(device, runtime.threads), "dtype": "fp32", "backend": "torch"}
-    here = {"device": shown["device"], "torch_version": installed_version("torch")}
-    here["commit"] = find_commit(paths.root) or "not in Git"
-    file = paths.replications(device_slug(device)) / "forms.json"
+    name = f"forms/{device_slug(device)}"
+    file, state = paths.speed / f"{name}.csv", Unfinished(paths, name)
+    state.save()
+    here = {"device": device_label(device, runtime.threads), "torch_version": installed_version("torch")}
+    here["commit"] = (find_commit(paths.root) or "not in Git")[:12]
+    rows = {_identify(row): row for row in read_forms(file) if (row["measured"] or "") >= state.began}
 
-    def save(store: RowStore) -> None:
-        backbones = [row for row in store.rows if "learner" not in row]
-        rows = [row for row in store.rows if "learner" in row]
-        metrics = {"rows": rows, "ratios": _compare(rows), "backbones": backbones}
-        # a record is as old as its oldest row
-        identity = before["identity"] if store.list_old() else make_identity(paths.root, params, **shown)
-        write_record(file, metrics, identity, time.monotonic() - started)
+    def add(new: Sequence[Mapping[str, Any]]) -> None:
+        rows.update({_identify(row): {**row, **here, "measured": read_clock()} for row in new})
+        table = [{**row, "samples_ms": " ".join(f"{each:g}" for each in row["samples_ms"])} for row in rows.values()]
+        write_csv(file, table, COLUMNS)
 
-    before = read_json(file) if file.is_file() else {"metrics": {"rows": [], "backbones": []}}
-    kept = {_identify(row): row for name in ("rows", "backbones") for row in before["metrics"][name]}
-    with RowStore(kept, lambda what: here, save) as store:
-        for setting, tokens in ((each, tokens) for each in params.settings for tokens in each.tokens):
-            learners = _make_learners(setting, tokens, device.type)
-            for mode, (name, forms) in itertools.product(setting.modes, learners.items()):
-                about = {"setting": setting.name, "learner": name, "mode": mode, "tokens": tokens}
-                _measure_learner(store, about, setting, forms, device.type)
-        for side, (step, backend) in itertools.product(params.image_sizes, BACKBONES):
-            _measure_backbone(store, step, backend, side, device.type, runtime)
-        store.forget(store.list_old())
+    for setting, tokens in ((each, tokens) for each in params.settings for tokens in each.tokens):
+        learners = _make_learners(setting, tokens, device.type)
+        for mode, (learner, forms) in itertools.product(setting.modes, learners.items()):
+            about = {"setting": setting.name, "learner": learner, "mode": mode, "tokens": tokens}
+            if not all(_identify(about | {"form": form}) in rows for form in forms):
+                add(_measure_learner(about, setting, forms, device.type))
+    for side, (step, backend) in itertools.product(params.image_sizes, BACKBONES):
+        about = {"setting": BACKBONE, "learner": step, "mode": "infer", "tokens": (side // 16) ** 2, "form": backend}
+        if _identify(about) not in rows:
+            add([about | _measure_backbone(step, backend, side, device.type, runtime)])
+    state.finish()
     print(f"written: {file.relative_to(paths.root)}")
 
 
+def read_forms(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that `run_forms` wrote."""
+    return [{**row, "samples_ms": row["samples_ms"] or []} for row in read_typed_csv(path, TYPES)]
+
+
 def _identify(row: Mapping[str, Any]) -> tuple:
-    """What a row of a learner, or of a backbone, measures."""
-    if "learner" in row:
-        return tuple(row[name] for name in _ROW_KEY)
-    step = row["options"].get("step", "own")
-    return step, "auto" if step == "own" else row["backend"], *row["image_size"]
+    """What a row measures."""
+    return tuple(row[name] for name in _ROW_KEY)
 
 
 def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict[Form, Callable[[], Tensor]]]:
@@ -170,12 +183,9 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
 
 
 def _measure_learner(
-    store: RowStore, about: dict[str, Any], setting: Setting, forms: dict[Form, Callable[[], Tensor]], device: str
-) -> None:
-    """Put a row for each form into the store, their samples taken in turn, unless all are there."""
-    keys = {form: _identify(about | {"form": form}) for form in forms}
-    if all(store.find(key) for key in keys.values()):
-        return
+    about: dict[str, Any], setting: Setting, forms: dict[Form, Callable[[], Tensor]], device: str
+) -> list[dict[str, Any]]:
+    """A row for each form, their samples taken in turn."""
 
     def infer(forward: Callable[[], Tensor]) -> None:
         with torch.no_grad():
@@ -184,43 +194,48 @@ def _measure_learner(
     def train(forward: Callable[[], Tensor]) -> None:
         forward().square().mean().backward()
 
-    load = read_load()
     steps = {form: partial(infer if about["mode"] == "infer" else train, forward) for form, forward in forms.items()}
     samples = time_in_turn(steps, device, TURNS, turn_ms=TURN_MS, fewest=SLOW_STEPS)
-    said = []
+    rows, said = [], []
     for form, step in steps.items():
-        row = about | {"form": form, "heads": setting.heads, "head_dim": setting.head_dim, **load}
-        row |= describe_samples(samples[form]) | {"threads": torch.get_num_threads()}
+        row = about | {"form": form, "heads": setting.heads, "head_dim": setting.head_dim, "status": "ok"}
+        row |= {
+            "latency_ms": statistics.median(samples[form]),
+            "samples_ms": [round(each, 4) for each in samples[form]],
+        }
         row["chunk_size"] = setting.chunks[about["learner"].partition("_")[0]]
         row["tokens_m_per_s"] = about["tokens"] * setting.heads / row["latency_ms"] / 1e3
         row["peak_memory_mib"] = measure_peak_mib(step, device)
-        store.add(keys[form], row)
+        rows.append(row)
         said.append(f"{form} {row['latency_ms']:.2f} ms, {row['peak_memory_mib']:.1f} MiB")
     what = f"{about['setting']}, {about['learner']}, {about['mode']}, {about['tokens']:,} tokens"
     print(f"{what}: {'; '.join(said)}", flush=True)
+    return rows
 
 
-def _compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times as fast the parallel form is, for each learner with both forms."""
-    by_key = {_identify(row): row for row in rows}
+def compare_forms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many times as fast the parallel form is, for each learner with both forms.
+
+    Returns:
+        {setting, learner, mode, tokens, ratio, ratio_ci95} each: the median over the turns of recurrent over parallel
+        time, and the interval of that median, None for few turns.
+    """
+    by_key = {_identify(row): row for row in rows if row["setting"] != BACKBONE}
     ratios = []
     for key, parallel in by_key.items():
         recurrent = by_key.get((*key[:-1], "recurrent"))
         if key[-1] != "parallel" or recurrent is None or len(recurrent["samples_ms"]) != len(parallel["samples_ms"]):
             continue
-        pairs = zip(recurrent["samples_ms"], parallel["samples_ms"], strict=True)
-        turns = [each / other for each, other in pairs]
-        interval = median_interval(turns)
-        ratio = dict(zip(_ROW_KEY[:-1], key[:-1], strict=True))
-        ratio |= {"ratio": statistics.median(turns), "ratio_ci95": interval}
-        ratios.append(ratio | ({} if interval else {"ratio_ci95_reason": parallel["latency_ms_ci95_reason"]}))
+        turns = [a / b for a, b in zip(recurrent["samples_ms"], parallel["samples_ms"], strict=True)]
+        found = {"ratio": statistics.median(turns), "ratio_ci95": median_interval(turns)}
+        ratios.append(dict(zip(_ROW_KEY[:-1], key[:-1], strict=True)) | found)
     return ratios
 
 
-def _measure_backbone(store: RowStore, step: str, backend: str, side: int, device: str, runtime: Runtime) -> None:
+def _measure_backbone(step: str, backend: str, side: int, device: str, runtime: Runtime) -> dict[str, Any]:
     options = {} if step == "own" else {"step": step}
     spec = RowSpec(
-        model=BACKBONE,
+        model=f"ladder_{BACKBONE}_patch16_224",
         options=options,
         image_size=(side, side),
         backend=backend,
@@ -228,12 +243,10 @@ def _measure_backbone(store: RowStore, step: str, backend: str, side: int, devic
         threads=runtime.threads,
         budget_s=300.0,
     )
-    key = _identify({"options": options, "backend": backend, "image_size": spec.image_size})
-    if store.find(key):
-        return
     try:
-        row = store.add(key, measure(spec))
+        row = measure(spec)
     except RuntimeError as error:
         raise RunError(f"forms: {error}") from None
     took = f", {row['latency_ms']:.1f} ms" if row["latency_ms"] else ""
     print(f"{spec.row_id}, {backend}: {row['status']}{took}", flush=True)
+    return {name: row[name] for name in ("backend", "status", "latency_ms", "samples_ms", "peak_memory_mib")}

@@ -76,19 +76,6 @@ class ComplexityParams:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OpParams:
-    """What `repro.bench.op_rate.op_rate` takes; 6 turns are the fewest that give an interval."""
-
-    batch_size: int = bounded(1, ge=1)
-    tokens: int = bounded(ge=1)
-    heads: int = bounded(ge=1)
-    head_dim: int = bounded(64, ge=1)
-    chunk_size: int = bounded(16, ge=1)
-    matmul_side: int = bounded(ge=1)
-    repeats: int = bounded(ge=6)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EfficiencyParams:
     """The `efficiency:` section: a fixed grid of rows.
 
@@ -108,7 +95,6 @@ class EfficiencyParams:
     steps: int = bounded(10, ge=10)
     warmup: int = bounded(2, ge=1)
     budget_s: float = bounded(120.0, gt=0)
-    op: OpParams
 
     @property
     def models(self) -> list[tuple[str, str | None]]:

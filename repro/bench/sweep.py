@@ -131,7 +131,7 @@ class RowSchedule:
         self._seconds_per_gmac[spec.model, spec.attention] = (
             row["latency_ms"] / 1e3 / (self._macs_g(spec) * spec.batch_size)
         )
-        if seconds is not None:
+        if seconds is not None:  # a row of this call has its samples
             stepping_s = sum(row["samples_ms"]) / 1e3 * (1 + spec.warmup / len(row["samples_ms"]))
             self._start_s.append(max(seconds - stepping_s, 0.0))
 

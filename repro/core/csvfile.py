@@ -1,7 +1,8 @@
-"""Writing rows to a CSV file and reading them back, always through pandas."""
+"""Writing rows to a CSV file and reading them back."""
 
+import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,29 @@ def parse_csv(text: str, where: str) -> list[dict[str, Any]]:
     except ValueError as error:
         raise UserError(f"{where}: not valid CSV: {' '.join(str(error).split())}") from None
     return [{name: value for name, value in row.items() if pd.notna(value)} for row in table.to_dict("records")]
+
+
+def read_typed_csv(path: Path, types: Mapping[str, Callable[[str], Any]]) -> list[dict[str, Any]]:
+    """The rows of a CSV file whose columns have known types; an empty value is None. No file has no rows.
+
+    Args:
+        types: column -> what reads its text; other columns stay text, so that a commit of digits alone is no number.
+
+    Raises:
+        UserError: a value that is none of its column, with file, line and column.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    with open(path, encoding="utf-8", newline="") as stream:
+        for number, texts in enumerate(csv.DictReader(stream), 2):
+            row: dict[str, Any] = {}
+            for name, text in texts.items():
+                try:
+                    row[name] = types.get(name, str)(text) if text else None
+                except (LookupError, TypeError, ValueError):
+                    raise UserError(
+                        f"{path}: line {number}: {name}: {text!r} was not written by us; remove the row"
+                    ) from None
+            rows.append(row)
+    return rows

@@ -42,16 +42,16 @@ def against_resolution(
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
     A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with
-    what happened. A speed of a row that is noisy, or the host's or perhaps so, is hollow.
+    what happened. The band around a time is its range over the processes; a time that is the host's, or perhaps so, is
+    hollow.
 
     Args:
         path: of the PNG.
-        series: family, a key of `STYLES` -> its rows, as `repro.bench.speed.measure` returns them, each with its
-            `noisy` reasons.
+        series: family, a key of `STYLES` -> its rows, see `core.speeds.pool_runs` and `mark_host`.
         quantities: keys of `LABELS`, or `latency_ms`.
     """
     figure, axes = new_figure(len(quantities))
-    hollow: set[str] = set()
+    has_hollow = False
     for panel, key in zip(axes, quantities, strict=True):
         failed = []
         for family, rows in series.items():
@@ -60,10 +60,15 @@ def against_resolution(
             measured = [row for row in rows if row[key] is not None]
             if points := sorted((row["image_size"][0], row[key]) for row in measured):
                 panel.plot(*zip(*points), **style, linestyle=line, label=label)
-            noisy = [row for row in measured if key in _SPEEDS and (row.get("noisy") or row.get("host"))]
-            if points := [(row["image_size"][0], row[key]) for row in noisy]:
+            ranges = sorted(
+                (row["image_size"][0], *row["latency_range_ms"]) for row in measured if row["latency_range_ms"]
+            )
+            if ranges and key == "latency_ms":
+                panel.fill_between(*zip(*ranges), color=colour, alpha=0.15, linewidth=0)
+            hosts = [row for row in measured if key in _SPEEDS and row["host"]]
+            if points := [(row["image_size"][0], row[key]) for row in hosts]:
                 panel.plot(*zip(*points), **style, linestyle="none", markerfacecolor="white")
-                hollow |= {word for word in ("noisy", "host") for row in noisy if row.get(word)}
+                has_hollow = True
             if key != "macs_g":
                 failed += [(row["image_size"][0], row["status"], colour) for row in rows if row["status"] != "ok"]
         panel.set(xscale="log", yscale="log", xlabel="image size (pixels)", ylabel=_ALL_LABELS[key])
@@ -72,7 +77,7 @@ def against_resolution(
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
-    figure.suptitle(title + (f"; hollow: {' or '.join(sorted(hollow, reverse=True))}" if hollow else ""), fontsize=11)
+    figure.suptitle(title + ("; hollow: host" if has_hollow else ""), fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     save_png(figure, path)
 

@@ -40,6 +40,11 @@ class Paths:
         """`results/<stage>/<cell>`: written by that stage alone."""
         return self.results / stage / cell
 
+    @property
+    def speed(self) -> Path:
+        """`results/speed`: what was timed and checked on a device, one CSV for each kind; never a DVC out."""
+        return self.results / "speed"
+
     def replications(self, device: str) -> Path:
         """`results/replications/<device>`: records of other machines and of commands outside the pipeline, never a DVC
         out; `<stage>/<cell>.json` each.

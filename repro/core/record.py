@@ -130,9 +130,7 @@ def write_record(
     folder = file.parent
     if file.name == "metrics.json":  # no other process writes into a folder of its own
         sweep(folder)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    run = "run.json" if file.name == "metrics.json" else f"{file.stem}.run.json"
-    write_json(folder / run, {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+    write_run(file, seconds)
     record = {"metrics": metrics, "identity": identity} | ({} if curve is None else {"curve": list(curve)})
     if _says(file, record, scores):
         return
@@ -142,6 +140,13 @@ def write_record(
         write_json(folder / DETAILS_FILE, record | {"metrics": rest})
         record = {key: value for key, value in metrics.items() if key in scores}
     write_json(file, record)
+
+
+def write_run(file: Path, seconds: float) -> None:
+    """Write the `run.json` of a record or of a stage's rows.csv: when it was finished, by which host, in how many seconds."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run = "run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json"
+    write_json(file.with_name(run), {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
 
 
 def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:

@@ -1,16 +1,13 @@
 """A trained classifier as a file that other programs load: timm's folder layout, ONNX, or torch.export."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import logging
 import os
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,23 +18,9 @@ from torch import Tensor, nn
 
 from kernels.decompositions import DECOMPOSITIONS
 
-from ..bench.rows import RowStore
-from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import RunError, UserError
-from ..core.paths import Paths
-from ..core.record import (
-    atomic,
-    find_commit,
-    installed_version,
-    make_identity,
-    read_json,
-    read_record,
-    write_json,
-    write_record,
-)
-from ..core.runtime import device_label, device_slug
+from ..core.record import atomic, read_record, write_json
 from ..models.checkpoints import Checkpoint, open_weights
-from ..models.registry import build_model
 from ..models.weights import METADATA_KEY, read_metadata, save_weights
 
 Format = Literal["safetensors", "onnx", "torch_export"]
@@ -49,21 +32,6 @@ TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_expo
 CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class in each line, in the order of the logits
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 COMPARED_BATCHES = 1, 3  # the graph is traced with another one
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchParams:
-    """What a record of `bench` answers.
-
-    Args:
-        exports: (model, side of the images in pixels), in the order in which they are measured.
-    """
-
-    exports: tuple[tuple[str, int], ...] = (
-        *((f"{family}_tiny_patch16_224", 224) for family in ("vittt", "deit", "vit3", "vim", "vrwkv")),
-        *((f"{family}_tiny_patch16_224", 512) for family in ("vit3", "vittt")),
-    )
-    samples: int = 5
 
 
 class Sides(NamedTuple):
@@ -121,68 +89,6 @@ def export(
         load = _write(format, model, sides, facts, temporary)
         compared = f"; {_compare(model, load(), sides, format, path)}" if verify else ""
     print(f"{path}: {checkpoint.model}, {checkpoint.num_classes} classes{compared}")
-
-
-def bench(paths: Paths, params: BenchParams = BenchParams()) -> None:
-    """Export models with random weights, on a CPU with one thread, and write results/replications/<device>/export.json.
-
-    metrics: `rows`, one for each of `params.exports` and format, {model, side, format, write_s, file_mib,
-    logit_difference, largest_logit, latency_ms, samples_ms, eager_ms, noisy}; the milliseconds are of a forward pass
-    of one image in the file's runtime, and of PyTorch's eager model in turn with it. Each row is written as it comes,
-    and rows of an earlier call are kept where the same code and versions measured them.
-
-    Raises:
-        UserError: a missing package.
-        RunError: a graph that the exporter refuses.
-    """
-    _require_onnx()
-    torch.set_num_threads(1)
-    started, file = time.monotonic(), paths.replications(device_slug("cpu")) / "export.json"
-    shown = {"device": device_label("cpu"), "dtype": "fp32", "backend": "torch"}
-    here = {"device": shown["device"]} | {
-        f"{name}_version": installed_version(name) for name in ("torch", "onnxruntime")
-    }
-
-    def identify(row: Mapping[str, Any]) -> tuple[str, int, str]:
-        return row["model"], row["side"], row["format"]
-
-    def save(store: RowStore) -> None:
-        identity = make_identity(paths.root, params, **shown)
-        if store.list_old():  # a record is as old as its oldest row
-            identity = before["identity"]
-        write_record(file, {"rows": store.rows}, identity, time.monotonic() - started)
-
-    before = read_json(file) if file.is_file() else {"metrics": {"rows": []}}
-    kept = {identify(row): row for row in before["metrics"]["rows"]}
-    here["commit"] = find_commit(paths.root) or "not in Git"
-    with RowStore(kept, lambda what: here, save) as store:
-        for model, side in params.exports:
-            for format in ("torch_export", "onnx"):
-                if store.find((model, side, format)):
-                    continue
-                row = store.add((model, side, format), _measure(model, side, format, params.samples))
-                print(f"{model}, {side}², {format}: {row['write_s']:.0f} s, {row['latency_ms']:.0f} ms", flush=True)
-        store.forget(store.list_old())
-    print(f"written: {file.relative_to(paths.root)}")
-
-
-def _measure(name: str, side: int, format: Format, count: int) -> dict[str, Any]:
-    """A row of `bench`."""
-    torch.manual_seed(0)
-    model, load = build_model(name, img_size=side).eval(), read_load()
-    with tempfile.TemporaryDirectory() as folder:
-        file, started = Path(folder) / f"model{SUFFIXES[format]}", time.perf_counter()
-        loading = _write(format, model, Sides(side), {"model": name}, file)
-        row = {"model": name, "side": side, "format": format, "write_s": time.perf_counter() - started}
-        row["file_mib"] = file.stat().st_size / 2**20
-        program = loading()
-    difference, largest = _find_difference(model, program, Sides(side))
-    image = torch.zeros(1, 3, side, side)
-    with torch.no_grad():
-        steps = {"eager": lambda: model(image), "exported": lambda: program(image)}
-        samples = time_in_turn(steps, "cpu", count)
-    row |= {"logit_difference": difference, "largest_logit": largest, "eager_ms": statistics.median(samples["eager"])}
-    return row | describe_samples(samples["exported"]) | load | {"threads": torch.get_num_threads()}
 
 
 def _require_onnx() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import UserError
 from ..core.figures import STYLES, new_figure, save_png
-from ..core.noise import find_noise
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, torch_dtype
@@ -93,7 +92,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
 
 
 def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
-    """Accuracy and time over the image size, a line for each family; times of noisy rows are hollow."""
+    """Accuracy and time over the image size, a line for each family."""
     figure, (accuracy, times) = new_figure(2)
     for family in dict.fromkeys(row["family"] for row in metrics["evaluated"]):
         label, colour, marker, line = STYLES[family]
@@ -110,9 +109,6 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
         }
         accuracy.plot(sizes, [row["top1_percent"] for row in rows], **style)
         times.plot(sizes, [row["latency_ms"] for row in rows], **style)
-        noisy = [row for row in rows if row["noisy"]]
-        hollow = {"color": colour, "marker": marker, "markersize": 5, "linestyle": "none", "markerfacecolor": "white"}
-        times.plot([row["image_size"][0] for row in noisy], [row["latency_ms"] for row in noisy], **hollow)
     ticks, trained = sorted({row["image_size"][0] for row in metrics["evaluated"]}), metrics["train_image_size"]
     for panel in (accuracy, times):
         panel.set_xticks(ticks, [f"{size}\n{size / trained:.2g}×" for size in ticks])
@@ -122,8 +118,7 @@ def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
     times.set(ylabel="time of a forward pass for each image (ms)", yscale="log")
     handles, labels = accuracy.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
-    remark = "; hollow: noisy" if any(row["noisy"] for row in metrics["evaluated"]) else ""
-    title = f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}{remark}"
+    title = f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save_png(figure, path)
@@ -162,11 +157,10 @@ def _classify(classifier: Classifier, images: Tensor) -> Tensor:
 
 
 def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
-    """A row of speed with its noise: milliseconds of a forward pass for each image of a batch."""
+    """A row of speed: milliseconds of a forward pass for each image of a batch."""
     size, device = classifier.transform.image_size, classifier.device
     inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
     about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}
     with torch.inference_mode():
         samples = time_in_turn({"model": lambda: classifier.model(inputs)}, device.type, params.repeats)["model"]
-    row = describe_samples([sample / params.batch_size for sample in samples]) | about
-    return row | {"noisy": find_noise(row)}
+    return describe_samples([sample / params.batch_size for sample in samples]) | about

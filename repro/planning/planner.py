@@ -17,10 +17,10 @@ from ..bench.params import ADAPTER
 from ..bench.speed import row_id
 from ..core.config import build, load_sections, params_hash
 from ..core.errors import UserError, blame, did_you_mean
-from ..core.host import HOST
 from ..core.paths import Paths
 from ..core.record import read_json
 from ..core.runtime import cpu_name
+from ..core.speeds import HOST
 from ..data.cells import manifest_path, suggest_data
 from ..data.kinds import KINDS
 from ..data.manifest import read_manifest

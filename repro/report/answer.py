@@ -9,9 +9,9 @@ from typing import Any
 
 from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
-from ..core.host import COMMAND, HOST, describe_time
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
+from ..core.speeds import COMMAND, HOST, describe_time
 from .claims import Report
 from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
@@ -151,7 +151,11 @@ def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> list[Block]
         rows.append([name + speeds.group.caveat, *("; ".join(filter(None, cell)) or "–" for cell in found)])
         notes.append(speeds.describe_sides(contest))
     blocks: list[Block] = [table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows)]
-    said = "In parentheses: the ratios of the ends of both rows' intervals. " + "; ".join(dict.fromkeys(notes)) + "."
+    said = (
+        "In parentheses: the ratios of the ends of both rows' ranges over processes. "
+        + "; ".join(dict.fromkeys(notes))
+        + "."
+    )
     if any(HOST in cell for row in rows for cell in row):
         grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
         said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
@@ -193,7 +197,7 @@ def note_pipeline(results: Results) -> None:
     if not files or not all(file.is_file() for file in files):
         return
     file = results.paths.results / PIPELINE_FILE
-    commits = sorted({str(source.identity["parent_commit"]) for source in own})
+    commits = sorted({source.commit for source in own})
     began, jobs = (float(each) for each in os.environ.get(RUN_BEGAN, "inf 1").split())
     try:
         runs = [read_json(file) for file in files]

@@ -236,14 +236,19 @@ class _Judge:
         return values
 
     def _spread(self, part: Expression, group: SpeedGroup, attention: str) -> list[Number | bool]:
-        """The value at the medians of the speeds, then at each combination of the ends of their intervals."""
-        intervals: dict[str, tuple[float, float]] = {}
+        """The value at the medians of the speeds, then at each combination of the ends of their ranges.
 
-        def note(row: str, speed: float, ends: tuple[float, float]) -> float:
+        Where a row has one process, its range is not known: a statement is then also given as the contrary.
+        """
+        intervals: dict[str, tuple[float, float] | None] = {}
+
+        def note(row: str, speed: float, ends: tuple[float, float] | None) -> float:
             intervals[row] = ends
             return speed
 
         values = [self._evaluate_ours(part, group, attention, note)]
+        if None in intervals.values():
+            return [values[0], not values[0]] if isinstance(values[0], bool) else values
         for ends in itertools.product(*intervals.values()):
             at = dict(zip(intervals, ends, strict=True))
             values.append(self._evaluate_ours(part, group, attention, lambda row, speed, ends, at=at: at[row]))

@@ -3,14 +3,13 @@ the picture of its model against a baseline over the image size.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..core.figures import against_resolution
-from ..core.host import HOST, bound_ratio
+from ..core.speeds import HOST, bound_ratio
 from .claims import Report
 from .dense import plan_dense
 from .document import Block, Heading, Line, Picture, code, prose
@@ -88,13 +87,12 @@ class Speeds:
 
     def find_ratios(self, contest: Contest) -> dict[str, dict[int, str]]:
         """Attention of the baseline -> image size -> how many times as fast the model is, in words, with the ratios of
-        the ends of both intervals; `HOST` where a time is the host's, and none where one is not known from below.
+        the ends of both ranges; `HOST` where a time is the host's.
         """
         found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
         for attention, size, ours, theirs in self._pair(contest):
             if ratio := bound_ratio(ours, theirs):
-                if math.isfinite(ratio[2]) and ratio[1] > 0:
-                    found[attention][size] = format_ratio(*ratio)
+                found[attention][size] = format_ratio(*ratio)
             elif HOST in (ours["host"], theirs["host"]):
                 found[attention][size] = HOST
         return found

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.host import describe_time
-from ..core.noise import find_interval, find_spread
+from ..core.speeds import ONE_PROCESS, describe_time
 from ..core.statistics import measure_rise
 from .claims import Report
-from .document import Block, Bullets, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
+from .document import Block, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
 from .paper import ATTENTIONS
 from .records import Source, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
@@ -31,36 +30,34 @@ def list_speeds(report: Report) -> list[Block]:
     blocks: list[Block] = []
     for group, rows in results.speed_rows.items():
         blocks.append(
-            Heading(f"{group}, {group.mode}, commit {' and '.join(dict.fromkeys(source.commit for _, source in rows))}")
+            Heading(
+                f"{group}, {group.mode}, commit {' and '.join(dict.fromkeys(row['commit'][:12] for row, _ in rows))}"
+            )
         )
-        swept = [(row, source) for row, source in rows if "compared" in source.metrics]
-        if listed := [row for row, source in rows if "compared" not in source.metrics]:
-            blocks += [tabulate(_SPEEDS, listed), *_describe_operator(rows)]
+        swept = [(row, source) for row, source in rows if source.stage is None]
+        if listed := [row for row, source in rows if source.stage is not None]:
+            blocks += [(f"The default run: {ONE_PROCESS}.",), tabulate(_SPEEDS, listed)]
         if swept:
             blocks += _sweep(group, swept)
     return blocks
 
 
-def count_noisy_rows(report: Report) -> list[Block]:
-    """How many rows of each device were noisy, and how often two measurements of a row agree."""
-    results, rows = report.results, []
-    for group, found in results.speed_rows.items():
-        spreads = {"quiet": [0.0], "noisy": [0.0]}
-        for row, _ in found:
-            spreads["noisy" if row["noisy"] else "quiet"].append(100 * (find_spread(row) or 0.0))
-        noisy = sum(bool(row["noisy"]) for row, _ in found)
-        widest = (number(f"{max(each):.0f} %") if len(each) > 1 else "–" for each in spreads.values())
-        rows.append([f"{group}, {group.mode}", number(len(found)), number(noisy), *widest])
+def list_spreads(report: Report) -> list[Block]:
+    """Over how many processes the rows of each device are, and how far these lie apart."""
+    rows = []
+    for group, found in report.results.speed_rows.items():
+        counts = sorted({row["processes"] for row, _ in found})
+        spreads = [
+            100 * (row["latency_range_ms"][1] / row["latency_range_ms"][0] - 1)
+            for row, _ in found
+            if row["latency_range_ms"]
+        ]
+        shown = [number(f"{each(spreads):.0f} %") if spreads else "–" for each in (statistics.median, max)]
+        rows.append([f"{group}, {group.mode}", number(len(found)), number(" or ".join(map(str, counts))), *shown])
     if not rows:
         return [prose("No row is measured yet: `repro efficiency`.")]
-    header = ["rows of", "rows", "noisy", "widest interval of a quiet row", "of a noisy one"]
-    blocks: list[Block] = [table(header, rows)]
-    for source in results.sources:
-        repeated = source.metrics.get("repeated") or {}
-        if repeated.get("overlap_percent") is not None:
-            twice = f": {repeated['rows']} rows were measured twice; of those with intervals, {repeated['overlap_percent']:.0f} % overlap."
-            blocks.append((code(source.path), f" ({source.device})", twice))
-    return blocks
+    header = ["rows of", "rows", "processes of a row", "slowest over fastest process: median", "largest"]
+    return [table(header, rows)]
 
 
 def list_runs(report: Report) -> list[Block]:
@@ -192,9 +189,7 @@ def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
     blocks: list[Block] = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
         blocks += [(f"{label}, by image size:",), cross("model", cells, partial(_cell, key=key))]
-    metrics = rows[0][1].metrics
-    # by the rows, and not as a record of older code concluded from them
-    concluded = conclude(metrics["rows"], metrics["gates"])
+    concluded = conclude(rows[0][1].metrics["rows"])
     if compared := [each for each in concluded["compared"] if SpeedGroup.of(each, group.device) == group]:
         header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
         largest = "at the largest size where both ran, and at which sizes ours is faster:"
@@ -230,7 +225,7 @@ def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     speedup = f"no ratio: {found.get('speedup_reason')}"
     if found["speedup"] is not None:
-        speedup = format_ratio(found["speedup"], *found["speedup_ends"])
+        speedup = format_ratio(found["speedup"], found["speedup_ends"])
     memory = "–" if found["memory_saved_percent"] is None else _show(found, "memory_saved_percent", " %")
     return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, _describe_sides(found)]
 
@@ -253,15 +248,6 @@ _SPEEDS: dict[str, Callable[[Mapping[str, Any]], Piece]] = {
     "pixels": lambda row: "{}×{}".format(*row["image_size"]),
     "images/s": partial(_cell, key="throughput_img_per_s"),
     "step (ms)": partial(_cell, key="latency_ms"),
-    "range (ms)": lambda row: number(" – ".join(map(significant, find_interval(row) or ()))),
     "peak memory (MiB)": partial(_show, key="peak_memory_mib"),
     "multiply-adds (G)": partial(_show, key="macs_g"),
 }
-
-
-def _describe_operator(rows: Rows) -> list[Block]:
-    """What share of the machine's rate of matrix products the operator alone reaches, of each record that says it."""
-    operators = [source.metrics.get("op") or {} for source in {source.path: source for _, source in rows}.values()]
-    shares = [each["share_of_matmul_rate"] for each in operators if each.get("share_of_matmul_rate") is not None]
-    reached = "The op `ttt_linear_bidir` alone reaches {:.0f} % of the machine's matrix-product rate."
-    return [Bullets([prose(reached.format(100 * share)) for share in shares])] if shares else []

@@ -67,7 +67,7 @@ class Source:
     def run_file(self) -> str:
         """The file by the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
         name = PurePosixPath(self.path)
-        return str(name.with_name("run.json" if name.name == "metrics.json" else f"{name.stem}.run.json"))
+        return str(name.with_name("run.json" if name.name in ("metrics.json", "rows.csv") else f"{name.stem}.run.json"))
 
     @property
     def unit(self) -> str:
@@ -86,6 +86,19 @@ class Source:
 
     def by_seed(self, key: str) -> dict[int, Any]:
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
+
+
+def read_speeds(paths: Paths) -> list[Source]:
+    """The files of rows of speed, that of the stage first, each as a source whose `metrics` has its `rows`."""
+    from ..bench.rows import read_rows
+
+    found = []
+    for file in (*paths.results.glob("efficiency/rows.csv"), *sorted(paths.speed.glob("*.csv"))):
+        if rows := read_rows(file):
+            identity = {"device": rows[0]["device"], "parent_commit": rows[-1]["commit"], "params_hash": None}
+            stage = "efficiency" if file.parent.name == "efficiency" else None
+            found.append(Source(file.relative_to(paths.root).as_posix(), {"rows": rows}, identity, stage))
+    return found
 
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:

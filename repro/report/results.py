@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from ..bench.kernels import find_memory_ratio, read_bench
 from ..core.config import find_profile, list_profiles, load_yaml
 from ..core.errors import UserError
-from ..core.host import COMMAND, HOST, UNKNOWN, mark_host
-from ..core.noise import describe_noise, find_interval, mark_noise, pool_runs
 from ..core.paths import Paths
 from ..core.record import read_json
+from ..core.speeds import COMMAND, HOST, UNKNOWN, find_slow_operator, mark_host, pool_runs
 from .paper import Paper
-from .records import Missing, Source, check_mapping, name_keys, read_sources
+from .records import Missing, Source, check_mapping, name_keys, read_sources, read_speeds
 
 
 class Benchmark(NamedTuple):
@@ -37,14 +37,14 @@ ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapte
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
 # of published scores of drawn pictures: how many are drawn, and what they are compared with
 DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
-# (a speed's row in words, its median, the ends of its 95 % interval) -> the speed to compute with
-Choose = Callable[[str, float, tuple[float, float]], float]
+# (a speed's row in words, its median, the ends of its range over processes, None for one) -> the speed to compute with
+Choose = Callable[[str, float, tuple[float, float] | None], float]
 # what a training must have been: its `image_size`, its `epochs`, whether the moving average of the weights taught the
 # model (`mesa`), whether a linearization left the weights of its softmax model as they are (`frozen`); or less of it
 Training = Mapping[str, Any]
 _WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
 _WORDS |= {"linearized": {"frozen": False}, "linearized, frozen": {"frozen": True}}
-# of two rows that measure the same, the one of the first backend counts, then a quiet one
+# of two rows that measure the same, the one of the first backend counts, then the one over more processes
 _BACKENDS = ("triton", "numba", "torch")
 
 
@@ -106,7 +106,7 @@ class Results:
     def __init__(self, paths: Paths, papers: Iterable[Paper], scores: Mapping[str, Mapping[str, str]]):
         self.paths, self.scores = paths, scores
         self.families = {family: options for paper in papers for family, options in paper.families.items()}
-        self.sources = read_sources(paths, scores)
+        self.sources = [*read_sources(paths, scores), *read_speeds(paths)]
         self.used: set[str] = set()
 
     @cached_property
@@ -122,20 +122,10 @@ class Results:
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
-        """The speed rows of all devices, each with `noisy` and `host`, grouped by what may be compared."""
+        """The speed rows of all devices, pooled over processes, each with `host`, grouped by what may be compared."""
         groups: dict[SpeedGroup, list] = {}
-        for source in self.sources:
-            rows, is_stage = source.metrics.get("rows"), source.stage == "efficiency"
-            if is_stage and not isinstance(rows, list):
-                where = f"{source.path}: metrics.rows"
-                raise UserError(f"{where}: expected a list; remove the file and run its stage again")
-            listed = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-            speeds = [row for row in listed if (is_stage or "throughput_img_per_s" in row)]
-            for row in name_keys(mark_host(mark_noise(pool_runs(speeds))), f"{source.path}: metrics.rows"):
-                # a processor's threads come after a comma; a sweep outside the pipeline may have rows of several numbers of them
-                if row["device"].partition(", ")[0] != source.device.partition(", ")[0]:
-                    why = f"a row names the device {row['device']}, and the record {source.device}"
-                    raise UserError(f"{source.path}: {why}; measure again, or move the file out of results/")
+        for source in (each for each in self.sources if each.path.endswith(".csv")):
+            for row in mark_host(pool_runs(source.metrics["rows"])):
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
@@ -166,7 +156,7 @@ class Results:
             "profile_setting": lambda section, key: self._state(f" does not state {section}.{key}", section, key),
             "expected": self._expected,
             "theory": partial(self._read, "theory", "computed", "theorems"),
-            "operator": self._operator,
+            "memory_reference_over_kernel": self._memory_ratio,
         }
 
     def speed_functions(
@@ -179,11 +169,11 @@ class Results:
 
         def fps(model: str, size: int, asked: str | None = None) -> float:
             row = self._speed(group, "throughput_img_per_s", model, size, attention if asked == "unfused" else asked)
-            speed, interval = row["throughput_img_per_s"], find_interval(row)
-            if choose is None or interval is None:
+            speed, latencies = row["throughput_img_per_s"], row["latency_range_ms"]
+            if choose is None:
                 return speed
-            slowest, fastest = (speed * row["latency_ms"] / end for end in reversed(interval))
-            return choose(f"{model} at {size}, {row['attention']}", speed, (slowest, fastest))
+            ends = latencies and tuple(speed * row["latency_ms"] / end for end in reversed(latencies))
+            return choose(f"{model} at {size}, {row['attention']}", speed, ends)
 
         return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
 
@@ -379,7 +369,7 @@ class Results:
         def rank(found: tuple[Mapping[str, Any], Source]) -> tuple:
             backend = found[0]["backend"]
             place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
-            return place, bool(found[0]["noisy"]), found[1].path
+            return place, -found[0]["processes"], found[1].path
 
         rows = (each for each in self.speed_rows.get(group, []) if self.model_key(each[0], each[1].path) == model)
         fitting = [each for each in rows if (size_of(each[0]), each[0]["attention"]) == (str(size), attention)]
@@ -387,27 +377,21 @@ class Results:
         if row is None or row["status"] != "ok" or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
             raise Missing(f"{model} at {size}×{size} on {group}: {why}", "repro efficiency")
-        if field == "throughput_img_per_s" and row["noisy"]:
-            raise Missing(f"{model} at {size}×{size} on {group}: {describe_noise(row)}", "repro efficiency")
         if field == "throughput_img_per_s" and row["host"] == HOST:
             raise Missing(f"{model} at {size}×{size} on {group}: {HOST}", COMMAND)
-        for gate in source.metrics.get("gates", []):  # a model whose operator is slower than it could be gives no ratio
-            is_of_group = (gate["batch_size"], gate["dtype"]) == (group.batch_size, group.dtype)
-            if model.startswith(f"{gate['family']}_") and is_of_group and not gate["holds"]:
-                share = f"{gate['share_of_copy_percent']:.0f} % of the bandwidth of a copy"
-                why = f"{gate['operator']} reaches {share}, and {gate['at_least_percent']} % are required"
-                raise Missing(why, "repro efficiency")
+        if slow := find_slow_operator(row):
+            raise Missing(slow, "repro efficiency")
         self.used.add(source.path)
         return row
 
-    def _operator(self, key: str) -> float:
-        for source in self.sources:
-            operator = source.metrics.get("op")
-            # the claims are about the kernels, and on a CPU none runs
-            if isinstance(operator, Mapping) and operator.get(key) is not None and source.device.startswith("cuda"):
-                self.used.add(source.path)
-                return operator[key]
-        raise Missing("the reference path was not measured against the kernel on a GPU", "repro efficiency  # on a GPU")
+    def _memory_ratio(self) -> float:
+        for file in sorted(self.paths.speed.glob("kernels/*.csv")):  # of GPUs alone, as no kernel runs on a CPU
+            if ratio := find_memory_ratio(read_bench(file)):
+                self.used.add(file.relative_to(self.paths.root).as_posix())
+                return ratio
+        raise Missing(
+            "the reference path was not measured against the kernel on a GPU", "repro kernels bench  # on a GPU"
+        )
 
 
 def size_of(row: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from .arithmetic import decimals
@@ -68,7 +68,7 @@ KINDS = {
 }
 
 
-OPEN = "not separated"  # of a statement that the intervals of its speeds neither confirm nor refute
+OPEN = "not separated"  # of a statement that the ranges of its speeds neither confirm nor refute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Elsewhere:
     group: SpeedGroup  # the rows that it was taken from
     # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
     value: float | bool | str
-    # between which the quantity lies by the steps of each process; None where they are too few
+    # between which the quantity lies by the ranges over processes; None where a row has one process
     ends: tuple[float, float] | None
     # `value` with the fused attention that users run; None where it has no baseline, or no such row
     fused: float | bool | str | None
@@ -176,10 +176,11 @@ def significant(value: float | None) -> str:
     return f"{value:.{places}f}"
 
 
-def format_ratio(times: float, least: float, most: float) -> str:
-    """How many times as much, with the ends of its interval where it has one."""
-    ends = f" ({significant(least)} to {significant(most)})" if least < most else ""
-    return f"{significant(times)}×{ends}"
+def format_ratio(times: float, ends: Sequence[float] | None) -> str:
+    """How many times as much, with the ends of its range over processes where it has one."""
+    return f"{significant(times)}×" + (
+        f" ({significant(ends[0])} to {significant(ends[1])})" if ends else " (one process)"
+    )
 
 
 def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from repro.bench.campaign import STEPS, Step, run_campaign
 from repro.bench.params import SweepParams
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import find_commit, read_json, write_json
+from repro.core.record import read_json, write_json
 from repro.runs import cells
 from repro.runs.job import build_job
 
 
-def act(name, paths, minutes):
+def act(name, paths, minutes, began):
     """The work of a step: what its name says."""
     match name:
         case "refuse":
@@ -48,6 +48,31 @@ def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
         run_campaign(Paths(tmp_path), steps=make_steps("refuse", "break down", "die", "succeed"))
     assert (tmp_path / "steps.txt").read_text() == "succeed\n"
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_step_that_is_complete_is_not_taken_again_until_all_are(tmp_path, monkeypatch):
+    """The second of three runs out of time once; then all is done, and the next call begins anew."""
+    monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
+    assert not run_campaign(Paths(tmp_path), steps=make_steps("first", "run out of time", "third"))
+    steps = make_steps("first", "second", "third")
+    assert run_campaign(Paths(tmp_path), steps=steps) and run_campaign(Paths(tmp_path), steps=steps)
+    taken = (tmp_path / "steps.txt").read_text().split("\n")
+    assert taken == ["first", "run out of time", "third", "second", "first", "second", "third", ""]
+
+
+def note(folder, paths, minutes, began):
+    """Note since when rows count; the first two calls are not complete."""
+    with open(folder / "began.txt", "a") as file:
+        file.write(f"{began}\n")
+    return len((folder / "began.txt").read_text().splitlines()) > 2
+
+
+def test_all_calls_of_a_campaign_are_told_one_time_since_which_rows_count(tmp_path):
+    steps = tuple(Step(name, "a test", partial(note, tmp_path)) for name in ("one", "another"))
+    assert not run_campaign(Paths(tmp_path), steps=steps)
+    assert run_campaign(Paths(tmp_path), steps=steps)
+    told = (tmp_path / "began.txt").read_text().splitlines()
+    assert len(told) == 4 and len(set(told)) == 1
 
 
 def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
@@ -101,8 +126,8 @@ def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     assert metrics["backend"] == "numba" and metrics["machine"]
 
 
-def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
-    """What would be trained on an H200 is built here, without it; where a fresh record lies nothing is trained."""
+def test_a_training_is_timed(checkout, monkeypatch):
+    """What would be trained on an H200 is built here, without it."""
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
@@ -112,16 +137,11 @@ def test_a_training_is_timed_once_for_each_code(checkout, monkeypatch):
         write_json(chosen[0].record, {})
 
     monkeypatch.setattr(cells, "train_cells", train)
-    assert campaign.time_training(checkout, None)
+    assert campaign.time_training(checkout, None, "")
     (cell,) = asked
     assert not cell.record.exists(), "its speed alone is kept"
     assert (cell.runtime.peak_tflops, len(cell.params.seeds)) == (989.4, 2)
     assert cell.runtime.data_roots == {"digits": "data/digits"}
-    file = checkout.replications("nvidia_h200") / f"{campaign.TRAINED}.json"
-    # of this commit, and of another
-    for commit, times in ((find_commit(checkout.root), 1), ("another", 2)):
-        write_json(file, {"metrics": {}, "identity": {"parent_commit": commit}})
-        assert campaign.time_training(checkout, None) and len(asked) == times
     digits = "prepare_data/digits"
     shutil.copytree(find_root(Path(__file__).parent).results / digits, checkout.results / digits)
     job = build_job(dataclasses.replace(cell, runtime=dataclasses.replace(cell.runtime, device="cpu", workers=0)), 0)

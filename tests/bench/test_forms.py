@@ -1,11 +1,10 @@
 """The record of the two forms of inner learners on small sizes."""
 
 import itertools
-import json
 
 import pytest
 
-from repro.bench.forms import FormsParams, Setting, run_forms
+from repro.bench.forms import FormsParams, Setting, compare_forms, read_forms, run_forms
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.papers.kv_binding.forms import find_crossover
@@ -23,8 +22,9 @@ def metrics(tmp_path_factory):
     paper = Setting(name="paper", tokens=(16,), chunks={"lact": 8}, **small)
     runtime = Runtime(device="cpu", threads=1, data_roots={})
     run_forms(Paths(root), runtime, FormsParams(settings=(vision, paper), image_sizes=()))
-    (file,) = root.glob("results/replications/*/forms.json")
-    return json.loads(file.read_text())["metrics"]
+    (file,) = root.glob("results/speed/forms/*.csv")
+    rows = read_forms(file)
+    return {"rows": rows, "ratios": compare_forms(rows)}
 
 
 def test_learners_that_reduce_have_two_forms_and_a_ratio(metrics):

@@ -45,9 +45,8 @@ def test_names_come_in_the_order_of_the_table():
 
 
 def test_the_grid_measures_what_is_compared_next_to_each_other():
-    op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
     sizes = {"T": {"model": "v", "baseline": "d"}}
-    section = {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12, "op": op}
+    section = {"sizes": sizes, "others": ["o"], "image_sizes": [64, 32], "steps": 12}
     params = build(EfficiencyParams, section, "efficiency")
     specs = params.specs("cuda", threads=3)
     assert [(spec.image_size[0], spec.model, spec.attention) for spec in specs] == [

@@ -1,54 +1,60 @@
 """The measuring loop with a measurement of our own: what is measured, what is reused, and what happens after a failure."""
 
+import csv
 import dataclasses
 
 import pytest
 
-from repro.bench import rows as store_module
-from repro.bench.rows import COLUMNS, find_row, open_model_rows, write_rows
+from repro.bench import rows as module
+from repro.bench.rows import COLUMNS, Sheet, measure_pairs, measure_rows, measure_shares, read_rows
 from repro.bench.speed import RowSpec
-from repro.core.csvfile import read_csv
 from repro.core.errors import RunError, UserError
 
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 
 
+LONG_AGO, NEVER = "2000-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00"
+
+
 @dataclasses.dataclass
 class Measurements:
-    """Takes the place of `measure`: notes the specs, and gives rows of which the time is the middle of the interval.
+    """Takes the place of `measure`: notes the specs, and gives rows of 10 ms.
 
     Args:
         fits: model -> the largest batch size that does not run out of memory; 64 without one.
-        intervals: model -> those of its next rows, in place of 9 to 11 ms; a text is the end of a process that breaks.
+        broken: the models whose process breaks.
     """
 
     specs: list[RowSpec] = dataclasses.field(default_factory=list)
     fits: dict[str, int] = dataclasses.field(default_factory=dict)
-    intervals: dict[str, list] = dataclasses.field(default_factory=dict)
+    broken: set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, spec):
         self.specs.append(spec)
-        interval = self.intervals[spec.model].pop(0) if self.intervals.get(spec.model) else [9.0, 11.0]
-        if isinstance(interval, str):
-            raise RuntimeError(f"{spec.row_id}: {interval}")
-        row = vars(spec) | {"image_size": list(spec.image_size), "latency_ms_ci95": interval, "num_params": 5}
+        if spec.model in self.broken:
+            raise RuntimeError(f"{spec.row_id}: signal 6")
+        row = vars(spec) | {"image_size": list(spec.image_size), "num_params": 5, "attention_kernel": "none"}
         if spec.batch_size > self.fits.get(spec.model, 64):
             return {**row, "status": "oom", "reason": "too large"}
-        latency = sum(interval) / 2
-        row |= {"latency_ms": latency, "samples_ms": [latency] * 10, "throughput_img_per_s": 1e3 / latency}
+        row |= {"latency_ms": 10.0, "samples_ms": [10.0] * 10, "throughput_img_per_s": 100.0}
         return {**row, "peak_memory_mib": None, "status": "ok"}
 
 
 @pytest.fixture
 def measured(monkeypatch):
     made = Measurements()
-    monkeypatch.setattr(store_module, "measure", made)
+    monkeypatch.setattr(module, "measure", made)
     return made
 
 
 @pytest.fixture
-def store(tmp_path):
-    return open_model_rows(tmp_path, "cpu: made up")
+def open_sheet(tmp_path):
+    return lambda device="cpu: made up", began=LONG_AGO: Sheet(tmp_path / "speed" / "x.csv", tmp_path, device, began)
+
+
+@pytest.fixture
+def sheet(open_sheet):
+    return open_sheet()
 
 
 def make_specs(*sides, **changes):
@@ -56,126 +62,124 @@ def make_specs(*sides, **changes):
     return [RowSpec(model=m, attention=a, image_size=(side, side), **changes) for side, m, a in pairs]
 
 
-def test_rows_are_reused_by_the_same_code_device_and_run(measured, tmp_path, capsys):
-    specs, saved = measured.specs, []
-    store = open_model_rows(tmp_path, "cpu: made up", save=lambda store: saved.append(len(store.rows)))
-    assert store_module.measure_rows(make_specs(32), store) == {}
-    assert specs == make_specs(32) and saved == [1, 2]
-    store_module.measure_rows(make_specs(32, 64), store)
-    assert specs == make_specs(32, 64) and "2 of 4 rows are there from an earlier call" in capsys.readouterr().out
-    store_module.measure_rows(make_specs(32), store, run=2)
-    assert len(specs) == 6 and [row["run"] for row in store.rows] == [1, 1, 1, 1, 2, 2]
-    assert {row["device"] for row in store.rows} == {"cpu: made up"}
-    assert store.rows[1]["row"] == f"{DEIT}[attention=unfused]@32"
-    # the rows as a later call reads them
-    spec = make_specs(32)[0]
-    assert find_row(open_model_rows(tmp_path, "cpu: made up", store.rows), spec, 1) == store.rows[0]
-    assert find_row(open_model_rows(tmp_path, "cpu: another", store.rows), spec, 1) is None
-    assert find_row(store, spec, 3) is None
-    assert find_row(store, dataclasses.replace(spec, batch_size=2), 1) is None
-    for name in ("commit", "torch_version"):
-        assert find_row(open_model_rows(tmp_path, "cpu: made up", [{**store.rows[0], name: "old"}]), spec, 1) is None
+def test_rows_of_this_measurement_are_not_measured_again(measured, open_sheet, capsys):
+    measure_rows(make_specs(32), open_sheet())
+    measure_rows(make_specs(32, 64), open_sheet())
+    assert measured.specs == make_specs(32, 64)
+    assert "2 of 4 rows are there from the call before" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_left_out(measured, store):
+@pytest.mark.parametrize("other", [{"device": "cpu: another"}, {"began": NEVER}])
+def test_rows_of_another_device_or_an_earlier_measurement_do_not_count(measured, open_sheet, other):
+    measure_rows(make_specs(32), open_sheet())
+    assert open_sheet(**other).find(make_specs(32)[0], 1) is None
+    measure_rows(make_specs(32), open_sheet(**other))
+    assert measured.specs == 2 * make_specs(32)
+
+
+def test_a_new_measurement_replaces_all_runs_of_the_old_one_and_nothing_else(measured, open_sheet):
+    for run in (1, 2):
+        measure_rows(make_specs(32, 64), open_sheet(), run=run)
+    # as a later measurement sees them
+    fresh = open_sheet()
+    fresh.rows = [row | {"measured": LONG_AGO} for row in fresh.rows]
+    fresh.began = "2000-01-01T00:00:01+00:00"
+    measure_rows(make_specs(32), fresh)
+    runs = [(row["image_size"][0], row["run"]) for row in read_rows(fresh.path)]
+    assert sorted(runs) == [*[(32, 1)] * 2, *[(64, 1)] * 2, *[(64, 2)] * 2]
+
+
+def test_each_run_has_a_row(measured, open_sheet):
+    for run in (1, 2, 2):
+        measure_rows(make_specs(32), open_sheet(), run=run)
+    assert measured.specs == 2 * make_specs(32)
+    assert [(row["run"], row["device"]) for row in read_rows(open_sheet().path)] == [
+        (run, "cpu: made up") for run in (1, 2, 1, 2)
+    ]
+
+
+def test_what_does_not_fit_is_left_out(measured, sheet):
     """Starting a process is assumed to take 6 s, so that two rows never fit into a second, the first image size aside."""
-    left_out = store_module.measure_rows(make_specs(32, 64), store, budget_s=1e-3)
+    left_out = measure_rows(make_specs(32, 64), sheet, budget_s=1e-3)
     assert measured.specs == make_specs(32) and list(left_out) == [64]
 
 
-def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_both(measured, store):
+def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_both(measured, sheet):
     measured.fits, wanted = {DEIT: 16, VITTT: 32}, make_specs(32, batch_size=64)
-    store_module.measure_rows(wanted, store)
-    store_module.measure_pairs(wanted, store)
+    measure_rows(wanted, sheet)
+    measure_pairs(wanted, sheet)
     # 32 fits Vittt alone
     assert [(spec.model, spec.batch_size) for spec in measured.specs] == [
         (m, n) for n, models in ((64, (VITTT, DEIT)), (32, (DEIT, VITTT)), (16, (DEIT, VITTT))) for m in models
     ]
     measured.fits[DEIT] = 0
     # nothing was measured there, so that nothing is to be paired
-    store_module.measure_pairs(make_specs(32, batch_size=2), store)
+    measure_pairs(make_specs(32, batch_size=2), sheet)
     assert len(measured.specs) == 6
 
 
-def test_a_broken_process_is_a_row_or_the_end(measured, store):
-    measured.intervals = {VITTT: ["signal 6"] * 2, DEIT: ["signal 6"]}
+def test_a_broken_process_is_a_row_or_the_end(measured, sheet):
+    measured.broken = {VITTT, DEIT}
     with pytest.raises(RunError, match=f"^efficiency: {VITTT}@32: signal 6"):
-        store_module.measure_rows(make_specs(32), store, keep_failures=False)
-    store_module.measure_rows(make_specs(32), store)
+        measure_rows(make_specs(32), sheet, keep_failures=False)
+    measure_rows(make_specs(32), sheet)
     # counted all the same: DeiT-T's parameters less the positions of 14² - 2² patches
-    assert [row["status"] for row in store.rows] == ["failed"] * 2
-    assert store.rows[1]["num_params"] == 5_717_416 - 192 * 192
-    assert {row["reason"] for row in store.rows} == {"signal 6"}
+    assert [row["status"] for row in sheet.rows] == ["failed"] * 2
+    assert {row["num_params"] for row in sheet.rows if row["model"] == DEIT} == {5_717_416 - 192 * 192}
+    assert {row["reason"] for row in sheet.rows} == {"signal 6"}
 
 
-def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, store):
+def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, sheet):
     specs = [*make_specs(32), RowSpec(model="vittt_gigantic", image_size=(32, 32))]
     with pytest.raises(UserError, match="^efficiency: vittt_gigantic: "):
-        store_module.measure_rows(specs, store)
+        measure_rows(specs, sheet)
     assert not measured.specs
 
 
-def test_a_gate_is_measured_for_families_with_an_operator(monkeypatch, capsys):
-    def measure_gate(family, **about):
-        peer = {"operator": "op", "share_of_copy_percent": 7.0, "at_least_percent": 20}
-        return {"family": family, **about, **peer, "holds": family == "vim"}
-
-    monkeypatch.setattr(store_module, "measure_gate", measure_gate)
-    gates = store_module.measure_gates(["vrwkv", "deit", "vim"], batch_size=2, dtype="fp32", device="cpu")
-    assert [gate["family"] for gate in gates] == ["vim", "vrwkv"]
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("copy") and said[1].endswith("below 20 %, no ratio against vrwkv will be given")
+def test_the_share_of_a_copy_is_measured_of_families_with_an_operator_and_stands_in_their_rows(
+    measured, sheet, monkeypatch
+):
+    monkeypatch.setattr(module, "measure_share", lambda family, **about: {"vim": 7.0, "vrwkv": 30.0}[family])
+    shares = measure_shares(["vrwkv", "deit", "vim"], batch_size=2, dtype="fp32", device="cpu")
+    assert shares == {"vim": 7.0, "vrwkv": 30.0}
+    specs = [RowSpec(model=f"{name}_tiny_patch16_224", image_size=(32, 32)) for name in ("vim", "vittt")]
+    measure_rows(specs, sheet, shares=shares)
+    assert [row["op_share_of_copy_percent"] for row in read_rows(sheet.path)] == [7.0, None]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, ""), (59.4, ", 59 s left"), (150.0, ", at most 2 min left")])
 def test_remaining_time(seconds, text):
-    assert store_module.format_remaining(seconds) == text
+    assert module.format_remaining(seconds) == text
 
 
-def test_the_table_of_rows(measured, store, tmp_path):
-    store_module.measure_rows(make_specs(32), store)
-    write_rows(tmp_path / "rows.csv", store.rows)
-    assert (tmp_path / "rows.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
-    first, second = read_csv(tmp_path / "rows.csv")
-    assert (first["image_size"], first["latency_ms_low"], first["latency_ms_high"]) == (32, 9.0, 11.0)
-    assert "attention" not in first and second["attention"] == "unfused" and "peak_memory_mib" not in first
-
-
-NOISY, QUIETER, QUIET = [5.0, 15.0], [7.0, 13.0], [9.5, 10.5]
+def test_the_file_says_what_was_measured(measured, sheet):
+    specs = [*make_specs(32, compile="graphs"), RowSpec(model=VITTT, options={"chunk_size": 0}, image_size=(32, 64))]
+    measure_rows(specs, sheet)
+    assert sheet.path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    found = read_rows(sheet.path)
+    assert found == [{name: row.get(name) for name in COLUMNS} for row in sheet.rows]
+    tall = next(row for row in found if row["options"])
+    assert (tall["image_size"], tall["options"], tall["compile"]) == ([32, 64], {"chunk_size": 0}, False)
+    assert (tall["row"], tall["latency_ms"]) == (f"{VITTT}[chunk_size=0]@32x64", 10.0)
 
 
 @pytest.mark.parametrize(
-    ("intervals", "budget_s", "reasons", "attempts", "kept"),
-    [
-        ([NOISY, QUIET, [1.0, 99.0]], 600.0, [], 2, QUIET),
-        # of three that are noisy the quietest stays
-        ([QUIETER, NOISY, NOISY, QUIET], 600.0, ["spread"], 3, QUIETER),
-        ([NOISY, QUIETER, NOISY, QUIET], 600.0, ["spread"], 3, QUIETER),
-        ([NOISY, NOISY, QUIETER, QUIET], 600.0, ["spread"], 3, QUIETER),
-        ([NOISY, "broken", "broken"], 600.0, ["spread"], 3, NOISY),
-        ([NOISY, QUIET], 0.5, ["spread"], 1, NOISY),  # starting a process is assumed to take 6 s
-    ],
+    ("column", "value"),
+    [("image_size", "32"), ("options", "{"), ("compile", "yes"), ("run", "one"), ("latency_ms", "ten"), ("model", "")],
 )
-def test_a_noisy_row_is_measured_again(measured, store, tmp_path, capsys, intervals, budget_s, reasons, attempts, kept):
-    """After all others, until it is quiet, three times at most, within its own budget; a later call leaves it."""
-    measured.intervals[VITTT] = list(intervals)
-    specs = make_specs(32, budget_s=budget_s)
-    store_module.measure_rows(specs, store)
-    row = store.rows[0]
-    found = row["status"], row["noisy"], row["attempts"], row["latency_ms_ci95"]
-    assert found == ("ok", reasons, attempts, kept)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith(" img/s; noisy: spread")
-    assert [spec.model for spec in measured.specs] == [VITTT, DEIT, *[VITTT] * (attempts - 1)]
-    if attempts > 1:  # else a later call has time for another
-        assert said[2].startswith(f"[again, 2 of at most 3] {VITTT}@32: ")
-        again = open_model_rows(tmp_path, "cpu: made up", [row])
-        store_module.measure_rows(specs[:1], again)
-        assert again.rows == [row] and len(measured.specs) == attempts + 1
+def test_a_damaged_file_is_named_with_line_and_column(measured, sheet, column, value):
+    measure_rows(make_specs(32)[:1], sheet)
+    header, line = sheet.path.read_text().splitlines()
+    values = dict(zip(header.split(","), next(csv.reader([line])), strict=True)) | {column: value}
+    with open(sheet.path, "w", newline="") as stream:
+        writer = csv.DictWriter(stream, values)
+        writer.writeheader()
+        writer.writerow(values)
+    with pytest.raises(UserError, match=f"x.csv: line 2: {column}"):
+        read_rows(sheet.path)
 
 
-def test_a_row_out_of_order_is_measured_again(measured, store):
-    """The row at 32 first takes 30 ms and the one at 64 takes 10, so that the former was slowed."""
-    measured.intervals[VITTT] = [[30.0, 30.0], [10.0, 10.0], [5.0, 5.0]]
-    store_module.measure_rows([spec for spec in make_specs(32, 64) if spec.model == VITTT], store)
-    assert [(row["latency_ms"], row["noisy"], row["attempts"]) for row in store.rows] == [(5.0, [], 2), (10.0, [], 1)]
+def test_a_commit_of_digits_stays_text(measured, sheet):
+    measure_rows(make_specs(32)[:1], sheet)
+    sheet.path.write_text(sheet.path.read_text().replace("not in Git", "012345678901"))
+    assert read_rows(sheet.path)[0]["commit"] == "012345678901"

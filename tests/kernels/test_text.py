@@ -1,7 +1,5 @@
 """The lines and Markdown tables that are made of rows: every number is in its place, and what is missing is a dash."""
 
-import re
-
 from kernels.tools import text
 from kernels.tools.operators import OPERATORS
 
@@ -62,50 +60,3 @@ def test_times_have_a_column_for_each_implementation():
     ):
         found = cells(text.times_table([{**bench_row("triton", 1.0, operator), key: value} for value in values]))
         assert [row[column] for row in found[1:]] == [f"{label} {value}" for value in values]
-
-
-def compiled(operator="ttt_linear", kernel="ttt_linear_forward", **more):
-    """As `resources.compile_row` returns it: what a default config in bf16 compiles to."""
-    shared = {"operator": operator, "kernel": kernel, "default": True, "dtype": "bf16", "target": "sm_90", "loops": []}
-    shared |= {"config": {"chunk_size": 16, "num_warps": 4}, "registers": 168, "stack_bytes": 0, "shared_bytes": 8192}
-    return {**shared, "instructions": {"LDL": 0, "STL": 0, "BAR": 30}, **more}
-
-
-def test_resources_show_default_configs_in_bf16_and_the_loops_of_a_chunk():
-    counts = ((900, 40, 20), (500, 20, 10), (300, 12, 8))
-    groups, first, second = ({"instructions": n, "SHFL": s, "BAR": b} for n, s, b in counts)
-    spilled = {"instructions": {"LDL": 1, "STL": 2, "BAR": 30}}
-    rows = [
-        compiled(loops=[first], **spilled),
-        compiled(kernel="ttt_linear_backward", loops=[groups, first, second], **spilled),
-        compiled(kernel="ttt_linear_backward", default=False),
-        compiled(dtype="fp16"),
-        compiled(config={"chunk_size": 64}),
-        compiled("bi_wkv", "bi_wkv_forward", config={"channels": 192}, loops=[second, first], **spilled),
-    ]
-    header, *found = cells(text.resources_table(rows))
-    assert [row[0] for row in found] == ["`ttt_linear` forward", "`ttt_linear` backward", "`bi_wkv` forward"]
-    assert all(row[1:-1] == ["sm_90", "168", "0", "8192", "3"] for row in found) and len(header) == len(found[0])
-    # a loop that is longer than all others together holds them, and is left out
-    assert [row[-1] for row in found] == ["500, 20, 10", "500, 20, 10; 300, 12, 8", "300, 12, 8; 500, 20, 10"]
-    line = text.format_resources(rows[1])
-    assert all(part in line for part in ("168 registers", "3 spill instructions", "chunk_size 16"))
-
-
-def test_other_versions_stand_beside_the_locked_one():
-    """A row of another version of Triton is found whatever its config; what it lacks is a dash."""
-    loop = {"instructions": 400, "BAR": 0, "SHFL": 0}
-    rows = [compiled(target=target, loops=[loop]) for target in ("sm_80", "sm_90")]
-    other = {**rows[1], "registers": 160, "stack_bytes": 8, "config": {"chunk_size": 16, "num_warps": 8}}
-    other |= {"instructions": {"LDL": 3, "STL": 1}}
-    header, *found = cells(text.resources_table(rows, {"3.6.0": [other]}))
-    assert header[-1].startswith("Triton 3.6.0") and [row[-1] for row in found] == ["–", "160, 8"]
-    said = text.describe_spills(rows, {"3.6.0": [other]})
-    assert "0 of 2" in said and all(part in said for part in ("1 of 1", "3.6.0", "sm_90", "8 B", "1.0 per 100"))
-
-
-def test_spills_are_counted_of_all_rows_and_of_the_default_ones():
-    spilled = {"instructions": {"LDL": 2, "STL": 0}}
-    rows = [compiled(), compiled(stack_bytes=8), compiled(**spilled), compiled(default=False, **spilled)]
-    assert [int(n) for n in re.findall(r"\b\d\b", text.describe_spills(rows))][:5] == [4, 3, 3, 2, 2]
-    assert [int(n) for n in re.findall(r"\b\d\b", text.describe_spills(rows[:1]))][:4] == [1, 0, 1, 0]

@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
+from repro.bench.forms import COLUMNS
 from repro.core.config import load_section
+from repro.core.csvfile import write_csv
 from repro.core.paths import Paths
 from repro.models import fast_weights, inner
 from repro.models.registry import build_model
@@ -194,15 +196,15 @@ def test_a_change_is_said_with_its_interval(checkout):
 def test_the_choice_follows_from_accuracy_and_time(checkout, gap, milliseconds, verdict, backend):
     changed = tuple(gap + noise for noise in (0.1, -0.1, 0.1, -0.1, 0.0))
     train(checkout, plain=changed, dot=changed)
-    record = forms()
-    (row,) = record["backbones"]
-    times = {("own", backend): 100.0}
+    times = {("own", "auto"): 100.0}
     times |= {(step, form): milliseconds * (1 + (form == "recurrent")) for step in ("plain", "dot") for form in FORMS}
-    record["backbones"] = []
-    for (step, form), ms in times.items():
-        about = {"options": {} if step == "own" else {"step": step}, "backend": form, "latency_ms": ms}
-        record["backbones"] += [{**row, **about, "image_size": [side, side]} for side in (1280, 224)]
-    checkout.record("replications/cpu/forms", record)
+    rows = [
+        {**BACKBONE, "learner": step, "form": form, "latency_ms": ms, "tokens": tokens}
+        | {"backend": backend if step == "own" else "torch"}
+        for (step, form), ms in times.items()
+        for tokens in (6400, 196)
+    ]
+    write_forms(checkout, [*forms(), *rows])
     page = render_blocks(weigh_learners(judge(checkout, PAPER)), "")
     assert "1280²" in page and page.count(f"| parallel | {milliseconds / 100:.2f} | {verdict} |") == 2
 
@@ -214,34 +216,39 @@ def test_without_records_the_page_says_what_would_make_them(checkout):
     assert "| 256 | 100 % | < 1e-6 |" in page
 
 
-def forms() -> dict:
-    """A record of `repro kernels forms` in which the parallel form of V6 passes the recurrent one at 400 tokens."""
-    rows, ratios = [], []
-    lact = {"learner": "lact_v6", "mode": "infer"}
+BACKBONE = {"setting": "vittt_tiny", "mode": "infer", "status": "ok", "peak_memory_mib": 99.0, "samples_ms": ""}
+
+
+def write_forms(checkout, rows):
+    """A file of `repro kernels forms`."""
+    about = {"device": checkout.CPU, "commit": "0123456789ab"}
+    write_csv(checkout.paths.results / "speed/forms/cpu.csv", [about | row for row in rows], COLUMNS)
+
+
+def forms() -> list[dict]:
+    """Rows in which the parallel form of V6 passes the recurrent one at 400 tokens, in each of nine turns."""
+    rows = []
+    lact = {"learner": "lact_v6", "mode": "infer", "status": "ok", "samples_ms": " ".join(["8"] * 9)}
     for tokens, ratio in ((100, 0.5), (400, 2.0), (6400, 4.0)):
-        about = {"setting": "vision", "tokens": tokens, **lact}
-        shared = {**about, "heads": 3, "head_dim": 64, "chunk_size": 256, "noisy": [], "tokens_m_per_s": 1.0}
+        shared = {**lact, "setting": "vision", "tokens": tokens, "heads": 3, "head_dim": 64, "chunk_size": 256}
         rows.append({**shared, "form": "recurrent", "latency_ms": 8.0, "peak_memory_mib": 2.0})
-        noisy = ["load"] if tokens == 400 else []
-        faster = {"latency_ms": 8.0 / ratio, "peak_memory_mib": 6.0, "noisy": noisy}
+        faster = {"latency_ms": 8.0 / ratio, "peak_memory_mib": 6.0, "samples_ms": " ".join([f"{8 / ratio}"] * 9)}
         rows.append({**shared, "form": "parallel", **faster})
-        ratios.append({**about, "ratio": ratio, "ratio_ci95": [ratio - 0.1, ratio + 0.1]})
     rows.append({**rows[0], "learner": "vittt_dot", "chunk_size": 16})
-    about = {"setting": "paper", "tokens": 32768, **lact}
-    shared = {**rows[0], **about, "heads": 4, "head_dim": 384, "chunk_size": 2048}
-    rows.append({**shared, "form": "recurrent", "tokens_m_per_s": 0.25})
-    rows.append({**shared, "form": "parallel", "tokens_m_per_s": 0.2})
-    ratios.append({**about, "ratio": 0.8, "ratio_ci95": None, "ratio_ci95_reason": "three turns"})
-    backbone = {"options": {"step": "plain"}, "backend": "parallel", "image_size": [1280, 1280], "noisy": []}
-    backbone |= {"latency_ms": 1234.0, "peak_memory_mib": 99.0}
-    return {"rows": rows, "ratios": ratios, "backbones": [backbone]}
+    paper = {**rows[0], "setting": "paper", "tokens": 32768, "heads": 4, "head_dim": 384, "chunk_size": 2048}
+    rows.append({**paper, "form": "recurrent", "tokens_m_per_s": 0.25, "samples_ms": "8 8 8"})
+    rows.append({**paper, "form": "parallel", "tokens_m_per_s": 0.2, "samples_ms": "10 10 10"})
+    own = {**BACKBONE, "learner": "plain", "form": "parallel", "backend": "torch", "tokens": 6400, "latency_ms": 1234.0}
+    return [*rows, own]
 
 
-def test_the_forms_are_told_with_crossover_memory_and_noise(checkout):
-    checkout.record("replications/cpu/forms", forms())
+def test_the_forms_are_told_with_crossover_and_memory(checkout):
+    write_forms(checkout, forms())
     report = judge(checkout, PAPER)
     page = render_blocks([*list_ratios(report), *compare_setting(report), *show_picture(report)], "")
-    row = "| LaCT, V6 | 0.50 [0.40, 0.60] (3.0×) | 2.00 [1.90, 2.10] (3.0×; noisy) | 4.00 [3.90, 4.10] (3.0×) | ahead from 400 |"
+    row = (
+        "| LaCT, V6 | 0.50 [0.50, 0.50] (3.0×) | 2.00 [2.00, 2.00] (3.0×) | 4.00 [4.00, 4.00] (3.0×) | ahead from 400 |"
+    )
     assert row in page
     # the paper's 89.67 and 124.6 million tokens a second beside ours
     assert "| LaCT, V6 | 89.67 | 124.6 | 1.39 | 0.250 | 0.200 | 0.80 |" in page

@@ -9,11 +9,11 @@ import pytest
 from repro.bench.adapted import adapted_cost
 from repro.bench.flops import cost
 from repro.bench.params import ComplexityParams, EfficiencyParams
+from repro.bench.rows import write_rows
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.ranks import Ranks
-from repro.core.record import write_record
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.planning.planner import CostPlan, Planner, PlanRow, Rates, parse_rates, plan_costs
@@ -96,10 +96,10 @@ def test_an_estimate_is_of_the_multiply_adds_at_the_size_and_classes_of_the_data
 def test_an_estimated_step_takes_at_least_the_hosts_time(tmp_path):
     """Two forward passes took 11 and 12 ms with 33 times the work: three passes of 12 ms for each 8 of 1,438 images."""
     usual = {"model": "vittt_tiny_patch16_224", "batch_size": 1, "dtype": "bf16", "mode": "infer", "backend": "triton"}
-    usual |= {"device": "cuda: a GPU", "status": "ok", "throughput_img_per_s": 90.0, "attention": "fused"}
+    usual |= {"device": "cuda: a GPU", "status": "ok", "throughput_img_per_s": 90.0, "attention": "fused", "run": 1}
+    usual |= {"options": {}, "compile": False, "commit": "c0de"}
     rows = [{**usual, "image_size": [side] * 2, "latency_ms": ms} for side, ms in ((224, 11.0), (1280, 12.0))]
-    identity = {"device": "cuda: a GPU", "code_hash": "c0de", "code_modules": ["stages.efficiency"]}
-    write_record(tmp_path / "results/replications/a_gpu/efficiency.json", {"rows": rows}, identity, 1.0)
+    write_rows(tmp_path / "results/speed/a_gpu.csv", rows)
     row = make_planner(tmp_path, Rates(), micro_batch=8).charge("pretrain", "nano", make_params({"image_size": 32}))
     assert row.hours * 3600 == pytest.approx(2 * 1438 / 8 * 3 * 0.012) and "12 ms" in row.note and row.mark == "~"
     # where the work takes longer, it decides
@@ -211,11 +211,10 @@ def test_counting_is_free_and_gives_both_conventions(tmp_path):
 
 
 def test_measuring_takes_at_most_every_row_its_budget(tmp_path):
-    op = {"tokens": 1, "heads": 1, "matmul_side": 1, "repeats": 6}
     sizes = {size: {"model": f"v_{size}", "baseline": f"d_{size}"} for size in "TS"}
     params = build(
         EfficiencyParams,
-        {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0, "op": op},
+        {"sizes": sizes, "others": ["o"], "image_sizes": [32, 64, 96], "budget_s": 600.0},
         "efficiency",
     )
     row = make_planner(tmp_path).charge("efficiency", None, params)

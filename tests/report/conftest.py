@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from repro.bench.rows import write_rows
 from repro.core.paths import Paths
-from repro.core.record import read_json, write_json, write_record
+from repro.core.record import read_json, write_json, write_record, write_run
 from repro.papers import load_papers, load_primary
 from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
@@ -124,14 +125,28 @@ class Checkout:
         usual |= {"seeds": list(range(len(runs) or 1)), "by_seed": runs or [{"seed": 0}], "split": "val", **scores}
         self.record(path, {**usual, **more}, curve=curve)
 
-    def speed(self, *rows: dict, device: str, path: str = "efficiency", **more: object) -> None:
-        """Efficiency rows; each may override the defaults of a good 1280×1280 row."""
-        usual = {"options": {}, "attention": None, "attention_reason": "no softmax attention", "num_params": 7}
+    def speed(self, *rows: dict, device: str, path: str = "efficiency") -> None:
+        """Rows of speed; each may override the defaults of a good 1280×1280 row. `path`: the stage, or a name in speed/.
+
+        `ends`: the latencies of the fastest and of the slowest of three processes, as shares of the median; None is one
+        process. The latency follows from the throughput where it is not given.
+        """
+        usual = {"options": {}, "attention": None, "num_params": 7, "attention_kernel": "flash", "compile": False}
         usual |= {"image_size": [1280, 1280], "batch_size": 64, "dtype": "fp16", "mode": "infer", "macs_g": 1.0}
-        usual |= {"device": device, "backend": "triton", "status": "ok", "samples_ms": [], "peak_memory_mib": 1000.0}
-        usual |= {"latency_ms": 10.0, "latency_ms_ci95": [9.0, 11.0], "throughput_img_per_s": 100.0}
-        metrics = {"rows": [{**usual, **row} for row in rows], "op": {"share_of_matmul_rate": 0.25}, **more}
-        self.record(path, metrics, device)
+        usual |= {"device": device, "backend": "triton", "status": "ok", "peak_memory_mib": 1000.0}
+        usual |= {"commit": "0123456789ab", "torch_version": "2.14.1", "ends": (0.9, 1.1)}
+        written = []
+        for row in ({**usual, **each} for each in rows):
+            ends, times = row.pop("ends"), 1e3 * row["batch_size"]
+            latency = row.get("latency_ms", times / (row.get("throughput_img_per_s") or 100.0))
+            for number, factor in enumerate((1.0, *(ends or ())), 1):
+                measured = None if row["status"] != "ok" else latency * factor
+                speed = {"latency_ms": measured, "throughput_img_per_s": measured and times / measured}
+                written.append({**row, **speed, "run": number})
+        folder = self.paths.results
+        write_rows(folder / ("efficiency/rows.csv" if path == "efficiency" else f"speed/{path}.csv"), written)
+        if path == "efficiency":
+            write_run(folder / "efficiency/rows.csv", 1.0)
 
     def results(self) -> Results:
         return Results(self.paths, [self.paper], SCORES)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from repro.core.host import COMMAND, HOST, UNKNOWN
 from repro.core.record import read_json
 from repro.core.runtime import RUN_BEGAN
+from repro.core.speeds import COMMAND, HOST, UNKNOWN
 from repro.report.answer import answer_blocks, judge_question, measure_deviations, readme_blocks, verdict_blocks
 from repro.report.gallery import find_speeds
 from repro.report.markdown import render_blocks
@@ -29,7 +29,7 @@ ROWS = (  # model, attention, size, ms, MiB
 START = datetime.datetime.fromisoformat("2026-01-01T12:00:29+00:00").timestamp()
 
 
-def speeds(checkout, device=None, path="replications/cpu/efficiency", rows=ROWS, **more):
+def speeds(checkout, device=None, path="cpu", rows=ROWS, **more):
     about = {"batch_size": 1, "dtype": "fp32", "reason": "out of memory", **more}
     listed = [
         {"model": model, "attention": attention, "image_size": [size] * 2, "latency_ms": ms, "peak_memory_mib": memory}
@@ -61,40 +61,41 @@ def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
 
 
 def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
-    speeds(checkout, latency_ms_ci95=None)  # one step each, and so no interval
+    speeds(checkout, ends=None)  # one process each, and so no range
     found = facts(checkout)
     ours, scope = found["Vittt-T against DeiT-T at 224²"]
-    assert "Vittt-T: 40.0 ms, 60.0 MiB; DeiT-T, fused: 10.0 ms, 50.0 MiB (Vittt-T 0.250× as fast)" in ours
+    assert "Vittt-T: 40.0 ms, 60.0 MiB; DeiT-T, fused: 10.0 ms, 50.0 MiB (Vittt-T 0.250× (one process) as fast)" in ours
     assert scope.startswith(f"{checkout.CPU}, batch 1, fp32, infer")
     ours, scope = found["Vittt-T against DeiT-T at 1280²"]
-    assert "2500 ms, 190 MiB (Vittt-T 2.50× as fast); DeiT-T, unfused: oom" in ours and scope.startswith(checkout.CPU)
+    assert "2500 ms, 190 MiB (Vittt-T 2.50× (one process) as fast); DeiT-T, unfused: oom" in ours and scope.startswith(
+        checkout.CPU
+    )
     assert found["anything on a GPU"][0] == "**not measured**"
     shown = render_blocks(verdict_blocks(checkout.report()))
-    cells = "– | 2.50×; 5 % more memory | 0.500×; 20 % more memory | 0.250×; 20 % more memory |"
+    one = "× (one process)"
+    cells = f"– | 2.50{one}; 5 % more memory | 0.500{one}; 20 % more memory | 0.250{one}; 20 % more memory |"
     assert (
         f"| some processor, 2 threads, batch 1, fp32, commit 0123456789ab | {cells}\n" in shown
         and "DeiT-T is neither" in shown
     )
-    # an interval of both rows is one of the ratio, however wide it is
-    speeds(checkout, rows=[row for row in ROWS if row[2] == 224], latency_ms_ci95=[7.0, 13.0])
+    # the ranges of both rows are one of the ratio, however wide it is: 0.25 · 0.5 / 1.5 and 0.25 · 1.5 / 0.5
+    speeds(checkout, rows=[row for row in ROWS if row[2] == 224], ends=(0.5, 1.5))
     ours, _ = facts(checkout)["Vittt-T against DeiT-T at 224²"]
-    assert "(Vittt-T 0.250× (0.538 to 1.86) as fast)" in ours and ours.count("(noisy)") == 2
-    assert "0.500× (0.538 to 1.86); 20 %" in render_blocks(verdict_blocks(checkout.report()))
-    speeds(checkout, load_average=9.0, cores=2, threads=1)
-    assert "as fast" not in facts(checkout)["Vittt-T against DeiT-T at 224²"][0]
+    assert "(Vittt-T 0.250× (0.0833 to 0.750) as fast)" in ours
+    assert "0.500× (0.167 to 1.50); 20 %" in render_blocks(verdict_blocks(checkout.report()))
 
 
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout, path="efficiency", rows=ROWS[:2])
     speeds(checkout)
     contest = checkout.paper.contest
-    assert find_speeds(contest, checkout.results()).source.path == "results/replications/cpu/efficiency.json"
-    speeds(checkout, device=checkout.H200, path="replications/a_gpu/efficiency", rows=ROWS[:3])
+    assert find_speeds(contest, checkout.results()).source.path == "results/speed/cpu.csv"
+    speeds(checkout, device=checkout.H200, path="a_gpu", rows=ROWS[:3])
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
-    speeds(checkout, device=checkout.H200, path="replications/a_gpu/efficiency")
+    speeds(checkout, device=checkout.H200, path="a_gpu")
     assert find_speeds(contest, checkout.results()).group.device == checkout.H200
     assert "anything on a GPU" not in facts(checkout)
-    speeds(checkout, device=checkout.H200, path="replications/a_gpu/efficiency", mode="train")
+    speeds(checkout, device=checkout.H200, path="a_gpu", mode="train")
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
 
 
@@ -142,7 +143,7 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, monkey
             in checkout.read("README.md")
         )
     noted = read_json(checkout.paths.results / "pipeline.json")
-    assert (noted["seconds"], noted["jobs"]) == expected and noted["commits"] == ["0123456789abcdef"]
+    assert (noted["seconds"], noted["jobs"]) == expected and noted["commits"] == ["0123456789ab"]
     assert {"complexity", "pretrain@v", "detect@v"} == set(noted["stages"]) and sum(noted["stages"].values()) == 131
 
 

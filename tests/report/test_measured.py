@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.core.host import HOST
+from repro.core.speeds import HOST
 from repro.report.markdown import render_blocks
 from repro.report.measured import list_speeds, over_resolution
 
@@ -11,31 +11,26 @@ VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_
 
 
 def row(model, attention, size, latency, memory, **more):
-    about = {"row": f"{model}@{size}", "model": model, "attention": attention, "image_size": [size, size], "run": 1}
-    about |= {"batch_size": 1, "dtype": "fp32", "compile": False, "attention_kernel": "flash", "reason": "made up"}
-    measured = {"latency_ms": latency, "latency_ms_ci95": None, "peak_memory_mib": memory, "macs_g": size**2 / 1e5}
-    return {**about, **measured, "throughput_img_per_s": None if latency is None else 1e3 / latency, **more}
+    about = {"row": f"{model}@{size}", "model": model, "attention": attention, "image_size": [size, size], "ends": None}
+    about |= {"batch_size": 1, "dtype": "fp32", "reason": "made up"}
+    return {**about, "latency_ms": latency, "peak_memory_mib": memory, "macs_g": size**2 / 1e5, **more}
 
 
 def test_matrices_comparisons_and_growth(checkout):
-    """What was measured twice counts once, by its mean; Vim's interval is half as wide as its median is long.
-
-    What a record concluded from its rows is not shown, but what the code here does.
-    """
-    rows = [row(VITTT, None, size, size**2 / 1e3, size**2 / 1e4) for size in (512, 1024)]
+    """Vittt takes 0.98, 1 and 1.02 times as long in three processes at 512²; DeiT has one process."""
+    three = {"ends": (0.98, 1.02)}
+    rows = [row(VITTT, None, size, size**2 / 1e3, size**2 / 1e4, **three) for size in (512, 1024)]
     rows += [row(DEIT, "unfused", 512, 1048.576, 100.0), row(DEIT, "unfused", 1024, None, None, status="oom")]
-    rows += [row(VITTT, None, 512, 1.02 * 512**2 / 1e3, 512**2 / 1e4, run=2)]
     rows += [row(VITTT, None, 512, 9.0, 9.0, compile=True), row(VIM, None, 512, 1000.0, 1.0)]
-    rows[-1] |= {"latency_ms_ci95": [750.0, 1250.0]}
-    checkout.speed(*rows, device=CPU, path="replications/cpu_made_up/efficiency", gates=[], compared=[], growth=[])
+    checkout.speed(*rows, device=CPU, path="cpu_made_up")
     text = render_blocks(list_speeds(checkout.report()))
-    assert f"| {VITTT} | 265 | 1049 |" in text
-    assert f"| {VIM} | 1000 (noisy) | – |" in text
+    assert f"| {VITTT} | 262 | 1049 |" in text
+    assert f"| {VIM} | 1000 | – |" in text
     assert f"| {DEIT}, unfused | 1049 | oom |" in text
-    assert "| T | deit | 512² | 3.96× (3.92 to 4.00) | 73.8 % | faster at 512² |" in text
+    assert "| T | deit | 512² | 4.00× (one process) | 73.8 % | not known: one process, no interval |" in text
     assert "| T | vim | – | no ratio: the speed of its operator was not measured" in text
-    assert f"| {VITTT} | 1.00 | 0.993 | 1.000 |" in text
-    assert text.count("| 0.993 |") == 1  # one size shows no growth
+    assert f"| {VITTT} | 1.00 | 1.00 | 1.000 |" in text
+    assert text.count("| 1.00 | 1.00 | 1.000 |") == 1  # one size shows no growth
     assert f"### {CPU}, batch 1, fp32, infer, commit 0123456789ab\n" in text
     assert f"### {CPU}, batch 1, fp32, infer, compiled, commit 0123456789ab\n" in text
 
@@ -49,16 +44,17 @@ def test_a_crossover_needs_four_sizes_and_names_the_smallest(checkout):
         ((1.0, 3.0, 3.0, 3.0), "from 384² on: faster at 384², 640², 1280²; slower at 224²"),
         ((3.0, 3.0, 3.0), "faster at 224², 384², 640²"),
     ):
-        rows = [row(VITTT, None, size, 2.0 + size / 1e6, 1.0) for size in sizes]
-        rows += [row(DEIT, "unfused", size, ms, 1.0) for size, ms in zip(sizes, theirs, strict=False)]
-        checkout.speed(*rows, device=CPU, path="replications/cpu_made_up/efficiency", gates=[], compared=[], growth=[])
+        alike = {"ends": (1.0, 1.0)}
+        rows = [row(VITTT, None, size, 2.0 + size / 1e6, 1.0, **alike) for size in sizes]
+        rows += [row(DEIT, "unfused", size, ms, 1.0, **alike) for size, ms in zip(sizes, theirs, strict=False)]
+        checkout.speed(*rows, device=CPU, path="cpu_made_up")
         assert f"| {words} |" in render_blocks(list_speeds(checkout.report()))
 
 
 def test_times_of_the_host_are_marked_and_give_nothing(checkout):
     rows = [row(VITTT, None, size, ms, 6.0, device=checkout.H200) for size, ms in ((224, 11.0), (1280, 12.0))]
     rows += [row(DEIT, "fused", size, ms, 5.0, device=checkout.H200) for size, ms in ((224, 3.0), (1280, 14.0))]
-    checkout.speed(*rows, device=checkout.H200, path="replications/a_gpu/efficiency", gates=[], compared=[], growth=[])
+    checkout.speed(*rows, device=checkout.H200, path="a_gpu")
     text = render_blocks(list_speeds(checkout.report()))
     assert f"| {VITTT} | 11.0 (host) | 12.0 (host) |" in text and "| 3.00 (host?) | 14.0 (host?) |" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| T | deit_fused")]
@@ -71,14 +67,14 @@ def test_accuracies_and_times_are_in_a_row_for_each_model(checkout):
     for family, shift in (("vittt", 0), ("deit", 20)):
         for size, top1, time in ((64, 90.0, 1.0), (96, 50.125, 2.5)):
             row = {"family": family, "model": f"{family}_nano", "image_size": [size, size], "latency_ms": time}
-            rows.append({**row, "top1_percent": top1 - shift, "noisy": ["spread"] if size == 96 else []})
+            rows.append({**row, "top1_percent": top1 - shift})
     about = {"data_set": "digits", "split": "test", "held_out_images": 359, "train_image_size": 64, "evaluated": rows}
     checkout.record("resolution", about)
     (section,) = over_resolution(checkout.report())
     text = render_blocks(section.blocks)
     assert "| model | 64² (1×) | 96² (1.5×) |" in text and "on the 359 test images of digits" in text
     assert "| vittt_nano | 90.0 | 50.1 |" in text and "| deit_nano | 70.0 | 30.1 |" in text
-    assert text.count("| 1.00 | 2.50 (noisy) |") == 2
+    assert text.count("| 1.00 | 2.50 |") == 2
     assert f"`results/resolution/metrics.json`: {checkout.CPU}" in text
     assert "](resolution/accuracy_and_time.png)" in text
 

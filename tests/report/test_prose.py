@@ -9,7 +9,7 @@ import pytest
 from repro.report.dense import compare_without_learning
 from repro.report.document import Picture, Section, cross, number, plain, table
 from repro.report.markdown import render_blocks, render_markdown
-from repro.report.measured import count_noisy_rows
+from repro.report.measured import list_spreads
 from repro.report.pages import build_passages, write_report
 from repro.report.paper import list_functions
 from repro.report.prose import read_page
@@ -127,14 +127,14 @@ def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout)
     for file, passages in checkout.paper.passages.items():
         text = (ROOT / file).read_text(encoding="utf-8")
         assert all(text.count(f"<!-- {name} -->\n") == text.count(f"<!-- /{name} -->\n") == 1 for name in passages)
-    said = passage(count_noisy_rows, checkout)
+    said = passage(list_spreads, checkout)
     assert "`repro efficiency`" in said and said.count(".") == said.count("\n") + 1 == 1
     checkout.speed({"model": "a"}, device=checkout.CPU)
-    file = checkout.write("results/speed.md", "a\n<!-- noise -->\nold\n<!-- /noise -->\nb\n")
+    file = checkout.write("results/speed.md", "a\n<!-- spread -->\nold\n<!-- /spread -->\nb\n")
     other = checkout.write("docs/architecture.md", "c\n")
     write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
-    said = passage(count_noisy_rows, checkout)
-    assert file.read_text(encoding="utf-8") == f"a\n<!-- noise -->\n{said}\n<!-- /noise -->\nb\n"
+    said = passage(list_spreads, checkout)
+    assert file.read_text(encoding="utf-8") == f"a\n<!-- spread -->\n{said}\n<!-- /spread -->\nb\n"
     assert other.read_text(encoding="utf-8") == "c\n" and "batch" in said
 
 
@@ -191,14 +191,11 @@ def test_runs_with_other_references_are_apart_and_classes_are_means_over_seeds(c
     assert "| IoU (%) by class | 7 | sky |" in said and "| `segment/a` | 0.0 | 85.0 |" in said
 
 
-def test_noise_is_counted_by_device(checkout):
-    quiet, wide = {"model": "a", "latency_ms_ci95": [9.5, 10.5]}, {"model": "b", "latency_ms_ci95": [8.0, 12.0]}
-    checkout.speed(quiet, wide, device=checkout.H200)
-    about = {"compared": [], "growth": [], "gates": [], "repeated": {"rows": 54, "overlap_percent": 50.0}}
-    checkout.speed(
-        {**quiet, "batch_size": 1, "run": 1}, device=checkout.CPU, path="replications/cpu/efficiency", **about
-    )
-    said = passage(count_noisy_rows, checkout)
-    assert f"| {checkout.H200}, batch 64, fp16, infer | 2 | 1 | 10 % | 40 % |" in said
-    assert f"| {checkout.CPU}, batch 1, fp16, infer | 1 | 0 | 10 % | – |" in said
-    assert "54 rows were measured twice; of those with intervals, 50 % overlap." in said
+def test_how_far_processes_lie_apart_is_said_by_device(checkout):
+    """10.5 / 9.5 is 11 % more, 12 / 8 is 50 %."""
+    narrow, wide = {"model": "a", "ends": (0.95, 1.05)}, {"model": "b", "ends": (0.8, 1.2)}
+    checkout.speed(narrow, wide, narrow | {"model": "c"}, device=checkout.H200)
+    checkout.speed({**narrow, "batch_size": 1, "ends": None}, device=checkout.CPU, path="cpu")
+    said = passage(list_spreads, checkout)
+    assert f"| {checkout.H200}, batch 64, fp16, infer | 3 | 3 | 11 % | 50 % |" in said
+    assert f"| {checkout.CPU}, batch 1, fp16, infer | 1 | 1 | – | – |" in said

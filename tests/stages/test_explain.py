@@ -186,6 +186,5 @@ def test_what_resolution_leaves(weights, repro_cli):
         # the samples are written with four decimals
         assert len(row["samples_ms"]) == 3
         assert row["latency_ms"] == pytest.approx(statistics.median(row["samples_ms"]), abs=1e-4)
-        assert isinstance(row["noisy"], list)
     assert "vittt_nano_patch16_144 at 96: top-1" in out + err
     assert is_figure(Path("results/resolution/accuracy_and_time.png"))

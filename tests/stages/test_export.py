@@ -10,13 +10,9 @@ from timm.data.readers import create_reader
 
 import repro.inference.export
 from repro.core.hashing import hash_file
-from repro.core.paths import Paths
-from repro.core.record import read_record
 from repro.models.checkpoints import open_weights
 from repro.models.registry import build_model
 from repro.models.weights import save_weights
-from stages.export import describe_exports
-from tests.conftest import link_code
 from tests.data_sets.made import picture
 from tests.models.helpers import nano, shaken
 from tests.slow import first, slow
@@ -176,28 +172,3 @@ def test_a_graph_of_one_size_is_refused_for_all(saved, tmp_path, repro_cli, fami
     arguments = ("--weights", str(saved(family)), "--format", "torch_export", "--any-size")
     assert "--any-size" in repro_cli.refuse("export", *arguments, code=1)
     assert [each.name for each in tmp_path.iterdir()] == ["trained"]
-
-
-@pytest.mark.slow
-def test_exports_are_timed_once_and_shown(tmp_path, monkeypatch):
-    pytest.importorskip("onnxruntime")
-    link_code(tmp_path)
-    paths, name = Paths(tmp_path), "deit_nano_patch16_144"
-    assert "repro export --bench" in describe_exports(paths)  # nothing is recorded yet
-    threads = torch.get_num_threads()
-    params = repro.inference.export.BenchParams(exports=((name, 48),), samples=2)
-    try:
-        repro.inference.export.bench(paths, params)
-        file = next(tmp_path.glob("results/replications/*/export.json"))
-        before = read_record(file)
-        monkeypatch.setattr(repro.inference.export, "_measure", lambda *_: pytest.fail("a row was measured again"))
-        repro.inference.export.bench(paths, params)
-    finally:
-        torch.set_num_threads(threads)
-    rows = read_record(file)["metrics"]["rows"]
-    assert rows == before["metrics"]["rows"] and [row["format"] for row in rows] == ["torch_export", "onnx"]
-    weights_mib = sum(each.numel() for each in build_model(name, img_size=48).parameters()) * 4 / 2**20
-    for row in rows:
-        assert weights_mib < row["file_mib"] < weights_mib + 1
-        assert row["logit_difference"] <= 1e-4 * row["largest_logit"]
-        assert f"| {name}, 48² | {row['format']} | {row['write_s']:.0f} |" in describe_exports(paths)

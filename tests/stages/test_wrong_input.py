@@ -24,7 +24,6 @@ efficiency:
   sizes: {{T: {{model: {NANO}, baseline: deit_tiny_patch16_224}}}}
   image_sizes: [32]
   backend: auto
-  op: {{tokens: 16, heads: 1, matmul_side: 8, repeats: 6}}
 tune:
   nano: {{cell: pretrain.nano, family: vittt, data: digits, lr: [0.003, 0.006], warmup_epochs: [0], seed: 7}}
 """
@@ -108,7 +107,6 @@ COMMANDS = {
     "explain picture.png --map attention --weights softmax.safetensors --teacher softmax.safetensors": "teacher",
     "explain picture.png --map attention --weights student.safetensors --teacher student.safetensors": "student.s",
     "explain picture.png --map attention --weights student.safetensors --teacher deit.safetensors": "fit student",
-    "export --bench --format onnx": "--bench",
     "export --format onnx": "--weights",
     "export --weights vittt.safetensors --format safetensors --image-size 64": "--image-size onnx torch_export",
     "export --weights vittt.safetensors --format safetensors --any-size": "--any-size onnx torch_export",

@@ -35,9 +35,15 @@ MODES = {"infer": "forward", "train": "forward and backward"}
 
 
 def find_forms(report: Report) -> list[Source]:
-    """The records of `repro kernels forms`, those of GPUs first."""
-    sources = report.results.sources
-    found = [each for each in sources if each.path.endswith("/forms.json") and "ratios" in each.metrics]
+    """The files of `repro kernels forms`, those of GPUs first, each with its `rows` and `ratios`."""
+    from ...bench.forms import compare_forms, read_forms  # loads torch
+
+    found, paths = [], report.results.paths
+    for file in sorted(paths.speed.glob("forms/*.csv")):
+        if rows := read_forms(file):
+            metrics = {"rows": rows, "ratios": compare_forms(rows)}
+            identity = {"device": rows[0]["device"], "parent_commit": rows[-1]["commit"]}
+            found.append(Source(file.relative_to(paths.root).as_posix(), metrics, identity))
     return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
 
 
@@ -77,27 +83,43 @@ def list_backbones(report: Report) -> list[Block]:
     """Vittt-T with each learner and form: time and memory of an image at each size."""
     blocks: list[Block] = []
     for source in _require_forms(report):
-        rows = source.metrics["backbones"]
-        sides = sorted({row["image_size"][0] for row in rows})
+        rows = _list_backbone_rows(source)
+        sides = sorted({row["tokens"] for row in rows})
         body: list[list[Piece]] = []
         for (step, form), alike in group_by(rows, _name_backbone).items():
-            of_side = {row["image_size"][0]: row for row in alike}
+            of_side = {row["tokens"]: row for row in alike}
             body.append(["unchanged" if step == "own" else step, form])
             for row in map(of_side.get, sides):
                 if row is None or row["latency_ms"] is None:
                     body[-1] += ["–", "–"]
                     continue
-                body[-1].append(number(row["latency_ms"], ".1f", " (noisy)" if row["noisy"] else ""))
+                body[-1].append(number(row["latency_ms"], ".1f"))
                 body[-1].append(number(row["peak_memory_mib"] or None, ".0f"))
-        header = ["learner", "form", *(text for side in sides for text in (f"{side}² (ms)", f"{side}² (MiB)"))]
+        header = [
+            "learner",
+            "form",
+            *(text for tokens in sides for text in (f"{find_side(tokens)}² (ms)", f"{find_side(tokens)}² (MiB)")),
+        ]
         origin = describe_origin([source])
         blocks += [(f"Vittt-T, one image, fp32; {origin}.",), table(header, body)] if rows else []
     return blocks
 
 
+def _list_backbone_rows(source: Source) -> list[Mapping[str, Any]]:
+    """The rows of Vittt-T as a whole, by learner, form and tokens."""
+    from ...bench.forms import BACKBONE
+
+    return [row for row in source.metrics["rows"] if row["setting"] == BACKBONE]
+
+
+def find_side(tokens: int) -> int:
+    """The side in pixels of a square image of so many tokens."""
+    return 16 * math.isqrt(tokens)
+
+
 def _name_backbone(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The learner and the form of a row."""
-    return row["options"].get("step", "own"), row["backend"]
+    """The learner and the form of a row; for the unchanged one, what computed it."""
+    return row["learner"], row["backend"] if row["form"] == "auto" else row["form"]
 
 
 def _require_forms(report: Report) -> list[Source]:
@@ -110,10 +132,9 @@ def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, An
     """(learner, form) of Vittt-T -> its timed rows of the first device, by size; none without the unchanged one."""
     for source in find_forms(report):
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for row in sorted(source.metrics["backbones"], key=lambda row: row["image_size"]):
+        for row in sorted(_list_backbone_rows(source), key=lambda row: row["tokens"]):
             if row["latency_ms"] is not None:
-                key = _name_backbone(row)
-                found.setdefault(("own", "auto") if key[0] == "own" else key, []).append(row)
+                found.setdefault((row["learner"], row["form"]), []).append(row)
         if ("own", "auto") in found:
             return found
     return {}
@@ -185,8 +206,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Bl
         keys = ("setting", "learner", "mode", "tokens")
         alike = {each["form"]: each for each in metrics["rows"] if all(each[key] == cell[key] for key in keys)}
         memory = alike["parallel"]["peak_memory_mib"] / alike["recurrent"]["peak_memory_mib"]
-        noisy = "; noisy" if any(each["noisy"] for each in alike.values()) else ""
-        return number(f"{show_interval(cell['ratio'], cell['ratio_ci95'], '.2f')} ({memory:.1f}×{noisy})")
+        return number(f"{show_interval(cell['ratio'], cell['ratio_ci95'], '.2f')} ({memory:.1f}×)")
 
     cells: dict[tuple[str, float], Any] = {(NAMES[row["learner"]], row["tokens"]): row for row in rows}
     for learner, alike in group_by(rows, lambda row: NAMES[row["learner"]]).items():

@@ -12,7 +12,7 @@ from ...report.ordering import Pair, compare_accuracies, describe_power
 from ...report.records import Source, describe_origin, describe_seeds, keep_best, warn_of_seeds
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, describe_elsewhere, find_groups
-from .forms import find_backbones
+from .forms import find_backbones, find_side
 
 ROUNDING = 1e-12
 CHUNKS = (16, 32, 64, 256)
@@ -122,7 +122,7 @@ def weigh_learners(report: Report) -> list[Block]:
     if not times:
         raise Missing("the unchanged learner was not timed", "repro kernels forms")
     own = times["own", "auto"]
-    own_ms, side = own["latency_ms"], own["image_size"][0]
+    own_ms, side = own["latency_ms"], find_side(own["tokens"])
     # an eager learner that takes longer than a compiled one says nothing of the learners
     slower = UNLIKE if own["backend"] in COMPILED else "slower"
     rows: list[list[Piece]] = []

@@ -15,7 +15,7 @@ PAPER = load_paper(
     passages={
         "docs/architecture.md": {"statuses": verdicts.describe_statuses},
         "docs/readings.md": {"choices": readings_page.describe_choices},
-        "results/speed.md": {"noise": measured.count_noisy_rows},
+        "results/speed.md": {"spread": measured.list_spreads},
     },
     documents=(
         Document(file="results/papers/readings.md", text=_ROOM / "readings.md", records="ablate/reading_*"),

@@ -1,0 +1,119 @@
+"""What rows of speed say together: the processes of one measurement, whose time a step is, and ratios of two rows."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+# rows that share these differ in their image and batch size alone
+_ALIKE = ("model", "options", "attention", "dtype", "mode", "compile", "device", "backend")
+MORE_WORK = 8.0  # how many times the work of a row, pixels times batch, another one has at least that is set beside it
+AS_LONG = 1.25  # how many times as long it takes at most where both times are the host's
+HOST = "the host's time"
+UNKNOWN = "host's share not known"
+COMMAND = "repro efficiency --graphs"  # what measures the GPU's time
+# the share of a copy's bandwidth that a family's operator must reach before a ratio against the family is given
+REQUIRED_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
+ONE_PROCESS = "one process, no interval"
+
+
+class Ratio(NamedTuple):
+    """How many times as fast one row is as another: at their medians, and at the ends of both ranges where they have
+    them.
+    """
+
+    times: float
+    ends: tuple[float, float] | None
+
+
+def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One row for all processes of a measurement, by the same code and the same PyTorch.
+
+    Its latency and its peak are the medians over the processes, `processes` is their number, and `latency_range_ms` has
+    the shortest and the longest latency; it is None where there is one process, whose steps say nothing of what another
+    process takes. Where rows of several commits measure the same, those of the commit with the most processes count,
+    among equals the last ones measured.
+    """
+    groups: dict[tuple, dict[tuple, list[Row]]] = {}
+    for row in rows:
+        what = *(str(row.get(key)) for key in _ALIKE), row["batch_size"], *row["image_size"]
+        code = row.get("commit"), row.get("torch_version")
+        groups.setdefault(what, {}).setdefault(code, []).append(row)
+    return [_pool(max(by_code.values(), key=_rank_runs)) for by_code in groups.values()]
+
+
+def _rank_runs(runs: Sequence[Row]) -> tuple[int, str]:
+    return len(runs), max(row.get("measured") or "" for row in runs)
+
+
+def _pool(runs: Sequence[Row]) -> dict[str, Any]:
+    measured = [row for row in runs if row["status"] == "ok"]
+    first = (measured or runs)[0]
+    if not measured:
+        return {**first, "processes": len(runs), "latency_range_ms": None}
+    latencies, peaks = ([row[key] for row in measured] for key in ("latency_ms", "peak_memory_mib"))
+    latency = statistics.median(latencies)
+    return {
+        **first,
+        "processes": len(measured),
+        "latency_ms": latency,
+        "latency_range_ms": (min(latencies), max(latencies)) if len(latencies) > 1 else None,
+        "throughput_img_per_s": first["batch_size"] * 1e3 / latency,
+        "peak_memory_mib": None if None in peaks else statistics.median(peaks),
+    }
+
+
+def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The same rows, each with `host`: empty for a time of the device itself, else `HOST` or `UNKNOWN`.
+
+    On a GPU a step may take as long as its host needs to launch the kernels, whatever their work is. The time of a row is
+    the host's where a row of the same model and conditions has `MORE_WORK` or as much less, and neither takes over
+    `AS_LONG` times as long as the other. Of another row on a GPU the host's share is not known, but for one through CUDA
+    graphs, whose launches cost nothing.
+    """
+    listed = list(rows)
+    return [{**row, "host": _find_host(row, listed)} for row in listed]
+
+
+def bound_ratio(ours: Row, theirs: Row) -> Ratio | None:
+    """How many times as fast one row of `mark_host` is as another; None where one has no time, or the host's."""
+    if not (ours["latency_ms"] and theirs["latency_ms"]) or HOST in (ours["host"], theirs["host"]):
+        return None
+    ranges, ends = [row["latency_range_ms"] for row in (ours, theirs)], None
+    if None not in ranges:
+        (shortest, longest), (least, most) = ranges
+        ends = least / longest, most / shortest
+    return Ratio(theirs["latency_ms"] / ours["latency_ms"], ends)
+
+
+def find_slow_operator(row: Row) -> str | None:
+    """Why a row gives no ratio: an operator of ours that is slower than it could be would make the family slow. Else None."""
+    share, required = row.get("op_share_of_copy_percent"), REQUIRED_SHARE_PERCENT[row["device"].partition(":")[0]]
+    if share is None or share >= required:
+        return None
+    return f"its operator reaches {share:.0f} % of the bandwidth of a copy, and {required} % are required"
+
+
+def describe_time(row: Row) -> str:
+    """What stands behind the time of a marked row in a table: ` (host)`, ` (host?)`, or nothing."""
+    return {HOST: " (host)", UNKNOWN: " (host?)"}.get(row.get("host", ""), "")
+
+
+def _find_host(row: Row, rows: Sequence[Row]) -> str:
+    if not row.get("latency_ms") or not str(row.get("device")).startswith("cuda") or row.get("compile") == "graphs":
+        return ""
+
+    def is_partner(other: Row) -> bool:
+        if not other.get("latency_ms") or any(other.get(key) != row.get(key) for key in _ALIKE):
+            return False
+        (less, more), (shorter, longer) = map(
+            sorted, zip(*((_count_work(each), each["latency_ms"]) for each in (row, other)), strict=True)
+        )
+        return more >= MORE_WORK * less and longer <= AS_LONG * shorter
+
+    return HOST if any(map(is_partner, rows)) else UNKNOWN
+
+
+def _count_work(row: Row) -> int:
+    height, width = row["image_size"]
+    return row["batch_size"] * height * width
