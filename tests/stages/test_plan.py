@@ -28,7 +28,7 @@ def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
             expected.append(f"dvc repro {stage}")
         elif stage == "generate":  # by hand
             expected += [f"repro generate --cell {cell}" for cell in section]
-        elif stage not in ("runtime", "tune", "pretrain_seeds"):
+        elif stage not in ("runtime", "tune"):
             expected += [f"dvc repro {stage}@{cell}" for cell in section]
     assert [each.command for each in paper_plan.rows] == expected
     gives = frozenset().union(*(each.gives for each in paper_plan.rows))
