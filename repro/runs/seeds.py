@@ -9,6 +9,7 @@ a cell, results/pretrain_seeds/<cell>, is made of the files of its seeds; no tra
 import contextlib
 import dataclasses
 import datetime
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -204,9 +205,7 @@ def collect(cell: str, trainings: Sequence[Training]) -> None:
         identity[named] = values[0]
         if any(value != values[0] for value in values):
             identity |= {named: None, f"{named}_reason": "differs", f"{named}_by_seed": values}
-    whole.record.unlink(
-        missing_ok=True
-    )  # else one that has the same numbers would keep its bytes, whatever else it says
+    whole.record.unlink(missing_ok=True)  # else one of the same numbers is left as it is, whatever else it says
     seconds = 3600 * sum(found["core_hours"] for found in files)
     write_record(whole.record, metrics, identity, seconds, scores=SPEC.scores)
     print_scores(whole, metrics)
@@ -215,8 +214,12 @@ def collect(cell: str, trainings: Sequence[Training]) -> None:
 def read_seed(file: Path) -> dict[str, Any]:
     """The file of a seed; a UserError where it has another form, or hits that are not its score."""
     found, advice = read_json(file), "restore the file as the training wrote it"
-    if wrong := [name for name, kind in FORM.items() if name not in found or not isinstance(found[name], kind)]:
-        raise UserError(f"{file}: {wrong[0]}: is missing, or of another type; {advice}")
+    for name, kind in FORM.items():
+        value = found.get(name)
+        if name not in found or not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
+            raise UserError(f"{file}: {name}: is missing, or not what a training writes; {advice}")
+    if not {"cpu", "threads"} <= found["device"].keys():
+        raise UserError(f"{file}: device: names no processor and threads; {advice}")
     try:
         seen = 100 * sum(unpack_hits(found["hits"], found["images"])) / found["images"]
     except (ValueError, ZeroDivisionError):

@@ -45,6 +45,16 @@ def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
     assert {*drawn, "dvc repro visualize", "dvc repro resolution"} <= set(paper_plan.unknown)
 
 
+def test_registered_trainings_are_charged(tmp_path):
+    """And no command is named that would measure them."""
+    profile = ROOT / "profiles" / "cifar10.yaml"
+    rows = [
+        each for each in plan_costs(load_stages(), profile, Paths(tmp_path), [Rates()])[0].rows if each.measure == ""
+    ]
+    expected = [f"dvc repro pretrain_seeds@{cell}" for cell in load_yaml(profile)["pretrain_seeds"]]
+    assert [each.command for each in rows if each.basis == "5 × 6 × 45,000 images"] == expected
+
+
 def test_the_printed_plan(checkout, repro_cli):
     """2 epochs of 1079 images at 0.01 images per second are 59.9 hours, 0.3 days on 8 GPUs."""
     out = repro_cli.run("plan", "--gpu", "A100", "--gpus", "8", "--img-per-s", f"{NANO}=0.01", silent=True)
