@@ -80,6 +80,7 @@ class Stage:
         records: whether it writes what names the code of the checkout, which must then be the code that runs.
         alone: whether other work on the machine would change its results, since they are times.
         hidden: whether DVC alone calls it, so that no list of verbs has it.
+        shown: whether the report reads its records; the page of registered questions reads the files of their seeds.
     """
 
     purpose: Literal["check", "run", "graph", "use", "prove"] = "graph"
@@ -89,6 +90,7 @@ class Stage:
     records: bool = True
     alone: bool = False
     hidden: bool = False
+    shown: bool = True
 
     @property
     def scores(self) -> Mapping[str, str]:

@@ -63,9 +63,9 @@ def run(paths: Paths, *, html: bool = True, check: bool = False) -> None:
 
 
 def load_scores() -> dict[str, dict[str, str]]:
-    """The stages of the graph, in the order of dvc.yaml -> the keys of their scores -> labels."""
+    """The stages whose records the report reads, in the order of dvc.yaml -> the keys of their scores -> labels."""
     table = load_stages()
-    return {name: dict(table[name].scores) for name in list_graph() if name in table}
+    return {name: dict(table[name].scores) for name in list_graph() if name in table and table[name].shown}
 
 
 def describe_verbs() -> str:

@@ -8,20 +8,24 @@ import typer
 from repro.core.errors import UserError
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
+from repro.tasks.classification.spec import SPEC
 
 from . import Stage
 
 STAGE = Stage(purpose="run")
+SECTIONS = {"pretrain_seeds": Stage(params=SPEC.params, cells=True, task=SPEC, shown=False)}
 
 
 def command(
-    cell: Annotated[str | None, typer.Option(help="One cell of `pretrain_seeds`; without it, all of them.")] = None,
+    cell: Annotated[
+        str | None, typer.Option(help="One cell of `pretrain_seeds`, whose record is then made; without it, all.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="With --cell: this seed alone, now.")] = None,
     until: Annotated[str | None, typer.Option(help="HH:MM today: start no training that would end later.")] = None,
     rates: Annotated[bool, typer.Option("--rates", help="Print the rate that each finished search chose.")] = False,
 ) -> None:
     """Train what has no file yet: all searches, then, with the rates that they chose, seed after seed of every cell."""
-    from repro.runs.seeds import list_trainings, print_rates, train_all
+    from repro.runs.seeds import collect, list_trainings, print_rates, train_all
 
     end = None
     if until is not None:
@@ -43,3 +47,5 @@ def command(
     if not chosen:
         raise UserError(f"seeds: no such training in pretrain_seeds: {cell}{'' if seed is None else f', seed {seed}'}")
     train_all(chosen, trainings, end)
+    if cell is not None and seed is None:
+        collect(cell, trainings)

@@ -28,7 +28,7 @@ def test_every_profile_has_every_section(profile):
     assert PROFILES[profile].keys() == PROFILES["mini"].keys()
 
 
-@pytest.mark.parametrize("section", [*TASKS, "prepare_data", "tune", "pretrain_seeds"])
+@pytest.mark.parametrize("section", [*TASKS, "prepare_data", "tune"])
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(PROFILES, 2)])
 def test_a_name_means_one_cell_in_all_profiles(one, other, section):
     cells = [

@@ -30,13 +30,9 @@ from ..report.ledger import Ledger
 from ..report.records import Source
 from ..report.results import Results
 
-CLASSIFIERS = (
-    "pretrain",
-    "linearize",
-    "ablate",
-    "ablate_linearize",
-)  # the stages that train classifiers, all of them alike
-FREE = ("runtime", "tune", "pretrain_seeds")  # sections of no work, or of work outside the pipeline
+# the stages that train classifiers, all of them alike
+CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")
+FREE = ("runtime", "tune")  # sections of no work, or of work outside the pipeline
 PASSES = 3  # a training step computes about three forward passes: one forward, and two for the gradients
 FLOPS_PER_MAC = 2
 BYTES_PER_VALUE = 4  # fp32
@@ -266,6 +262,10 @@ class Planner:
         copies = len(params.seeds) * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
         is_frozen = any(getattr(params, name, False) for name in ("freeze", "freeze_backbone"))
         held = (1 if is_frozen else COPIES) + bool(params.ema_decay)
+        measure = f"repro {'ablate' if stage.startswith('ablate_') else stage} --cell {cell}"
+        measure += " --epochs 1 --seeds 1" * (stage in SHORTENED)
+        if stage == "pretrain_seeds":  # `repro seeds` records neither speed nor memory
+            measure = ""
         return {
             "hours": len(params.seeds) * params.epochs * seen / speed / 3600,
             "disk_gb": None if dense else copies * counted.num_params * BYTES_PER_VALUE / 1e9,
@@ -274,8 +274,7 @@ class Planner:
             "note": "\n".join(filter(None, (note, memory and memory[1]))),
             "memory_gib": memory and memory[0],
             "least_memory_gib": held * counted.num_params * BYTES_PER_VALUE / 2**30,
-            "measure": f"repro {'ablate' if stage.startswith('ablate_') else stage} --cell {cell}"
-            + " --epochs 1 --seeds 1" * (stage in SHORTENED),
+            "measure": measure,
             "gives": frozenset({("accuracy", kind, key)}),
         }
 

@@ -170,7 +170,10 @@ def record_cell(
     """
     cell = job.cell
     curve = _collect_files(cell, outcomes, finished)
-    metrics = _summarise_cell(cell, job, finished | {seed: outcome.metrics for seed, outcome in outcomes.items()})
+    by_seed = finished | {seed: outcome.metrics for seed, outcome in outcomes.items()}
+    metrics = summarise_cell(cell, by_seed, kind=job.data.kind, classes=len(job.described["classes"]))
+    if (baseline := cell.spec.score_without_learning(job.task, job.data)) is not None:
+        metrics["without_learning"] = baseline
     place = find_place(job)
     if cell.ranks.world_size > 1:
         place["device"] += f", {cell.ranks.world_size} processes"
@@ -187,11 +190,7 @@ def record_cell(
             cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds
         )
     remove_states(cell, outcomes)
-    scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
-    print(
-        f"{cell.name}: {scores} on the {metrics['held_out_images']} {metrics['split']} images of {cell.params.data}",
-        flush=True,
-    )
+    print_scores(cell, metrics)
 
 
 def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
@@ -327,8 +326,13 @@ def _round(value: float) -> float | str:
     return value if isinstance(value, int) else float(f"{value:.8g}") if math.isfinite(value) else str(value)
 
 
-def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """The metrics of a cell: what it is, and each score over its seeds."""
+def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: str, classes: int) -> dict[str, Any]:
+    """The metrics of a cell: what it is, and each score over its seeds.
+
+    Args:
+        by_seed: seed -> its record.
+        kind, classes: the kind of the data set, and how many classes it has.
+    """
     params, spec = cell.params, cell.spec
     records = [by_seed[seed] for seed in sorted(by_seed)]
     first = by_seed[params.seeds[0]]
@@ -337,17 +341,19 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         "options": params.options,
         "init": {"weights": params.init.weights, "weights_hash": hash_file(cell.inputs[1])} if params.init else None,
         "data": params.data,
-        "kind": job.data.kind,
-        "classes": len(job.described["classes"]),
+        "kind": kind,
+        "classes": classes,
         "seeds": list(by_seed),
         "batch_size": params.batch_size,
         "recipe_hash": params_hash(dataclasses.replace(params, options={}, seeds=(0,))),
-        **{name: first[name] for name in ("num_params", "epochs", "steps", "split", "held_out_images", "weights_hash")},
+        **{name: first[name] for name in ("num_params", "epochs", "split", "held_out_images", "weights_hash")},
         "skipped_steps": sum(record["skipped_steps"] for record in records),
         "by_seed": records,
     }
     if params.init is None:
         metrics["init_reason"] = "random weights"
+    if "steps" in first:  # a file of `repro seeds` does not say it
+        metrics["steps"] = first["steps"]
     if "unreadable_images" in first:
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
@@ -366,9 +372,14 @@ def _summarise_cell(cell: Cell, job: Job, by_seed: Mapping[int, dict[str, Any]])
         metrics |= {std: sample.std, ci95: sample.ci95 and list(sample.ci95)}
         if sample.std is None:
             metrics |= {f"{key}_reason": "one seed has no spread" for key in (std, ci95)}
-    if (baseline := spec.score_without_learning(job.task, job.data)) is not None:
-        metrics["without_learning"] = baseline
     return metrics
+
+
+def print_scores(cell: Cell, metrics: Mapping[str, Any]) -> None:
+    """Print a line of a cell's scores; for the metrics, see `summarise_cell`."""
+    scores = ", ".join(_format_score(metrics, key, label) for key, label in cell.spec.scores.items() if key in metrics)
+    images = f"{metrics['held_out_images']} {metrics['split']} images"
+    print(f"{cell.name}: {scores} on the {images} of {cell.params.data}", flush=True)
 
 
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:

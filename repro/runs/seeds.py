@@ -2,12 +2,14 @@
 
 `results/seeds/<data>/<cell>/<seed>.json` says what one training came to, in a form that never changes: the score, which
 images of the reported split were right, and what explains the number. `results/seeds/<data>/<cell>/rate_<lr>.json` is a
-trial of the search, by its score on `tune`. A file whose hashes are those of the cell is never made again.
+trial of the search, by its score on `tune`. A file whose hashes are those of the cell is never made again. The record of
+a cell, results/pretrain_seeds/<cell>, is made of the files of its seeds; no training reads it.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,11 +20,14 @@ from ..core.config import list_values, load_section, params_hash, section_keys
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths
-from ..core.record import make_identity, pack_hits, read_json, write_json
+from ..core.record import make_identity, pack_hits, read_json, unpack_hits, write_json, write_record
 from ..core.runtime import Runtime
 from ..data.cells import DataCell
+from ..data.findings import count
+from ..data.manifest import read_manifest
 from ..tasks.classification.params import ClassifierParams
 from ..tasks.classification.spec import SPEC
+from .cells import print_scores, summarise_cell
 from .job import Cell, build_job, run_job
 
 SECTION = "pretrain_seeds"
@@ -31,6 +36,17 @@ SEARCH_SEED = 100  # never reported
 SEARCH_EPOCHS = 2
 # seconds for an image of a training that was never run here, and by which a known one may be exceeded
 UNKNOWN_S, MARGIN = 0.02, 1.3
+SCORE = next(iter(SPEC.scores))
+# what the file of a seed has, by types; of these, what explains the number and does not describe the training
+FORM = {
+    **dict.fromkeys(("seed", "images", "num_params", "skipped_steps", "epochs", "train_images"), int),
+    **dict.fromkeys(("rate", SCORE, "core_hours"), float | int),
+    **dict.fromkeys(("held_out_loss", "train_loss"), float | int | None),
+    **dict.fromkeys(("cell", "hits", "split", "params_hash", "data_hash", "weights_hash"), str),
+    **dict.fromkeys(("params", "device", "versions"), dict),
+    "commit": str | None,
+}
+EXPLAINS = ("cell", "hits", "images", "params_hash", "data_hash", "params", "device", "versions", "commit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +71,7 @@ class Training:
         recorded = read_json(self.file)
         now = {"params_hash": params_hash(self.cell.params), "data_hash": hash_file(self.cell.inputs[0])}
         for name, value in now.items():
-            if recorded.get(name) != value:
+            if not isinstance(recorded, dict) or recorded.get(name) != value:
                 raise UserError(f"{self.file}: has another {name}; discard the files of all seeds, never of some")
         return True
 
@@ -111,12 +127,11 @@ def train(training: Training) -> None:
     job = build_job(cell, seed)
     images = len(job.task.train.dataset)
     outcome = run_job(job)
-    score = next(iter(SPEC.scores))
     found: dict[str, Any] = {"cell": cell.name, "seed": seed, "rate": cell.params.optim.lr}
     if training.rate is None:
         hits = find_hits(outcome.folder / "weights.safetensors", job.data, job.task.reported_split, cell.params)
-        if abs((seen := 100 * sum(hits) / len(hits)) - outcome.metrics[score]) > 1e-9:
-            raise RuntimeError(f"{cell.name}: the saved weights have {seen} %, the training {outcome.metrics[score]} %")
+        if abs((seen := 100 * sum(hits) / len(hits)) - outcome.metrics[SCORE]) > 1e-9:
+            raise RuntimeError(f"{cell.name}: the saved weights have {seen} %, the training {outcome.metrics[SCORE]} %")
         found |= {"hits": pack_hits(hits), "images": len(hits)}
     weights = cell.paths.root / ".runs" / SECTION / "weights" / f"{cell.name}-{training.file.stem}.safetensors"
     weights.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +146,7 @@ def train(training: Training) -> None:
     )
     found |= {
         "split": outcome.metrics["split"],
-        score: outcome.metrics[score],
+        SCORE: outcome.metrics[SCORE],
         "held_out_loss": outcome.metrics["held_out_loss"],
         "train_loss": outcome.metrics["train_loss"],
         "num_params": outcome.metrics["num_params"],
@@ -149,7 +164,76 @@ def train(training: Training) -> None:
     }
     write_json(training.file, found)
     shutil.rmtree(outcome.state)
-    print(f"{cell.name}, {training.file.stem}: {found[score]:.2f} % on {found['split']}", flush=True)
+    print(f"{cell.name}, {training.file.stem}: {found[SCORE]:.2f} % on {found['split']}", flush=True)
+
+
+def collect(cell: str, trainings: Sequence[Training]) -> None:
+    """Write the record of a cell from the files of its seeds, which stay as they are.
+
+    It is made of these files alone, in place of any that is there, so that it has the same bytes each time. Where the
+    seeds differ in commit, machine or versions, the identity has None there and `<name>_by_seed`.
+
+    Raises:
+        UserError: the file of a seed is missing, damaged, or of other parameters or data.
+    """
+    own = [each for each in trainings if each.cell.name == cell and each.rate is None]
+    if missing := [each for each in own if not each.is_done]:
+        raise UserError(
+            f"{missing[0].file}: is missing; {len(own) - len(missing)} of {len(own)} seeds of {cell} are there, and its "
+            f"record needs all; train the rest with `repro seeds --cell {cell}`"
+        )
+    files = [read_seed(each.file) for each in own]
+    params = dataclasses.replace(own[0].cell.params, seeds=tuple(found["seed"] for found in files))
+    whole = dataclasses.replace(own[0].cell, params=params)
+    by_seed: dict[int, dict[str, Any]] = {}
+    for found in files:
+        run = {name: value for name, value in found.items() if name not in EXPLAINS}
+        run |= {f"{name}_reason": "not finite" for name, value in run.items() if value is None}
+        by_seed[found["seed"]] = run | {"held_out_images": found["images"]}
+    manifest = read_manifest(whole.inputs[0])
+    metrics = summarise_cell(whole, by_seed, kind=manifest.kind, classes=len(manifest.classes))
+    identity: dict[str, Any] = {
+        "command": f"repro seeds --cell {cell}",
+        "params_hash": params_hash(params),
+        "data_manifest_hash": hash_file(whole.inputs[0]),
+        "device": " and ".join(dict.fromkeys(_name_device(found["device"]) for found in files)),
+        "dtype": params.precision,
+        "recipe": list_values(params),
+    }
+    for name, named in (("commit", "parent_commit"), ("device", "machine"), ("versions", "versions")):
+        values = [found[name] for found in files]
+        identity[named] = values[0]
+        if any(value != values[0] for value in values):
+            identity |= {named: None, f"{named}_reason": "differs", f"{named}_by_seed": values}
+    whole.record.unlink(missing_ok=True)  # else one of the same numbers is left as it is, whatever else it says
+    seconds = 3600 * sum(found["core_hours"] for found in files)
+    write_record(whole.record, metrics, identity, seconds, scores=SPEC.scores)
+    print_scores(whole, metrics)
+
+
+def read_seed(file: Path) -> dict[str, Any]:
+    """The file of a seed; a UserError where it has another form, or hits that are not its score."""
+    found, advice = read_json(file), "restore the file as the training wrote it"
+    for name, kind in FORM.items():
+        value = found.get(name)
+        if name not in found or not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
+            raise UserError(f"{file}: {name}: is missing, or not what a training writes; {advice}")
+    if not {"cpu", "threads"} <= found["device"].keys():
+        raise UserError(f"{file}: device: names no processor and threads; {advice}")
+    try:
+        seen = 100 * sum(unpack_hits(found["hits"], found["images"])) / found["images"]
+    except (ValueError, ZeroDivisionError):
+        raise UserError(f"{file}: hits: not those of {found['images']} images; {advice}") from None
+    if abs(seen - found[SCORE]) > 1e-9:
+        raise UserError(f"{file}: {SCORE}: {found[SCORE]}, and its hits are {seen} %; {advice}")
+    return found
+
+
+def _name_device(machine: dict[str, Any]) -> str:
+    """What `device_label` called the device that `describe_place` described."""
+    if "cuda" in machine:
+        return f"cuda: {(machine['gpus'] or ['unknown'])[0]}"
+    return f"cpu: {machine['cpu']}, {count(machine['threads'], 'thread')}"
 
 
 def find_hits(weights: Path, data: DataCell, split: str, params: ClassifierParams) -> list[bool]:
@@ -180,8 +264,7 @@ def require_best_rate(training: Training, trainings: Sequence[Training]) -> None
 
 def choose_rate(trials: Sequence[dict[str, Any]]) -> float:
     """The rate with the highest score on tune; the lower one of equals."""
-    score = next(iter(SPEC.scores))
-    return max(sorted(trials, key=lambda trial: trial["rate"]), key=lambda trial: trial[score])["rate"]
+    return max(sorted(trials, key=lambda trial: trial["rate"]), key=lambda trial: trial[SCORE])["rate"]
 
 
 def expect_seconds(training: Training, trainings: Sequence[Training]) -> float:
@@ -194,9 +277,8 @@ def expect_seconds(training: Training, trainings: Sequence[Training]) -> float:
 
 def print_rates(trainings: Sequence[Training]) -> None:
     """Print each cell's scores on tune by rate, and the best rate."""
-    score = next(iter(SPEC.scores))
     for name in dict.fromkeys(each.cell.name for each in trainings):
         trials = [read_json(each.file) for each in trainings if each.cell.name == name and each.rate and each.is_done]
         if trials:
-            found = ", ".join(f"{trial['rate']:g}: {trial[score]:.2f}" for trial in trials)
+            found = ", ".join(f"{trial['rate']:g}: {trial[SCORE]:.2f}" for trial in trials)
             print(f"{name}: {choose_rate(trials):g} ({found}; {len(trials)} of {len(RATES)} rates)")

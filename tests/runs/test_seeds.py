@@ -1,7 +1,12 @@
-"""Registered trainings: their order and files, searches before seeds, hits that explain the score."""
+"""Registered trainings: their order and files, searches before seeds, hits that explain the score, and the record that is
+collected from the files. A trained cell of the graph, whose record no training reads either.
+"""
 
 import base64
+import dataclasses
 import datetime
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,11 +14,13 @@ import pytest
 from repro.core.config import load_yaml
 from repro.core.errors import UserError
 from repro.core.paths import Paths, find_root
-from repro.core.record import pack_hits, read_json, unpack_hits, write_json
+from repro.core.record import DETAILS_FILE, pack_hits, read_json, read_record, unpack_hits, write_json
 from repro.core.runtime import Runtime
 from repro.data.manifest import write_manifest
 from repro.data.prepare import scan_manifest
 from repro.runs import seeds
+from repro.runs.cells import train_cells
+from tests.conftest import link_code
 
 ROOT = find_root().root
 QUESTIONS = load_yaml(ROOT / "repro/papers/vision_ttt/cifar10.yaml")
@@ -129,3 +136,201 @@ def test_the_stated_differences_are_seen_four_times_in_five(pairs, word):
         shift = difference / (spread * 2**0.5) * len(QUESTIONS["seeds"]) ** 0.5
         power = 1 - nct.cdf(t.ppf(1 - 0.05 / pairs / 2, 4), 4, shift)
         assert power == pytest.approx(0.8, abs=0.005)
+
+
+RIGHT = (6, 5)  # of 8 images, by seed: 75 and 62.5 %
+FILES = ("metrics.json", DETAILS_FILE)
+
+
+def machine(cpu, threads=1):
+    return {"cpu": cpu, "threads": threads, "flags": ["avx"]}
+
+
+@pytest.fixture
+def collected(checkout):
+    """A checkout with the files of both seeds of a cell, made up; `collected()` collects them and returns the record."""
+    trainings = checkout(one=1e-3, two=1e-3)
+    own = [each for each in trainings if each.cell.name == "one_made" and each.rate is None]
+
+    def change(seed, **values):
+        own[seed].file.write_text(json.dumps(read_json(own[seed].file) | values))
+
+    for training, right in zip(own, RIGHT, strict=True):
+        found = {"cell": "one_made", "seed": training.cell.params.seeds[0], "rate": 1e-3, "split": "val"}
+        found |= {"hits": pack_hits([True] * right + [False] * (8 - right)), "images": 8, "top1_percent": 12.5 * right}
+        found |= {"held_out_loss": 1.5, "train_loss": 1.0, "num_params": 1234, "skipped_steps": right, "epochs": 2}
+        found |= {"train_images": 16, "weights_hash": f"{right}", "core_hours": 0.5, "commit": "c", "params": {}}
+        write_json(training.file, found | {"device": machine("A"), "versions": {"torch": "2"}} | hashes_of(training))
+
+    def collect():
+        seeds.collect("one_made", trainings)
+        return read_record(collect.folder / "metrics.json")
+
+    collect.trainings = trainings
+    collect.folder, collect.files, collect.change = own[0].cell.record.parent, [each.file for each in own], change
+    return collect
+
+
+def bytes_of(folder):
+    return [(folder / name).read_bytes() for name in FILES]
+
+
+def test_the_record_has_the_statistics_of_the_files_and_leaves_them(collected):
+    """Of 75 and 62.5: the mean 68.75, the deviation 12.5 / sqrt(2), Student's t of one degree of freedom 12.7062."""
+    before = [file.read_bytes() for file in collected.files]
+    record = collected()
+    metrics, identity = record["metrics"], record["identity"]
+    assert read_json(collected.folder / "metrics.json") == {"top1_percent": 68.75}
+    assert metrics["top1_std_percent"] == pytest.approx(8.8388, abs=1e-4)
+    assert metrics["top1_ci95_percent"] == [0.0, 100.0]  # 68.75 -+ 12.7062 * 6.25 leaves the range of a share
+    about = {"seeds": [0, 1], "kind": "folder", "classes": 4, "num_params": 1234, "epochs": 2, "held_out_images": 8}
+    assert metrics | about == metrics and metrics["skipped_steps"] == 11 and metrics["weights_hash"] == "6"
+    assert [run["top1_percent"] for run in metrics["by_seed"]] == [75.0, 62.5] and "hits" not in metrics["by_seed"][0]
+    assert identity["command"] == "repro seeds --cell one_made" and identity["device"] == "cpu: A, 1 thread"
+    assert (identity["parent_commit"], identity["versions"], identity["machine"]["cpu"]) == ("c", {"torch": "2"}, "A")
+    assert read_json(collected.folder / "run.json")["seconds"] == 3600.0
+    assert [file.read_bytes() for file in collected.files] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "values"),
+    [
+        ("device", "machine", [machine("A"), machine("B", threads=2)]),
+        ("commit", "parent_commit", ["c", "d"]),
+        ("versions", "versions", [{"torch": "2"}, {"torch": "3"}]),
+    ],
+)
+def test_what_the_seeds_do_not_share_is_said_of_each(collected, name, named, values):
+    collected.change(1, **{name: values[1]})
+    identity = collected()["identity"]
+    assert identity[named] is None and identity[f"{named}_by_seed"] == values
+    assert identity["device"] == "cpu: A, 1 thread" + " and cpu: B, 2 threads" * (name == "device")
+
+
+def test_seeds_that_are_missing_leave_no_record_and_are_named(collected):
+    collected.files[1].unlink()
+    with pytest.raises(UserError, match=r"one/1\.json: is missing; 1 of 2 seeds of one_made") as caught:
+        collected()
+    assert "\n" not in str(caught.value) and not collected.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("seed", "change", "named"),
+    [
+        (0, {"params_hash": "0" * 16}, "params_hash"),
+        (1, {"params_hash": None}, "params_hash"),
+        (0, {"data_hash": "0" * 16}, "data_hash"),
+        (1, {"data_hash": ""}, "data_hash"),
+        (0, {"top1_percent": 87.5}, "top1_percent"),
+        (1, {"top1_percent": float(10**300)}, "top1_percent"),
+        (1, {"top1_percent": "62.5"}, "top1_percent"),
+        (0, {"hits": pack_hits([True] * 8)}, "hits"),
+        (0, {"hits": "A"}, "hits"),
+        (1, {"images": 0}, "images"),
+        (1, {"images": 7}, "top1_percent"),
+        (0, {"top1_percent": float("nan")}, "top1_percent"),
+        (1, {"train_loss": float("inf")}, "train_loss"),
+        (0, {"device": {}}, "device"),
+        (0, {"versions": None}, "versions"),
+        (0, {"epochs": "2"}, "epochs"),
+        (1, {"core_hours": None}, "core_hours"),
+    ],
+)
+def test_a_file_of_another_training_or_spoiled_is_refused_and_named(collected, seed, change, named):
+    collected()
+    before = bytes_of(collected.folder)
+    collected.change(seed, **change)
+    with pytest.raises(UserError, match=rf"one/{seed}\.json: .*{named}"):
+        collected()
+    assert bytes_of(collected.folder) == before
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "{}", "{", ""])
+def test_a_file_that_is_no_mapping_is_refused_and_named(collected, text):
+    collected.files[0].write_text(text)
+    with pytest.raises(UserError, match=r"one/0\.json: "):
+        collected()
+
+
+def spoil(file, *keys, value):
+    """Write another value at a place of a JSON file."""
+    found = content = json.loads(file.read_text())
+    for key in keys[:-1]:
+        content = content[key]
+    content[keys[-1]] = value
+    file.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "value"),
+    [
+        ("metrics.json", ("top1_percent",), 99.0),
+        ("metrics.json", ("top1_percent",), None),
+        ("metrics.json", ("top5_percent",), 99.0),
+        (DETAILS_FILE, ("metrics", "top1_std_percent"), 0.0),
+        (DETAILS_FILE, ("metrics", "by_seed", 0, "top1_percent"), 99.0),
+        (DETAILS_FILE, ("metrics", "by_seed"), []),
+        (DETAILS_FILE, ("metrics", "num_params"), 1),
+        (DETAILS_FILE, ("metrics",), None),
+        (DETAILS_FILE, ("identity", "params_hash"), "0"),
+        (DETAILS_FILE, ("identity", "parent_commit"), "d"),
+        (DETAILS_FILE, ("identity", "versions", "torch"), "3"),
+        (DETAILS_FILE, ("identity", "machine", "cpu"), "B"),
+        (DETAILS_FILE, ("identity", "recipe", "epochs"), 300),
+        (DETAILS_FILE, ("curve",), ["seed,epoch"]),
+    ],
+)
+def test_a_record_is_the_same_when_collected_again_whatever_became_of_it(collected, name, keys, value):
+    collected()
+    before = bytes_of(collected.folder)
+    collected()
+    assert bytes_of(collected.folder) == before
+    spoil(collected.folder / name, *keys, value=value)
+    collected()
+    assert bytes_of(collected.folder) == before
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("text", [None, "", "{}", "not JSON"])
+def test_a_record_that_is_lost_or_no_record_is_made_again(collected, name, text):
+    collected()
+    before, file = bytes_of(collected.folder), collected.folder / name
+    file.unlink() if text is None else file.write_text(text)
+    collected()
+    assert bytes_of(collected.folder) == before
+
+
+def test_the_command_collects_a_trained_cell_and_counts_the_seeds_of_another(
+    collected, checkout, monkeypatch, repro_cli
+):
+    """The trials of one cell are there; of the other, nothing is, and there is no time to train it."""
+    link_code(checkout.root)
+    with open(checkout.root / "params.yaml", "a") as file:
+        file.write(
+            f"runtime: {{device: cpu, threads: 1, data_roots: {{made: {ROOT / 'results/golden/pictures/classes'}}}}}\n"
+        )
+    monkeypatch.chdir(checkout.root)
+    for training in collected.trainings:
+        if training.rate is not None and training.cell.name == "one_made":
+            write_json(training.file, hashes_of(training))
+    repro_cli.run("seeds", "--cell", "one_made", "--seed", "0")
+    assert not collected.folder.exists()
+    assert "68.75 ± 8.84 % on the 8 val images" in repro_cli.run("seeds", "--cell", "one_made")
+    assert read_record(collected.folder / "metrics.json")["metrics"]["seeds"] == [0, 1]
+    said = repro_cli.refuse("seeds", "--cell", "two_made", "--until", "00:00")
+    assert "two/0.json" in said and "0 of 2" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("metrics.json", ("top1_percent",)), (DETAILS_FILE, ("metrics", "by_seed", 0, "top1_percent"))]
+)
+def test_a_cell_of_the_graph_never_reads_its_own_record(checkout, name, keys):
+    """A score that was spoiled is mended by the next run."""
+    trained = checkout(one=1e-3)[-1].cell
+    cell = dataclasses.replace(trained, stage="pretrain", record=trained.paths.cell("pretrain", "one_made") / FILES[0])
+    train_cells([cell])
+    before = bytes_of(cell.record.parent)
+    spoil(cell.record.with_name(name), *keys, value=99.0)
+    shutil.rmtree(cell.folder)
+    train_cells([cell])
+    assert bytes_of(cell.record.parent) == before

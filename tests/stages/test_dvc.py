@@ -12,6 +12,7 @@ from repro.core.config import load_yaml
 from repro.core.record import DETAILS_FILE, read_json, read_record
 from repro.runs.golden import read_cases
 from stages import load_stages
+from stages.report import load_scores
 from tests.conftest import ROOT
 from tests.imports import import_closure
 
@@ -52,6 +53,8 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
     key, flag = ("${key}", " --cell ${key}") if per_cell else ("", "")
     if stage.partition("_")[0] == "ablate":  # two of its sections may have cells of one name
         assert found["cmd"] == f"repro ablate --cell {stage}.{key}"
+    elif stage == "pretrain_seeds":
+        assert found["cmd"] == f"repro seeds --cell {key}"
     else:
         assert found["cmd"] == f"repro {stage.replace('_', '-')}{flag}"
     assert per_cell == TABLE[stage].cells
@@ -62,7 +65,9 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
 
 
 def test_the_report_follows_every_stage_that_it_shows():
-    shown = {f"results/{stage}" for stage in GRAPH if "deps" in definition(stage)} - {
+    """`results/seeds` has the files of which `pretrain_seeds` makes records that no page shows."""
+    assert set(load_scores()) == set(GRAPH) - {"pretrain_seeds"}
+    shown = {f"results/{stage}" for stage in load_scores() if "deps" in definition(stage)} - {
         "results/report",
         "results/golden",
     }
@@ -129,8 +134,8 @@ def test_every_cell_names_the_golden_losses_of_its_family(profile):
     """Detectors and segmenters those of their task; timm's own models ResNet's; ladders those of the learner."""
     sections, known = load_yaml(ROOT / f"profiles/{profile}.yaml"), set(read_cases()["families"])
     trained = {stage: cells for stage, cells in sections.items() if stage in TABLE and TABLE[stage].task}
-    named = [*trained.items(), ("pretrain", sections["pretrain_seeds"])]
-    for stage, cell in ((stage.removeprefix("ablate_"), cell) for stage, cells in named for cell in cells.values()):
+    named = ((stage.removeprefix("ablate_"), cell) for stage, cells in trained.items() for cell in cells.values())
+    for stage, cell in named:
         words = cell["model"].split("_")
         word = words[1] if words[0] == "ladder" else words[0]
         family = re.sub(r"\d$", "", word) if word.startswith("dit") else word

@@ -28,7 +28,7 @@ def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
             expected.append(f"dvc repro {stage}")
         elif stage == "generate":  # by hand
             expected += [f"repro generate --cell {cell}" for cell in section]
-        elif stage not in ("runtime", "tune", "pretrain_seeds"):
+        elif stage not in ("runtime", "tune"):
             expected += [f"dvc repro {stage}@{cell}" for cell in section]
     assert [each.command for each in paper_plan.rows] == expected
     gives = frozenset().union(*(each.gives for each in paper_plan.rows))
@@ -43,6 +43,16 @@ def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
         assert all(("accuracy", data, model) in gives for data in wanted), name
     drawn = [f"dvc repro prepare_data@{name}" for name in ("imagenet_latents", "connect_hard", "scenes_hard")]
     assert {*drawn, "dvc repro visualize", "dvc repro resolution"} <= set(paper_plan.unknown)
+
+
+def test_registered_trainings_are_charged(tmp_path):
+    """And no command is named that would measure them."""
+    profile = ROOT / "profiles" / "cifar10.yaml"
+    rows = [
+        each for each in plan_costs(load_stages(), profile, Paths(tmp_path), [Rates()])[0].rows if each.measure == ""
+    ]
+    expected = [f"dvc repro pretrain_seeds@{cell}" for cell in load_yaml(profile)["pretrain_seeds"]]
+    assert [each.command for each in rows if each.basis == "5 × 6 × 45,000 images"] == expected
 
 
 def test_the_printed_plan(checkout, repro_cli):
