@@ -47,20 +47,24 @@ class Cuda:
             yield None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream().cuda_stream
 
     def make_pool(self) -> Any:
+        """Memory that captured passes share."""
         return torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[Tensor], Tensor], given: Tensor, pool: Any) -> Pass:
+        """The pass of these images; raises a RuntimeError where CUDA refuses it."""
         # cuBLAS keeps a workspace a stream: what it has is another graph's, and this graph's must not become another's
         torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local"):
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:  # which, failing, leaves its stream current
                 out = run(given)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return Pass(given, graph, out)
 
     def release(self, passes: list[Pass]) -> None:
+        """Give back the memory of passes, once none of them runs any more."""
         torch.cuda.synchronize(passes[0].given.device)
         for each in passes:
             each.graph.reset()
@@ -123,8 +127,8 @@ class Graphs:
             return run(x)
         with self.driver.on(x.device) as stream:
             if stream is not None:
-                is_cast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
-                key = stream, x.device, x.dtype, x.shape, x.stride(), is_cast
+                cast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
+                key = stream, x.device, x.dtype, x.shape, x.stride(), cast
                 with self._lock:  # the three calls of a repetition
                     if (found := self._find(model, run, x, key)) is not None:
                         found.given.copy_(x)
@@ -176,10 +180,8 @@ class Graphs:
         if len(self.passes) >= self.limit:
             self.drop()
             self.calls *= 2
-        device, is_cast = x.device.type, bool(key[-1])
-        dtype = key[-1] or None
         # what autocast keeps of a weight would be gone before the graph is
-        autocast = torch.autocast(device, dtype=dtype, enabled=is_cast, cache_enabled=False)
+        autocast = torch.autocast(x.device.type, dtype=key[-1] or None, enabled=bool(key[-1]), cache_enabled=False)
         with torch.inference_mode(False), torch.no_grad(), autocast:
             given = x.clone()
             run(given)  # what is compiled for tensors where these lie
