@@ -22,9 +22,9 @@ Candidates = Callable[..., list[triton.Config]]
 
 # what was the fastest in this process, or read from disk
 CHOSEN: dict[tuple, triton.Config] = {}
-# what is compiled, and its config, by all that it is compiled for: Triton's own way takes three times as long
+# what is compiled, and its config, by all that it is compiled for: it spares a host Triton's binder
 READY: dict[tuple, tuple[Any, triton.Config]] = {}
-MOST_READY = 4096  # some ten sizes of images a model; at more, all are forgotten, and found again
+MOST_READY = 4096  # some ten a layout of images; at more, all are forgotten, and found again
 # whether a choice is kept on disk and read from there; not where several processes share a GPU, whose times mean nothing
 KEEP_CHOICES = True
 
