@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from .dispatch import Load, check_backend, compute_dtype, no_autocast
-from .replay import REPLAYS, repeat
 
 NAMESPACE = "vision_ttt"
 
@@ -114,15 +113,12 @@ class CustomOp:
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
         if is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
-            return repeat(REPLAYS, [self.name, backend, *x], lambda: self._compute_output(x, backend))
+            result = self._compute(x, backend, *[False] * self._has_states)
+            return result[0] if self._has_states else result
         if not self._has_states:
             return self.forward(*x, backend)
         keep_states = torch.is_grad_enabled() and any(value.requires_grad for value in x if isinstance(value, Tensor))
         return self.forward(*x, backend, keep_states)[0]
-
-    def _compute_output(self, x: Any, backend: str) -> Tensor:
-        result = self._compute(x, backend, *[False] * self._has_states)
-        return result[0] if self._has_states else result
 
     def _modules(self, backend: str, x: Any) -> tuple[ModuleType, ModuleType]:
         """The modules that run, one with `forward` and one with `backward`."""
@@ -211,7 +207,7 @@ class CustomOp:
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
 
 
-def _is_transformed(x: Any) -> bool:
+def _is_transformed(x: Sequence[Any]) -> bool:
     """Whether a tensor has a tangent, or is inside a transform of torch.func."""
     if torch.compiler.is_compiling():  # which traces transforms by itself
         return False
@@ -226,8 +222,8 @@ def _is_transformed(x: Any) -> bool:
 
 
 def is_plain(x: Sequence[Any]) -> bool:
-    """Whether nobody needs to see an operation: neither autograd, nor a compiler, a profiler, a mode such as
-    FlopCounterMode, or a kind of tensor of its own.
+    """Whether nobody needs to see an operation: neither autograd, nor a transform, a compiler, a profiler, a mode such
+    as FlopCounterMode, or a kind of tensor of its own.
     """
     return not (
         torch.is_grad_enabled()
@@ -235,6 +231,7 @@ def is_plain(x: Sequence[Any]) -> bool:
         or torch.jit.is_tracing()
         or torch.autograd._profiler_enabled()
         or is_in_torch_dispatch_mode()
+        or _is_transformed(x)
         or any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in x)
     )
 

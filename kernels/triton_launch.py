@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from . import replay
 from .dispatch import find_gpu
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -23,8 +22,9 @@ Candidates = Callable[..., list[triton.Config]]
 
 # what was the fastest in this process, or read from disk
 CHOSEN: dict[tuple, triton.Config] = {}
-# what is compiled, and its config, by all that it is compiled for
+# what is compiled, and its config, by all that it is compiled for: it spares a host Triton's binder
 READY: dict[tuple, tuple[Any, triton.Config]] = {}
+MOST_READY = 4096  # some ten a layout of images; at more, all are forgotten, and found again
 # whether a choice is kept on disk and read from there; not where several processes share a GPU, whose times mean nothing
 KEEP_CHOICES = True
 
@@ -75,10 +75,7 @@ def launch(
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         if INTERPRETED:
             config = config or candidates(*sizes)[0]
-            options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-            _run(
-                lambda *given: kernel[grid](**dict(zip(kernel.arg_names, given)), **options), kernel, arguments, config
-            )
+            kernel[grid](**arguments, **config.all_kwargs())
             return
         is_fixed = torch.are_deterministic_algorithms_enabled()
         chosen = config and tuple(config.all_kwargs().items())
@@ -88,10 +85,9 @@ def launch(
         if (ready := READY.get(same)) is not None:
             compiled, config = ready
             size = grid(config.kwargs) if callable(grid) else grid
-            _run(compiled[(*size, 1, 1)[:3]], kernel, arguments, config)
+            given = {**arguments, **config.kwargs}
+            compiled[(*size, 1, 1)[:3]](*[given[name] for name in kernel.arg_names])
             return
-        if (recorder := replay.NOTING.recorder) is not None:
-            recorder.is_ready = False
         dtypes = (x.dtype for x in arguments.values() if isinstance(x, torch.Tensor))
         key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
         config = config or (candidates(*sizes)[0] if is_fixed else CHOSEN.get(key))
@@ -102,15 +98,10 @@ def launch(
             tuner[grid](**arguments | {"bucket": device_bucket(arguments["bucket"], device)})
             CHOSEN[key] = tuner.best_config
             return
+        if len(READY) >= MOST_READY:
+            READY.clear()
         # all of its options, as the tuner passes them: others would be another kernel to Triton, to load once more
         READY[same] = kernel[grid](**arguments, **config.all_kwargs()), config
-
-
-def _run(run: Callable[..., None], kernel: Any, arguments: Mapping[str, object], config: triton.Config) -> None:
-    """Launch with all arguments' values in the kernel's order, in a third of the host time of Triton's own way."""
-    given = {**arguments, **config.kwargs}
-    values = [given[name] for name in kernel.arg_names]
-    replay.run(run, kernel.arg_names, *values)
 
 
 def is_capturing(device: torch.device) -> bool:

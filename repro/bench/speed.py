@@ -240,7 +240,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
             model.set_backend(spec.backend)
         # a compiled model takes what is frozen on a GPU only
         if hasattr(model, "freeze") and spec.mode == "infer" and (device.type == "cuda" or not spec.compile):
-            model.freeze()
+            model.freeze(graphs=0)  # an eager row is the host's; `graphs` names the other
         return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
 
     if spec.device == "cpu":

@@ -12,7 +12,6 @@ Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
 
 import weakref
-from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, s
 from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from kernels.custom_op import is_plain
 from kernels.dispatch import compute_dtype
-from kernels.replay import repeat, run
 from kernels.threads import lay_flat
 from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
 from kernels.ttt_linear.reference import Arguments, states_shape
@@ -105,13 +103,13 @@ class LoopConstants(NamedTuple):
 
 
 class Frozen:
-    """What `freeze` keeps of a block: its constants, what it launched by layout, and by what a write is seen.
+    """What `freeze` keeps of a block: its constants, and by what a write is seen.
 
     A compiled graph reads the constants where they lie.
     """
 
     def __init__(self, block: Any, constants: Any):
-        self.constants, self.replays, self._block = constants, {}, weakref.ref(block)
+        self.constants, self._block = constants, weakref.ref(block)
         slots = [
             (table, name, value)
             for module in block.modules()
@@ -137,7 +135,7 @@ class Frozen:
 
     def _find_places(self) -> list[Any]:
         """What another tensor behind a weight changes, be it of the same elements transposed."""
-        return [[x.data_ptr() for x in self._plain], [x.stride() for x in self._matrices]]
+        return [list(map(Tensor.data_ptr, self._plain)), list(map(Tensor.stride, self._matrices))]
 
     def _find_versions(self) -> list[int]:
         """What a write changes."""
@@ -214,71 +212,38 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     """
     if backend == "numba":
         return _forward_by_loops(block, tokens_BTD, grid)
-    if torch.compiler.is_compiling() or not is_plain([tokens_BTD]) or (frozen := find_frozen(block)) is None:
-        return _run(block, tokens_BTD, grid, backend, is_noted=False)
-    dtype, tokens_BTD = product_dtype(tokens_BTD), tokens_BTD.contiguous()
-    compute = partial(_run, block, tokens_BTD, grid, backend, is_noted=dtype == tokens_BTD.dtype)
-    constants = lambda: [*frozen.weights, *frozen.constants]  # noqa: E731
-    return repeat(frozen.replays, [tokens_BTD, grid, backend, dtype], compute, constants)
-
-
-def _run(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str, is_noted: bool) -> Tensor:
-    """`forward` by the kernels; `is_noted`: products are written where `replay` makes room for them."""
     norm, known = block.norm1, find_constants(block, tokens_BTD.shape[1], Constants)
     given = ConvNorm(tokens_BTD, known.grid_weight, norm.weight, norm.bias, grid[0], norm.eps)
     stream, x = CONV_NORM(given, backend).unbind(0)
-    y = _mix(block.mixer, known, x, backend, is_noted)
-    tokens_BTD = _add_product(block, stream, y, block.mixer.out_proj.weight, is_noted)
+    y = _mix(block.mixer, known, x, backend)
+    tokens_BTD = _add_product(block, stream, y, block.mixer.out_proj.weight)
     del y
     x = _normalise(block.norm2, tokens_BTD)
     hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
-    return _add_product(block, tokens_BTD, hidden, known.down_weight, is_noted)
+    return _add_product(block, tokens_BTD, hidden, known.down_weight)
 
 
-def _mix(mixer: Any, known: Constants, x_BTD: Tensor, backend: str, is_noted: bool) -> Tensor:
+def _mix(mixer: Any, known: Constants, x_BTD: Tensor, backend: str) -> Tensor:
     """What the mixer's output projection gets. Its intermediate results, most of a block's memory, end with it."""
     D = mixer.dim
-    if is_noted:
-        projected = x_BTD.new_empty(*x_BTD.shape[:2], len(known.in_weight))
-        run(_write_product, ("out_ptr", "x", "weight", "bias"), projected, x_BTD, known.in_weight, known.in_bias)
-    else:
-        projected = F.linear(x_BTD, known.in_weight, known.in_bias)
+    projected = F.linear(x_BTD, known.in_weight, known.in_bias)
     gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-    z, norm = _scan(mixer, known, shared, v, rates, backend, is_noted), mixer.post_norm
+    z, norm = _scan(mixer, known, shared, v, rates, backend), mixer.post_norm
     return GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
 
 
-def _scan(
-    mixer: Any, known: Constants, shared: Tensor, v: Tensor, rates: Tensor, backend: str, is_noted: bool
-) -> Tensor:
+def _scan(mixer: Any, known: Constants, shared: Tensor, v: Tensor, rates: Tensor, backend: str) -> Tensor:
     """(B,T,2,H,d), of what keys and queries are made of and v, both (B,T,2D), and the rates' logits (B,T,H or more)."""
     H, d, scale = mixer.num_heads, mixer.head_dim, known.token_scale
     state = known.W0, known.b0, known.gamma, known.mu
     taps = known.k_weight, mixer.conv_k.bias, known.q_weight, mixer.conv_q.bias
     k, q = SCAN_CONVS(ScanConvs(shared, *taps), backend).unbind(0)
     q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    logits = rates[..., :H]
-    if is_noted:
-        lr = logits.new_empty(logits.shape, dtype=torch.float32)
-        run(_write_sigmoid, ("out_ptr", "logits"), lr, logits)
-    else:
-        lr = torch.sigmoid(logits.float())
+    lr = torch.sigmoid(rates[..., :H].float())
     return TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], mixer.eps), backend)
 
 
-def _write_product(out_BTF: Tensor, x_BTD: Tensor, weight: Tensor, bias: Tensor) -> None:
-    torch.addmm(bias, x_BTD.flatten(0, 1), weight.T, out=out_BTF.flatten(0, 1))
-
-
-def _write_sigmoid(out: Tensor, logits: Tensor) -> None:
-    torch.sigmoid(logits.float(), out=out)
-
-
-def _add_rows(stream_BTD: Tensor, x: Tensor, weight: Tensor) -> None:
-    stream_BTD.flatten(0, 1).addmm_(x.flatten(0, 1), weight.T)
-
-
-def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor, is_noted: bool) -> Tensor:
+def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """stream + x Wᵀ: in one launch, in place, where no gradient is wanted.
 
     Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of
@@ -290,9 +255,6 @@ def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor, is_n
         or x.dtype != weight.dtype
     ):
         return stream_BTD + block.drop_path(F.linear(x, weight))
-    if is_noted:
-        run(_add_rows, ("stream", "x", "weight"), stream_BTD, x, weight)
-        return stream_BTD
     rows = stream_BTD.flatten(0, 1)
     add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
     return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)

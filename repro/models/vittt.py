@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import fused_block
 from .backbone import Backbone, insert_tokens, register_sizes, resample_positions
+from .graphs import Graphs
 from .image_model import Grid, init_linear
 from .read_block import change_mac_terms, change_param_terms, choose_block, count_class_rows
 from .reading import Reading
@@ -48,6 +49,8 @@ class Vittt(Backbone):
     Raises:
         ValueError: an unknown design, pool, w0, reading or step, or sizes that do not fit.
     """
+
+    graphs: Graphs | None = None  # what `freeze` makes on a GPU
 
     def __init__(
         self,
@@ -104,8 +107,12 @@ class Vittt(Backbone):
         """Positions of the class tokens in the token sequence, ascending; see `class_positions`."""
         return class_positions(self.pool, num_patches)
 
-    def freeze(self) -> "Vittt":
+    def freeze(self, graphs: int = 8) -> "Vittt":
         """Keep what the GPU's kernels, or the CPU's loops, make of the weights, 25 operations a block; for inference.
+
+        On a GPU, forward passes become CUDA graphs: one a layout of images that has come three times, at most `graphs`
+        (0: none), which keep the memory of the largest pass. Eager stay batches of more than 65,536 tokens, deterministic
+        mode, and what anybody looks into: gradients, hooks, modes, profilers, compilers, a graph of yours.
 
         A block whose weights have changed ends it, and computes as one that was never frozen: each forward pass compares
         the tensors, their addresses and their counts of writes. `train()` and loading end it at once; `eval()`, and
@@ -116,11 +123,41 @@ class Vittt(Backbone):
         After another such write, call `freeze` again.
 
         Raises:
-            ValueError: a weight is an inference tensor, whose writes nobody counts.
+            ValueError: a weight is an inference tensor, whose writes nobody counts; or a negative number of graphs.
         """
+        if graphs < 0:
+            raise ValueError(f"graphs {graphs} is negative; 0 captures none")
+        self._drop_graphs()
         for block in self.blocks:
             fused_block.freeze(block, self.grid_size[0] * self.grid_size[1])
+        self.graphs = Graphs(self, graphs) if graphs and next(self.parameters()).is_cuda else None
         return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As every model; frozen on a GPU, by a CUDA graph where there is one."""
+        if torch.compiler.is_compiling() or self.graphs is None:
+            return super().forward(x)
+        return self.graphs(self, super().forward, x)
+
+    def train(self, mode: bool = True) -> "Vittt":
+        """As every module; training ends what `freeze` has begun, evaluation does not."""
+        if mode:
+            self._drop_graphs()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Vittt":
+        super()._apply(*args, **kwargs)
+        if self.graphs is not None:  # which hold what was changed until they are dropped
+            self.graphs.drop_stale(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._drop_graphs()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _drop_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Image (B, C, H, W) -> tokens (B, T, D) with positions and class tokens, and the (h, w) grid of the patches."""

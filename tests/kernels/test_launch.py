@@ -136,3 +136,10 @@ def test_every_tuned_kernel_has_a_bucket():
     assert len(tuners) > 10 and all("bucket" in tuner.keys for _, tuner in tuners)
     passes = {tuple(tuner.keys) for kernel, tuner in tuners if "PASS" in kernel.arg_names}
     assert passes and all("PASS" in keys for keys in passes)
+
+
+def test_what_is_ready_is_bounded(kernel, monkeypatch):
+    monkeypatch.setattr(triton_launch, "MOST_READY", 3)
+    for T in range(10):
+        launch(kernel, CONFIGS[0], T=T)
+        assert len(triton_launch.READY) == T % 3 + 1

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels import replay
 from kernels.tools import check
 from repro.models import fused_block
 from tests.models.helpers import nano, shaken
@@ -57,9 +56,8 @@ def test_new_weights_are_used_at_once(change):
     assert not torch.equal(found, before)
 
 
-def make_small(monkeypatch):
-    """A model of one block that repeats its launches when it is frozen."""
-    monkeypatch.setattr(replay, "REPLAYED", {"cpu"})
+def make_small():
+    """A model of one block."""
     model = make(depth=1, num_heads=1, img_size=48).eval()
     model.set_backend("triton")
     return model
@@ -69,13 +67,13 @@ SOME = ("copy_", "data, transposed", "load and assign", "a parametrized convolut
 
 
 @pytest.mark.parametrize("name", [name if name in SOME else slow(name) for name in WRITES])
-def test_a_write_ends_it(name, monkeypatch):
-    require_seen(make_small(monkeypatch), WRITES[name])
+def test_a_write_ends_it(name):
+    require_seen(make_small(), WRITES[name])
 
 
 @pytest.mark.parametrize("name", [name if name in ("eval", "float") else slow(name) for name in NO_WRITES])
-def test_what_writes_nothing_keeps_it(name, monkeypatch):
-    require_kept(make_small(monkeypatch), NO_WRITES[name], fused_block.Constants)
+def test_what_writes_nothing_keeps_it(name):
+    require_kept(make_small(), NO_WRITES[name], fused_block.Constants)
 
 
 def test_a_frozen_model_keeps_its_constants():
@@ -93,9 +91,9 @@ def test_a_frozen_model_keeps_its_constants():
 
 
 @pytest.mark.slow
-def test_a_compiled_graph_takes_other_weights(monkeypatch):
+def test_a_compiled_graph_takes_other_weights():
     """It compares nothing; loading, casting and training let go of what is kept, which it sees."""
-    model, images = make_small(monkeypatch), torch.randn(1, 3, 48, 48)
+    model, images = make_small(), torch.randn(1, 3, 48, 48)
     compiled = torch.compile(model.freeze(), backend="eager", fullgraph=True)
     with torch.no_grad():
         before = compiled(images)
@@ -114,26 +112,3 @@ def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
     """They, and where gate, keys and values start in them, are multiples of 16 numbers."""
     block = make(num_heads=heads).blocks[0]
     assert block.mixer.dim % 16 == len(fused_block.find_constants(block, 25, fused_block.Constants).in_weight) % 16 == 0
-
-
-def test_a_frozen_block_repeats_its_launches(monkeypatch):
-    """For other images, sides, batches and dtypes, each as it computes them anew; another weight is seen."""
-    model = make(img_size=48, depth=1).eval()
-    model.set_backend("triton")
-    calls = [torch.randn(batch, 3, *sides) for batch, sides in ((2, (48, 48)), (1, (32, 64)))]
-    calls += [torch.randn_like(images) for images in calls]
-    with torch.inference_mode():
-        expected = [model(images) for images in calls]
-        monkeypatch.setattr(replay, "REPLAYED", {"cpu"})
-        model.freeze()
-        for images, want in zip(calls, expected, strict=True):
-            assert check.relative_error(model(images), want) < 1e-5
-        for block in model.blocks:
-            assert len(block.frozen.replays) == 2 and all(block.frozen.replays.values())
-        first, again = model(calls[0]), model(calls[0])
-        assert torch.equal(first, again)
-        with torch.autocast("cpu", torch.float16):
-            assert model.blocks[0](torch.randn(1, 9, 32), (3, 3)).isfinite().all()
-        assert list(model.blocks[0].frozen.replays.values()).count(None) == 1
-        model.blocks[0].mixer.out_proj.weight.mul_(2)
-        assert check.relative_error(model(calls[0]), expected[0]) > 1e-3
