@@ -60,7 +60,7 @@ def command(
     """Measure speed and peak memory, each row in a fresh process.
 
     Without options, measure the rows of the `efficiency:` section of params.yaml. With any option, measure a sweep into
-    results/replications/<device>/efficiency.json, with figures; a second call continues it.
+    results/speed/<device>.csv, with figures in artifacts/; a call after an interruption goes on.
     """
     paths = find_root()
     runtime = load_runtime(paths)

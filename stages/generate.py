@@ -11,7 +11,7 @@ from repro.tasks.generation.spec import SPEC
 
 from . import GpusOption, SeedsOption, Sha256Option, Stage
 
-STAGE = Stage(purpose="use", params=SPEC.params, cells=True, task=SPEC)
+STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 
 
 _TRAINING = ("cell", "gpus", "seeds", "init")

@@ -76,7 +76,7 @@ def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
 def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     """speed/pretrain/vittt_tiny_digits.json: a training's speed as `record_speed` writes it, with the share of the peak.
 
-    The second of two short trainings counts, whose kernels are compiled. Nothing else of them is kept.
+    The second of two short trainings counts, whose kernels are compiled. Git keeps nothing else of them.
     """
     import torch
 

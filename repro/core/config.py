@@ -247,7 +247,8 @@ def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None
 
 def list_values(config: Any) -> dict[str, Any]:
     """The values of a dataclass as nested dicts, for hashes and records; a `_NEWER` field only where it has a value,
-    and none of `_UNHASHED`."""
+    and none of `_UNHASHED`.
+    """
 
     def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         known = {name: value for name, value in pairs if name not in _UNHASHED}

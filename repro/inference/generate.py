@@ -341,5 +341,7 @@ def _record(
         f"guidance{sampling.guidance:g}",
     ]
     parts += [f"{about['samples']}samples", f"seed{request.seed}", *([] if len(asked) > 1 else [f"class{asked[0]}"])]
+    if about.get("data"):  # else a draw that is judged on two sets would have one record
+        parts.append(Path(about["data"]).stem)
     name = "_".join(parts).replace(".", "_")
     write_record(paths.replications(device_slug(device)) / "draw" / f"{name}.json", about, identity, seconds)

@@ -262,7 +262,8 @@ class Planner:
         copies = len(params.seeds) * (2 * state + 2 * snapshots + 1) + state + snapshots + 1
         is_frozen = any(getattr(params, name, False) for name in ("freeze", "freeze_backbone"))
         held = (1 if is_frozen else COPIES) + bool(params.ema_decay)
-        measure = f"repro {'ablate' if stage.startswith('ablate_') else stage} --cell {cell}"
+        # two sections of `repro ablate` may have a cell of one name
+        measure = f"repro {f'ablate --cell {stage}.' if stage.startswith('ablate') else f'{stage} --cell '}{cell}"
         measure += " --epochs 1 --seeds 1" * (stage in SHORTENED)
         if stage == "pretrain_seeds":  # `repro seeds` records neither speed nor memory
             measure = ""

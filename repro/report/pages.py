@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..core.csvfile import write_csv
-from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import replace_block, sweep, write_text
 from . import answer, comparison, gallery, measured, variants
@@ -31,8 +30,6 @@ _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 Built = tuple[list[tuple[Report, list[Section]]], dict[str, str], list[Passage]]
 Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
-# what a value of another type or form than today's leads to
-RECORD_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 
 
 def write_report(
@@ -78,22 +75,6 @@ def find_outdated(
 
 
 def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
-    """What `_build` gives; a UserError names the record without which that succeeds, where there is one."""
-    try:
-        return _build(papers, results, judge, figures)
-    except RECORD_ERRORS as error:
-        for source in results.sources:
-            try:
-                with TemporaryDirectory() as others:
-                    _build(papers, results.without(source), judge, Path(others))
-            except RECORD_ERRORS:
-                continue
-            reason = f"cannot be read as a record of this version ({error}); run its stage again, or move the file out of results/"
-            raise UserError(f"{source.path}: {reason}") from error
-        raise
-
-
-def _build(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
     """Judge, draw into `figures`, and build the pages for a browser, those of Markdown by file, and the passages."""
     figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
     pages, documents, texts, passages = [], {}, {}, []

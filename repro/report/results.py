@@ -1,6 +1,5 @@
 """What we measured: the functions through which the expressions of a ledger read the records."""
 
-import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,13 +132,6 @@ class Results:
     def score_sources(self) -> list[Source]:
         """The records of trained or evaluated models: they name their data set."""
         return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
-
-    def without(self, source: Source) -> "Results":
-        others = copy.copy(self)
-        others.sources = [each for each in self.sources if each is not source]
-        for name in ("counts", "speed_rows"):
-            others.__dict__.pop(name, None)
-        return others
 
     def functions(self) -> dict[str, Callable]:
         """What an expression may call that depends neither on a device nor on the paper."""

@@ -141,8 +141,8 @@ def run_search(search: Search) -> None:
     started, grid, done = time.monotonic(), search.tune, {}
     for _ in range(1 + WIDENINGS):
         for trial in search.list_trials(grid):
-            done.setdefault(trial.name, None)
-            done[trial.name] = done[trial.name] or _run_trial(search, trial)
+            if trial.name not in done:
+                done[trial.name] = _run_trial(search, trial)
         best = choose([found["trial"] for found in done.values()], search.score)
         if best is None or (wider := widen(grid, best, search.cell.params.epochs)) is None:
             break

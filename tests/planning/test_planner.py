@@ -75,8 +75,8 @@ def test_a_classifier_by_hand(tmp_path, changes, seconds, copies, basis):
     [
         ("pretrain", "repro pretrain --cell nano --epochs 1 --seeds 1"),
         ("linearize", "repro linearize --cell nano"),
-        ("ablate", "repro ablate --cell nano"),
-        ("ablate_linearize", "repro ablate --cell nano"),
+        ("ablate", "repro ablate --cell ablate.nano"),
+        ("ablate_linearize", "repro ablate --cell ablate_linearize.nano"),
     ],
 )
 def test_every_section_of_classifiers_takes_a_given_rate_and_names_its_verb(tmp_path, stage, measure):

@@ -144,7 +144,7 @@ def check_scenes(root: Path, report: Report, depth: Depth) -> None:
 
 
 def _list_shares(names: Sequence[str], shares: np.ndarray) -> str:
-    return ", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares.tolist(), strict=False))
+    return ", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares[: len(names)].tolist(), strict=True))
 
 
 def _is_own(classes: Sequence[str], expected: CocoCounts) -> bool:
