@@ -75,6 +75,7 @@ def test_the_report_follows_every_stage_that_it_shows():
         *shown,
         "results/replications",
         "results/seeds",
+        "results/speed",
     }
 
 
