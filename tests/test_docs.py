@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from dvc.utils.hydra import apply_overrides
+from dvc.utils.hydra import apply_overrides, get_hydra_sweeps
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -56,7 +56,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     shown = "\n".join([*fenced(page, ""), *re.findall(r"^    (.*)$", page.read_text(encoding="utf-8"), re.M)])
     for line in (*shown.replace("\\\n", " ").splitlines(), *spans(page)):
         if found := re.match(r"(?:.*-m |(?:\w+=\S+ )*)((?:repro|make|dvc) .*)", line):
-            yield re.sub(r"\s#.*|[\[\]'`;,]", "", found[1]).split()
+            yield re.sub(r"\s#.*|[\[\]'`;]|,(?!\S)", "", found[1]).split()
 
 
 def find_verb(words: list[str]) -> Any:
@@ -156,11 +156,14 @@ def test_the_examples_of_params_are_valid():
 
 
 def test_an_override_that_is_shown_changes_its_value_to_a_valid_one(tmp_path):
-    """DVC drops an override of a mapping that cells share by an anchor."""
+    """DVC drops an override of a mapping that cells share by an anchor; its queue takes each of several values."""
     shown = [word for page in PAGES for words in commands(page) if words[0] == "dvc" for word in words if "=" in word]
     known = load_yaml(ROOT / "params.yaml")["pretrain"]
-    overrides = [each for each in shown if each.split(".")[1] in known]
-    assert overrides
+    given = [each for each in shown if each.split(".")[1] in known]
+    overrides = [
+        one for each in given for sweep in get_hydra_sweeps({"params.yaml": [each]}) for one in sweep["params.yaml"]
+    ]
+    assert len(overrides) > len(given) > 0
     for override in overrides:
         params = tmp_path / "params.yaml"
         shutil.copy(ROOT / "params.yaml", params)
