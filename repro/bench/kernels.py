@@ -203,13 +203,14 @@ def run_bench(
     rows = {
         (row["operator"], bench.row_key(operators.OPERATORS[row["operator"]], row)): row for row in read_bench(path)
     }
-    failed = []
+    wanted: list[tuple[str, str]] = []
     for cases in chosen:
         place = _describe_place(paths, device)
         place["peer_version"] = ", ".join(
             f"{key} {version}" for key in cases.DISTRIBUTIONS.values() if (version := installed_version(key))
         )
         planned = bench.planned(cases, compared)
+        wanted += [(cases.NAME, key) for key in planned]
         todo = {key: step for key, step in planned.items() if not _is_since(rows.get((cases.NAME, key)), since)}
         if todo and _left(deadline) > 0:
             right = check.compare(
@@ -227,18 +228,18 @@ def run_bench(
             rows[cases.NAME, key] = row | place
             _write_bench(path, rows.values())
             print(text.format_bench(row), flush=True)
-            if row["status"] == "failed" and row["implementation"] in bench.OURS:
-                failed.append(row)
         if cases.NAME == "ttt_linear" and todo and _left(deadline) > 0:
             for row in bench.measure_memory(cases, device):
                 rows[cases.NAME, bench.row_key(cases, row)] = row | place
             _write_bench(path, rows.values())
-    if failed:
+    if not left:
+        state.finish()
+    # also those of an earlier call, which this one has not measured again
+    found = [rows[what] for what in wanted if _is_since(rows.get(what), since)]
+    if failed := [row for row in found if row["status"] == "failed" and row["implementation"] in bench.OURS]:
         raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {text.format_bench(failed[0])}")
     if left:
         print(f"time is up: the next call continues with the other {left} rows")
-    else:
-        state.finish()
     return not left
 
 
