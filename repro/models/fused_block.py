@@ -5,8 +5,9 @@ At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operati
 reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
 values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
 with their activation; residuals are added by the products before them. On CPUs, for inference, numba's loops take the
-places of the kernels, and are called without PyTorch's dispatcher. It is for the default reading of the paper, without
-class tokens; `VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
+places of the kernels, and a block is one operation: called without PyTorch's dispatcher where nobody watches, and as
+`vision_ttt::vittt_block` by a compiler, a profiler or a mode, which get the same bits. It is for the default reading of
+the paper, without class tokens; `VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -19,14 +20,17 @@ import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.flop_counter import register_flop_formula
 
 from kernels import selected_backend as selected_scan
 from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, selected_backend
 from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
-from kernels.custom_op import is_plain
+from kernels.custom_op import NAMESPACE, is_plain, may_be_opaque
 from kernels.dispatch import compute_dtype
 from kernels.threads import lay_flat
 from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
+from kernels.ttt_linear.op import forward_flops
 from kernels.ttt_linear.reference import Arguments, states_shape
 
 from .as_built import Built, are_as_built, built_conv, is_watched
@@ -86,7 +90,8 @@ class LoopConstants(NamedTuple):
     in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
     `ALIGNED`; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of
     SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,2,H,4,d), tap_biases (2,2,H,d),
-    grid_taps (3,3,D): as the loops' modules lay them.
+    grid_taps (3,3,D): as the loops' modules lay them; the others as the layers have them, out_weight (D,D) that of
+    `out_proj`, down_weight (D,F) and down_bias (D,) those of `fc2`.
     """
 
     in_weight: Tensor
@@ -100,6 +105,15 @@ class LoopConstants(NamedTuple):
     taps: Tensor
     tap_biases: Tensor
     grid_taps: Tensor
+    norm1_weight: Tensor
+    norm1_bias: Tensor
+    post_norm_weight: Tensor
+    post_norm_bias: Tensor
+    out_weight: Tensor
+    norm2_weight: Tensor
+    norm2_bias: Tensor
+    down_weight: Tensor
+    down_bias: Tensor
 
 
 class Frozen:
@@ -148,12 +162,12 @@ class Frozen:
 
 def find_backend(block: Any, tokens: Tensor) -> str | None:
     """The backend that runs all of a `VitttBlock`, or None where it is not of a kind that the launches compute, or no
-    kernels run here; numba's loops only in eager inference.
+    kernels run here; numba's loops only in inference.
     """
     dtype = product_dtype(tokens)
     chosen = _find_kernels(block, tokens.device, dtype)
     if chosen == "numba" and (
-        block.training or not is_plain([tokens]) or not tokens.dtype == dtype == block.norm1.weight.dtype
+        block.training or not may_be_opaque([tokens]) or not tokens.dtype == dtype == block.norm1.weight.dtype
     ):
         return None
     return chosen
@@ -168,6 +182,8 @@ def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str |
     if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
     chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
+    if chosen == "triton" and _has_any_global_hook():  # the kernels' products are padded, which FlopCounterMode counts
+        return None
     return None if chosen == "numba" and dtype != compute_dtype(dtype) else chosen
 
 
@@ -271,29 +287,65 @@ def _normalise(norm: nn.LayerNorm, tokens_BTD: Tensor) -> Tensor:
 
 
 def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
-    """As `forward`, on a CPU. What follows the scan runs some tokens at a time: hidden units stay in the cache."""
+    """As `forward`, on a CPU; where somebody watches it is one operation, of the same bits."""
+    known = find_constants(block, tokens_BTD.shape[1], LoopConstants)
+    eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
+    run = _run_loops if is_plain([tokens_BTD]) else OPERATOR
+    return run(tokens_BTD, list(known), grid[0], eps)
+
+
+def _run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
+    """What a block computes of its `LoopConstants` and the eps of norm1, the learner, post_norm and norm2.
+
+    What follows the scan runs some tokens at a time: hidden units stay in the cache.
+    """
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner
 
-    mixer, norm = block.mixer, block.norm1
-    (B, T, D), H, d = tokens_BTD.shape, mixer.num_heads, mixer.head_dim
-    known = find_constants(block, T, LoopConstants)
-    both = around.run_conv_norm(tokens_BTD.contiguous(), known.grid_taps, norm.weight, norm.bias, grid[0], norm.eps)
-    stream, x = both.unbind(0)
+    known, (eps1, learner_eps, post_eps, eps2) = LoopConstants(*constants), eps
+    (B, T, D), (_, H, _, d) = tokens_BTD.shape, known.state.shape
+    norm1 = known.grid_taps, known.norm1_weight, known.norm1_bias
+    stream, x = around.run_conv_norm(tokens_BTD.contiguous(), *norm1, height, eps1).unbind(0)
     projected = F.linear(x, known.in_weight, known.in_bias)
     gate, shared, v, rates, _ = projected.split([D, 2 * D, 2 * D, H, projected.shape[-1] - 5 * D - H], -1)
     shared, v = (lay_flat(each.unflatten(-1, (2, H, d))) for each in (shared, v))
     rate, state = torch.sigmoid(rates).contiguous(), (known.state, known.inner_weight, known.inner_bias)
     given = shared, shared, v, rate, known.token_scale, *state, known.taps, known.tap_biases
-    options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, mixer.eps)
+    options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, learner_eps)
     z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
-    norm = mixer.post_norm
-    y = around.run_gated_norm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps)
+    y = around.run_gated_norm(z.flatten(3), gate, known.post_norm_weight, known.post_norm_bias, post_eps)
     for tokens, part in zip(stream.flatten(0, 1).split(ROWS), y.flatten(0, 1).split(ROWS), strict=True):
-        tokens.addmm_(part, mixer.out_proj.weight.T)
-        hidden, linear = F.linear(block.norm2(tokens), known.up_weight, known.up_bias).chunk(2, -1)
-        tokens += block.mlp.fc2(F.silu(hidden, inplace=True).mul_(linear))
+        tokens.addmm_(part, known.out_weight.T)
+        x = F.layer_norm(tokens, (D,), known.norm2_weight, known.norm2_bias, eps2)
+        hidden, linear = F.linear(x, known.up_weight, known.up_bias).chunk(2, -1)
+        tokens += F.linear(F.silu(hidden, inplace=True).mul_(linear), known.down_weight, known.down_bias)
     return stream
+
+
+def _count_flops(tokens: tuple, constants: list[tuple], height: int, eps: list[float], **_: Any) -> int:
+    """Count those of the plain path, from the shapes of what `_run_loops` takes."""
+    (B, T, D), known = tokens, LoopConstants(*constants)
+    (_, H, _, d), (_, hidden) = known.state, known.down_weight
+    products, taps = 5 * D + H + D + 3 * hidden, 9 + 2 * 2 * 4
+    return 2 * B * T * D * (products + taps) + forward_flops((B, T, 2, H, d), known.token_scale[1])
+
+
+# the strides of the arguments are those that the loops read; gradients never come here, and autograd has no rule
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY.define(
+    "vittt_block(Tensor tokens, Tensor[] constants, SymInt height, float[] eps) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.impl("vittt_block", _run_loops, "CPU")
+OPERATOR = getattr(torch.ops, NAMESPACE).vittt_block.default
+
+
+@torch.library.register_fake(OPERATOR, lib=_LIBRARY)
+def _make_fake(tokens: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
+    return tokens.new_empty(tokens.shape)
+
+
+register_flop_formula(getattr(torch.ops, NAMESPACE).vittt_block)(_count_flops)
 
 
 def _state(mixer: Any) -> tuple[Tensor, ...]:
@@ -391,7 +443,11 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     taps = learner.lay_taps(*(each for pair in convolutions for each in pair), (2, mixer.num_heads, mixer.head_dim))
     grid_taps = around.lay_grid_taps(block.dwconv.weight[:, 0])
     state = learner.join_state(W0, b0)
-    return LoopConstants(in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps)
+    made = in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps
+    before, after = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm))
+    norm2, down = block.norm2, mlp.fc2
+    read = *before, *after, mixer.out_proj.weight, norm2.weight, norm2.bias, down.weight, down.bias
+    return LoopConstants(*made, *read)
 
 
 MAKERS = {Constants: make_constants, LoopConstants: make_loop_constants}
