@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from ..core.config import bounded
 from ..core.errors import UserError
-from ..core.figures import STYLES
 from ..data.settings import TransformSettings
 
 
@@ -146,7 +145,7 @@ class ResolutionParams:
 
     Args:
         data: a cell of `prepare_data`, whose reported split is used.
-        models: family, a key of `core.figures.STYLES` -> file of weights; all were trained at one image size.
+        models: family -> file of weights; all were trained at one image size.
         image_sizes: sides in pixels.
         repeats: how often a forward pass is timed.
     """
@@ -156,7 +155,3 @@ class ResolutionParams:
     image_sizes: tuple[int, ...] = bounded(ge=1)
     batch_size: int = bounded(8, ge=1)
     repeats: int = bounded(5, ge=1)
-
-    def __post_init__(self) -> None:
-        if unknown := sorted(set(self.models) - set(STYLES)):
-            raise ValueError(f"models: {unknown[0]} has no style in figures; known: {', '.join(STYLES)}")
