@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.figures import STYLES, new_figure, save_png
+from ..core.record import CURVE_SCORES
 from .claims import Report
 from .document import Block, Bullets, Line, Piece, code, number, table
 from .measured import format_scores
@@ -25,7 +26,6 @@ from .results import Missing, Results
 
 AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
 Runs = dict[tuple[str, str, str], list[Source]]
-_PANELS = 2  # scores of a task that are drawn, the most telling ones first
 _LINES = {"pretrained": "-", "random": "--"}  # by the first weights
 
 
@@ -104,10 +104,10 @@ def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: 
     """A row for each task, and in it a panel for each score: thin lines for seeds, a thick one for their mean, a star
     for the reported score.
     """
-    figure, axes = new_figure(_PANELS, len(tasks))
+    figure, axes = new_figure(CURVE_SCORES, len(tasks))
     handles: dict[str, Any] = {}
-    for (stage, sources), panels in zip(tasks.items(), axes.reshape(len(tasks), _PANELS), strict=True):
-        labels = list(results.scores[stage].items())[:_PANELS]
+    for (stage, sources), panels in zip(tasks.items(), axes.reshape(len(tasks), CURVE_SCORES), strict=True):
+        labels = list(results.scores[stage].items())[:CURVE_SCORES]
         for spare in panels[len(labels) :]:
             spare.remove()
         for panel, (key, label) in zip(panels, labels, strict=False):
