@@ -126,6 +126,7 @@ class VisualizeParams:
         field_images: number of images over which receptive fields are averaged.
         probes: changes of the inner loop, see `repro.inference.probes`.
         probe_images: largest number of images on which their accuracy is measured.
+        reads: the files of weights that a training makes, which dvc.yaml depends on.
     """
 
     cell: str
@@ -137,6 +138,7 @@ class VisualizeParams:
     field_images: int = bounded(ge=1)
     probes: tuple[str, ...] = ()
     probe_images: int = bounded(ge=1)
+    reads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ class ResolutionParams:
         models: family -> file of weights; all were trained at one image size.
         image_sizes: sides in pixels.
         repeats: how often a forward pass is timed.
+        reads: the files of weights that a training makes, which dvc.yaml depends on.
     """
 
     data: str
@@ -155,3 +158,4 @@ class ResolutionParams:
     image_sizes: tuple[int, ...] = bounded(ge=1)
     batch_size: int = bounded(8, ge=1)
     repeats: int = bounded(5, ge=1)
+    reads: tuple[str, ...] = ()
