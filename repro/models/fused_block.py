@@ -5,16 +5,16 @@ At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operati
 reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
 values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
 with their activation; residuals are added by the products before them. On CPUs, for inference, numba's loops take the
-places of the kernels, and a block is one operation: called without PyTorch's dispatcher where nobody watches, and as
-`vision_ttt::vittt_block` by a compiler, a profiler or a mode, which get the same bits. It is for the default reading of
-the paper, without class tokens; `VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
+places of the kernels. In inference a block is one operation: called without PyTorch's dispatcher where nobody watches,
+and as an operator by a compiler, a profiler or a mode. It is for the default reading of the paper, without class tokens;
+`VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
 
 import weakref
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +23,19 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import selected_backend as selected_scan
-from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, selected_backend
-from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
+from kernels.around.op import selected_backend
+from kernels.around.reference import ONES
 from kernels.custom_op import is_plain, may_be_opaque
 from kernels.dispatch import compute_dtype
-from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
-from kernels.ttt_linear.reference import Arguments
 
+from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
-from .fused_loops import OPERATOR, LoopConstants, run_loops
+from .fused_launches import LaunchConstants, run_launches
+from .fused_loops import LoopConstants, run_loops
 
 Grid = tuple[int, int]
+_LAUNCHES = LaunchConstants, run_launches, fused_launches.OPERATOR
+_LOOPS = LoopConstants, run_loops, fused_loops.OPERATOR
 ALIGNED = 16  # numbers; a product on a CPU whose rows are no multiple takes half as long again
 # the layers that are not called, but whose weights are read
 _LINEAR, _BIASED, _NORM = (
@@ -54,31 +56,6 @@ _OF_MIXER = {"in_proj": _LINEAR, "lr_proj": _BIASED, "conv_k": _CONV, "conv_q": 
 _OF_MIXER |= {"post_norm": _NORM, "out_proj": _LINEAR}
 _OF_MLP = {"fc1_g": _BIASED, "fc1_x": _BIASED, "act": Built((nn.SiLU,)), "drop1": _DROPOUT}
 _OF_MLP |= {"norm": Built((nn.Identity,)), "fc2": _BIASED, "drop2": _DROPOUT}
-
-
-class Constants(NamedTuple):
-    """What the launches take of a block's weights, each made once for these weights.
-
-    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
-    d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
-    down_weight (D,F+8): with its bias in the first of the further columns; W0, b0, gamma, mu: of
-    both directions, in fp32; grid_weight (D,3,3), k_weight and q_weight (2D,4): of the convolutions, which `freeze` lays
-    out as their kernels read them.
-    """
-
-    in_weight: Tensor
-    in_bias: Tensor
-    token_scale: Tensor
-    up_weight: Tensor
-    up_bias: Tensor
-    down_weight: Tensor
-    W0: Tensor
-    b0: Tensor
-    gamma: Tensor
-    mu: Tensor
-    grid_weight: Tensor
-    k_weight: Tensor
-    q_weight: Tensor
 
 
 class Frozen:
@@ -131,11 +108,14 @@ def find_backend(block: Any, tokens: Tensor) -> str | None:
     """
     dtype = product_dtype(tokens)
     chosen = _find_kernels(block, tokens.device, dtype)
-    if chosen == "numba" and (
-        block.training or not may_be_opaque([tokens]) or not tokens.dtype == dtype == block.norm1.weight.dtype
-    ):
+    if chosen is None:
         return None
-    return chosen
+    if may_be_opaque([tokens]) and not block.training:
+        casts = not tokens.dtype == dtype == block.norm1.weight.dtype
+        return None if chosen == "numba" and casts else chosen
+    # loops are for inference; the kernels' products are padded, and FlopCounterMode, whose hooks are on all modules,
+    # would count that
+    return None if chosen == "numba" or _has_any_global_hook() else chosen
 
 
 def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -147,8 +127,6 @@ def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str |
     if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
     chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
-    if chosen == "triton" and _has_any_global_hook():  # the kernels' products are padded, which FlopCounterMode counts
-        return None
     return None if chosen == "numba" and dtype != compute_dtype(dtype) else chosen
 
 
@@ -189,74 +167,18 @@ def product_dtype(tokens: Tensor) -> torch.dtype:
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`, by the backend of `find_backend`.
 
-    The operators get what the block has made, unchecked: checks take a host as long as the launches.
+    Where somebody watches inference, it is one operation of the same bits.
     """
-    if backend == "numba":
-        return _forward_by_loops(block, tokens_BTD, grid)
-    norm, known = block.norm1, find_constants(block, tokens_BTD.shape[1], Constants)
-    given = ConvNorm(tokens_BTD, known.grid_weight, norm.weight, norm.bias, grid[0], norm.eps)
-    stream, x = CONV_NORM(given, backend).unbind(0)
-    y = _mix(block.mixer, known, x, backend)
-    tokens_BTD = _add_product(block, stream, y, block.mixer.out_proj.weight)
-    del y
-    x = _normalise(block.norm2, tokens_BTD)
-    hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
-    return _add_product(block, tokens_BTD, hidden, known.down_weight)
-
-
-def _mix(mixer: Any, known: Constants, x_BTD: Tensor, backend: str) -> Tensor:
-    """What the mixer's output projection gets. Its intermediate results, most of a block's memory, end with it."""
-    D = mixer.dim
-    projected = F.linear(x_BTD, known.in_weight, known.in_bias)
-    gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-    z, norm = _scan(mixer, known, shared, v, rates, backend), mixer.post_norm
-    return GATED_NORM(GatedNorm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps), backend)
-
-
-def _scan(mixer: Any, known: Constants, shared: Tensor, v: Tensor, rates: Tensor, backend: str) -> Tensor:
-    """(B,T,2,H,d), of what keys and queries are made of and v, both (B,T,2D), and the rates' logits (B,T,H or more)."""
-    H, d, scale = mixer.num_heads, mixer.head_dim, known.token_scale
-    state = known.W0, known.b0, known.gamma, known.mu
-    taps = known.k_weight, mixer.conv_k.bias, known.q_weight, mixer.conv_q.bias
-    k, q = SCAN_CONVS(ScanConvs(shared, *taps), backend).unbind(0)
-    q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    lr = torch.sigmoid(rates[..., :H].float())
-    return TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], mixer.eps), backend)
-
-
-def _add_product(block: Any, stream_BTD: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """stream + x Wᵀ: in one launch, in place, where no gradient is wanted.
-
-    Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of
-    a higher precision.
-    """
-    if (
-        (block.training and not isinstance(block.drop_path, nn.Identity))
-        or x.dtype != stream_BTD.dtype
-        or x.dtype != weight.dtype
-    ):
-        return stream_BTD + block.drop_path(F.linear(x, weight))
-    rows = stream_BTD.flatten(0, 1)
-    add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
-    return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
-
-
-def _normalise(norm: nn.LayerNorm, tokens_BTD: Tensor) -> Tensor:
-    """LayerNorm in the dtype of the products."""
-    dtype = product_dtype(tokens_BTD)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not is_plain([tokens_BTD]):
-        return norm(tokens_BTD).to(dtype)
-    from kernels.around.triton_fwd import norm as run_norm
-
-    return run_norm(tokens_BTD, norm.weight, norm.bias, norm.eps, dtype)
-
-
-def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
-    """As `forward`, on a CPU; where somebody watches it is one operation, of the same bits."""
-    known = find_constants(block, tokens_BTD.shape[1], LoopConstants)
-    eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
-    run = run_loops if is_plain([tokens_BTD]) else OPERATOR
-    return run(tokens_BTD, list(known), grid[0], eps)
+    kind, run, operator = _LOOPS if backend == "numba" else _LAUNCHES
+    known, norm = find_constants(block, tokens_BTD.shape[1], kind), block.norm1
+    given = tokens_BTD, known, grid[0], [norm.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
+    casts = (
+        not tokens_BTD.dtype == product_dtype(tokens_BTD) == norm.weight.dtype
+    )  # by autocast, which is not inside it
+    if kind is LaunchConstants and (block.training or casts or not may_be_opaque([tokens_BTD])):
+        drops = block.training and not isinstance(block.drop_path, nn.Identity)
+        return run_launches(*given, block.drop_path if drops else None)
+    return run(*given) if is_plain([tokens_BTD]) else operator(tokens_BTD, list(known), *given[2:])
 
 
 def _state(mixer: Any) -> tuple[Tensor, ...]:
@@ -311,7 +233,7 @@ def freeze(block: Any, tokens: int) -> None:
         block.frozen = Frozen(block, kept._make(x.data for x in kept))  # no views: a weight of one cannot be swapped
 
 
-def make_constants(block: Any, tokens: int) -> Constants:
+def make_constants(block: Any, tokens: int) -> LaunchConstants:
     """Arrange a block's weights for the launches."""
     mixer, mlp = block.mixer, block.mlp
     d = mixer.head_dim
@@ -322,7 +244,10 @@ def make_constants(block: Any, tokens: int) -> Constants:
     down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
     state = tuple(each.float().contiguous() for each in _state(mixer))
     taps = (each.weight[:, 0] for each in (block.dwconv, mixer.conv_k, mixer.conv_q))
-    return Constants(in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state, *taps)
+    made = in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state, *taps
+    before, after = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm))
+    biases, norm2 = (mixer.conv_k.bias, mixer.conv_q.bias), block.norm2
+    return LaunchConstants(*made, *biases, *before, *after, mixer.out_proj.weight, norm2.weight, norm2.bias)
 
 
 def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +257,7 @@ def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
     return weight, F.pad(mixer.lr_proj.bias, (5 * mixer.dim, missing))
 
 
-def lay_taps(known: Constants) -> Constants:
+def lay_taps(known: LaunchConstants) -> LaunchConstants:
     """The same with the weights of the convolutions as their kernels read them."""
     grid = known.grid_weight.flatten(1).T.contiguous().T.unflatten(1, (3, 3))
     k, q = torch.stack([known.k_weight.T, known.q_weight.T]).mT
@@ -361,4 +286,4 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     return LoopConstants(*made, *read)
 
 
-MAKERS = {Constants: make_constants, LoopConstants: make_loop_constants}
+MAKERS = {LaunchConstants: make_constants, LoopConstants: make_loop_constants}

@@ -1,7 +1,6 @@
-"""A block of Vittt on a CPU by numba's loops, which is one operator to PyTorch: `vision_ttt::vittt_block`.
+"""A block of Vittt on a CPU by numba's loops, for inference: `vision_ttt::vittt_block_loops`.
 
-It is for inference, has no derivative, and knows no layers: `fused_block` makes what it takes, and says when it runs, by
-`selected_backend` among others.
+It knows no layers: `fused_block` makes what it takes, and says when it runs.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -11,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from kernels.custom_op import NAMESPACE
 from kernels.threads import lay_flat
-from kernels.ttt_linear.op import forward_flops
 from kernels.ttt_linear.reference import states_shape
+
+from .block_operator import define_operator
 
 ROWS = 512  # tokens that are taken together after the scan
 
@@ -81,27 +79,9 @@ def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: lis
     return stream
 
 
-def _count_flops(tokens: tuple, constants: list[tuple], height: int, eps: list[float], **_: Any) -> int:
-    """Count those of the plain path, from the shapes of what `run_loops` takes."""
-    (B, T, D), known = tokens, LoopConstants(*constants)
-    (_, H, _, d), (_, hidden) = known.state, known.down_weight
-    products, taps = 5 * D + H + D + 3 * hidden, 9 + 2 * 2 * 4
-    return 2 * B * T * D * (products + taps) + forward_flops((B, T, 2, H, d), known.token_scale[1])
+def _measure(shapes: list[Any]) -> tuple[int, int, int]:
+    known = LoopConstants(*shapes)
+    return known.state[1], known.token_scale[1], known.down_weight[1]
 
 
-# the strides of the arguments are those that the loops read; gradients never come here, and autograd has no rule
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_LIBRARY.define(
-    "vittt_block(Tensor tokens, Tensor[] constants, SymInt height, float[] eps) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
-)
-_LIBRARY.impl("vittt_block", run_loops, "CPU")
-OPERATOR = getattr(torch.ops, NAMESPACE).vittt_block.default
-
-
-@torch.library.register_fake(OPERATOR, lib=_LIBRARY)
-def _make_fake(tokens: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
-    return tokens.new_empty(tokens.shape)
-
-
-register_flop_formula(getattr(torch.ops, NAMESPACE).vittt_block)(_count_flops)
+OPERATOR = define_operator("vittt_block_loops", run_loops, _measure)

@@ -312,16 +312,14 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
     if (first := outcomes.get(cell.params.seeds[0])) is not None:
-        files = {
-            cell.folder / file.relative_to(first.folder): file for file in first.folder.rglob("*") if file.is_file()
-        }
+        made = [file for file in first.folder.rglob("*") if file.is_file()]
+        files = {cell.folder / file.relative_to(first.folder): file for file in made}
         with contextlib.ExitStack() as renamed_at_the_end:
             for target, file in files.items():
                 shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
-        for old in {
-            file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()
-        } - files.keys():
-            old.unlink()
+        old = {file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()}
+        for file in old - files.keys():
+            file.unlink()
         (cell.folder / "snapshots").mkdir(exist_ok=True)  # an output of the graph, also where it is empty
     write_text(curves, format_csv(rows))
     kept = ("seed", "epoch", "train_loss", *list(cell.spec.scores)[:CURVE_SCORES])

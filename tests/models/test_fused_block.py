@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels.around import numba_path
 from kernels.custom_op import SeesParts
 from repro.bench.memory import _LiveStorages
-from repro.models import fused_block
+from repro.models import fused_block, fused_loops
 from tests.models.helpers import nano, shaken
 from tests.models.writes import UNCOUNTED, WRITES
 from tests.slow import first, slow
@@ -115,7 +115,7 @@ def test_who_watches_gets_the_same_bits(name, frozen):
 def test_a_block_is_one_operation():
     with Seen() as seen:
         make()(IMAGES)
-    assert seen.names == ["vision_ttt::vittt_block"] * 2
+    assert seen.names == ["vision_ttt::vittt_block_loops"] * 2
 
 
 # --- who needs the parts
@@ -168,7 +168,7 @@ class Parts(SeesParts):
     """Sees what a block is made of."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.name() != "vision_ttt::vittt_block"
+        assert func.name() != "vision_ttt::vittt_block_loops"
         return func(*args, **(kwargs or {}))
 
 
@@ -313,7 +313,7 @@ def test_its_flops_are_those_of_the_plain_path(options, batch, grid):
     with expected:
         block.forward_plainly(tokens, grid)
     assert found.get_total_flops() == expected.get_total_flops()
-    assert list(found.get_flop_counts()["Global"]) == [torch.ops.vision_ttt.vittt_block]
+    assert list(found.get_flop_counts()["Global"]) == [torch.ops.vision_ttt.vittt_block_loops]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
@@ -329,7 +329,7 @@ def test_the_operator_is_what_it_says(options, batch, grid, dtype):
         for tokens in (torch.randn(batch, T, D, dtype=dtype), torch.randn(batch, D, T, dtype=dtype).mT):
             given = tokens, constants, grid[0], [1e-6, 1e-5, 1e-4, 1e-3]
             tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-            torch.library.opcheck(fused_block.OPERATOR, given, test_utils=tests)
+            torch.library.opcheck(fused_loops.OPERATOR, given, test_utils=tests)
 
 
 # --- compiled models

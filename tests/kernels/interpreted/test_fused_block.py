@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.tools import check
-from repro.models import fused_block
+from repro.models import fused_block, fused_launches
 from tests.models.helpers import nano, shaken
 from tests.models.writes import NO_WRITES, UNCOUNTED, WRITES, require_kept, require_seen
 from tests.slow import slow
@@ -73,7 +75,7 @@ def test_a_write_ends_it(name):
 
 @pytest.mark.parametrize("name", [name if name in ("eval", "float") else slow(name) for name in NO_WRITES])
 def test_what_writes_nothing_keeps_it(name):
-    require_kept(make_small(), NO_WRITES[name], fused_block.Constants)
+    require_kept(make_small(), NO_WRITES[name], fused_launches.LaunchConstants)
 
 
 def test_a_frozen_model_keeps_its_constants():
@@ -84,10 +86,47 @@ def test_a_frozen_model_keeps_its_constants():
         expected, names = model(images), list(model.state_dict())
         assert torch.equal(model.freeze()(images), expected)
         block = model.blocks[0]
-        kept = fused_block.find_constants(block, 25, fused_block.Constants)
-        assert kept[0] is fused_block.find_constants(block, 25, fused_block.Constants)[0]
-    assert fused_block.find_constants(block, 25, fused_block.Constants)[0] is not kept[0]
+        kept = fused_block.find_constants(block, 25, fused_launches.LaunchConstants)
+        assert kept[0] is fused_block.find_constants(block, 25, fused_launches.LaunchConstants)[0]
+    assert fused_block.find_constants(block, 25, fused_launches.LaunchConstants)[0] is not kept[0]
     assert list(model.state_dict()) == names
+
+
+def count_flops():
+    return FlopCounterMode(display=False)
+
+
+@pytest.mark.parametrize("watch", [count_flops, slow(profile), lambda: torch.autograd.detect_anomaly()])
+@torch.no_grad()
+def test_who_watches_inference_gets_the_same_bits(watch):
+    model, images = make_small(), torch.randn(1, 3, 48, 48)
+    expected = model(images)
+    with watch():
+        assert torch.equal(model(images), expected)
+
+
+@torch.no_grad()
+def test_its_flops_in_inference_are_those_of_the_plain_path():
+    """Though its products are padded."""
+    block, tokens, found, expected = make_small().blocks[0], torch.randn(2, 6, 32), count_flops(), count_flops()
+    with found:
+        block(tokens, (2, 3))
+    with expected:
+        block.forward_plainly(tokens, (2, 3))
+    assert list(found.get_flop_counts()["Global"]) == [torch.ops.vision_ttt.vittt_block_launches]
+    assert found.get_total_flops() == expected.get_total_flops()
+
+
+@pytest.mark.parametrize("frozen", [True, slow(False)])
+@torch.no_grad()
+def test_the_operator_is_what_it_says(frozen):
+    """Its schema, its fake and its way through a compiler; it has no derivative, as gradients see the launches."""
+    block = make_small().blocks[0]
+    known = fused_block.make_constants(block, 6)
+    constants = [x.detach() for x in (fused_block.lay_taps(known) if frozen else known)]
+    given = torch.randn(2, 6, 32), constants, 2, [1e-6, 1e-5, 1e-4, 1e-3]
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(fused_launches.OPERATOR, given, test_utils=tests)
 
 
 @pytest.mark.slow
@@ -111,4 +150,8 @@ def test_a_compiled_graph_takes_other_weights():
 def test_rows_of_the_projection_can_be_loaded_by_sixteen_bytes(heads):
     """They, and where gate, keys and values start in them, are multiples of 16 numbers."""
     block = make(num_heads=heads).blocks[0]
-    assert block.mixer.dim % 16 == len(fused_block.find_constants(block, 25, fused_block.Constants).in_weight) % 16 == 0
+    assert (
+        block.mixer.dim % 16
+        == len(fused_block.find_constants(block, 25, fused_launches.LaunchConstants).in_weight) % 16
+        == 0
+    )
