@@ -113,7 +113,7 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
 
 
 def sweep(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
-    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options."""
+    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, whatever params.yaml holds."""
     from .efficiency import run_sweep
     from .params import SweepParams
 
