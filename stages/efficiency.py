@@ -1,5 +1,6 @@
 """`repro efficiency`: throughput, latency and peak memory over the image size (Fig. 1 and 6), on any device."""
 
+import dataclasses
 from typing import Annotated, Literal
 
 import typer
@@ -8,7 +9,7 @@ from repro.bench.params import EfficiencyParams, SweepParams, parse_image_sizes,
 from repro.bench.sweep import FAMILIES, SIZES
 from repro.core.config import load_section
 from repro.core.paths import find_root
-from repro.core.runtime import Runtime, load_runtime
+from repro.core.runtime import load_runtime
 
 from . import Stage
 
@@ -59,10 +60,10 @@ def command(
     """Measure speed and peak memory, each row in a fresh process.
 
     Without options, measure the rows of the `efficiency:` section of params.yaml. With any option, measure a sweep into
-    results/speed/<device>.csv, with figures in artifacts/; a call after an interruption goes on. It reads nothing of
-    params.yaml: OMP_NUM_THREADS limits the threads of a CPU.
+    results/speed/<device>.csv, with figures in artifacts/; a call after an interruption goes on.
     """
     paths = find_root()
+    runtime = load_runtime(paths)
     given = {
         "image_sizes": parse_image_sizes(res) if res else None,
         "families": parse_names("--families", families, FAMILIES) if families else None,
@@ -78,6 +79,6 @@ def command(
     from repro.bench.efficiency import run_grid, run_sweep
 
     if not options and device is None:
-        run_grid(load_section(EfficiencyParams, paths.params, "efficiency"), paths, load_runtime(paths))
+        run_grid(load_section(EfficiencyParams, paths.params, "efficiency"), paths, runtime)
     else:
-        run_sweep(SweepParams(**options), paths, Runtime(device=device or "auto", data_roots={}))
+        run_sweep(SweepParams(**options), paths, dataclasses.replace(runtime, device=device or runtime.device))
