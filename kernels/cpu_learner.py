@@ -6,71 +6,26 @@ not overlap, and keeps several of them in flight. A chunk has rows of zeros up t
 `ttt_linear.torch_path`, but for rows normalised to mean square 1. Shape letters as in `ttt_linear.reference`.
 """
 
-from typing import Any
-
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from .cpu_loops import INLINE, LANES, OPTIONS, Loop, copy_row, dot_rows
+from .cpu_loops import INLINE, Loop, copy_row, dot_rows
 
-_ROWS, _TILE = 4, 64  # rows and columns of a product that are computed together
+_ROWS = 4  # a chunk is padded to a multiple of them
 _BEFORE = 3  # tokens before a token that a causal convolution sees
-
-
-@intrinsic
-def _add_rows(context: Any, constant: Any, A: Any, i: Any, B: Any, terms: Any, C: Any) -> Any:
-    """C += A B, of the 4 rows of A and C from row i on: sums stay in registers, as vectors, until all terms are there."""
-    kind, flags = A.dtype, tuple(OPTIONS["fastmath"])
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        scalar, lane, arrays = context.get_value_type(kind), ir.IntType(32), {}
-        for name, place in (("A", 1), ("B", 3), ("C", 5)):
-            array = context.make_array(signature.args[place])(context, builder, values[place])
-            arrays[name] = array.data, cgutils.unpack_tuple(builder, array.strides, 2)
-
-        def point(name: str, row: Any, column: Any, to: Any) -> Any:
-            data, strides = arrays[name]
-            offset = builder.add(builder.mul(row, strides[0]), builder.mul(column, strides[1]))
-            return cgutils.pointer_add(builder, data, offset, to.as_pointer())
-
-        index, align = values[2].type, kind.bitwidth // 8
-        rows = [builder.add(values[2], index(row)) for row in range(_ROWS)]
-        for start in range(0, constant.count, _TILE):
-            columns = range(start, min(start + _TILE, constant.count), LANES)
-            vectors = [ir.VectorType(scalar, min(LANES, constant.count - column)) for column in columns]
-            tile = list(zip(columns, vectors, strict=True))
-            sums = [[cgutils.alloca_once(builder, v) for v in vectors] for _ in rows]
-            for each, v in [(each, v) for row in sums for each, v in zip(row, vectors, strict=True)]:
-                builder.store(v([0.0] * v.count), each)
-            with cgutils.for_range(builder, values[4]) as loop:
-                terms = [builder.load(point("B", loop.index, index(c), v), align=align) for c, v in tile]
-                for row, own in zip(rows, sums, strict=True):
-                    factor = builder.load(point("A", row, loop.index, scalar))
-                    for total, term, v in zip(own, terms, vectors, strict=True):
-                        same = builder.insert_element(v(ir.Undefined), factor, lane(0))
-                        same = builder.shuffle_vector(
-                            same, v(ir.Undefined), ir.VectorType(lane, v.count)([0] * v.count)
-                        )
-                        product = builder.fmul(same, term, flags=flags)
-                        builder.store(builder.fadd(builder.load(total), product, flags=flags), total)
-            for row, own in zip(rows, sums, strict=True):
-                for total, (c, v) in zip(own, tile, strict=True):
-                    target = point("C", row, index(c), v)
-                    total = builder.fadd(builder.load(target, align=align), builder.load(total))
-                    builder.store(total, target, align=align)
-        return context.get_dummy_value()
-
-    return numba.void(constant, A, numba.intp, B, numba.intp, C), generate
 
 
 @numba.njit(**INLINE)
 def _multiply(constant, A, rows, B, terms, C):
-    """C += A B, of the first `rows` rows of A and C, a multiple of 4, and `terms` of the sums; A has any strides."""
-    for i in range(0, rows, _ROWS):
-        _add_rows(constant, A, i, B, terms, C)
+    """C += A B, of the first `rows` rows of A and C, and `terms` of the sums, a multiple of 4; A has any strides.
+
+    Four terms are added at a time, so that a row of C is loaded and stored once for four products.
+    """
+    for i in range(rows):
+        for k in range(0, terms, 4):
+            a0, a1, a2, a3 = A[i, k], A[i, k + 1], A[i, k + 2], A[i, k + 3]
+            for c in range(len(constant)):
+                C[i, c] += a0 * B[k, c] + a1 * B[k + 1, c] + a2 * B[k + 2, c] + a3 * B[k + 3, c]
 
 
 @numba.njit(**INLINE)

@@ -19,12 +19,10 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 BLOCK = 64  # channels that are scanned together
-LANES = 16  # numbers of a vector
 GROUP = 32  # tokens from one kept state to the next
 # a division by zero is what IEEE says, not an error, for which the loop would have to look
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
@@ -110,14 +108,6 @@ def _compile(function: Callable, **options: Any) -> Callable:
         return numba.njit(**OPTIONS, **options)(function)
 
 
-@intrinsic
-def _float_of_bits(context: Any, bits: Any) -> Any:
-    """The float of the same bits as an int32 or int64."""
-    wide = bits == numba.types.int64
-    result, kind = (numba.types.float64, ir.DoubleType()) if wide else (numba.types.float32, ir.FloatType())
-    return result(bits), lambda context, builder, signature, values: builder.bitcast(values[0], kind)
-
-
 def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
     """The float, the integer of the same size, the exponent's bias and the mantissa's bits of a numba type."""
     known = {
@@ -154,7 +144,7 @@ def _exp2(x: Any) -> Callable | None:
         power = coefficients[0]
         for k in numba.literal_unroll(coefficients[1:]):
             power = power * rest + k
-        return power * _float_of_bits(integer((integer(whole) + offset) << shift))
+        return power * integer((integer(whole) + offset) << shift).view(kind)
 
     return compute
 
@@ -199,70 +189,24 @@ def _softplus(x: Any) -> Callable | None:
     return compute
 
 
-def find_vectors(context: Any, builder: Any, array_type: Any, array: Any, count: int) -> list[Any]:
-    """Pointers to a contiguous row's vectors, the last of which may be narrower."""
-    data, scalar = (
-        context.make_array(array_type)(context, builder, array).data,
-        context.get_value_type(array_type.dtype),
-    )
-    return [
-        builder.bitcast(
-            cgutils.gep(builder, data, start), ir.VectorType(scalar, min(LANES, count - start)).as_pointer()
-        )
-        for start in range(0, count, LANES)
-    ]
+@numba.njit(**INLINE)
+def copy_row(constant, source, target):
+    """target = source, two rows."""
+    for c in range(len(constant)):
+        target[c] = source[c]
 
 
-@intrinsic
-def copy_row(context: Any, constant: Any, source: Any, target: Any) -> Any:
-    """target = source, two rows, as vectors: left to itself, the compiler moves number by number."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows = [find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
-        align = source.dtype.bitwidth // 8
-        loaded = [builder.load(each, align=align) for each in rows[0]]
-        for each, place in zip(loaded, rows[1], strict=True):
-            builder.store(each, place, align=align)
-        return context.get_dummy_value()
-
-    return numba.void(constant, source, target), generate
+@numba.njit(**INLINE)
+def add_scaled(constant, total, weight, row):
+    """total += weight * row, three rows."""
+    for c in range(len(constant)):
+        total[c] += weight[c] * row[c]
 
 
-@intrinsic
-def add_scaled(context: Any, constant: Any, total: Any, weight: Any, row: Any) -> Any:
-    """total += weight ⊙ row, three rows, as vectors."""
-    align, flags = total.dtype.bitwidth // 8, tuple(OPTIONS["fastmath"])
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows = [find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2, 3)]
-        for place, *factors in zip(*rows, strict=True):
-            product = builder.fmul(*(builder.load(each, align=align) for each in factors), flags=flags)
-            builder.store(builder.fadd(builder.load(place, align=align), product, flags=flags), place, align=align)
-        return context.get_dummy_value()
-
-    return numba.void(constant, total, weight, row), generate
-
-
-@intrinsic
-def dot_rows(context: Any, constant: Any, a: Any, b: Any) -> Any:
-    """Σ a b of two rows, as vectors: left to itself, the compiler unrolls such a sum into one long chain."""
-    kind, flags = a.dtype, tuple(OPTIONS["fastmath"])
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows = [find_vectors(context, builder, signature.args[i], values[i], constant.count) for i in (1, 2)]
-        totals: dict[Any, Any] = {}
-        for places in zip(*rows, strict=True):
-            left, right = (builder.load(each, align=kind.bitwidth // 8) for each in places)
-            product = builder.fmul(left, right, flags=flags)
-            same = product.type.count
-            totals[same] = builder.fadd(totals[same], product, flags=flags) if same in totals else product
-        result = context.get_value_type(kind)(0.0)
-        for lanes, total in totals.items():
-            name = f"llvm.vector.reduce.fadd.v{lanes}f{kind.bitwidth}"
-            reduce = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(result.type, [result.type, total.type]), name
-            )
-            result = builder.call(reduce, [result, total], fastmath=flags)
-        return result
-
-    return kind(constant, a, b), generate
+@numba.njit(**INLINE)
+def dot_rows(constant, a, b):
+    """The sum of a b, two rows."""
+    total = a.dtype.type(0)
+    for c in range(len(constant)):
+        total += a[c] * b[c]
+    return total

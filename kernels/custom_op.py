@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from .dispatch import Load, check_backend, compute_dtype, no_autocast
@@ -211,7 +211,7 @@ def _is_transformed(x: Sequence[Any]) -> bool:
     """Whether a tensor has a tangent, or is inside a transform of torch.func."""
     if torch.compiler.is_compiling():  # which traces transforms by itself
         return False
-    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+    if not _in_transform():
         return False
     tensors = [value for value in x if isinstance(value, Tensor)]
     if any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in tensors):
@@ -221,19 +221,40 @@ def _is_transformed(x: Sequence[Any]) -> bool:
     )
 
 
-def is_plain(x: Sequence[Any]) -> bool:
-    """Whether nobody needs to see an operation: neither autograd, nor a transform, a compiler, a profiler, a mode such
-    as FlopCounterMode, or a kind of tensor of its own.
+class SeesParts(TorchDispatchMode):
+    """A dispatch mode that looks for the operations within a block of a model: there no block is one operation."""
+
+
+def may_be_opaque(x: Sequence[Any]) -> bool:
+    """Whether operations may be one that has no derivative: none is wanted, and no transform, export, trace, kind of
+    tensor of its own or mode of `SeesParts` needs to see them.
     """
     return not (
         torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
         or torch.jit.is_tracing()
-        or torch.autograd._profiler_enabled()
-        or is_in_torch_dispatch_mode()
-        or _is_transformed(x)
+        or _in_transform()
         or any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in x)
+        or (not torch.compiler.is_compiling() and is_in_torch_dispatch_mode() and _has_mode(SeesParts))
     )
+
+
+def is_plain(x: Sequence[Any]) -> bool:
+    """Whether nobody needs to see even one operation: what `may_be_opaque` says, and neither a compiler, a profiler, nor
+    a mode such as FlopCounterMode.
+    """
+    is_seen = torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or is_in_torch_dispatch_mode()
+    return not is_seen and may_be_opaque(x)
+
+
+@torch.compiler.assume_constant_result
+def _in_transform() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is active; a compiler has guards for both."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _has_mode(kind: type[TorchDispatchMode]) -> bool:
+    return any(isinstance(mode, kind) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager

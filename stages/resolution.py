@@ -12,7 +12,7 @@ STAGE = Stage(params=ResolutionParams, alone=True, hidden=True)
 
 
 def command() -> None:
-    """Evaluate and time trained classifiers at several image sizes, and draw both."""
+    """Evaluate and time trained classifiers at several image sizes."""
     from repro.inference.resolution import measure_resolution
 
     paths = find_root()

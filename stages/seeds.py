@@ -21,7 +21,7 @@ def command(
         str | None, typer.Option(help="One cell of `pretrain_seeds`, whose record is then made; without it, all.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="With --cell: this seed alone, now.")] = None,
-    until: Annotated[str | None, typer.Option(help="HH:MM today: start no training that would end later.")] = None,
+    until: Annotated[str | None, typer.Option(help="The next HH:MM: start no training that would end later.")] = None,
     rates: Annotated[bool, typer.Option("--rates", help="Print the rate that each finished search chose.")] = False,
 ) -> None:
     """Train what has no file yet: all searches, then, with the rates that they chose, seed after seed of every cell."""
@@ -33,7 +33,9 @@ def command(
             at = datetime.datetime.strptime(until, "%H:%M").time()
         except ValueError:
             raise UserError(f"seeds: --until {until}: expected a time such as 17:45") from None
-        end = datetime.datetime.combine(datetime.date.today(), at)
+        now = datetime.datetime.now()
+        end = datetime.datetime.combine(now.date(), at)
+        end += datetime.timedelta(days=end <= now)
     if seed is not None and cell is None:
         raise UserError("seeds: --seed is one of a cell; name the cell with --cell")
     paths = find_root()

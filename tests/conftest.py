@@ -11,8 +11,19 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def keep_determinism():
+    """Leave PyTorch's choice of algorithms as the test found it: a training in this process asks for repeatable ones."""
+    asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(asked, warn_only=warns)
+    torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, tuned
 
 
 def run_main() -> int:

@@ -45,6 +45,19 @@ def test_a_stage_without_cells_computes_the_same_in_the_profiles_of_a_cpu(profil
     assert PROFILES[profile][section] == PROFILES["mini"][section]
 
 
+@pytest.mark.parametrize("section", ["visualize", "resolution"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_stage_that_reads_weights_names_their_files_each_of_a_cell(profile, section):
+    """dvc.yaml has six places for them."""
+    params = PROFILES[profile][section]
+    named = set(re.findall(r"artifacts/[\w/]+\.safetensors", json.dumps({**params, "reads": []})))
+    if "cell" in params:
+        named.add(f"artifacts/pretrain/{params['cell']}/weights.safetensors")
+    assert len(params["reads"]) == 6 and set(params["reads"]) == named
+    cells = PROFILES[profile]["pretrain"].keys() | PROFILES["mini"]["pretrain"].keys()  # cifar10 has mini's section
+    assert {file.split("/")[2] for file in named} <= cells
+
+
 def test_digits_holds_every_suite():
     """17 variants twice and 3 of them on other data, 28 readings and ours, 31 of the study, twice 26 of KV binding, twice
     21 of T5.

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from kernels.custom_op import SeesParts
 
 from . import build
 
@@ -171,7 +172,7 @@ def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
     return counter.macs
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(SeesParts):
     """Adds up the MACs of every operator that is dispatched inside the context; it raises the errors of `counted_macs`.
 
     On the meta device that is everything, because a kernel launched past the dispatcher cannot run there.

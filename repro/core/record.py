@@ -29,6 +29,7 @@ from .paths import split_word
 from .runtime import describe_place
 
 DETAILS_FILE = "record.json"
+CURVE_SCORES = 2  # of a task, the first ones: a record has their curves, which pages draw
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llvmlite")
 
 
@@ -84,6 +85,23 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
+def format_record(value: Any, line: str = "\n") -> str:
+    """JSON as `json.loads` gave it, sorted, in which what holds no mapping and no list stands on one line: the scores of
+    a seed, a machine's versions. The texts of a list, which are the lines of a curve, have a line each.
+
+    Args:
+        line: what begins a line at the depth of `value`.
+    """
+    is_list, inner = isinstance(value, list), f"{line} "
+    held = value if is_list else value.values() if isinstance(value, dict) else ()
+    if not any(isinstance(item, dict | list) or (is_list and isinstance(item, str)) for item in held):
+        return json.dumps(value, sort_keys=True)
+    if is_list:
+        return "[" + inner + f",{inner}".join(format_record(item, inner) for item in value) + line + "]"
+    items = (f"{json.dumps(key)}: {format_record(value[key], inner)}" for key in sorted(value))
+    return "{" + inner + f",{inner}".join(items) + line + "}"
+
+
 def read_json(path: Path) -> Any:
     """Read JSON; a missing or damaged file is a `UserError` naming it."""
     try:
@@ -124,7 +142,7 @@ def write_record(
     Args:
         file: `metrics.json` in a cell's folder, or `<cell>.json` among the records of a device.
         scores: the keys that a person compares; `file` has these alone then, and `record.json` next to it the rest.
-        curve: the lines of a CSV table, a row per epoch and seed.
+        curve: the lines of a CSV table, a row per epoch and seed. A record that is there keeps its own.
     """
     _require_reasons(metrics, str(file))
     folder = file.parent
@@ -137,9 +155,14 @@ def write_record(
     if scores:
         rest = {key: value for key, value in metrics.items() if key not in scores}
         file.unlink(missing_ok=True)  # a stop between the two files must not mix two runs
-        write_json(folder / DETAILS_FILE, record | {"metrics": rest})
-        record = {key: value for key, value in metrics.items() if key in scores}
-    write_json(file, record)
+        _write_details(folder / DETAILS_FILE, record | {"metrics": rest})
+        write_json(file, {key: value for key, value in metrics.items() if key in scores})
+    else:
+        _write_details(file, record)
+
+
+def _write_details(file: Path, record: Mapping[str, Any]) -> None:
+    write_text(file, format_record(json.loads(json.dumps(record, allow_nan=False))) + "\n")
 
 
 def write_run(file: Path, seconds: float) -> None:
@@ -163,7 +186,7 @@ def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> boo
     was, now = found["identity"], record["identity"]
     return (
         json.loads(json.dumps(record["metrics"])) == found.get("metrics")
-        and found.get("curve") == record.get("curve")
+        and ("curve" in found) == ("curve" in record)
         and all(was.get(name) == now.get(name) for name in same)
         and name_machine(was) == name_machine(now)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..core.record import atomic
+from ..core.figures import save_png
 from .erf import FieldShape
 
 WIDTH = 9.0  # inches, of every figure
@@ -62,15 +62,24 @@ def draw_gradients(
 
 
 def draw_fields(
-    path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str
+    path: Path,
+    fields: Mapping[str, np.ndarray | str],
+    shapes: Mapping[str, FieldShape],
+    even: tuple[str, FieldShape],
+    caption: str,
 ) -> None:
-    """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution.
+    """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution; below, the share
+    of each within a distance of its centre.
 
-    `fields` maps a label to contributions (H,W), or why there are none; `shapes` has existing fields in numbers.
+    Args:
+        fields: label -> contributions (H,W), or why there are none.
+        shapes: label -> the field in numbers, where there is one.
+        even: label and shape of an even field.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
-    figure, axes = _figure(rows, columns, 0.6 + rows * (min(4.0, WIDTH / columns) + 0.4))
+    figure, (upper, lower) = _subfigures((0.4 + rows * (min(4.0, WIDTH / columns) + 0.4), 3.4))
+    axes = upper.subplots(rows, columns, squeeze=False)
     for panel in axes.flat[len(fields) :]:
         panel.remove()
     axes = axes.flat[: len(fields)]
@@ -91,18 +100,10 @@ def draw_fields(
         panel.set_xlabel(f"{size}\n50 / 90 % within {radii}\nanisotropy {shape.anisotropy:.2f}", fontsize=8)
     _hide_ticks(axes)
     if shown is not None:
-        bar = figure.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min", panchor=False)
+        bar = upper.colorbar(shown, ax=list(axes), fraction=0.03, pad=0.02, extend="min", panchor=False)
         bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
         bar.set_label("contribution / largest", fontsize=9)
-    _save(figure, path, caption)
-
-
-def draw_radial_profiles(
-    path: Path, shapes: Mapping[str, FieldShape], even: tuple[str, FieldShape], caption: str
-) -> None:
-    """Draw each receptive field's share within a distance of its centre; `even`: label and shape of an even field."""
-    figure, axes = _figure(1, 1, 4.6)
-    panel = axes[0, 0]
+    panel = lower.subplots()
     panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
     for colour, (label, shape) in zip(itertools.cycle(COLOURS), shapes.items(), strict=False):
         panel.plot(shape.share_within, color=colour, label=label)
@@ -226,12 +227,4 @@ def _hide_ticks(axes: Any) -> None:
 
 def _save(figure: Any, path: Path, caption: str) -> None:
     figure.supxlabel(caption, fontsize=8, color="0.35")
-    save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib as PNG, atomically and without a date."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    with atomic(path) as temporary:
-        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})
+    save_png(figure, path)

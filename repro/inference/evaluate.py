@@ -11,6 +11,7 @@ import torch
 
 from ..core.csvfile import write_csv
 from ..core.errors import RunError, UserError
+from ..core.figures import save_png
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
@@ -22,7 +23,6 @@ from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import kernel_backend
 from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes, subsample
-from .draw import save_figure
 from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
@@ -225,4 +225,4 @@ def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> Non
     axes.set_xticks(sorted({*sizes, trained}))
     axes.grid(alpha=0.3)
     axes.legend()
-    save_figure(figure, folder / "curve.png")
+    save_png(figure, folder / "curve.png")

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.custom_op import SeesParts
 from kernels.ttt_linear.reference import Arguments, InnerLearning
 
 from ..models.backbone import Grid, remove_tokens
@@ -16,7 +16,7 @@ TOP_SHARE = 0.3  # of the tokens, which the paper marks
 Run = Callable[[Arguments], Tensor]  # the operator itself: arguments -> out (B,T,R,H,D)
 
 
-class OverrideTTTLinear(TorchDispatchMode):
+class OverrideTTTLinear(SeesParts):
     """Within the context, `replacement(arguments, run)` computes the output of TTT-Linear; only without gradients.
 
     No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can

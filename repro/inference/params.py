@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from ..core.config import Each, bounded
 from ..core.errors import UserError
-from ..core.figures import STYLES
 from ..data.settings import TransformSettings
 
 
@@ -127,6 +126,7 @@ class VisualizeParams:
         field_images: number of images over which receptive fields are averaged.
         probes: changes of the inner loop, see `repro.inference.probes`.
         probe_images: largest number of images on which their accuracy is measured.
+        reads: the files of weights that a training makes, which dvc.yaml depends on.
     """
 
     cell: str
@@ -138,6 +138,7 @@ class VisualizeParams:
     field_images: int = bounded(ge=1)
     probes: tuple[str, ...] = ()
     probe_images: int = bounded(ge=1)
+    reads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +147,10 @@ class ResolutionParams:
 
     Args:
         data: a cell of `prepare_data`, whose reported split is used.
-        models: family, a key of `core.figures.STYLES` -> file of weights; all were trained at one image size.
+        models: family -> file of weights; all were trained at one image size.
         image_sizes: sides in pixels.
         repeats: how often a forward pass is timed.
+        reads: the files of weights that a training makes, which dvc.yaml depends on.
     """
 
     data: str
@@ -156,7 +158,4 @@ class ResolutionParams:
     image_sizes: tuple[Annotated[int, Each(ge=1)], ...]
     batch_size: int = bounded(8, ge=1)
     repeats: int = bounded(5, ge=1)
-
-    def __post_init__(self) -> None:
-        if unknown := sorted(set(self.models) - set(STYLES)):
-            raise ValueError(f"models: {unknown[0]} has no style in figures; known: {', '.join(STYLES)}")
+    reads: tuple[str, ...] = ()

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import UserError
-from ..core.figures import STYLES, new_figure, save_png
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, torch_dtype
@@ -25,11 +23,9 @@ from ..tasks.classification.task import accuracy
 from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes
 from .params import ResolutionParams
 
-FIGURE = "accuracy_and_time.png"
-
 
 def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime) -> None:
-    """Write results/resolution/{metrics.json, run.json} and a figure.
+    """Write results/resolution/{metrics.json, run.json}.
 
     Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch
     of them. Position embeddings are resampled as for any other image size.
@@ -87,41 +83,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
         dtype="fp32",
         backend="/".join(sorted(map(str, backends))),
     )
-    draw_resolution(folder / FIGURE, metrics, device_label(device))
     write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
-
-
-def draw_resolution(path: Path, metrics: dict[str, Any], device: str) -> Path:
-    """Accuracy and time over the image size, a line for each family."""
-    figure, (accuracy, times) = new_figure(2)
-    for family in dict.fromkeys(row["family"] for row in metrics["evaluated"]):
-        label, colour, marker, line = STYLES[family]
-        rows = sorted(
-            (row for row in metrics["evaluated"] if row["family"] == family), key=lambda row: row["image_size"]
-        )
-        sizes = [row["image_size"][0] for row in rows]
-        style = {
-            "color": colour,
-            "marker": marker,
-            "linestyle": line,
-            "markersize": 5,
-            "label": label.partition(",")[0],
-        }
-        accuracy.plot(sizes, [row["top1_percent"] for row in rows], **style)
-        times.plot(sizes, [row["latency_ms"] for row in rows], **style)
-    ticks, trained = sorted({row["image_size"][0] for row in metrics["evaluated"]}), metrics["train_image_size"]
-    for panel in (accuracy, times):
-        panel.set_xticks(ticks, [f"{size}\n{size / trained:.2g}×" for size in ticks])
-        panel.set_xlabel("image size: pixels, and times that of the training")
-        panel.grid(True, linewidth=0.4, alpha=0.5)
-    accuracy.set(ylabel="top-1 accuracy (%)", ylim=(0, 101))
-    times.set(ylabel="time of a forward pass for each image (ms)", yscale="log")
-    handles, labels = accuracy.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=9)
-    title = f"nanos trained at {trained}², on {metrics['held_out_images']} {metrics['split']} images of {metrics['data_set']}; {device}"
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    return save_png(figure, path)
 
 
 def _evaluate(

@@ -28,7 +28,7 @@ INK = 0.5  # mean brightness, as a share of the full one, from which on a patch 
 
 
 def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
-    """Write results/visualize/{metrics.json, run.json} and four figures.
+    """Write results/visualize/{metrics.json, run.json} and three figures.
 
     A receptive field whose weights are missing is left blank, and is null in the record with the reason.
 
@@ -181,15 +181,12 @@ def _compare_fields(
             numbers[label]["share_ahead_reason"] = "nothing outside the central patch contributes"
     images = f"mean over {params.field_images} {tree.kind.reported_split} images of {params.data}"
     caption = f"contributions of pixels to the central unit, {images}; {device_label(device)}"
-    draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, caption)
     even = torch.ones(
         next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64
     )
     centre = tuple((side - 1) / 2 for side in even.shape)
-    label = f"even over {even.shape[0]} × {even.shape[1]} px"
-    draw.draw_radial_profiles(
-        folder / "fig8_radial_profile.png", shapes, (label, erf.describe_field(even, centre)), caption
-    )
+    flat = f"even over {even.shape[0]} × {even.shape[1]} px", erf.describe_field(even, centre)
+    draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, flat, caption)
     return numbers
 
 

@@ -2,14 +2,15 @@
 
 Where several layers are one product, or a kernel takes the place of a block, weights are read and no layer is called. So
 that is for layers that are what the model was built with, and that nobody watches. A layer that was replaced, wrapped,
-parametrised, quantised or given another `forward`, and one with a hook, is called.
+parametrised, quantised or given another `forward`, and one with a hook, is called. What counts FLOPs finds a block whole.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as hooks
+from torch.utils.module_tracker import ModuleTracker
 
 
 class Built(NamedTuple):
@@ -32,7 +33,7 @@ def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
 
     It takes half a microsecond a layer, and is asked in each forward pass, since hooks and layers come and go.
     """
-    if _has_any_global_hook():
+    if has_global_hook():
         return False
     modules = owner._modules
     for name, (kinds, bias, options) in layers.items():
@@ -51,6 +52,15 @@ def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
             if getattr(layer, option) != value:
                 return False
     return True
+
+
+def has_global_hook() -> bool:
+    """Whether a hook is on all modules, but for those by which FlopCounterMode knows in which module it counts."""
+    if not hooks._has_any_global_hook():
+        return False
+    forward = (*hooks._global_forward_pre_hooks.values(), *hooks._global_forward_hooks.values())
+    backward = hooks._global_backward_pre_hooks or hooks._global_backward_hooks
+    return bool(backward) or not all(isinstance(getattr(each, "__self__", None), ModuleTracker) for each in forward)
 
 
 def is_watched(module: nn.Module) -> bool:

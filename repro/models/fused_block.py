@@ -5,8 +5,9 @@ At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operati
 reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
 values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
 with their activation; residuals are added by the products before them. On CPUs, for inference, numba's loops take the
-places of the kernels, and are called without PyTorch's dispatcher. It is for the default reading of the paper, without
-class tokens; `VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
+places of the kernels, and a block is one operation: called without PyTorch's dispatcher where nobody watches, and as
+`vision_ttt::vittt_block` by a compiler, a profiler or a mode, which get the same bits. It is for the default reading of
+the paper, without class tokens; `VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -19,20 +20,20 @@ import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import selected_backend as selected_scan
 from kernels.around.op import CONV_NORM, GATED_LINEAR, GATED_NORM, SCAN_CONVS, selected_backend
 from kernels.around.reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
-from kernels.custom_op import is_plain
+from kernels.custom_op import is_plain, may_be_opaque
 from kernels.dispatch import compute_dtype
-from kernels.threads import lay_flat
 from kernels.ttt_linear.op import CUSTOM_OP as TTT_LINEAR
-from kernels.ttt_linear.reference import Arguments, states_shape
+from kernels.ttt_linear.reference import Arguments
 
 from .as_built import Built, are_as_built, built_conv, is_watched
+from .fused_loops import OPERATOR, LoopConstants, run_loops
 
 Grid = tuple[int, int]
-ROWS = 512  # tokens that a CPU takes together after the scan
 ALIGNED = 16  # numbers; a product on a CPU whose rows are no multiple takes half as long again
 # the layers that are not called, but whose weights are read
 _LINEAR, _BIASED, _NORM = (
@@ -78,28 +79,6 @@ class Constants(NamedTuple):
     grid_weight: Tensor
     k_weight: Tensor
     q_weight: Tensor
-
-
-class LoopConstants(NamedTuple):
-    """What numba's loops take of a block's weights.
-
-    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
-    `ALIGNED`; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of
-    SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,2,H,4,d), tap_biases (2,2,H,d),
-    grid_taps (3,3,D): as the loops' modules lay them.
-    """
-
-    in_weight: Tensor
-    in_bias: Tensor
-    token_scale: Tensor
-    up_weight: Tensor
-    up_bias: Tensor
-    inner_weight: Tensor
-    inner_bias: Tensor
-    state: Tensor
-    taps: Tensor
-    tap_biases: Tensor
-    grid_taps: Tensor
 
 
 class Frozen:
@@ -148,12 +127,12 @@ class Frozen:
 
 def find_backend(block: Any, tokens: Tensor) -> str | None:
     """The backend that runs all of a `VitttBlock`, or None where it is not of a kind that the launches compute, or no
-    kernels run here; numba's loops only in eager inference.
+    kernels run here; numba's loops only in inference.
     """
     dtype = product_dtype(tokens)
     chosen = _find_kernels(block, tokens.device, dtype)
     if chosen == "numba" and (
-        block.training or not is_plain([tokens]) or not tokens.dtype == dtype == block.norm1.weight.dtype
+        block.training or not may_be_opaque([tokens]) or not tokens.dtype == dtype == block.norm1.weight.dtype
     ):
         return None
     return chosen
@@ -168,6 +147,8 @@ def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str |
     if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
     chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
+    if chosen == "triton" and _has_any_global_hook():  # the kernels' products are padded, which FlopCounterMode counts
+        return None
     return None if chosen == "numba" and dtype != compute_dtype(dtype) else chosen
 
 
@@ -271,29 +252,11 @@ def _normalise(norm: nn.LayerNorm, tokens_BTD: Tensor) -> Tensor:
 
 
 def _forward_by_loops(block: Any, tokens_BTD: Tensor, grid: Grid) -> Tensor:
-    """As `forward`, on a CPU. What follows the scan runs some tokens at a time: hidden units stay in the cache."""
-    from kernels.around import numba_path as around
-    from kernels.ttt_linear import numba_path as learner
-
-    mixer, norm = block.mixer, block.norm1
-    (B, T, D), H, d = tokens_BTD.shape, mixer.num_heads, mixer.head_dim
-    known = find_constants(block, T, LoopConstants)
-    both = around.run_conv_norm(tokens_BTD.contiguous(), known.grid_taps, norm.weight, norm.bias, grid[0], norm.eps)
-    stream, x = both.unbind(0)
-    projected = F.linear(x, known.in_weight, known.in_bias)
-    gate, shared, v, rates, _ = projected.split([D, 2 * D, 2 * D, H, projected.shape[-1] - 5 * D - H], -1)
-    shared, v = (lay_flat(each.unflatten(-1, (2, H, d))) for each in (shared, v))
-    rate, state = torch.sigmoid(rates).contiguous(), (known.state, known.inner_weight, known.inner_bias)
-    given = shared, shared, v, rate, known.token_scale, *state, known.taps, known.tap_biases
-    options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, mixer.eps)
-    z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
-    norm = mixer.post_norm
-    y = around.run_gated_norm(z.flatten(3), gate, norm.weight, norm.bias, norm.eps)
-    for tokens, part in zip(stream.flatten(0, 1).split(ROWS), y.flatten(0, 1).split(ROWS), strict=True):
-        tokens.addmm_(part, mixer.out_proj.weight.T)
-        hidden, linear = F.linear(block.norm2(tokens), known.up_weight, known.up_bias).chunk(2, -1)
-        tokens += block.mlp.fc2(F.silu(hidden, inplace=True).mul_(linear))
-    return stream
+    """As `forward`, on a CPU; where somebody watches it is one operation, of the same bits."""
+    known = find_constants(block, tokens_BTD.shape[1], LoopConstants)
+    eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
+    run = run_loops if is_plain([tokens_BTD]) else OPERATOR
+    return run(tokens_BTD, list(known), grid[0], eps)
 
 
 def _state(mixer: Any) -> tuple[Tensor, ...]:
@@ -391,7 +354,11 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     taps = learner.lay_taps(*(each for pair in convolutions for each in pair), (2, mixer.num_heads, mixer.head_dim))
     grid_taps = around.lay_grid_taps(block.dwconv.weight[:, 0])
     state = learner.join_state(W0, b0)
-    return LoopConstants(in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps)
+    made = in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps
+    before, after = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm))
+    norm2, down = block.norm2, mlp.fc2
+    read = *before, *after, mixer.out_proj.weight, norm2.weight, norm2.bias, down.weight, down.bias
+    return LoopConstants(*made, *read)
 
 
 MAKERS = {Constants: make_constants, LoopConstants: make_loop_constants}

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core.figures import new_figure, save_png
+from ..core.figures import STYLES, new_figure, save_png
+from ..core.record import CURVE_SCORES
 from .claims import Report
 from .document import Block, Bullets, Line, Piece, code, number, table
 from .measured import format_scores
@@ -25,8 +26,7 @@ from .results import Missing, Results
 
 AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
 Runs = dict[tuple[str, str, str], list[Source]]
-_PANELS = 2  # scores of a task that are drawn, the most telling ones first
-_STYLES = {"pretrained": ("#D55E00", "o"), "random": ("#0072B2", "s")}
+_LINES = {"pretrained": "-", "random": "--"}  # by the first weights
 
 
 def find_compared_runs(results: Results) -> Runs:
@@ -72,81 +72,104 @@ def compare_without_learning(report: Report) -> list[Block]:
 
 
 def plan_dense(report: Report) -> Drawings:
-    """The learning curves, and what the first seed of each run of the pipeline confuses.
+    """The learning curves on a data set, and what the first seed of each run of the pipeline confuses: two pictures, the
+    same for every paper on whose page one of their models stands.
 
-    The curves of a model, a task and a data set share a picture; the training with most seeds is drawn, and of these
-    the longest.
+    Of a model, a task and the first weights, the training with most seeds is drawn, and of these the longest.
     """
-    drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
-    for (stage, data, _), compared in find_compared_runs(report.results).items():
-        runs = [source for source in compared if report.results.stands_on(report.paper, source.metrics["model"])]
+    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> what is drawn
+    confused: dict[str, list[Source]] = {}
+    for (stage, data, _), runs in find_compared_runs(report.results).items():
         drawable = [source for source in runs if source.most_seeds and read_curves(source)]
         drawable.sort(key=lambda source: -source.metrics["epochs"])
-        best = keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source)))
-        for model, shown in group_by(best, lambda source: source.metrics["model"]).items():
-            curves = partial(_draw_curves, sources=shown, stage=stage, results=report.results)
-            drawn.setdefault(f"learning_{stage}_{model}_{data}.png", (shown, curves))
-        for source in runs:
-            if source.stage and (source.metrics["by_seed"][0].get("confusion")):
-                drawn[f"confusion_{stage}_{source.cell}.png"] = [source], partial(_draw_confusion, source=source)
-    return drawn
+        if best := keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source))):
+            learned.setdefault(data, {}).setdefault(stage, best)
+        confused.setdefault(data, []).extend(
+            source for source in runs if source.stage and source.metrics["by_seed"][0].get("confusion")
+        )
+    drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
+    for data, tasks in learned.items():
+        draw = partial(_draw_curves, tasks=tasks, results=report.results)
+        drawn[f"learning_{data}.png"] = [source for best in tasks.values() for source in best], draw
+    for data, runs in confused.items():
+        drawn[f"confusion_{data}.png"] = runs, partial(_draw_confusion, sources=runs)
+
+    def is_own(source: Source) -> bool:
+        return report.results.stands_on(report.paper, source.metrics["model"])
+
+    return {name: each for name, each in drawn.items() if any(map(is_own, each[0]))}
 
 
-def _draw_curves(path: Path, sources: Sequence[Source], *, stage: str, results: Results) -> Path:
-    """A panel for each score: thin lines for seeds, a thick one for their mean, a star for the reported score."""
-    labels = dict(list(results.scores[stage].items())[:_PANELS])
-    figure, panels = new_figure(len(labels))
-    for panel, (key, label) in zip(panels, labels.items(), strict=True):
-        for source in sources:
-            first = name_first_weights(source)
-            colour, marker = _STYLES[first]
-            of_seed = read_curves(source, key)
-            for points in of_seed.values() if len(of_seed) > 1 else ():
-                panel.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
-            means = average_curves(of_seed)
-            text, m = f"{first} weights, {describe_seeds([source])}", source.metrics
-            style = {"color": colour, "marker": marker, "linewidth": 2, "markersize": 4}
-            panel.plot(list(means), list(means.values()), **style, label=text)
-            interval = find_score_interval(m, key)
-            spread = None if interval is None else [[m[key] - interval[0]], [interval[1] - m[key]]]
-            style = {"color": colour, "markeredgecolor": "black", "markersize": 12, "capsize": 4, "zorder": 3}
-            panel.errorbar(m["epochs"], m[key], yerr=spread, fmt="*", **style)
-        reference = sources[0].metrics["without_learning"][key]
-        panel.axhline(reference, color="black", linestyle="--", linewidth=1.2, label="without learning")
-        panel.set(xlabel="epoch", ylabel=f"{label} (%)", ylim=(0, None))
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
-    first = sources[0].metrics
+def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: Results) -> Path:
+    """A row for each task, and in it a panel for each score: thin lines for seeds, a thick one for their mean, a star
+    for the reported score.
+    """
+    figure, axes = new_figure(CURVE_SCORES, len(tasks))
+    handles: dict[str, Any] = {}
+    for (stage, sources), panels in zip(tasks.items(), axes.reshape(len(tasks), CURVE_SCORES), strict=True):
+        labels = list(results.scores[stage].items())[:CURVE_SCORES]
+        for spare in panels[len(labels) :]:
+            spare.remove()
+        for panel, (key, label) in zip(panels, labels, strict=False):
+            for place, source in enumerate(sources):
+                _draw_curve(panel, source, key, place / len(sources))
+            reference = sources[0].metrics["without_learning"][key]
+            panel.axhline(reference, color="black", linestyle=":", linewidth=1.2, label="without learning")
+            panel.set(xlabel="epoch", ylabel=f"{stage}: {label} (%)", ylim=(0, None))
+            panel.xaxis.get_major_locator().set_params(integer=True)
+            panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
+        handles |= dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    columns = 2
+    rows = -(-len(handles) // columns)
+    figure.legend(handles.values(), handles, loc="lower center", ncols=columns, frameon=False, fontsize=9)
+    shown = [source for sources in tasks.values() for source in sources]
+    first = shown[0].metrics
     split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
-    interval = ", with its 95 % interval over seeds" if any(source.most_seeds > 1 for source in sources) else ""
-    title = f"{stage}, {first['model']} on {first['data']}: {split}; star: {first['split']}{interval}"
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    interval = ", with its 95 % interval over seeds" if any(source.most_seeds > 1 for source in shown) else ""
+    figure.suptitle(f"{first['data']}: {split}; star: {first['split']}{interval}", fontsize=11)
+    figure.tight_layout(rect=(0, (0.12 + 0.2 * rows) / figure.get_figheight(), 1, 1))
     return save_png(figure, path)
 
 
-def _draw_confusion(path: Path, source: Source) -> Path:
-    """A matrix of shares: each row, the truth, adds up to 100 %."""
-    confusion: Mapping[str, Any] = source.metrics["by_seed"][0]["confusion"]
-    names, counts = confusion["classes"], confusion["counts"]
-    shares = [[100 * count / max(sum(row), 1) for count in row] for row in counts]
-    figure, (panel,) = new_figure(1)
-    side = 1.6 + 0.42 * len(names)
-    figure.set_size_inches(side + 0.6, side)
-    image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=100)
-    for y, row in enumerate(shares):
-        for x, share in enumerate(row):
-            if share >= 0.5:
-                colour = "white" if share > 55 else "black"
-                panel.text(x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color=colour)
-    panel.set_xticks(range(len(names)), names, rotation=90)
-    panel.set_yticks(range(len(names)), [f"{name} ({sum(row)})" for name, row in zip(names, counts, strict=True)])
-    panel.set(xlabel="found", ylabel="truth (how many)")
-    where = f"{source.stage} on {source.metrics['data']}, {source.metrics['split']}"
-    panel.set_title(f"{where}: {confusion['of']}, % of each row", fontsize=10)
-    figure.colorbar(image, ax=panel, fraction=0.046)
+def _draw_curve(panel: Any, source: Source, key: str, shift: float) -> None:
+    """The curves of a training in the colour of its family; its star stands `shift` of half an epoch after the end."""
+    m, first = source.metrics, name_first_weights(source)
+    family = m["model"].split("_")[0]
+    _, colour, marker, _ = STYLES.get(family, (family, "black", "x", "-"))
+    of_seed = read_curves(source, key)
+    for points in of_seed.values() if len(of_seed) > 1 else ():
+        panel.plot(list(points), list(points.values()), color=colour, linewidth=0.6, alpha=0.35)
+    means = average_curves(of_seed)
+    label = f"{m['model']}, {first} weights, {describe_seeds([source])}"
+    style = {"color": colour, "linestyle": _LINES[first], "marker": marker, "linewidth": 1.8, "markersize": 4}
+    panel.plot(list(means), list(means.values()), **style, label=label)
+    interval = find_score_interval(m, key)
+    spread = None if interval is None else [[m[key] - interval[0]], [interval[1] - m[key]]]
+    style = {"color": colour, "markeredgecolor": "black", "markersize": 11, "capsize": 3, "zorder": 3}
+    panel.errorbar(m["epochs"] + shift / 2, m[key], yerr=spread, fmt="*", **style)
+
+
+def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
+    """A matrix of shares for each training: each row, the truth, adds up to 100 %."""
+    matrices: list[Mapping[str, Any]] = [source.metrics["by_seed"][0]["confusion"] for source in sources]
+    figure, panels = new_figure(len(sources))
+    side = 1.6 + 0.42 * max(len(each["classes"]) for each in matrices)
+    figure.set_size_inches((side + 0.6) * len(sources), side)
+    for panel, source, matrix in zip(panels, sources, matrices, strict=True):
+        names, counts = matrix["classes"], matrix["counts"]
+        shares = [[100 * count / max(sum(row), 1) for count in row] for row in counts]
+        image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+        for y, row in enumerate(shares):
+            for x, share in enumerate(row):
+                if share >= 0.5:
+                    colour = "white" if share > 55 else "black"
+                    panel.text(x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+        panel.set_xticks(range(len(names)), names, rotation=90)
+        panel.set_yticks(range(len(names)), [f"{name} ({sum(row)})" for name, row in zip(names, counts, strict=True)])
+        panel.set(xlabel="found", ylabel="truth (how many)")
+        about = f"{source.stage}, {source.metrics['model']} on {source.metrics['data']}, {source.metrics['split']}"
+        panel.set_title(f"{about}:\n{matrix['of']}, % of each row", fontsize=10)
+        figure.colorbar(image, ax=panel, fraction=0.046)
     figure.tight_layout()
     return save_png(figure, path)
 
@@ -175,7 +198,7 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
         found = {name_first_weights(source): source.metrics for source in best}
         if len(found) == 2:
             gain = found["pretrained"][key] - found["random"][key]
-            (low, high), (low_random, high_random) = (find_score_interval(found[name], key) for name in _STYLES)
+            (low, high), (low_random, high_random) = (find_score_interval(found[name], key) for name in _LINES)
             met = "meet" if low <= high_random and low_random <= high else "do not meet"
             gained = f"{gain:+.1f} points of {label} by pretrained first weights"
             lines.append(

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.speeds import ONE_PROCESS, describe_time
 from ..core.statistics import measure_rise
 from .claims import Report
-from .document import Block, Heading, Picture, Piece, Section, code, cross, number, prose, table, tabulate
+from .document import Block, Heading, Piece, Section, code, cross, number, prose, table, tabulate
 from .paper import ATTENTIONS
 from .records import Source, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
@@ -128,9 +128,8 @@ def over_resolution(report: Report) -> list[Section]:
             "trained at scale behaves likewise, these small models cannot say."
         )
         origin = code(source.path), f": {source.device}. Top-1 (%):"
-        picture = (Picture("resolution/accuracy_and_time.png", "accuracy and time over the image size"),)
         timed = ("Time of a forward pass for each image (ms):",)
-        blocks = [(text,), picture, origin, accuracies, timed, times]
+        blocks = [(text,), origin, accuracies, timed, times]
         sections.append(Section("Beyond the image size of the training", blocks))
     return sections
 

@@ -80,10 +80,12 @@ def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figure
     pages, documents, texts, passages = [], {}, {}, []
     reports = [judge(paper, results) for paper in papers]
     parts = _find_parts(reports[0], reports) | {**reports[0].paper.parts}
+    # a picture that several papers show is drawn once
+    drawings = {name: draw for report in reports for name, (_, draw) in list_drawings(report).items()}
+    for name, draw in drawings.items():
+        draw(figures / name)
     for report in reports:
         paper = report.paper
-        for name, (_, draw) in list_drawings(report).items():
-            draw(figures / name)
         runs = build_runs(report, reports)
         page = build_document(report, reports, runs)
         pages.append((report, [*page, *runs[1:]]))

@@ -27,8 +27,8 @@ class Figure:
     shared_with: str | None = None  # the figure whose pictures show this one too
 
 
-# draws a picture: (path, the trained variants, the printed number of a row and column) -> path
-DrawVariants = Callable[[Path, Any, Callable[[str | None, str], str]], Path]
+# draws a picture: (path, table or figure -> the trained variants, the printed number of a row and column) -> path
+DrawVariants = Callable[[Path, Mapping[str, Any], Callable[[str | None, str], str]], Path]
 # name of a picture under results/figures -> the records that it shows, and what draws it at a path
 Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 
@@ -168,7 +168,7 @@ class Paper(About):
     compared: tuple[VariantTable, ...] = ()  # the tables and figures that they are rows of
     uncompared: tuple[str, ...] = ()  # further variants, which its page compares in its own way
     # a table or figure that compares variants -> the beginning of its picture's name, `{name}_{data}.png`, and what
-    # draws it
+    # draws it; those that have the same name and function are panels of one picture
     pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
     text: Path | None = None  # what its page also says: Markdown that `repro.report.prose` fills
     # what the expressions of its texts may call, besides what those of its ledger may: functions of a

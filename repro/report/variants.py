@@ -192,7 +192,8 @@ def list_ablations(report: Report) -> list[Block]:
         if note := report.paper.ablations.notes.get(where.place):
             blocks.append((note,))
         blocks.append(_rows_table(group, where, report))
-        blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in drawn.items() if pair == (group, where)]
+        first = ((name, next(iter(pairs.values()))) for name, pairs in drawn.items())
+        blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in first if pair == (group, where)]
         if absent := [name for name in where.rows if name not in group.variants]:
             blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
         if found.pairs and found.word != "no power":
@@ -245,12 +246,14 @@ def _show_top1(source: Source) -> str:
 
 
 def plan_figures(report: Report) -> Drawings:
-    """The figures that compare variants, one for each data set: from the group with most of a figure's variants."""
+    """The figures that compare variants, one for each data set: from the group with most of a panel's variants."""
     printed = partial(find_printed, report.paper.ledger)
     drawn = {}
-    for name, (group, where) in _to_draw(report).items():
-        _, draw = report.paper.pictures[where.place]
-        drawn[name] = list(group.at(where).values()), partial(draw, group=group, printed=printed)
+    for name, pairs in _to_draw(report).items():
+        _, draw = report.paper.pictures[next(iter(pairs))]
+        sources = {each.path: each for group, where in pairs.values() for each in group.at(where).values()}
+        groups = {place: group for place, (group, _) in pairs.items()}
+        drawn[name] = [*sources.values()], partial(draw, groups=groups, printed=printed)
     return drawn
 
 
@@ -287,16 +290,21 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
     return all(name in theirs and theirs[name].recipe == source.recipe for name, source in ours.items())
 
 
-def _to_draw(report: Report) -> dict[str, tuple[Group, VariantTable]]:
-    """File name of a figure -> the group with most of its variants, then with own rates, then with most epochs."""
+def _to_draw(report: Report) -> dict[str, dict[str, tuple[Group, VariantTable]]]:
+    """File name of a picture -> the place of each of its panels -> the group with most of the panel's variants, then with
+    own rates, then with most epochs.
+    """
     pictures = report.paper.pictures
     shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
-    rivals = group_by(shown, lambda pair: f"{pictures[pair[1].place][0]}_{pair[0].common['data']}.png")
+    rivals = group_by(shown, lambda pair: (pair[0].common["data"], pair[1].place))
 
     def rank(pair: tuple[Group, VariantTable]) -> tuple[int, bool, int]:
         return len(pair[0].at(pair[1])), pair[0].has_own_rates, pair[0].common["epochs"]
 
-    return {name: max(pairs, key=rank) for name, pairs in rivals.items()}
+    found: dict[str, dict[str, tuple[Group, VariantTable]]] = {}
+    for (data, place), pairs in rivals.items():
+        found.setdefault(f"{pictures[place][0]}_{data}.png", {})[place] = max(pairs, key=rank)
+    return found
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:

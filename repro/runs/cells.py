@@ -21,7 +21,16 @@ from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch
-from ..core.record import atomic, find_difference, make_identity, read_record, sweep, write_record, write_text
+from ..core.record import (
+    CURVE_SCORES,
+    atomic,
+    find_difference,
+    make_identity,
+    read_record,
+    sweep,
+    write_record,
+    write_text,
+)
 from ..core.runtime import choose_device, device_label, device_slug, load_runtime, torch_dtype
 from ..core.statistics import describe_sample
 from ..tasks.spec import TaskSpec, name_statistic
@@ -294,11 +303,11 @@ def find_place(job: Job) -> dict[str, str]:
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> list[str]:
     """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of
-    all seeds, and return their lines.
+    all seeds, and return the lines of what a record keeps of them: the loss and the first scores.
     """
-    rows = []
+    rows, curves = [], cell.folder / "curve.csv"
     if finished:
-        lines = "\n".join(read_record(cell.record)["curve"])
+        lines = curves.read_text() if curves.is_file() else "\n".join(read_record(cell.record).get("curve", ()))
         rows = [row for row in parse_csv(lines, f"{cell.record}: curve") if int(row["seed"]) in finished]
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
@@ -314,9 +323,9 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
         } - files.keys():
             old.unlink()
         (cell.folder / "snapshots").mkdir(exist_ok=True)  # an output of the graph, also where it is empty
-    text = format_csv(rows)
-    write_text(cell.folder / "curve.csv", text)
-    return text.splitlines()
+    write_text(curves, format_csv(rows))
+    kept = ("seed", "epoch", "train_loss", *list(cell.spec.scores)[:CURVE_SCORES])
+    return format_csv(rows, [name for name in kept if any(name in row for row in rows)]).splitlines()
 
 
 def _round(value: float) -> float | str:

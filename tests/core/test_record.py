@@ -145,6 +145,33 @@ def test_half_a_record_that_is_damaged_is_named(tmp_path, name):
         read_record(tmp_path / "metrics.json")
 
 
+FORMS = [
+    {},
+    [],
+    {"a": []},
+    {"a": {}, "b": 1},
+    [[1, 2.5, None], []],
+    {"versions": {"torch": "2", "numpy": None}, "n": True},
+    {"by_seed": [{"seed": 0, "top1_percent": 97.5}, {"seed": 1, "top1_percent": 98.0}]},
+    {"curve": ["seed,epoch", "0,1"], "empty": [""]},
+    {"z": 1, "a": {"z": {"b": [1]}, "a": 1e-300}},
+    {"text": 'a "quoted", [bracketed] {text}\n', "é": "²"},
+    [{"options": {}, "shape": [1, [2, [3]]]}, "words", 0.1],
+    {"deep": {"deeper": {"deepest": [{"x": 1}]}}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_is_sorted_json_with_a_line_for_what_holds_nothing_else(form):
+    text = records.format_record(form)
+    assert json.loads(text) == form
+    # its tokens are those of Python's own writer, which may stand on fewer lines and never on more
+    usual = json.dumps(form, indent=2, sort_keys=True)
+    assert "".join(text.split()) == "".join(usual.split()) and text.count("\n") <= usual.count("\n")
+    flat = form.get("by_seed", []) if isinstance(form, dict) else []
+    assert all(json.dumps(run, sort_keys=True) in text for run in flat)
+
+
 KNOWN = {
     "params_hash": "p",
     "data_manifest_hash": "d",
@@ -172,7 +199,7 @@ KNOWN |= {"backend": "torch", "parent_commit": "old", "command": "repro pretrain
         ({}, {"golden_hash": "h"}, ["a"], False),
         ({}, {"device": "cpu: Y, 2 threads"}, ["a"], False),
         ({}, {"dtype": "bf16"}, ["a"], False),
-        ({}, {}, ["b"], False),
+        ({}, {}, ["b"], True),  # the same weights and scores, of which a record keeps another part of the curve
     ],
 )
 def test_a_run_that_finds_the_same_leaves_the_record_byte_for_byte(tmp_path, scores, metrics, identity, curve, is_kept):

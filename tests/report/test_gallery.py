@@ -1,6 +1,7 @@
 """Figures in the paper's order, pictures with their origin, learning curves, and the commands of what is missing."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,12 +9,14 @@ from PIL import Image
 
 from repro.core.csvfile import format_csv
 from repro.core.errors import UserError
-from repro.papers import load_primary
+from repro.core.figures import STYLES
+from repro.papers import load_papers, load_primary
 from repro.report import dense
 from repro.report.gallery import list_examples
 from repro.report.markdown import render_blocks
+from repro.report.results import Results
 
-from .conftest import visualized
+from .conftest import SCORES, visualized
 
 # the paper's captions, in its order, without Fig. 2, 4 and 5, which are diagrams
 PAPER = ["1", "3", "6", "7a", "7b", "8", "9", "10", "11"]
@@ -55,7 +58,7 @@ def test_a_picture_names_the_device_and_the_profile_of_the_record_next_to_it(che
     assert all("The pictures of Fig. 3 show it too." in found[number] for number in ("9", "10"))
 
 
-def detector(checkout, path="detect/nano_scenes", seeds=1, has_curve=True, **more):
+def detector(checkout, path="detect/nano_scenes", seeds=1, has_curve=True, model="nano", **more):
     scores = {"ap_box_percent": 50.0, "ap50_box_percent": 80.0, "split": "test", "epochs": 2, "held_out_images": 100}
     if seeds > 1:
         scores |= {"ap_box_ci95_percent": [48.0, 52.0], "ap50_box_ci95_percent": [78.0, 82.0]}
@@ -67,7 +70,7 @@ def detector(checkout, path="detect/nano_scenes", seeds=1, has_curve=True, **mor
         for epoch in (1, 2)
     ]
     curve = format_csv(rows).splitlines() if has_curve else None
-    checkout.train(path, "nano", "scenes", curve=curve, **{**usual, **more})
+    checkout.train(path, model, "scenes", curve=curve, **{**usual, **more})
 
 
 def drawn(checkout) -> dict[str, list[str]]:
@@ -79,7 +82,7 @@ def test_nothing_is_drawn_without_a_curve_or_without_the_method_that_learns_noth
     detector(checkout, without_learning=None, without_learning_reason="nothing to compare with")
     assert drawn(checkout) == {}
     detector(checkout, has_curve=False)
-    assert list(drawn(checkout)) == ["confusion_detect_nano_scenes.png"]  # which the record itself has
+    assert list(drawn(checkout)) == ["confusion_scenes.png"]  # which the record itself has
 
 
 def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_random_weights_are_next_to_it(checkout):
@@ -88,9 +91,9 @@ def test_a_run_by_hand_with_more_seeds_takes_the_place_of_the_pipelines_and_rand
     pipeline = "results/detect/nano_scenes/metrics.json"
     by_hand = [f"results/replications/cpu/detect/nano_scenes_{name}.json" for name in ("3seeds", "random")]
     expected = {"learning": [pipeline, by_hand[1]], "confusion": [pipeline]}
-    assert drawn(checkout) == {f"{kind}_detect_nano_scenes.png": files for kind, files in expected.items()}
+    assert drawn(checkout) == {f"{kind}_scenes.png": files for kind, files in expected.items()}
     detector(checkout, "replications/cpu/detect/nano_scenes_3seeds", seeds=3)
-    assert sorted(drawn(checkout)["learning_detect_nano_scenes.png"]) == by_hand
+    assert sorted(drawn(checkout)["learning_scenes.png"]) == by_hand
 
 
 def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypatch):
@@ -104,23 +107,48 @@ def test_the_pictures_have_the_lines_and_the_shares(checkout, tmp_path, monkeypa
     curves, confusion = figures
     panel = curves.axes[0]
     lines = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
-    assert lines["pretrained weights, 3 seeds"] == [21.0, 41.0]
+    assert lines["nano, pretrained weights, 3 seeds"] == [21.0, 41.0]
     assert lines["without learning"] == [25.5, 25.5]
-    assert [20.0, 40.0] in [list(line.get_ydata()) for line in panel.lines] and panel.get_ylabel() == "box AP (%)"
-    assert curves.axes[1].get_ylabel() == "box AP50 (%)" and "star: test" in curves.get_suptitle()
+    assert [20.0, 40.0] in [
+        list(line.get_ydata()) for line in panel.lines
+    ] and panel.get_ylabel() == "detect: box AP (%)"
+    assert curves.axes[1].get_ylabel() == "detect: box AP50 (%)" and "star: test" in curves.get_suptitle()
     matrix = confusion.axes[0]
     np.testing.assert_allclose(matrix.images[0].get_array(), [[80, 20], [100, 0]])
     assert [label.get_text() for label in matrix.get_yticklabels()] == ["7 (10)", "nothing (1)"]
     files = sorted((tmp_path / "drawn").iterdir())
-    assert [path.name for path in files] == ["confusion_detect_nano_scenes.png", "learning_detect_nano_scenes.png"]
+    assert [path.name for path in files] == ["confusion_scenes.png", "learning_scenes.png"]
     assert all(min(Image.open(path).size) > 200 for path in files)
+
+
+def test_tasks_and_families_share_a_picture_which_every_paper_of_one_of_them_shows(checkout, tmp_path, monkeypatch):
+    """Colours are of families, dashes of random weights; a paper without any of the models shows none."""
+    monkeypatch.setattr(dense, "save_png", lambda figure, path: figure)
+    detector(checkout, model="vittt_nano")
+    detector(checkout, "replications/cpu/detect/random", model="vittt_nano", init=None)
+    detector(checkout, "replications/cpu/detect/hvit3", model="hvit3_nano", init=None)
+    papers = load_papers()
+    results = Results(checkout.paths, list(papers.values()), SCORES)
+    reports = {name: SimpleNamespace(paper=paper, results=results) for name, paper in papers.items()}
+    plans = {name: dense.plan_dense(report) for name, report in reports.items()}
+    shown = {name: sorted(plan) for name, plan in plans.items() if plan}
+    assert shown == {"vision_ttt": ["confusion_scenes.png", "learning_scenes.png"], "vit3": ["learning_scenes.png"]}
+    figures = [plans[name]["learning_scenes.png"][1](tmp_path / name) for name in shown]
+    for figure in figures:
+        lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+        assert {name: style for name, style in lines.items() if name.endswith("one seed")} == {
+            "vittt_nano, pretrained weights, one seed": (STYLES["vittt"][1], "-"),
+            "vittt_nano, random weights, one seed": (STYLES["vittt"][1], "--"),
+            "hvit3_nano, random weights, one seed": (STYLES["hvit3"][1], "--"),
+        }
+        assert len(figure.axes) == 2 and len(figure.legends[0].get_texts()) == 4
 
 
 def test_they_are_below_the_examples_with_their_records(checkout):
     detector(checkout)
     text = render_blocks(list_examples(checkout.report()))
-    assert "](figures/learning_detect_nano_scenes.png)" in text
-    assert f"`figures/confusion_detect_nano_scenes.png`: {checkout.CPU}" in text
+    assert "](figures/learning_scenes.png)" in text
+    assert f"`figures/confusion_scenes.png`: {checkout.CPU}" in text
     with checkout.edit("detect/nano_scenes/metrics.json") as record:
         record["curve"] = ["a,b", "1,2", "1,2,3,4"]
     with pytest.raises(UserError, match="nano_scenes/metrics.json: curve: not valid CSV"):

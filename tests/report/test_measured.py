@@ -76,7 +76,6 @@ def test_accuracies_and_times_are_in_a_row_for_each_model(checkout):
     assert "| vittt_nano | 90.0 | 50.1 |" in text and "| deit_nano | 70.0 | 30.1 |" in text
     assert text.count("| 1.00 | 2.50 |") == 2
     assert f"`results/resolution/metrics.json`: {checkout.CPU}" in text
-    assert "](resolution/accuracy_and_time.png)" in text
 
 
 @pytest.mark.parametrize(("warmup", "shown"), [(3, "| 3 |"), (2, "| 3, trained with 2 |")])

@@ -144,10 +144,10 @@ def test_fig_7_is_drawn_once_per_data_set_with_the_same_bytes(checkout):
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
     files, shown = draw(), {name: sources for name, (sources, _) in plan_figures(checkout.report()).items()}
-    assert sorted(files) == sorted(shown) == ["fig7a_digits.png", "fig7b_digits.png"]
+    assert sorted(files) == sorted(shown) == ["fig7_digits.png"]
     assert all(source.most_seeds == 3 for of_figure in shown.values() for source in of_figure)
-    assert draw() == files and files["fig7a_digits.png"].startswith(b"\x89PNG")
-    linked = [text for text in parts(checkout) if "figures/fig7b_digits.png" in text]
+    assert draw() == files and files["fig7_digits.png"].startswith(b"\x89PNG")
+    linked = [text for text in parts(checkout) if "figures/fig7_digits.png" in text]
     assert len(linked) == 1 and "4 epochs, 3 seeds" in linked[0]
 
 

@@ -50,7 +50,9 @@ def list_files(folder):
 @pytest.fixture
 def two_runs(tmp_path):
     """A cell whose folder has an earlier run's files, and the outcome of a new run."""
-    cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)))
+    record = tmp_path / "record.json"
+    spec = SimpleNamespace(scores={"top1_percent": "Top-1", "top5_percent": "Top-5", "top9_percent": "Top-9"})
+    cell = SimpleNamespace(folder=tmp_path / "cell", params=SimpleNamespace(seeds=(0,)), spec=spec, record=record)
     row = {"epoch": 1, "held_out_loss": float("nan"), "top1_percent": 50.0}
     outcome = SimpleNamespace(folder=tmp_path / "result", curve=[row])
     old = ("weights.safetensors", "curve.csv", "snapshots/epoch_001.safetensors", "examples/old.png")
@@ -64,10 +66,20 @@ def two_runs(tmp_path):
 
 def test_new_files_stand_beside_none_of_an_earlier_run(two_runs):
     cell, outcome = two_runs
-    _collect_files(cell, {0: outcome}, {})
+    kept = _collect_files(cell, {0: outcome}, {})
     found = list_files(cell.folder)
     assert found.pop("curve.csv").splitlines() == ["seed,epoch,held_out_loss,top1_percent", "0,1,nan,50.0"]
-    assert found == list_files(outcome.folder)
+    assert found == list_files(outcome.folder) and kept == ["seed,epoch,top1_percent", "0,1,50.0"]
+
+
+def test_a_seed_more_keeps_the_whole_curve_of_the_first_and_a_record_its_loss_and_first_scores(two_runs):
+    cell, outcome = two_runs
+    outcome.curve = [{"epoch": 1, "lr": 0.1, "train_loss": 2.5, **dict.fromkeys(cell.spec.scores, 50.0)}]
+    (cell.folder / "curve.csv").write_text("seed,epoch,lr,train_loss\n0,1,0.2,3.5\n7,1,0.3,4.5\n")
+    kept = _collect_files(cell, {1: outcome}, {0: {}})
+    lines = (cell.folder / "curve.csv").read_text().splitlines()
+    assert lines[1:] == ["0,1,0.2,3.5,,,", "1,1,0.1,2.5,50.0,50.0,50.0"]
+    assert kept == ["seed,epoch,train_loss,top1_percent,top5_percent", "0,1,3.5,,", "1,1,2.5,50.0,50.0"]
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])

@@ -42,7 +42,8 @@ def test_what_a_run_leaves(trained):
     snapshots = folder / "snapshots"
     assert {file.name for file in snapshots.iterdir()} == {"epoch_000.safetensors", "epoch_002.safetensors"}
     assert (snapshots / "epoch_002.safetensors").read_bytes() == (folder / "weights.safetensors").read_bytes()
-    assert record["curve"] == (folder / "curve.csv").read_text().splitlines()
+    kept = ["seed", "epoch", "train_loss", "top1_percent", "top5_percent"]
+    assert record["curve"] == [",".join(kept), *(",".join(row[name] for name in kept) for row in rows)]
     left = {file.name for place in (folder, results) for file in place.iterdir()}
     assert left == {"run.json", "load_report.txt", *(Path(out).name for out in outs_of("pretrain"))}
     assert not any((trained / ".runs").rglob("*.pt"))

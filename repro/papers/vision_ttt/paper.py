@@ -23,5 +23,5 @@ PAPER = load_paper(
         Document(file="results/papers/reproduction.md", text=_ROOM / "reproduction.md.j2"),
         Document(file="results/papers/scenes.md", text=_ROOM / "scenes.md"),
     ),
-    pictures={"Fig. 7(a)": ("fig7a", sections.draw_fig7a), "Fig. 7(b)": ("fig7b", sections.draw_fig7b)},
+    pictures=dict.fromkeys(sections.PANELS, ("fig7", sections.draw_fig7)),
 )

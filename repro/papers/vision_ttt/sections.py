@@ -276,47 +276,41 @@ def _find_training(report: Report, name: str, data: str) -> Source | None:
     return source if source is not None and source.metrics["kind"] == data else None
 
 
-def _draw_fig7(
-    path: Path, group: Group, printed: Callable[[str | None, str], str], ticks: dict[str, str], axis: str, note: str
-) -> Path:
-    """Panels: the paper's only printed number, and our accuracies with each seed.
+# the panels of Fig. 7 -> variant -> its label, the axis, and what the paper's text says of the panel
+PANELS = {
+    "Fig. 7(a)": (
+        {"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"},
+        "chunk size b (tokens)",
+        "falls sharply from 4, worst at 64, then grows slightly",
+    ),
+    "Fig. 7(b)": (
+        {"w0_frozen": "0: frozen", "w0_shared": "1: shared", "conv2d": "2: per direction"},
+        "learnable initial states",
+        "more learnable states are better",
+    ),
+}
 
-    `ticks`: variant -> its label; `note`: what the paper's panel shows; the rest as in `repro.report.paper`.
+
+def draw_fig7(path: Path, groups: Mapping[str, Group], printed: Callable[[str | None, str], str]) -> Path:
+    """Our accuracies with each seed, and below them the one number that the paper prints; for the arguments see
+    `repro.report.paper.DrawVariants`.
     """
-    colour, positions = STYLES["vittt"][1], {name: x for x, name in enumerate(ticks)}
-    figure, (paper, ours) = new_figure(2)
-    top1 = float(printed("table3.conv2d", TOP1))
-    paper.plot(positions["conv2d"], top1, "o", color="black")
-    paper.annotate(f"{top1} %", (positions["conv2d"], top1), xytext=(8, 6), textcoords="offset points", fontsize=9)
-    paper.text(0.03, 0.04, f"{note}\n(no other number is printed)", transform=paper.transAxes, fontsize=8, va="bottom")
-    paper.set(title="paper: Vittt-T on ImageNet-1K", ylabel="Top-1 (%)", ylim=(top1 - 3, top1 + 1))
-    for name, x in positions.items():
-        if name not in group.variants:
-            continue
-        values = [run[TOP1] for run in group.variants[name].metrics["by_seed"]]
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        ours.plot([x] * len(values), values, ".", color=colour, alpha=0.5)
-        ours.errorbar(x, statistics.mean(values), yerr=spread, fmt="o", color=colour, capsize=4)
-    m = group.common
-    title = f"ours: {m['model'].split('_patch')[0]} on {m['data']}, {m['epochs']} epochs"
-    ours.set(title=title, ylabel="Top-1 (%): mean ± standard deviation, seeds")
-    for panel in (paper, ours):
+    colour, top1 = STYLES["vittt"][1], printed("table3.conv2d", TOP1)
+    figure, panels = new_figure(len(groups))
+    for panel, (place, group) in zip(panels, groups.items(), strict=True):
+        ticks, axis, note = PANELS[place]
+        for x, name in enumerate(ticks):
+            if name in group.variants:
+                values = [run[TOP1] for run in group.variants[name].metrics["by_seed"]]
+                spread = statistics.stdev(values) if len(values) > 1 else None
+                panel.plot([x] * len(values), values, ".", color=colour, alpha=0.5)
+                panel.errorbar(x, statistics.mean(values), yerr=spread, fmt="o", color=colour, capsize=4)
+        m = group.common
+        panel.set_title(f"{place}: {m['model'].split('_patch')[0]} on {m['data']}, {m['epochs']} epochs", fontsize=11)
+        said = f"paper, Vittt-T on ImageNet-1K: {top1} % at {ticks['conv2d']};\n{note}"
+        panel.set(xlabel=f"{axis}\n{said}", ylabel="Top-1 (%): mean ± standard deviation, seeds")
         panel.set_xticks(range(len(ticks)), list(ticks.values()))
-        panel.set(xlabel=axis, xlim=(-0.5, len(ticks) - 0.5))
+        panel.set_xlim(-0.5, len(ticks) - 0.5)
         panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
     figure.tight_layout()
     return save_png(figure, path)
-
-
-draw_fig7a = functools.partial(
-    _draw_fig7,
-    ticks={"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"},
-    axis="chunk size b (tokens)",
-    note="in words: falls sharply from 4,\nworst at 64, then grows slightly",
-)
-draw_fig7b = functools.partial(
-    _draw_fig7,
-    ticks={"w0_frozen": "0: frozen", "w0_shared": "1: shared", "conv2d": "2: per direction"},
-    axis="learnable initial states",
-    note="in words: more learnable states\nare better",
-)

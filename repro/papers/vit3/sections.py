@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ...core.figures import new_figure, save_png
@@ -32,8 +32,9 @@ HELD_OUT, JUDGED, REAL = "held_out_mse", "judged_percent", "real_judged_percent"
 _ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
 
 
-def draw_depth(path: Path, group: Group, printed: Callable[[str | None, str], str]) -> Path:
+def draw_depth(path: Path, groups: Mapping[str, Group], printed: Callable[[str | None, str], str]) -> Path:
     """Training loss and accuracy over the epochs, the means over the seeds; for the arguments see `repro.report.paper.DrawVariants`."""
+    (group,) = groups.values()
     figure, panels = new_figure(2)
     for panel, (key, label) in zip(panels, ((LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
         for colour, (name, layers) in zip(_COLOURS, LAYERS.items(), strict=True):

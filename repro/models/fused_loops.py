@@ -1,0 +1,107 @@
+"""A block of Vittt on a CPU by numba's loops, which is one operator to PyTorch: `vision_ttt::vittt_block`.
+
+It is for inference, has no derivative, and knows no layers: `fused_block` makes what it takes, and says when it runs, by
+`selected_backend` among others.
+
+Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kernels.custom_op import NAMESPACE
+from kernels.threads import lay_flat
+from kernels.ttt_linear.op import forward_flops
+from kernels.ttt_linear.reference import states_shape
+
+ROWS = 512  # tokens that are taken together after the scan
+
+
+class LoopConstants(NamedTuple):
+    """What numba's loops take of a block's weights.
+
+    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
+    `fused_block.ALIGNED`; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias
+    (2F,): of SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,2,H,4,d), tap_biases
+    (2,2,H,d), grid_taps (3,3,D): as the loops' modules lay them; the others as the layers have them, out_weight (D,D)
+    that of `out_proj`, down_weight (D,F) and down_bias (D,) those of `fc2`.
+    """
+
+    in_weight: Tensor
+    in_bias: Tensor
+    token_scale: Tensor
+    up_weight: Tensor
+    up_bias: Tensor
+    inner_weight: Tensor
+    inner_bias: Tensor
+    state: Tensor
+    taps: Tensor
+    tap_biases: Tensor
+    grid_taps: Tensor
+    norm1_weight: Tensor
+    norm1_bias: Tensor
+    post_norm_weight: Tensor
+    post_norm_bias: Tensor
+    out_weight: Tensor
+    norm2_weight: Tensor
+    norm2_bias: Tensor
+    down_weight: Tensor
+    down_bias: Tensor
+
+
+def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
+    """Compute a block of tokens (B,T,D) by its `LoopConstants` and the eps of norm1, learner, post_norm and norm2.
+
+    What follows the scan runs some tokens at a time: hidden units stay in the cache.
+    """
+    from kernels.around import numba_path as around
+    from kernels.ttt_linear import numba_path as learner
+
+    known, (eps1, learner_eps, post_eps, eps2) = LoopConstants(*constants), eps
+    (B, T, D), (_, H, _, d) = tokens_BTD.shape, known.state.shape
+    norm1 = known.grid_taps, known.norm1_weight, known.norm1_bias
+    stream, x = around.run_conv_norm(tokens_BTD.contiguous(), *norm1, height, eps1).unbind(0)
+    projected = F.linear(x, known.in_weight, known.in_bias)
+    gate, shared, v, rates, _ = projected.split([D, 2 * D, 2 * D, H, projected.shape[-1] - 5 * D - H], -1)
+    shared, v = (lay_flat(each.unflatten(-1, (2, H, d))) for each in (shared, v))
+    rate, state = torch.sigmoid(rates).contiguous(), (known.state, known.inner_weight, known.inner_bias)
+    given = shared, shared, v, rate, known.token_scale, *state, known.taps, known.tap_biases
+    options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, learner_eps)
+    z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
+    y = around.run_gated_norm(z.flatten(3), gate, known.post_norm_weight, known.post_norm_bias, post_eps)
+    for tokens, part in zip(stream.flatten(0, 1).split(ROWS), y.flatten(0, 1).split(ROWS), strict=True):
+        tokens.addmm_(part, known.out_weight.T)
+        x = F.layer_norm(tokens, (D,), known.norm2_weight, known.norm2_bias, eps2)
+        hidden, linear = F.linear(x, known.up_weight, known.up_bias).chunk(2, -1)
+        tokens += F.linear(F.silu(hidden, inplace=True).mul_(linear), known.down_weight, known.down_bias)
+    return stream
+
+
+def _count_flops(tokens: tuple, constants: list[tuple], height: int, eps: list[float], **_: Any) -> int:
+    """Count those of the plain path, from the shapes of what `run_loops` takes."""
+    (B, T, D), known = tokens, LoopConstants(*constants)
+    (_, H, _, d), (_, hidden) = known.state, known.down_weight
+    products, taps = 5 * D + H + D + 3 * hidden, 9 + 2 * 2 * 4
+    return 2 * B * T * D * (products + taps) + forward_flops((B, T, 2, H, d), known.token_scale[1])
+
+
+# the strides of the arguments are those that the loops read; gradients never come here, and autograd has no rule
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY.define(
+    "vittt_block(Tensor tokens, Tensor[] constants, SymInt height, float[] eps) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.impl("vittt_block", run_loops, "CPU")
+OPERATOR = getattr(torch.ops, NAMESPACE).vittt_block.default
+
+
+@torch.library.register_fake(OPERATOR, lib=_LIBRARY)
+def _make_fake(tokens: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
+    return tokens.new_empty(tokens.shape)
+
+
+register_flop_formula(getattr(torch.ops, NAMESPACE).vittt_block)(_count_flops)

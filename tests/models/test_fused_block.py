@@ -1,0 +1,412 @@
+"""A block of Vittt on a CPU is one operation of the same bits to everybody who watches; who looks inside gets its parts."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels.around import numba_path
+from kernels.custom_op import SeesParts
+from repro.bench.memory import _LiveStorages
+from repro.models import fused_block
+from tests.models.helpers import nano, shaken
+from tests.models.writes import UNCOUNTED, WRITES
+from tests.slow import first, slow
+
+GRID = 2, 3
+TOKENS = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+
+
+def make(**options):
+    return shaken(nano("vittt", **{"depth": 2, "embed_dim": 32, "img_size": 48, "drop_path_rate": 0.0} | options))
+
+
+def make_block(**options):
+    return make(**{"depth": 1} | options).blocks[0]
+
+
+class Named(torch.Tensor):
+    """A kind of tensor of its own."""
+
+
+class Seen(TorchDispatchMode):
+    """The operations of ours that pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [func.name()] * (func.namespace == "vision_ttt")
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """Sees each function that is called."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def compile_by(backend, **options):
+    def run(block):
+        torch.compiler.reset()
+        return torch.compile(block, backend=backend, fullgraph=True, **options)(TOKENS, GRID)
+
+    return run
+
+
+def within(*contexts):
+    def run(block):
+        with contextlib.ExitStack() as stack:
+            for make_context in contexts:
+                stack.enter_context(make_context())
+            return block(TOKENS, GRID)
+
+    return run
+
+
+def count_flops():
+    return FlopCounterMode(display=False)
+
+
+WATCHERS = {
+    "a profiler": within(torch.profiler.profile),
+    "a profiler of memory": within(lambda: torch.profiler.profile(profile_memory=True, record_shapes=True)),
+    "autograd's profiler": within(torch.autograd.profiler.profile),
+    "a counter of FLOPs": within(count_flops),
+    "a deep counter": within(lambda: FlopCounterMode(display=False, depth=5)),
+    "a dispatch mode": within(Seen),
+    "two modes": within(Seen, count_flops),
+    "a mode and a profiler": within(count_flops, torch.profiler.profile),
+    "storages": within(_LiveStorages),
+    "a function mode": within(Called),
+    "a device": within(lambda: torch.device("cpu")),
+    "inference mode": within(torch.inference_mode, count_flops),
+    "a range": within(lambda: torch.profiler.record_function("block")),
+    "anomalies": within(torch.autograd.detect_anomaly),
+    "a compiler": compile_by("eager"),
+    "a compiler that traces": compile_by("aot_eager"),
+    "any size": compile_by("aot_eager", dynamic=True),
+    "a proxy": lambda block: make_fx(lambda tokens: block(tokens, GRID))(TOKENS)(TOKENS),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", [slow(name) if name == "any size" else name for name in WATCHERS])
+@torch.no_grad()
+def test_who_watches_gets_the_same_bits(name, frozen):
+    block = make_block()
+    expected = block(TOKENS, GRID)
+    assert not torch.equal(expected, block.forward_plainly(TOKENS, GRID))  # else the bits would say nothing
+    if frozen:
+        fused_block.freeze(block, 6)
+    assert torch.equal(WATCHERS[name](block), expected)
+
+
+@torch.no_grad()
+def test_a_block_is_one_operation():
+    with Seen() as seen:
+        make()(IMAGES)
+    assert seen.names == ["vision_ttt::vittt_block"] * 2
+
+
+# --- who needs the parts
+
+
+def enable_grad(block):
+    with torch.enable_grad():
+        return block(TOKENS, GRID)
+
+
+def derive(block):
+    with torch.enable_grad():
+        tokens = TOKENS.clone().requires_grad_()
+        out = block(tokens, GRID)
+        assert torch.autograd.grad(out.sum(), tokens)[0].abs().max() > 0
+    return out
+
+
+def dual(block):
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(block(forward_ad.make_dual(TOKENS, torch.ones_like(TOKENS)), GRID))
+        assert tangent is not None
+        return out.clone()
+
+
+def dual_weight(block):
+    """The tokens of the block have no tangent, a weight has."""
+    with forward_ad.dual_level():
+        weights = {"norm1.bias": forward_ad.make_dual(block.norm1.bias.detach(), torch.ones(32))}
+        out, tangent = forward_ad.unpack_dual(torch.func.functional_call(block, weights, (TOKENS, GRID)))
+        assert tangent is not None
+        return out.clone()
+
+
+def vmap(block):
+    return torch.vmap(lambda tokens: block(tokens, GRID))(TOKENS[None])[0]
+
+
+def vmap_weights(block):
+    weights = {name: each[None] for name, each in block.named_parameters()}
+    return torch.vmap(lambda each: torch.func.functional_call(block, each, (TOKENS, GRID)))(weights)[0]
+
+
+def compile_transform(block):
+    torch.compiler.reset()
+    return torch.compile(lambda: vmap(block), backend="eager", fullgraph=True)()
+
+
+class Parts(SeesParts):
+    """Sees what a block is made of."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name() != "vision_ttt::vittt_block"
+        return func(*args, **(kwargs or {}))
+
+
+class Whole(torch.nn.Module):
+    """A block on its grid, which an export does not take from its inputs."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, tokens):
+        return self.block(tokens, GRID)
+
+
+def export(**options):
+    return lambda block: torch.export.export(Whole(block), (TOKENS,), **options).module()(TOKENS)
+
+
+def trace(block):
+    with mock.patch("torch.jit.is_tracing", lambda: True):
+        return block(TOKENS, GRID)
+
+
+def hook(place):
+    def run(block):
+        fired = []
+        block.get_submodule(place).register_forward_hook(lambda *_: fired.append(place))
+        with count_flops():
+            out = block(TOKENS, GRID)
+        assert set(fired) == {place}
+        return out
+
+    return run
+
+
+def hook_everywhere(block):
+    fired = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: fired.append(module))
+    with handle, count_flops():
+        out = block(TOKENS, GRID)
+    assert block.norm2 in fired
+    return out
+
+
+def hook_compiled(block):
+    """Which is added before it is compiled."""
+    torch.compiler.reset()
+    fired = []
+    block.norm2.register_forward_hook(lambda *_: fired.append(1))
+    out = torch.compile(block, backend="eager")(TOKENS, GRID)
+    assert fired == [1]
+    return out
+
+
+def replace(block):
+    layer = torch.nn.Linear(32, 32, bias=False)
+    layer.weight = block.mixer.out_proj.weight
+    block.mixer.out_proj = torch.nn.Sequential(layer)
+    with count_flops():
+        return block(TOKENS, GRID)
+
+
+PARTS = {
+    "gradients": enable_grad,
+    "a gradient": derive,
+    "training": lambda block: block.train()(TOKENS, GRID),
+    "a tangent": dual,
+    "a weight's tangent": dual_weight,
+    "jvp": lambda block: torch.func.jvp(lambda x: block(x, GRID), (TOKENS,), (TOKENS,))[0],
+    "vmap": vmap,
+    "vmap of weights": vmap_weights,
+    "vmap, compiled": compile_transform,
+    "export": export(),
+    "strict export": export(strict=True),
+    "tracing": trace,
+    "a subclass": lambda block: block(TOKENS.as_subclass(Named), GRID).as_subclass(torch.Tensor),
+    "a mode that sees parts": within(Parts),
+    "a mode before another": within(Parts, count_flops),
+    **{f"a hook on {place}": hook(place) for place in ("norm1", "mixer", "mixer.conv_k", "mlp.act", "drop_path")},
+    "a hook on everything": hook_everywhere,
+    "a hook, compiled": hook_compiled,
+    "another layer": replace,
+}
+
+
+@pytest.fixture
+def no_loops(monkeypatch):
+    """The first of a block's loops, whoever calls it, fails."""
+    monkeypatch.setattr(numba_path, "run_conv_norm", mock.Mock(side_effect=AssertionError("a loop")))
+
+
+@pytest.mark.parametrize("look", PARTS.values(), ids=PARTS)
+@torch.no_grad()
+def test_who_looks_inside_gets_the_plain_path(look, no_loops):
+    block = make_block()
+    for watch in (within(), within(count_flops)):
+        with pytest.raises(AssertionError, match="a loop"):
+            watch(block)
+    expected = block.forward_plainly(TOKENS, GRID)
+    torch.testing.assert_close(look(block).detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trace_asks_for_no_loops():
+    """Of the whole block there is none: the operators' lists of flags cannot be traced."""
+    block, asked = make_block().requires_grad_(False), []
+
+    def run(tokens):
+        asked.append(fused_block.find_backend(block, tokens))
+        return tokens + 1
+
+    with torch.no_grad():
+        torch.jit.trace(run, (TOKENS,), check_trace=False)
+        assert asked == [None] and fused_block.find_backend(block, TOKENS) == "numba"
+
+
+# --- the operator
+
+FORMS = {
+    "small": ({}, 1, (3, 3)),
+    "batch": ({}, 3, (2, 2)),
+    "one token": ({}, 1, (1, 1)),
+    "a row": ({}, 1, (1, 7)),
+    "a column": ({}, 2, (7, 1)),
+    "heads": ({"num_heads": 1}, 1, (3, 3)),
+    "whole chunks": ({"chunk_size": 4}, 2, (4, 4)),
+    "a shorter chunk": ({"chunk_size": 4}, 1, (3, 5)),
+    "one chunk": ({"chunk_size": 0}, 1, (3, 3)),
+    "wide": ({"embed_dim": 64, "num_heads": 1}, 1, (2, 3)),
+    "more tokens than are taken together": ({}, 1, (27, 19)),
+    "largest": ({"pool": "max"}, 1, (3, 4)),
+    "shared": ({"w0": "shared"}, 1, (4, 3)),
+}
+
+
+@pytest.mark.parametrize(("options", "batch", "grid"), FORMS.values(), ids=FORMS)
+@torch.no_grad()
+def test_its_flops_are_those_of_the_plain_path(options, batch, grid):
+    block, tokens = make_block(**options), torch.randn(batch, grid[0] * grid[1], options.get("embed_dim", 32))
+    found, expected = count_flops(), count_flops()
+    with found:
+        block(tokens, grid)
+    with expected:
+        block.forward_plainly(tokens, grid)
+    assert found.get_total_flops() == expected.get_total_flops()
+    assert list(found.get_flop_counts()["Global"]) == [torch.ops.vision_ttt.vittt_block]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
+@pytest.mark.parametrize(("options", "batch", "grid"), first(FORMS.values(), 5))
+def test_the_operator_is_what_it_says(options, batch, grid, dtype):
+    """Its schema, its fake and its way through a compiler. It has no derivative, as gradients take the plain path, so
+    that nothing of autograd is registered, and nothing of it is checked.
+    """
+    block = make_block(**options).to(dtype)
+    T, D = grid[0] * grid[1], block.mixer.dim
+    with torch.no_grad():
+        constants = [x.detach() for x in fused_block.make_loop_constants(block, T)]
+        for tokens in (torch.randn(batch, T, D, dtype=dtype), torch.randn(batch, D, T, dtype=dtype).mT):
+            given = tokens, constants, grid[0], [1e-6, 1e-5, 1e-4, 1e-3]
+            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+            torch.library.opcheck(fused_block.OPERATOR, given, test_utils=tests)
+
+
+# --- compiled models
+
+
+def compile_and_keep(model):
+    """The compiled model, and how many blocks each of its graphs has."""
+    counts = []
+
+    def keep(graph, inputs):
+        counts.append(sum("vittt_block" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    return torch.compile(model, backend=keep, fullgraph=True), counts
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@torch.no_grad()
+def test_a_compiled_model_has_an_operator_a_block(frozen):
+    model = make()
+    expected = model(IMAGES)
+    compiled, counts = compile_and_keep(model.freeze() if frozen else model)
+    assert torch.equal(compiled(IMAGES), expected) and counts == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [False, True])
+@torch.no_grad()
+def test_inductor_keeps_the_loops(frozen):
+    model = make()
+    expected = model(IMAGES)
+    torch.compiler.reset()
+    found = torch.compile(model.freeze() if frozen else model, fullgraph=True)(IMAGES)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+ONES = ("copy_", "add_ to a part", "data", "load", "half and back", "a step", "an average", "load and assign")
+CHANGES = {name: WRITES[name] for name in ONES} | UNCOUNTED
+
+
+def require_new(model, compiled, before):
+    with torch.no_grad():
+        found = compiled(IMAGES)
+        assert torch.equal(found, model(IMAGES)) and not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("change", first(CHANGES.values(), 3))
+def test_a_compiled_model_takes_new_weights(change):
+    model = make(depth=1)
+    compiled, _ = compile_and_keep(model)
+    with torch.no_grad():
+        before = compiled(IMAGES)
+    change(model)
+    require_new(model, compiled, before)
+
+
+@pytest.mark.parametrize("change", first(CHANGES.values(), 3))
+def test_a_compiled_frozen_model_takes_new_weights_when_it_is_frozen_again(change):
+    """A graph compares nothing: see `Vittt.freeze`."""
+    model = make(depth=1).freeze()
+    compiled, counts = compile_and_keep(model)
+    with torch.no_grad():
+        before = compiled(IMAGES)
+    change(model)
+    model.freeze()
+    require_new(model, compiled, before)
+    assert set(counts) == {1}
+
+
+@pytest.mark.parametrize(
+    "name", ["load", slow("half and back"), slow("data.mul_, in training"), slow("load and assign")]
+)
+def test_a_compiled_frozen_model_sees_what_ends_the_freeze_at_once(name):
+    model = make(depth=1).freeze()
+    compiled, _ = compile_and_keep(model)
+    with torch.no_grad():
+        before = compiled(IMAGES)
+    WRITES[name](model)
+    require_new(model, compiled, before)
