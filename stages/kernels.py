@@ -49,7 +49,6 @@ def bench(
 def forms() -> None:
     """Time inner learners, recurrent and parallel, over the tokens."""
     from repro.bench.forms import run_forms
-    from repro.core.runtime import load_runtime
+    from repro.core.runtime import Runtime
 
-    paths = find_root()
-    run_forms(paths, load_runtime(paths))
+    run_forms(find_root(), Runtime(data_roots={}))

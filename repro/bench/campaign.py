@@ -16,7 +16,16 @@ from ..core.csvfile import read_typed_csv
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
 from ..core.record import make_identity, read_json, write_record
-from ..core.runtime import describe_machine, device_label, device_slug, find_peak, gpu_names, load_runtime, usable_cores
+from ..core.runtime import (
+    Runtime,
+    describe_machine,
+    device_label,
+    device_slug,
+    find_peak,
+    gpu_names,
+    load_runtime,
+    usable_cores,
+)
 from ..core.unfinished import Unfinished
 from .kernels import CHECK_TYPES, run_bench, run_check
 from .lanes import run_in_lanes
@@ -104,11 +113,11 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
 
 
 def sweep(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
-    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options."""
+    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, whatever params.yaml holds."""
     from .efficiency import run_sweep
     from .params import SweepParams
 
-    return run_sweep(SweepParams(minutes=minutes, **options), paths, load_runtime(paths), began=began)
+    return run_sweep(SweepParams(minutes=minutes, **options), paths, Runtime(data_roots={}), began=began)
 
 
 def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> Step:

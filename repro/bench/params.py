@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
-from ..core.config import bounded
+from ..core.config import Each, bounded
 from ..core.errors import UserError, did_you_mean
 from .speed import RowSpec
 from .sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
@@ -33,7 +33,7 @@ class RowGroup:
     """
 
     models: tuple[str, ...]
-    image_sizes: tuple[int, ...] = bounded(ge=1)
+    image_sizes: tuple[Annotated[int, Each(ge=1)], ...]
     vary: dict[str, tuple[str | int, ...]] = dataclasses.field(default_factory=dict)
     fvcore: bool = False
 
@@ -88,7 +88,7 @@ class EfficiencyParams:
 
     sizes: dict[str, SizePair]
     others: tuple[str, ...] = ()
-    image_sizes: tuple[int, ...] = bounded(ge=1)
+    image_sizes: tuple[Annotated[int, Each(ge=1)], ...]
     batch_size: int = bounded(1, ge=1)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     backend: Literal["auto", "torch", "numba", "triton", "reference"] = "auto"

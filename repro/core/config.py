@@ -7,20 +7,19 @@ allowed.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
-import operator
 import re
-import types
 import typing
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import yaml
 
-from .errors import UserError, blame, did_you_mean
+from .errors import UserError, did_you_mean
 from .hashing import short_hash
 from .paths import Paths
 
@@ -96,7 +95,6 @@ def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-_BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le)}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -109,6 +107,18 @@ def bounded(
     required.
     """
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Each:
+    """The bounds of the numbers in a tuple: `tuple[Annotated[int, Each(ge=1)], ...]`; see `bounded`."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return handler(source) | {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
 # fields that records are older than; without a value, they change no record and no hash
@@ -158,31 +168,23 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
 
 
 def build(cls: type, data: Any, where: str) -> Any:
-    """Build a frozen keyword-only dataclass from parsed YAML, strictly; `where` is its key path for messages.
+    """Build a dataclass, and those that it holds, from parsed YAML or JSON, strictly; `where` is its key path for
+    messages.
 
-    Field types may be bool, int, float, str, Literal, Optional, tuple[X, ...], dict[str, X] or another such dataclass.
+    Field types may be what pydantic reads of JSON, but no Literal of numbers, for which it also takes `true` and `1.0`.
 
     Raises:
-        UserError: unknown or missing key, wrong type, value out of range; or what the class's own `__post_init__`
-            refuses.
+        UserError: unknown or missing key, wrong type, value out of range; what YAML can say and JSON cannot, as a date,
+            NaN or a key that is a number; or what a class's own `__post_init__` refuses.
     """
-    if not isinstance(data, Mapping):
-        raise UserError(f"{where}: expected a mapping, got {_show(data)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for key in data:
-        if key not in fields:
-            raise UserError(f"{where}.{key}: unknown key{did_you_mean(str(key), fields)}")
-    values = {}
-    for name, field in fields.items():
-        key_path = f"{where}.{name}"
-        if name in data:
-            values[name] = _convert(hints[name], data[name], key_path)
-            _check_range(field.metadata, values[name], key_path)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{key_path}: missing; give it a value")
-    with blame(where, ValueError):
-        return cls(**values)
+    from pydantic import ValidationError
+
+    _require_json(data, where)
+    try:
+        # as JSON, since strict Python input refuses a list for a tuple
+        return _make_adapter(cls).validate_json(json.dumps({where: data}))[where]
+    except ValidationError as failure:
+        raise UserError(_explain(failure.errors(include_url=False), {where: data}, cls)) from None
 
 
 def load_sections(params_path: Path) -> dict[str, Any]:
@@ -262,51 +264,73 @@ def params_hash(config: Any) -> str:
     return short_hash(json.dumps(list_values(config), sort_keys=True, default=str))
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        inner = [a for a in args if a is not type(None)]
-        if len(inner) == 1:
-            return _convert(inner[0], value, where)
-        if type(value) in inner:
-            return value
-        raise UserError(f"{where}: expected {' or '.join(a.__name__ for a in inner)}, got {_show(value)}")
-    if origin is Literal:
-        if value in args and type(value) in {type(a) for a in args}:
-            return value
-        raise UserError(
-            f"{where}: {_show(value)} is not one of {', '.join(map(str, args))}{did_you_mean(str(value), args)}"
-        )
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{where}: expected a list, got {_show(value)}")
-        return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{where}: expected a mapping, got {_show(value)}")
-        return {str(k): _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, where)
-    if hint is float and type(value) in (int, float):
-        if not math.isfinite(value):
-            raise UserError(f"{where}: {value} is not a finite number")
-        return float(value)
-    if isinstance(value, hint) and not (hint is not bool and isinstance(value, bool)):
-        return value
-    raise UserError(f"{where}: expected {hint.__name__}, got {_show(value)}")
+@functools.cache
+def _make_adapter(cls: type) -> Any:
+    """Reads {key path: value of `cls`}. What is set for this mapping holds for every dataclass in it."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(dict[str, cls], config=ConfigDict(strict=True, extra="forbid"))
 
 
-def _check_range(bounds: Mapping[str, float | None], value: Any, where: str) -> None:
-    if value is None:
-        return
-    for item in value if isinstance(value, tuple) else (value,):
-        for name, bound in bounds.items():
-            sign, holds = _BOUNDS[name]
-            if bound is not None and not holds(item, bound):
-                raise UserError(f"{where}: {item} is out of range, must be {sign} {bound}")
+def _require_json(value: Any, where: str) -> None:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise UserError(f"{where}.{key}: expected a key that is text, got {_show(key)}; quote it")
+            _require_json(part, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            _require_json(part, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: {value} is not a finite number")
+    elif not isinstance(value, str | int | float | None):
+        raise UserError(f"{where}: expected text or a number, got {_show(value)}; quote it if it is text")
+
+
+def _explain(errors: list[Any], data: Any, cls: type) -> str:
+    """A line about the first of pydantic's errors; of an unknown key before others, as it may be one that is missing."""
+    error = min(errors, key=lambda each: each["type"] != "unexpected_keyword_argument")
+    top, *keys = _find_keys(error, data)
+    where = top + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{where}: unknown key{did_you_mean(keys[-1], _list_fields(cls, keys[:-1]))}"
+    if error["type"] == "missing":
+        return f"{where}: missing; give it a value"
+    if error["type"] == "value_error":  # of a `__post_init__`
+        return f"{where}: {error['ctx']['error']}"
+    # a member of a union has an error of its own
+    allowed = [
+        each["msg"].removeprefix("Input should be ") for each in errors if _find_keys(each, data) == [top, *keys]
+    ]
+    expected = " or ".join(allowed).replace("a valid array", "a list").replace("an object", "a mapping")
+    close = did_you_mean(error["input"], re.findall("'(.*?)'", expected))
+    return f"{where}: expected {expected}, got {_show(error['input'])}{close if 'did you mean' in close else ''}"
+
+
+def _find_keys(error: Any, data: Any) -> list[Any]:
+    """The keys that lead to an error; pydantic's `loc` has the members of unions among them."""
+    keys = []
+    for key in error["loc"]:
+        try:
+            data = data[key]
+        except (LookupError, TypeError):
+            if error["type"] != "missing":
+                continue
+        keys.append(key)
+    return keys
+
+
+def _list_fields(cls: type, keys: list[Any]) -> list[str]:
+    """The fields of the dataclass that lies in `cls` at a key path."""
+    for key in keys:
+        cls = _find_dataclass(typing.get_type_hints(cls).get(key)) or cls
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _find_dataclass(hint: Any) -> Any:
+    inner = map(_find_dataclass, typing.get_args(hint))
+    return hint if dataclasses.is_dataclass(hint) else next(filter(None, inner), None)
 
 
 def _show(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}" if value is not None else "nothing (null)"
+    return f"{type(value).__name__} {value!r:.60}" if value is not None else "nothing (null)"

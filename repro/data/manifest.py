@@ -70,11 +70,11 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest strictly; a missing or damaged file is a `UserError` that names the stage to run."""
     if not path.is_file():
         raise UserError(f"{path}: no such manifest; run `repro prepare-data` first")
-    content = read_json(path)
-    kind = KINDS.get(str(content.get("kind"))) if isinstance(content, dict) else None
-    if kind is not None and kind.settings is not None and content.get("generated") is not None:
-        content["generated"] = build(kind.settings, content["generated"], f"{path}.generated")
-    return build(Manifest, content, str(path))
+    manifest = build(Manifest, read_json(path), str(path))
+    settings = KINDS[manifest.kind].settings
+    if settings is None or manifest.generated is None:
+        return manifest
+    return dataclasses.replace(manifest, generated=build(settings, manifest.generated, f"{path}.generated"))
 
 
 def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder]]) -> None:

@@ -7,9 +7,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from ..core.config import bounded
+from ..core.config import Each, bounded
 
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
@@ -39,8 +39,8 @@ class TransformSettings:
 
     image_size: int = bounded(ge=1)  # side of the square input in pixels
     # area fraction of the random training crop, [smallest, largest]
-    scale: tuple[float, ...] = bounded((0.08, 1.0), gt=0, le=1)
-    ratio: tuple[float, ...] = bounded((3 / 4, 4 / 3), gt=0)  # its aspect ratio, [smallest, largest]
+    scale: tuple[Annotated[float, Each(gt=0, le=1)], ...] = (0.08, 1.0)
+    ratio: tuple[Annotated[float, Each(gt=0)], ...] = (3 / 4, 4 / 3)  # its aspect ratio, [smallest, largest]
     # in place of the crop by `scale` and `ratio`: the short side is resized to image_size, every side gets this many
     # black pixels, and a square of image_size is cut out anywhere; null: none of this
     crop_padding: int | None = bounded(None, ge=0)
@@ -54,7 +54,7 @@ class TransformSettings:
     # evaluation resizes the short side to image_size / crop_pct, and crops the centre
     crop_pct: float = bounded(0.875, gt=0, le=1)
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of each channel (red, green, blue), for values in [0, 1]
-    std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
+    std: tuple[Annotated[float, Each(gt=0)], ...] = (0.229, 0.224, 0.225)
 
     def __post_init__(self) -> None:
         check_pair("scale", self.scale)
@@ -111,12 +111,12 @@ class DrawnDigits:
     """How digits look on textures, see `embedded.drawing`; the defaults are those of hard scenes."""
 
     # width of a scan in pixels before it is turned, [smallest, largest]
-    side_px: tuple[int, ...] = bounded((24, 96), ge=8)
+    side_px: tuple[Annotated[int, Each(ge=8)], ...] = (24, 96)
     angle_degrees: float = bounded(30.0, ge=0, le=180)  # how far a digit is turned, to either side
     # how far ink is from mid-grey, as a share of the way to white, [smallest, largest]
-    contrast: tuple[float, ...] = bounded((0.4, 1.0), gt=0, le=1)
+    contrast: tuple[Annotated[float, Each(gt=0, le=1)], ...] = (0.4, 1.0)
     # how far textures swing around mid-grey, likewise
-    texture_contrast: tuple[float, ...] = bounded((0.2, 0.6), ge=0, le=1)
+    texture_contrast: tuple[Annotated[float, Each(ge=0, le=1)], ...] = (0.2, 0.6)
 
     def __post_init__(self) -> None:
         for name in ("side_px", "contrast", "texture_contrast"):
@@ -162,7 +162,7 @@ class ScenesSettings(DrawnDigits):
     """
 
     image_size: int = bounded(256, ge=128)
-    digits: tuple[int, ...] = bounded((3, 8), ge=1, le=9)  # [fewest, most] in an image
+    digits: tuple[Annotated[int, Each(ge=1, le=9)], ...] = (3, 8)  # [fewest, most] in an image
     # the largest share of a digit's box that another one's may cover: digits then lie wholly inside the image, and one
     # for which there is no room is left out; null: anywhere, up to a quarter of their width beyond the border
     overlap: float | None = bounded(None, ge=0, le=1)
@@ -193,7 +193,7 @@ class ConnectSettings:
     tune_pairs: int = bounded(ge=1)
     test_pairs: int = bounded(ge=1)
     # [fewest, most] dashes of an arm; a curve is two arms and a dash that joins them
-    dashes: tuple[int, ...] = bounded(ge=1)
+    dashes: tuple[Annotated[int, Each(ge=1)], ...]
     dash_px: int = bounded(10, ge=1)  # length along a curve
     gap_px: int = bounded(4, ge=2)  # between two dashes
     thickness_px: float = bounded(2.0, ge=1)
@@ -235,15 +235,15 @@ class DetectionTransformSettings:
     """The size of a detector's input, and its random changes in training."""
 
     # short sides in pixels; training draws one per image, evaluation takes the last
-    min_size: tuple[int, ...] = bounded((800,), ge=1)
+    min_size: tuple[Annotated[int, Each(ge=1)], ...] = (800,)
     # bound of the long side in pixels; it wins over `min_size`, and the ratio of sides is kept
     max_size: int = bounded(1333, ge=1)
     # probability of a horizontal flip; 0 where left and right differ, as for digits
     hflip: float = bounded(0.5, ge=0, le=1)
     # if given, half of the training images are first resized to one of these short sides, and then cropped
-    crop_min_size: tuple[int, ...] = bounded((), ge=1)
+    crop_min_size: tuple[Annotated[int, Each(ge=1)], ...] = ()
     # [smallest, largest] side in pixels; height and width are drawn apart
-    crop_size: tuple[int, ...] = bounded((384, 600), ge=1)
+    crop_size: tuple[Annotated[int, Each(ge=1)], ...] = (384, 600)
 
     def __post_init__(self) -> None:
         if not self.min_size or max(self.min_size) > self.max_size:

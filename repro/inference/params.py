@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ..core.config import bounded
+from ..core.config import Each, bounded
 from ..core.errors import UserError
 from ..data.settings import TransformSettings
 
@@ -155,7 +155,7 @@ class ResolutionParams:
 
     data: str
     models: dict[str, str]
-    image_sizes: tuple[int, ...] = bounded(ge=1)
+    image_sizes: tuple[Annotated[int, Each(ge=1)], ...]
     batch_size: int = bounded(8, ge=1)
     repeats: int = bounded(5, ge=1)
     reads: tuple[str, ...] = ()

@@ -11,9 +11,9 @@ import itertools
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from ..core.config import bounded, load_section, params_hash, section_keys
+from ..core.config import Each, bounded, load_section, params_hash, section_keys
 from ..core.errors import Diverged, RunError, UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
@@ -47,8 +47,8 @@ class TuneParams:
     cell: str
     family: str
     data: str
-    lr: tuple[float, ...] = bounded(gt=0)
-    warmup_epochs: tuple[int, ...] = bounded((), ge=0)
+    lr: tuple[Annotated[float, Each(gt=0)], ...]
+    warmup_epochs: tuple[Annotated[int, Each(ge=0)], ...] = ()
     seed: int = bounded(100, ge=0)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """The parameters that every training has. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from ..core.config import bounded
+from ..core.config import Each, bounded
 from ..core.runtime import torch_dtype
 
 
@@ -35,10 +35,10 @@ class OptimParams:
     min_lr: float = bounded(1e-5, ge=0)
     lr_batch_size: int = bounded(1024, ge=1)
     weight_decay: float = bounded(0.05, ge=0)
-    betas: tuple[float, ...] = bounded((0.9, 0.999), ge=0, le=1)
+    betas: tuple[Annotated[float, Each(ge=0, le=1)], ...] = (0.9, 0.999)
     eps: float = bounded(1e-8, gt=0)
     schedule: Literal["cosine", "step", "poly"] = "cosine"
-    milestones: tuple[int, ...] = bounded((), ge=1)
+    milestones: tuple[Annotated[int, Each(ge=1)], ...] = ()
     warmup_epochs: int = bounded(20, ge=0)
     warmup_steps: int = bounded(0, ge=0)
     layer_decay: float | None = bounded(None, gt=0, le=1)
@@ -106,13 +106,13 @@ class TrainParams:
     options: dict[str, str | int | float | bool] = dataclasses.field(default_factory=dict)
     init: InitParams | None = None
     data: str
-    seeds: tuple[int, ...] = bounded((0,), ge=0)
+    seeds: tuple[Annotated[int, Each(ge=0)], ...] = (0,)
     epochs: int = bounded(ge=1)
     steps_per_epoch: int | None = bounded(None, ge=1)
     batch_size: int = bounded(ge=1)
     drop_path: float = bounded(ge=0, le=1)
     evaluate_every: int = bounded(1, ge=1)
-    snapshot_epochs: tuple[int, ...] = bounded((), ge=0)
+    snapshot_epochs: tuple[Annotated[int, Each(ge=0)], ...] = ()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     ema_decay: float | None = bounded(None, gt=0, le=1)
     max_bad_steps: int = bounded(20, ge=1)

@@ -19,6 +19,7 @@ from repro.core.paths import Paths, find_root
 from repro.core.record import read_json, write_json
 from repro.runs import cells
 from repro.runs.job import build_job
+from tests.conftest import run_python
 
 
 def act(name, paths, minutes, began):
@@ -165,3 +166,67 @@ def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     words = (f"`{campaign.TRAINED}.json`", "2346 img/s", "2 % of the peak", "01234567")
     assert all(word in first for word in words)
     assert "2346 img/s" in second and "not in our table" in second
+
+
+# typer of the lock file imports pydantic itself, and older ones do not: it is our code that may not
+_LACKING = """
+import builtins, sys
+
+real = builtins.__import__
+
+def find(name, globals=None, *more, **how):
+    ours = (globals or {}).get("__name__", "").partition(".")[0] in ("kernels", "repro", "stages")
+    if ours and name.partition(".")[0] in ("annotated_types", "pydantic", "pydantic_core"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return real(name, globals, *more, **how)
+
+builtins.__import__ = find
+sys.modules.update(dict.fromkeys("dvc mmcv mmengine mmseg".split()))
+"""
+
+
+@pytest.fixture
+def bare_machine(bare_checkout):
+    """A checkout whose params.yaml cannot be read, where our code finds none of what a GPU's machine may lack."""
+    (bare_checkout / "sitecustomize.py").write_text(_LACKING)
+    (bare_checkout / "params.yaml").write_text("runtime: [\n")
+    return bare_checkout
+
+
+_IMPORT_ALL = """
+import importlib, pkgutil, kernels, repro.bench, repro.models
+for package in (kernels, repro.bench, repro.models):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+print("all")
+"""
+
+
+_MEASURE_ROW = """
+from repro.bench.speed import RowSpec, measure
+print(measure(RowSpec(model="vittt_nano_patch16_144", image_size=(32, 32), backend="torch", threads=1))["status"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-c", _MEASURE_ROW), "ok"),
+        pytest.param(("-c", _IMPORT_ALL), "all", marks=pytest.mark.slow),
+        (("-m", "repro", "measure", "--help"), "--minutes"),
+        pytest.param(
+            ("-m", "repro", *"efficiency --res 32 --families deit --sizes T --device cpu".split()),
+            "1 rows in",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_pydantic_dvc_mmseg_and_params_are_not_needed_to_measure(bare_machine, arguments, said):
+    done = run_python(*arguments, cwd=bare_machine)
+    assert done.returncode == 0 and said in done.stdout, done.stderr
+
+
+def test_what_needs_pydantic_says_so_in_a_line(bare_machine):
+    (bare_machine / "params.yaml").write_text("runtime: {data_roots: {}}\n")
+    done = run_python("-m", "repro", "prepare-data", cwd=bare_machine)
+    assert done.returncode == 2 and " pydantic " in done.stderr and done.stderr.count("\n") == 1

@@ -1,12 +1,23 @@
 import dataclasses
 import json
 import random
-from typing import Literal
+import re
+import typing
+from typing import Annotated, Literal
 
 import pytest
 
-from repro.core.config import bounded, build, list_values, load_section, load_yaml, params_hash, section_keys
+from repro.core.config import Each, bounded, build, list_values, load_section, load_yaml, params_hash, section_keys
 from repro.core.errors import UserError
+from repro.core.runtime import Runtime
+from repro.data.kinds import KINDS
+from repro.data.manifest import Manifest
+from repro.papers.vision_ttt.readings import Choice
+from repro.papers.vision_ttt.readings_page import FixedChoice
+from repro.report.ledger import Ledger
+from repro.report.paper import About, Suite, VariantTable
+from repro.runs.tune import TuneParams
+from stages import load_stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +33,8 @@ class Params:
     flip: bool = False
     clip: float | None = bounded(None, gt=0)
     backend: Literal["torch", "triton"] = "torch"
-    order: Literal[1, 2] = 1
-    sizes: tuple[int, ...] = bounded((1,), ge=1)
+    either: str | int = "x"
+    sizes: tuple[Annotated[int, Each(ge=1)], ...] = (1,)
     inner: Inner = dataclasses.field(default_factory=Inner)
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     parts: dict[str, Inner] = dataclasses.field(default_factory=dict)
@@ -53,11 +64,12 @@ def load(path, text):
         ("clip: null", "clip", None),
         ("clip: 3", "clip", 3.0),
         ("backend: triton", "backend", "triton"),
-        ("order: 2", "order", 2),
+        ("either: 2", "either", 2),
+        ("either: '2'", "either", "2"),
         ("sizes: [3, 4]", "sizes", (3, 4)),
         ("flip: true", "flip", True),
         ("inner: {rate: 1}", "inner", Inner(rate=1.0)),
-        ("rates: {a: 1, 2: 0.5}", "rates", {"a": 1.0, "2": 0.5}),
+        ("rates: {a: 1, '2': 0.5}", "rates", {"a": 1.0, "2": 0.5}),
         ("parts: {a: {rate: 0}}", "parts", {"a": Inner(rate=0.0)}),
         ("name: '1e-3'", "name", "1e-3"),
     ],
@@ -71,36 +83,97 @@ def test_values(path, text, field, value):
     ("text", "message"),
     [
         ("epochs: 1, epoch: 2", r"stage\.cell\.epoch: unknown key; did you mean 'epochs'\?"),
-        ("lr: 1", r"stage\.cell\.epochs: missing; give it a value"),
-        ("epochs: 0", r"stage\.cell\.epochs: 0 is out of range, must be >= 1"),
-        ("epochs: 1.5", r"stage\.cell\.epochs: expected int, got float 1\.5"),
-        ("epochs: true", r"stage\.cell\.epochs: expected int, got bool True"),
-        ("epochs: null", r"stage\.cell\.epochs: expected int, got nothing \(null\)"),
-        ("epochs: 1, lr: .nan", r"stage\.cell\.lr: nan is not a finite number"),
-        ("epochs: 1, lr: 0", r"stage\.cell\.lr: 0\.0 is out of range, must be > 0"),
-        ("epochs: 1, lr: true", r"stage\.cell\.lr: expected float, got bool True"),
-        ("epochs: 1, flip: 1", r"stage\.cell\.flip: expected bool, got int 1"),
-        ("epochs: 1, clip: -1", r"stage\.cell\.clip: -1\.0 is out of range"),
-        ("epochs: 1, backend: tritn", r"backend: str 'tritn' is not one of torch, triton; did you mean 'triton'\?"),
-        ("epochs: 1, order: true", r"stage\.cell\.order: bool True is not one of 1, 2"),
-        ("epochs: 1, sizes: 3", r"stage\.cell\.sizes: expected a list, got int 3"),
-        ("epochs: 1, sizes: [2, 0]", r"stage\.cell\.sizes: 0 is out of range"),
-        ("epochs: 1, sizes: [2, x]", r"stage\.cell\.sizes\[1\]: expected int, got str 'x'"),
+        ("epoch: 2", r"stage\.cell\.epoch: unknown key; did you mean 'epochs'\?"),  # and `epochs` is missing
+        ("epochs: 1, colour: 2", r"stage\.cell\.colour: unknown key; known: epochs, lr, .*, parts$"),
+        ("lr: 1", r"stage\.cell\.epochs: missing"),
+        ("epochs: 0", r"stage\.cell\.epochs: .* 1, got int 0$"),
+        ("epochs: '1'", r"stage\.cell\.epochs: .*integer, got str '1'$"),
+        ("epochs: 1.0", r"stage\.cell\.epochs: .*integer, got float 1\.0$"),
+        ("epochs: 1.5", r"stage\.cell\.epochs: .*integer, got float 1\.5$"),
+        ("epochs: true", r"stage\.cell\.epochs: .*integer, got bool True$"),
+        ("epochs: null", r"stage\.cell\.epochs: .*integer, got nothing \(null\)$"),
+        ("epochs: 1, lr: .nan", r"stage\.cell\.lr: nan .*finite"),
+        ("epochs: 1, lr: -.inf", r"stage\.cell\.lr: -inf .*finite"),
+        ("epochs: 1, lr: 1e999", r"stage\.cell\.lr: inf .*finite"),
+        ("epochs: 1, rates: {a: [.nan]}", r"stage\.cell\.rates\.a\[0\]: nan .*finite"),
+        ("epochs: 1, lr: 0", r"stage\.cell\.lr: .* 0, got int 0$"),
+        ("epochs: 1, lr: true", r"stage\.cell\.lr: .*number, got bool True$"),
+        ("epochs: 1, lr: '1e-3'", r"stage\.cell\.lr: .*number, got str '1e-3'$"),
+        ("epochs: 1, name: 3", r"stage\.cell\.name: .*string, got int 3$"),
+        ("epochs: 1, name: 2001-01-01", r"stage\.cell\.name: .*text.*, got date .*2001.*quote"),
+        ("epochs: 1, name: !!binary aGk=", r"stage\.cell\.name: .*text.*, got bytes b'hi'"),
+        ("epochs: 1, 3: 4", r"stage\.cell\.3: .*text, got int 3; quote"),
+        ("epochs: 1, yes: 4", r"stage\.cell\.True: .*text, got bool True; quote"),
+        ("epochs: 1, rates: {2: 0.5}", r"stage\.cell\.rates\.2: .*text, got int 2; quote"),
+        ("epochs: 1, flip: 1", r"stage\.cell\.flip: .*boolean, got int 1$"),
+        ("epochs: 1, clip: -1", r"stage\.cell\.clip: .* 0, got int -1$"),
+        ("epochs: 1, backend: tritn", r"backend: .*'torch' or 'triton', got str 'tritn'; did you mean 'triton'\?"),
+        ("epochs: 1, backend: null", r"backend: .*'torch' or 'triton', got nothing \(null\)$"),
+        ("epochs: 1, either: null", r"stage\.cell\.either: .*string or .*integer, got nothing \(null\)$"),
+        ("epochs: 1, either: [1]", r"stage\.cell\.either: .*string or .*integer, got list \[1\]$"),
+        ("epochs: 1, either: 1.5", r"stage\.cell\.either: .*string or .*integer, got float 1\.5$"),
+        ("epochs: 1, sizes: 3", r"stage\.cell\.sizes: .*list, got int 3$"),
+        ("epochs: 1, sizes: {a: 1}", r"stage\.cell\.sizes: .*list, got dict \{'a': 1\}$"),
+        ("epochs: 1, sizes: [2, 0]", r"stage\.cell\.sizes\[1\]: .* 1, got int 0$"),
+        ("epochs: 1, sizes: [2, x]", r"stage\.cell\.sizes\[1\]: .*integer, got str 'x'$"),
         ("epochs: 1, inner: {rat: 1}", r"stage\.cell\.inner\.rat: unknown key; did you mean 'rate'\?"),
-        ("epochs: 1, inner: {rate: 2}", r"stage\.cell\.inner\.rate: 2\.0 is out of range, must be <= 1"),
-        ("epochs: 1, inner: 3", r"stage\.cell\.inner: expected a mapping, got int 3"),
-        ("epochs: 1, rates: {a: b}", r"stage\.cell\.rates\.a: expected float"),
-        ("epochs: 1, parts: {a: {rate: -1}}", r"stage\.cell\.parts\.a\.rate: -1\.0 is out of range"),
+        ("epochs: 1, inner: {rate: 2}", r"stage\.cell\.inner\.rate: .* 1, got int 2$"),
+        ("epochs: 1, inner: 3", r"stage\.cell\.inner: .*mapping, got int 3$"),
+        ("epochs: 1, rates: {a: b}", r"stage\.cell\.rates\.a: .*number, got str 'b'$"),
+        ("epochs: 1, parts: {a: {rate: -1}}", r"stage\.cell\.parts\.a\.rate: .* 0, got int -1$"),
+        ("epochs: 1, parts: {a: {rat: 1}}", r"stage\.cell\.parts\.a\.rat: unknown key; did you mean 'rate'\?"),
+        ("epochs: 1, parts: [1]", r"stage\.cell\.parts: .*mapping, got list \[1\]$"),
         ("epochs: 1, name: forbidden", r"stage\.cell: name: 'forbidden' is taken"),
         ("epochs: 1, epochs: 2", r"params\.yaml:2: not valid YAML: key 'epochs' is there twice"),
         ("{a: 1}: 2", r"params\.yaml:2: not valid YAML: found unhashable key"),
         ("epochs: [", r"params\.yaml:\d+: not valid YAML"),
+        ("epochs: " + "x" * 900, r"stage\.cell\.epochs: .*integer, got str 'xxx"),
     ],
 )
 def test_errors_name_the_key_and_what_is_allowed(path, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load(path, text)
-    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300 and caught.value.exit_code == 2
+
+
+def _list_dataclasses(hint):
+    """Every dataclass that a type holds, each with the parsed YAML around it: (class, f(its YAML) -> the whole YAML)."""
+    if dataclasses.is_dataclass(hint):
+        yield hint, lambda inner: inner
+        fields = {field.name for field in dataclasses.fields(hint)}
+        for name, each in typing.get_type_hints(hint).items():
+            for cls, wrap in _list_dataclasses(each) if name in fields else ():
+                yield cls, lambda inner, name=name, wrap=wrap: {name: wrap(inner)}
+    for argument in typing.get_args(hint):
+        for cls, wrap in _list_dataclasses(argument):
+            around = {tuple: lambda whole: [whole], dict: lambda whole: {"key": whole}}
+            outer = around.get(typing.get_origin(hint), lambda whole: whole)
+            yield cls, lambda inner, wrap=wrap, outer=outer: outer(wrap(inner))
+
+
+READ = {
+    *(stage.params for stage in load_stages().values() if stage.params is not None),
+    *(kind.settings for kind in KINDS.values() if kind.settings is not None),
+    *(About, Choice, FixedChoice, Ledger, Manifest, Runtime, Suite, TuneParams, VariantTable),
+}
+
+
+@pytest.mark.parametrize("read", sorted(READ, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_every_class_that_is_read_is_strict(read):
+    """It and all that it holds refuse an unknown key, and a number that is out of its bounds."""
+    for cls, wrap in _list_dataclasses(read):
+        with pytest.raises(UserError, match=r"^x\S*\.unheard_of: unknown key"):
+            build(read, wrap({"unheard_of": 1}), "x")
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for field in dataclasses.fields(cls):
+            text = str(hints[field.name])
+            assert not re.search(r"Literal\[[^\]]*\b\d", text), (
+                f"{cls.__name__}.{field.name}: pydantic takes true for 1"
+            )
+            if field.metadata:
+                assert "tuple" not in text, (
+                    f"{cls.__name__}.{field.name}: bounds of a tuple are Annotated[..., Each(...)]"
+                )
 
 
 def test_a_mapping_takes_over_another_and_overrides_it(path):

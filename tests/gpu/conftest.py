@@ -52,6 +52,7 @@ def device():
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """A checkout with the digits and a cell `<model>_<precision>` for each nano model; do not train in it, copy it."""
+    pytest.importorskip("pydantic", reason="cells are read by pydantic, which is not installed")
     from repro.core.config import load_section
     from repro.core.paths import Paths
     from repro.core.runtime import load_runtime

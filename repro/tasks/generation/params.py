@@ -35,11 +35,13 @@ class InputSettings:
     """
 
     image_size: int = bounded(ge=1)
-    channels: Literal[1, 3] = 3
+    channels: int = 3
     hflip: float = bounded(0.5, ge=0, le=1)
     latents: LatentSettings | None = None
 
     def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels: expected 1 or 3, got {self.channels}")
         if self.latents is not None and (self.image_size % self.latents.stride or self.channels != 3):
             raise ValueError(
                 f"latents: need channels 3 and an image_size that is a multiple of their stride, {self.latents.stride}"

@@ -1,8 +1,9 @@
 """The parameters of a segmenter's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
+from typing import Annotated
 
-from ...core.config import bounded
+from ...core.config import Each, bounded
 from ...data.settings import check_channels, check_pair
 from ..dense.base import DenseParams
 
@@ -20,10 +21,10 @@ class UperNetParams:
 
     channels: int = bounded(512, ge=1)
     aux_channels: int = bounded(256, ge=1)
-    pool_scales: tuple[int, ...] = bounded((1, 2, 3, 6), ge=1)
+    pool_scales: tuple[Annotated[int, Each(ge=1)], ...] = (1, 2, 3, 6)
     dropout: float = bounded(0.1, ge=0, le=1)
     aux_weight: float = bounded(0.4, ge=0)
-    class_weights: tuple[float, ...] | None = bounded(None, gt=0)
+    class_weights: tuple[Annotated[float, Each(gt=0)], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,15 @@ class SegmentationTransformSettings:
         mean, std: per channel (red, green, blue), of values in [0, 1].
     """
 
-    scale: tuple[int, ...] = bounded((2048, 512), ge=1)
-    ratio: tuple[float, ...] = bounded((0.5, 2.0), gt=0)
+    scale: tuple[Annotated[int, Each(ge=1)], ...] = (2048, 512)
+    ratio: tuple[Annotated[float, Each(gt=0)], ...] = (0.5, 2.0)
     crop_size: int = bounded(512, ge=32)
     stride: int | None = bounded(341, ge=1)
     cat_max_ratio: float = bounded(0.75, gt=0, le=1)
     hflip: float = bounded(0.5, ge=0, le=1)
     photometric: bool = True
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = bounded((0.229, 0.224, 0.225), gt=0)
+    std: tuple[Annotated[float, Each(gt=0)], ...] = (0.229, 0.224, 0.225)
 
     def __post_init__(self) -> None:
         if len(self.scale) != 2 or self.scale[0] < self.scale[1]:
