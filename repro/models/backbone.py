@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..core.errors import UserError, did_you_mean
-from .image_model import Grid, ImageModel, check_rates
+from .image_model import Grid, ImageModel, PatchConv, check_rates
 
 _PRETRAINED_CONFIGS = "pretrained_cfg", "pretrained_cfg_overlay"
 _logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Backbone(ImageModel):
         self.global_pool = self.pooled_by = {"mean": "avg", "max": "max"}.get(pool, "token")
         self.drop_path_rates = calculate_drop_path_rates(drop_path_rate, depth)
         self.grid_size = self.grid_of(*self.img_size)
-        self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+        self.patch_embed = PatchConv(in_chans, embed_dim, patch_size)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         self.feature_info = [

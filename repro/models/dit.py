@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.errors import UserError
 from .backbone import rename_keys
-from .image_model import Grid, OperatorModel
+from .image_model import Grid, OperatorModel, PatchConv
 from .inner import InnerLoop
 from .inner_mixer import InnerMixer
 from .registry import register_denoisers
@@ -106,7 +106,7 @@ class Denoiser(OperatorModel):
         self.cpe = mixer == "ttt" if cpe is None else cpe
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grad_checkpointing = False
-        self.patch_embed = nn.Conv2d(in_channels, embed_dim, patch_size, stride=patch_size)
+        self.patch_embed = PatchConv(in_channels, embed_dim, patch_size)
         self.time_embed = nn.Sequential(nn.Linear(WAVES, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
         self.class_embed = nn.Embedding(num_classes + 1, embed_dim)
         self.blocks = nn.ModuleList(DiTBlock(embed_dim, num_heads, mixer, self.cpe) for _ in range(depth))

@@ -6,9 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Grid = tuple[int, int]
+
+
+class PatchConv(nn.Conv2d):
+    """The convolution whose windows are an image's patches, as one product.
+
+    Its result is channels-last, so that the tokens that it is flattened to are contiguous, as blocks read them.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, patch_size: int):
+        super().__init__(in_channels, out_channels, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W), of sides that the patch divides -> (B, D, h, w)."""
+        p = self.stride[0]
+        cut = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(cut, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 class OperatorModel(nn.Module):
