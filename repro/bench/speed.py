@@ -2,10 +2,12 @@
 
 `measure(spec)` starts `python -m repro.bench.speed`, which reads the spec as JSON from stdin and prints the row as
 JSON in the last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from
-affecting each other's memory and speed. A row that runs out of memory or time is recorded as such; its batch is never
+affecting each other's memory and speed. On a CPU it is forked from one that has imported what all rows need and computed
+nothing, since importing takes longer than most rows; a GPU's libraries do not bear a fork. A row that runs out of memory or time is recorded as such; its batch is never
 made smaller.
 """
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -13,14 +15,17 @@ import gc
 import json
 import math
 import os
+import select
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TextIO
 
 import repro
 
@@ -28,6 +33,7 @@ SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_S
 SLOW_STEPS = 3
 WARM_UP_S = 1.0
 SMALL_SIDE = 64  # pixels of the images for which a CPU loads its libraries
+_COMMAND = (sys.executable, "-m", "repro.bench.speed")
 _ALLOCATION_ERRORS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 
@@ -98,11 +104,14 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     """
     root = str(Path(repro.__file__).resolve().parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    command, asked = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(spec))
+    asked = json.dumps(dataclasses.asdict(spec))
     try:
-        done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s
-        )
+        if sys.platform == "linux" and spec.device == "cpu":
+            done = _Starter.of(environment).run(asked, spec.budget_s)
+        else:
+            done = subprocess.run(
+                _COMMAND, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s
+            )
     except subprocess.TimeoutExpired:
         return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
     if done.returncode == -signal.SIGKILL:
@@ -115,6 +124,105 @@ def measure(spec: RowSpec) -> dict[str, Any]:
         last_line = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()
         raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
     return row
+
+
+class _Starter:
+    """The process from which the processes of rows are forked. There is one, and it ends with this process.
+
+    Args:
+        environment: its variables, and those of the rows.
+    """
+
+    _running: Self | None = None
+
+    @classmethod
+    def of(cls, environment: dict[str, str]) -> Self:
+        """The running one, if it has this environment; else a new one in its place."""
+        if cls._running is not None and cls._running._environment != environment:
+            cls._running.end()
+        cls._running = cls._running or cls(environment)
+        return cls._running
+
+    def __init__(self, environment: dict[str, str]):
+        self._environment = environment
+        self._messages = tempfile.TemporaryFile("w+")
+        answers, end = os.pipe()  # apart from stdout, which anything may print to
+        self._answers = os.fdopen(answers, encoding="utf-8")
+        self.process = subprocess.Popen(
+            [*_COMMAND, "--fork", str(end)],
+            stdin=subprocess.PIPE,
+            stdout=self._messages,
+            stderr=self._messages,
+            text=True,
+            env=environment,
+            pass_fds=(end,),
+            start_new_session=True,  # so that it can be ended together with the row that it has started
+        )
+        os.close(end)
+        atexit.register(self.end)
+
+    def run(self, asked: str, budget_s: float) -> subprocess.CompletedProcess:
+        """Have a row measured, a RowSpec as JSON; `subprocess.TimeoutExpired` where it takes longer than this."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(asked + "\n")
+                stdin.flush()
+            if not select.select([self._answers], [], [], budget_s)[0]:
+                raise subprocess.TimeoutExpired(_COMMAND, budget_s)
+            if answer := self._answers.readline():
+                return subprocess.CompletedProcess(_COMMAND, **json.loads(answer))
+        except BaseException:
+            self.end()
+            raise
+        self.process.wait()  # it broke itself
+        self._messages.seek(0)
+        broken = subprocess.CompletedProcess(_COMMAND, self.process.returncode, "", self._messages.read())
+        self.end()
+        return broken
+
+    def end(self) -> None:
+        """Kill it and what it has started."""
+        atexit.unregister(self.end)
+        type(self)._running = None
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for stream in (self.process.stdin, self._answers, self._messages):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def _fork_rows(answers: TextIO) -> None:
+    """Run the starting process: fork one for each line of stdin, a RowSpec as JSON, and answer in a line how it ended."""
+    import timm  # noqa: F401
+    import torch  # noqa: F401
+
+    from .. import models  # noqa: F401
+    from . import build, flops  # noqa: F401
+
+    for asked in sys.stdin:
+        with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as messages:
+            if not (pid := os.fork()):
+                code = 1
+                try:
+                    os.dup2(messages.fileno(), 1)
+                    os.dup2(messages.fileno(), 2)
+                    with os.fdopen(os.dup(answer.fileno()), "w", encoding="utf-8") as stream:
+                        _answer(asked, stream)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(pid, 0)
+            texts = {}
+            for name, file in {"stdout": answer, "stderr": messages}.items():
+                file.seek(0)
+                texts[name] = file.read().decode(errors="replace")
+        done = {"returncode": os.waitstatus_to_exitcode(status), **texts}
+        print(json.dumps(done), file=answers, flush=True)
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -204,10 +312,15 @@ def _main() -> None:
     sys.stdout.flush()
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    _answer(sys.stdin.read(), stdout)
+
+
+def _answer(text: str, stdout: TextIO) -> None:
+    """Measure the row of a RowSpec as JSON, and print it as JSON."""
     # when memory runs out, the kernel should kill this process rather than the one that started it
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    asked = json.load(sys.stdin)
+    asked = json.loads(text)
     spec = RowSpec(**{**asked, "image_size": tuple(asked["image_size"])})
     try:
         measured = _run(spec)
@@ -403,4 +516,4 @@ def _reset_peak_rss() -> str:
 
 
 if __name__ == "__main__":
-    _main()
+    _fork_rows(os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")) if sys.argv[1:] else _main()

@@ -4,6 +4,7 @@ import itertools
 import json
 import signal
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ def test_a_row_in_a_fresh_process_whatever_is_printed(startup):
         # 6e14 bytes of input: more than the address space of a 64-bit process
         ("pass", {"image_size": (224, 224), "batch_size": 10**9}, "oom", "memory"),
         ("os.kill(os.getpid(), 9)", {}, "oom", "killed"),  # as the kernel does where memory runs out
+        ("os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), 9))", {}, "oom", "killed"),
         ("__import__('time').sleep(3600)", {"budget_s": 0.2}, "timeout", "0.2 s"),
     ],
 )
@@ -87,18 +89,31 @@ def test_what_does_not_fit_or_is_killed_or_over_its_budget_is_a_row(startup, cod
 
 def test_an_interrupt_ends_the_measuring_process(startup, monkeypatch):
     startup(f"import time\n{IN_MEASURING_PROCESS}time.sleep(3600)")
-    communicate, processes = subprocess.Popen.communicate, []
-
-    def interrupt_once(process, *args, **kwargs):
-        processes.append(process)
-        if len(processes) == 1:
-            raise KeyboardInterrupt
-        return communicate(process, *args, **kwargs)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt_once)
+    popen, processes = subprocess.Popen, []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **how: processes.append(popen(*args, **how)) or processes[0])
+    monkeypatch.setattr(speed.select, "select", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         measure(make_spec())
     assert processes[0].wait() == -signal.SIGKILL
+
+
+def test_rows_on_a_cpu_are_forked_from_one_process_which_has_their_environment(startup, tmp_path, monkeypatch):
+    """Each interpreter that starts writes a line, and each fork its process."""
+    log = f"lambda *what: print(*what, file=open({str(tmp_path / 'log')!r}, 'a'), flush=True)"
+    at_fork = "os.register_at_fork(after_in_child=lambda: log('fork', os.getpid(), os.environ['ABOUT']))"
+    startup(f"log = {log}\n{IN_MEASURING_PROCESS}log('start'); {at_fork}")
+    for about in "aab":
+        monkeypatch.setenv("ABOUT", about)
+        assert measure(make_spec(image_size=(32, 32)))["status"] == "ok"
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(what, *more[1:]) for what, *more in lines] == [
+        ("start",),
+        ("fork", "a"),
+        ("fork", "a"),
+        ("start",),
+        ("fork", "b"),
+    ]
+    assert len({more[0] for what, *more in lines if more}) == 3
 
 
 def test_any_other_end_is_one_line_that_names_the_row(startup):
