@@ -40,7 +40,7 @@ _MODELS = {
 GROUP_KEYS = ("batch_size", "dtype", "mode", "compile")
 _MARGIN = 1.3  # the time of a step grows a little faster than its multiply-adds once caches and memory matter
 _START_S = 6.0  # assumed time to start a process, until a row has shown the real one
-_GRACE = 1.15  # of the time limit, after which a row under way is stopped
+_GRACE = 1.1  # of the time limit, after which a row under way is stopped
 
 
 def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
