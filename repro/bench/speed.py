@@ -1,39 +1,37 @@
 """Throughput, latency and peak memory of one model: one row, measured in a fresh process.
 
-`measure(spec)` starts `python -m repro.bench.speed`, which reads the spec as JSON from stdin and prints the row as
-JSON in the last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from
-affecting each other's memory and speed. On a CPU it is forked from one that has imported what all rows need and computed
-nothing, since importing takes longer than most rows; a GPU's libraries do not bear a fork. A row that runs out of memory or time is recorded as such; its batch is never
-made smaller.
+The fresh process keeps rows from affecting each other's memory and speed. On a CPU it is forked from one that has
+imported what all rows need and computed nothing, since importing takes longer than most rows; a GPU's libraries do not
+bear a fork. A row that runs out of memory or time is recorded as such; its batch is never made smaller.
 """
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import math
+import multiprocessing
 import os
-import select
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import connection, forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal
 
 import repro
+
+from ..core.children import leave_with_parent
 
 SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
 WARM_UP_S = 1.0
 SMALL_SIDE = 64  # pixels of the images for which a CPU loads its libraries
-_COMMAND = (sys.executable, "-m", "repro.bench.speed")
 _ALLOCATION_ERRORS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 
@@ -102,127 +100,54 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     Raises:
         RuntimeError: the process ended in any other way; one line that names the row.
     """
-    root = str(Path(repro.__file__).resolve().parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    asked = json.dumps(dataclasses.asdict(spec))
-    try:
-        if sys.platform == "linux" and spec.device == "cpu":
-            done = _Starter.of(environment).run(asked, spec.budget_s)
-        else:
-            done = subprocess.run(
-                _COMMAND, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s
-            )
-    except subprocess.TimeoutExpired:
-        return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
-    if done.returncode == -signal.SIGKILL:
-        return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
-    row = None
-    with contextlib.suppress(IndexError, json.JSONDecodeError):
-        row = json.loads(done.stdout.splitlines()[-1])
-    if done.returncode or not isinstance(row, dict):
-        end = f"exit code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
-        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()
-        raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
-    return row
-
-
-class _Starter:
-    """The process from which the processes of rows are forked. There is one, and it ends with this process.
-
-    Args:
-        environment: its variables, and those of the rows.
-    """
-
-    _running: Self | None = None
-
-    @classmethod
-    def of(cls, environment: dict[str, str]) -> Self:
-        """The running one, if it has this environment; else a new one in its place."""
-        if cls._running is not None and cls._running._environment != environment:
-            cls._running.end()
-        cls._running = cls._running or cls(environment)
-        return cls._running
-
-    def __init__(self, environment: dict[str, str]):
-        self._environment = environment
-        self._messages = tempfile.TemporaryFile("w+")
-        answers, end = os.pipe()  # apart from stdout, which anything may print to
-        self._answers = os.fdopen(answers, encoding="utf-8")
-        self.process = subprocess.Popen(
-            [*_COMMAND, "--fork", str(end)],
-            stdin=subprocess.PIPE,
-            stdout=self._messages,
-            stderr=self._messages,
-            text=True,
-            env=environment,
-            pass_fds=(end,),
-            start_new_session=True,  # so that it can be ended together with the row that it has started
-        )
-        os.close(end)
-        atexit.register(self.end)
-
-    def run(self, asked: str, budget_s: float) -> subprocess.CompletedProcess:
-        """Have a row measured, a RowSpec as JSON; `subprocess.TimeoutExpired` where it takes longer than this."""
-        stdin = self.process.stdin
-        assert stdin is not None
+    context = _open_context(spec.device)
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as messages, receiver:
+        process = context.Process(target=_answer, args=(spec, sender, messages.name), daemon=False)
         try:
-            with contextlib.suppress(BrokenPipeError):
-                stdin.write(asked + "\n")
-                stdin.flush()
-            if not select.select([self._answers], [], [], budget_s)[0]:
-                raise subprocess.TimeoutExpired(_COMMAND, budget_s)
-            if answer := self._answers.readline():
-                return subprocess.CompletedProcess(_COMMAND, **json.loads(answer))
-        except BaseException:
-            self.end()
-            raise
-        self.process.wait()  # it broke itself
-        self._messages.seek(0)
-        broken = subprocess.CompletedProcess(_COMMAND, self.process.returncode, "", self._messages.read())
-        self.end()
-        return broken
-
-    def end(self) -> None:
-        """Kill it and what it has started."""
-        atexit.unregister(self.end)
-        type(self)._running = None
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for stream in (self.process.stdin, self._answers, self._messages):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+            with sender, _hide_script():
+                process.start()
+            if not connection.wait([receiver, process.sentinel], spec.budget_s):
+                return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
+            with contextlib.suppress(EOFError, OSError):  # it ended without a row, or within it
+                if receiver.poll():
+                    row = receiver.recv()
+                    process.join(5.0)  # which lets it end what libraries started
+                    return row
+            process.join()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"{spec.row_id}: the measuring process did not start: {error!r}") from None
+        finally:
+            if process.pid:
+                process.kill()
+                process.join()
+        last_line = (messages.read().strip().splitlines() or ["no message"])[-1].strip()
+    code = process.exitcode
+    if code == -signal.SIGKILL:
+        return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
+    end = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
 
 
-def _fork_rows(answers: TextIO) -> None:
-    """Run the starting process: fork one for each line of stdin, a RowSpec as JSON, and answer in a line how it ended."""
-    import timm  # noqa: F401
-    import torch  # noqa: F401
+def _open_context(device: str) -> BaseContext:
+    """What starts the process of a row: on a CPU under Linux one to fork it from, with the environment of the first row."""
+    if device != "cpu" or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    forkserver.set_forkserver_preload(["repro.bench.speed", "repro.bench.flops", "repro.models"])
+    with contextlib.chdir(Path(repro.__file__).resolve().parents[1]):  # where it starts is where it finds `repro`
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
-    from .. import models  # noqa: F401
-    from . import build, flops  # noqa: F401
 
-    for asked in sys.stdin:
-        with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as messages:
-            if not (pid := os.fork()):
-                code = 1
-                try:
-                    os.dup2(messages.fileno(), 1)
-                    os.dup2(messages.fileno(), 2)
-                    with os.fdopen(os.dup(answer.fileno()), "w", encoding="utf-8") as stream:
-                        _answer(asked, stream)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)
-            _, status = os.waitpid(pid, 0)
-            texts = {}
-            for name, file in {"stdout": answer, "stderr": messages}.items():
-                file.seek(0)
-                texts[name] = file.read().decode(errors="replace")
-        done = {"returncode": os.waitstatus_to_exitcode(status), **texts}
-        print(json.dumps(done), file=answers, flush=True)
+@contextlib.contextmanager
+def _hide_script() -> Iterator[None]:
+    """Keep `multiprocessing` from running this process's script again in one that starts within the context."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -249,7 +174,7 @@ def read_load() -> dict[str, Any]:
 def describe_samples(samples: list[float]) -> dict[str, Any]:
     """What milliseconds of single steps say: {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
     interval = median_interval(samples)
-    row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval}
+    row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval and list(interval)}
     row["samples_ms"] = [round(sample, 4) for sample in samples]
     if interval is None:
         few = f"{len(samples)} samples are too few for a 95 % interval"
@@ -306,22 +231,16 @@ def _blank_row(spec: RowSpec) -> dict[str, Any]:
     return row | {"num_params": counted.num_params, "macs_g": counted.macs_g}
 
 
-def _main() -> None:
-    """Run the measuring process: read a RowSpec as JSON from stdin, print the row as JSON in the last line of stdout."""
-    # the real stdout is for the row; everything else that prints to stdout, C code too, goes to stderr
-    sys.stdout.flush()
-    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    _answer(sys.stdin.read(), stdout)
-
-
-def _answer(text: str, stdout: TextIO) -> None:
-    """Measure the row of a RowSpec as JSON, and print it as JSON."""
+def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None:
+    """Run the measuring process: send the row; all that is printed, by C code too, goes to the file of messages."""
+    leave_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # for what libraries start: as in any process
+    file = os.open(messages, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     # when memory runs out, the kernel should kill this process rather than the one that started it
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    asked = json.loads(text)
-    spec = RowSpec(**{**asked, "image_size": tuple(asked["image_size"])})
     try:
         measured = _run(spec)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -329,7 +248,7 @@ def _answer(text: str, stdout: TextIO) -> None:
             raise
         measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
     # counted last, because building a model to count it would raise the memory from which the peak is measured
-    print(json.dumps({**_blank_row(spec), **measured}), file=stdout, flush=True)
+    sender.send({**_blank_row(spec), **measured})
 
 
 def _run(spec: RowSpec) -> dict[str, Any]:
@@ -513,7 +432,3 @@ def _reset_peak_rss() -> str:
     except OSError:
         return "rss_peak_since_start"  # includes building the model
     return "rss_peak"
-
-
-if __name__ == "__main__":
-    _fork_rows(os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")) if sys.argv[1:] else _main()
