@@ -1,12 +1,13 @@
 """`repro efficiency`: throughput, latency and peak memory over the image size (Fig. 1 and 6), on any device."""
 
 import dataclasses
+import time
 from typing import Annotated, Literal
 
 import typer
 
 from repro.bench.params import EfficiencyParams, SweepParams, parse_image_sizes, parse_names
-from repro.bench.sweep import FAMILIES, SIZES
+from repro.bench.sweep import FAMILIES, PAIR, SIZES
 from repro.core.config import load_section
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
@@ -21,7 +22,10 @@ def command(
         str | None,
         typer.Option(help="Image sizes in pixels: 224,512, or 224..1280 (nine sizes), or 224..1280:64 (every 64)."),
     ] = None,
-    families: Annotated[str | None, typer.Option(help=f"Some of {','.join(FAMILIES)}. Default: all of them.")] = None,
+    families: Annotated[
+        str | None,
+        typer.Option(help=f"Some of {','.join(FAMILIES)}. Default: all, {', '.join(PAIR)} before the others."),
+    ] = None,
     sizes: Annotated[str | None, typer.Option(help="Some of T,S,B. Default: T on a CPU, all of them on a GPU.")] = None,
     batch_size: Annotated[
         int | None,
@@ -47,7 +51,7 @@ def command(
         float | None,
         typer.Option(
             min=0.1,
-            help="Limit for all rows; image sizes beyond it are left out. Default: 10 on a CPU, no limit on a GPU.",
+            help="Limit for the call, kept to a quarter; what does not fit is left out. Default: 10 on a CPU, none on a GPU.",
         ),
     ] = None,
     runs: Annotated[
@@ -62,6 +66,7 @@ def command(
     Without options, measure the rows of the `efficiency:` section of params.yaml. With any option, measure a sweep into
     results/speed/<device>.csv, with figures in artifacts/; a call after an interruption goes on.
     """
+    started = time.monotonic()
     paths = find_root()
     runtime = load_runtime(paths)
     given = {
@@ -81,4 +86,5 @@ def command(
     if not options and device is None:
         run_grid(load_section(EfficiencyParams, paths.params, "efficiency"), paths, runtime)
     else:
-        run_sweep(SweepParams(**options), paths, dataclasses.replace(runtime, device=device or runtime.device))
+        runtime = dataclasses.replace(runtime, device=device or runtime.device)
+        run_sweep(SweepParams(**options), paths, runtime, started=started)

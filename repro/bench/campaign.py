@@ -29,6 +29,7 @@ from ..core.runtime import (
 from ..core.unfinished import Unfinished
 from .kernels import CHECK_TYPES, run_bench, run_check
 from .lanes import run_in_lanes
+from .sweep import PAIR
 
 SHORTEST_S = 20.0  # with less left nothing is begun
 TRAINED = "speed/pretrain/vittt_tiny_digits"  # the speed of a cell that no params file has
@@ -126,7 +127,7 @@ def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: A
 
 _compare = partial(run_bench, compared=True)
 # what the paper claims of speed, at both ends of the range of image sizes
-_CLAIMED = {"families": ("vittt", "deit", "deit_fused")}
+_CLAIMED = {"families": PAIR}
 
 # the first minutes on a GPU answer the paper's claim
 STEPS = (

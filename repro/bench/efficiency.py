@@ -1,9 +1,11 @@
 """Speed and memory: the fixed grid of the stage `efficiency`, and sweeps by the command line."""
 
+import dataclasses
 import importlib.util
 import math
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from ..core.runtime import Runtime, choose_device, device_label, device_slug, to
 from ..core.speeds import mark_host, pool_runs
 from ..core.unfinished import Unfinished, read_clock
 from .params import EfficiencyParams, SweepParams
-from .rows import Sheet, measure_pairs, measure_rows, measure_shares
-from .sweep import SIZES, family_rows, find_family, group_rows
+from .rows import Sheet, make_schedule, measure_pairs, measure_rows, share_finder
+from .speed import RowSpec
+from .sweep import FAMILIES, SIZES, family_rows, find_family, group_rows
 
 # in titles, in names
 _COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}
@@ -39,11 +42,14 @@ def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
     file = paths.results / "efficiency" / "rows.csv"
     file.unlink(missing_ok=True)  # rows of other params
     sheet = Sheet(file, paths.root, label, read_clock())
-    measure_rows(params.specs(device.type, runtime.threads), sheet, keep_failures=False)
+    specs = params.specs(device.type, runtime.threads)
+    measure_rows(specs, sheet, make_schedule(specs), keep_failures=False)
     write_run(file, time.monotonic() - started)
 
 
-def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime, *, began: str | None = None) -> bool:
+def run_sweep(
+    params: SweepParams, paths: Paths, runtime: Runtime, *, began: str | None = None, started: float | None = None
+) -> bool:
     """Measure the rows of a sweep into results/speed/<device>.csv, and draw figures in artifacts/speed/<device>.
 
     An interrupted sweep, or one that left sizes out, is continued by the next call; a complete one is measured anew.
@@ -51,6 +57,7 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime, *, began: str
     Args:
         began: rows measured since (`core.unfinished.read_clock`) are not measured again; None: since the unfinished
             sweep of before began, if there is one.
+        started: what `time.monotonic` said when the time of the call began; None: what it says now.
 
     Returns:
         Whether no row was left out for want of time.
@@ -66,18 +73,19 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime, *, began: str
         where = f"--mode {params.mode} on {device.type}"
         raise UserError(f"efficiency: --graphs is for inference on a GPU, and this is {where}")
     slug = device_slug(device)
-    file, state, left_out = paths.speed / f"{slug}.csv", Unfinished(paths, slug), {}
+    file, state = paths.speed / f"{slug}.csv", Unfinished(paths, slug)
     sheet = Sheet(file, paths.root, label, began or state.began)
     state.save()
-    specs, runs = params.specs(device.type, runtime.threads), range(1, params.runs + 1)
-    budget_s = math.inf if params.minutes is None else 60 * params.minutes / params.runs
+    blocks = params.plan(device.type, runtime.threads)
+    specs = [spec for block in blocks for spec in block]
+    schedule = make_schedule(specs, 60 * (params.minutes or math.inf), started)
+    find_share = share_finder(batch_size=params.batch_size, dtype=params.dtype, device=device.type)
     try:
-        new = [spec for spec in specs if any(sheet.find(spec, run) is None for run in runs)]
-        families = {family for spec in new if (family := find_family(vars(spec))[0])}
-        shares = measure_shares(families, batch_size=params.batch_size, dtype=params.dtype, device=device.type)
-        for run in runs:
-            left_out = measure_rows(specs, sheet, run=run, budget_s=budget_s, shares=shares)
-            measure_pairs(specs, sheet, run=run)
+        for block in blocks:
+            for run in range(1, params.runs + 1):
+                passes = params.runs - run + 1
+                measure_rows(block, sheet, schedule, run=run, passes=passes, find_share=find_share)
+                measure_pairs(specs, sheet, schedule, run=run)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"{len(sheet.rows)} rows are kept in {file}") from None
     finally:
@@ -86,14 +94,37 @@ def run_sweep(params: SweepParams, paths: Paths, runtime: Runtime, *, began: str
                 _draw_figures(sheet.rows, paths.root / "artifacts" / "speed" / slug, label)
             else:
                 print("no figures: matplotlib is not installed")
-    if not sheet.rows:
+    if not (sheet.rows or schedule.left_out):
         raise RunError("efficiency: nothing was measured")
     print(f"{len(sheet.rows)} rows in {file.relative_to(paths.root)}")
-    for side, seconds in sorted(left_out.items()):
-        print(f"left out: {side}², expected to take {seconds:.0f} s; --minutes gives more time")
-    if not left_out:
+    if not schedule.left_out:
         state.finish()
-    return not left_out
+        return True
+    print(describe_left_out(schedule.left_out, sum(map(schedule.expect, schedule.left_out)), params, device.type))
+    return False
+
+
+def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: SweepParams, device_type: str) -> str:
+    """One line: the image sizes that were left out, of which families, and the command that measures them in time."""
+    families: dict[int, set[str]] = {}
+    for spec in left_out:
+        families.setdefault(spec.image_size[0], set()).add(find_family(vars(spec))[0] or spec.model)
+    sides: dict[tuple[str, ...], list[int]] = {}
+    for side in sorted(families):
+        sides.setdefault(tuple(name for name in FAMILIES if name in families[side]), []).append(side)
+    said = [
+        f"{', '.join(f'{side}²' for side in own)} of {'all' if len(names) == len(FAMILIES) else ', '.join(names)}"
+        for names, own in sides.items()
+    ]
+    every = tuple(name for name in FAMILIES if any(name in names for names in sides))
+    minutes = math.ceil(seconds / 60 * 1.25 + 1)
+    again = dataclasses.replace(
+        params,
+        image_sizes=tuple(sorted(families)),
+        families=params.families if len(every) == len(FAMILIES) else every,
+        minutes=float(minutes),
+    )
+    return f"left out: {'; '.join(said)}; `{again.command(device_type)}` measures them"
 
 
 def _open_device(runtime: Runtime) -> tuple[torch.device, str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 from ..core.config import Each, bounded
 from ..core.errors import UserError, did_you_mean
 from .speed import RowSpec
-from .sweep import FAMILIES, IMAGE_SIZES, PATCH_SIZE, SIZES, order_by_importance
+from .sweep import FAMILIES, IMAGE_SIZES, PAIR, PATCH_SIZE, SIZES, order_by_importance
 
 # the model's name in the rows of a backbone with its adapter; its option `backbone` names the backbone
 ADAPTER = "vit_adapter"
@@ -120,13 +120,14 @@ class SweepParams:
 
     Args:
         image_sizes: sides of square images in pixels.
+        families: keys of `FAMILIES`, measured side by side; None: all of them, those of `PAIR` before the others.
         batch_size, dtype, mode, compile, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
         minutes: time for all rows; rows that do not fit are left out and listed.
         runs: how often each row is measured, each time in a process of its own.
     """
 
     image_sizes: tuple[int, ...] = IMAGE_SIZES
-    families: tuple[str, ...] = tuple(FAMILIES)
+    families: tuple[str, ...] | None = None
     sizes: tuple[str, ...] | None = None
     batch_size: int | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -144,11 +145,37 @@ class SweepParams:
         given = {name for name in defaults if getattr(self, name) is not None}
         return dataclasses.replace(self, **{name: defaults[name] for name in defaults.keys() - given})
 
-    def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, one image size after the other, the most important sizes first; needs `with_defaults`."""
-        chosen = itertools.product(self.sizes or (), (FAMILIES[family] for family in self.families))
-        models = [(pattern.format(SIZES[size]), attention) for size, (pattern, attention) in chosen]
-        return _make_specs(self, models, order_by_importance(self.image_sizes), device_type, threads)
+    def plan(self, device_type: str, threads: int | None = None) -> list[list[RowSpec]]:
+        """The rows, block by block: in a block one image size after the other, the most telling first; needs
+        `with_defaults`.
+        """
+        others = tuple(family for family in FAMILIES if family not in PAIR)
+        blocks = []
+        for families in (PAIR, others) if self.families is None else (self.families,):
+            chosen = itertools.product(self.sizes or (), (FAMILIES[family] for family in families))
+            models = [(pattern.format(SIZES[size]), attention) for size, (pattern, attention) in chosen]
+            blocks.append(_make_specs(self, models, order_by_importance(self.image_sizes), device_type, threads))
+        return blocks
+
+    def command(self, device_type: str) -> str:
+        """The command line that measures this sweep on a device."""
+        given: dict[str, Any] = {
+            "--res": self.image_sizes,
+            "--families": self.families,
+            "--sizes": self.sizes,
+            "--batch-size": self.batch_size,
+            "--dtype": self.dtype,
+            "--device": device_type,
+            "--mode": self.mode,
+            "--minutes": None if self.minutes is None else f"{self.minutes:g}",
+            "--runs": self.runs if self.runs > 1 else None,
+        }
+        texts = {
+            option: ",".join(map(str, value)) if isinstance(value, tuple) else value for option, value in given.items()
+        }
+        words = [f"{option} {text}" for option, text in texts.items() if text is not None]
+        how = {False: [], True: ["--compile"], "graphs": ["--graphs"]}[self.compile]
+        return " ".join(["repro efficiency", *words, *how])
 
 
 def _make_specs(

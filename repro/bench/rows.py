@@ -3,8 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,54 +113,53 @@ def _find_place(row: Row) -> tuple:
     return row["mode"], str(row["compile"]), row["dtype"], row["batch_size"], row["image_size"], row["row"], row["run"]
 
 
-def measure_rows(
-    specs: Sequence[RowSpec],
-    sheet: Sheet,
-    *,
-    run: int = 1,
-    budget_s: float = math.inf,
-    keep_failures: bool = True,
-    shares: Mapping[str, float] = {},
-) -> dict[int, float]:
-    """Measure every row that the sheet does not hold, and print a line for each.
-
-    Args:
-        specs: the rows, those of one image size next to each other.
-        run: the number of this measurement of the rows, from 1 on; each has a process of its own.
-        budget_s: wall-clock seconds; image sizes that do not fit are left out.
-        keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
-        shares: family -> what `measure_shares` found of its operator.
-
-    Returns:
-        Side in pixels of each image size that was left out -> seconds that its rows were expected to take.
+def make_schedule(specs: Sequence[RowSpec], budget_s: float = math.inf, started: float | None = None) -> RowSchedule:
+    """The schedule of rows within wall-clock seconds, which began when `time.monotonic` said `started`.
 
     Raises:
         UserError: a model cannot be built at its image size; this is found before anything is measured.
-        RunError: a measuring process broke, and failures are not kept.
     """
     with blame("efficiency", ValueError):
         macs_g = {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
+    return RowSchedule(lambda spec: macs_g[spec.row_id], budget_s, started=started)
+
+
+def measure_rows(
+    specs: Sequence[RowSpec],
+    sheet: Sheet,
+    schedule: RowSchedule,
+    *,
+    run: int = 1,
+    passes: int = 1,
+    keep_failures: bool = True,
+    find_share: Callable[[str], float | None] = lambda family: None,
+) -> None:
+    """Measure every row that the sheet does not hold and that fits into the time, and print a line for each.
+
+    Args:
+        specs: the rows, those of one image size next to each other; all of them are known to the schedule.
+        run: the number of this measurement of the rows, from 1 on; each has a process of its own.
+        passes: how many runs are to come, this one included; each has its share of the time.
+        keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
+        find_share: family -> what stands in its rows of its operator, see `share_finder`.
+
+    Raises:
+        RunError: a measuring process broke, and failures are not kept.
+    """
     found = [(spec, sheet.find(spec, run)) for spec in specs]
     todo = [spec for spec, row in found if row is None]
     if len(todo) < len(specs):
         print(f"{len(specs) - len(todo)} of {len(specs)} rows are there from the call before", flush=True)
-    schedule = RowSchedule(todo, lambda spec: macs_g[spec.row_id], budget_s)
     for spec, row in found:
         if row is not None:
             schedule.note(spec, row)
-    for number, (spec, remaining_s) in enumerate(schedule, 1):
-        began = time.monotonic()
-        row = _measure(spec, keep_failures) | {"op_share_of_copy_percent": shares.get(find_family(vars(spec))[0] or "")}
-        schedule.note(spec, row, time.monotonic() - began)
-        _add(sheet, spec, run, row, f"{number} of {len(todo)}{format_remaining(remaining_s)}")
-    return schedule.left_out
+    for number, (spec, remaining_s) in enumerate(schedule.walk(todo, passes), 1):
+        share = find_share(find_family(vars(spec))[0] or "")
+        progress = f"{number} of {len(todo)}{format_remaining(remaining_s)}"
+        _measure(spec, sheet, schedule, run, progress, keep_failures, {"op_share_of_copy_percent": share})
 
 
-def _add(sheet: Sheet, spec: RowSpec, run: int, row: Row, progress: str) -> None:
-    print(f"[{progress}] {format_row(spec, sheet.add(spec, run, row))}", flush=True)
-
-
-def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, *, run: int = 1) -> None:
+def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule, *, run: int = 1) -> None:
     """Measure a model that ran out of memory, and the basis of its size, at the largest smaller batch that both fit."""
     placed = [(*find_family(vars(spec)), spec) for spec in specs]
     bases = {(size, spec.image_size): spec for family, size, spec in placed if family == BASIS}
@@ -170,21 +170,32 @@ def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, *, run: int = 1) -> No
         batch_size = spec.batch_size // 2
         while batch_size:
             pair = [replace(each, batch_size=batch_size) for each in (spec, basis)]
-            for each in pair:
-                if sheet.find(each, run) is None:
-                    _add(sheet, each, run, _measure(each, keep_failures=True), f"pair at batch {batch_size}")
+            todo = [each for each in pair if sheet.find(each, run) is None]
+            if not schedule.fits(todo):
+                schedule.left_out += todo
+                break
+            for each in todo:
+                _measure(each, sheet, schedule, run, f"pair at batch {batch_size}")
             if all((sheet.find(each, run) or {}).get("status") == "ok" for each in pair):
                 break
             batch_size //= 2
 
 
-def measure_shares(families: Iterable[str], *, batch_size: int, dtype: str, device: str) -> dict[str, float]:
-    """Family -> `op_rate.measure_share` in percent, of each that has an operator of this project's, and a line for each."""
-    shares = {}
-    for family in sorted(OPERATORS.keys() & set(families)):
-        shares[family] = measure_share(family, batch_size=batch_size, dtype=dtype, device=device)
-        print(f"the operator of {family}: {shares[family]:.0f} % of the bandwidth of a copy", flush=True)
-    return shares
+def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str], float | None]:
+    """Family -> `op_rate.measure_share` in percent, with a line, of one that has an operator of this project's.
+
+    It is measured when it is asked for the first time.
+    """
+
+    @cache
+    def find_share(family: str) -> float | None:
+        if family not in OPERATORS:
+            return None
+        share = measure_share(family, batch_size=batch_size, dtype=dtype, device=device)
+        print(f"the operator of {family}: {share:.0f} % of the bandwidth of a copy", flush=True)
+        return share
+
+    return find_share
 
 
 def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
@@ -202,11 +213,23 @@ def format_remaining(seconds: float | None) -> str:
     return f", at most {seconds / 60:.0f} min left" if seconds >= 60 else f", {seconds:.0f} s left"
 
 
-def _measure(spec: RowSpec, keep_failures: bool) -> Row:
+def _measure(
+    spec: RowSpec,
+    sheet: Sheet,
+    schedule: RowSchedule,
+    run: int,
+    progress: str,
+    keep_failures: bool = True,
+    also: Mapping[str, Any] = {},
+) -> None:
+    """Measure a row into the sheet with what is `also` known of it, unless the time ends before."""
+    began = time.monotonic()
     try:
-        return measure(spec)
+        row = measure(schedule.limit(spec))
     except RuntimeError as error:
         if not keep_failures:
             raise RunError(f"efficiency: {error}") from None
         # one row less must not end an hour of measuring
-        return unmeasured_row(spec, "failed", str(error).removeprefix(f"{spec.row_id}: "))
+        row = unmeasured_row(spec, "failed", str(error).removeprefix(f"{spec.row_id}: "))
+    if schedule.note(spec, row, time.monotonic() - began):
+        print(f"[{progress}] {format_row(spec, sheet.add(spec, run, {**row, **also}))}", flush=True)

@@ -1,28 +1,32 @@
 """Throughput, latency and peak memory of one model: one row, measured in a fresh process.
 
-`measure(spec)` starts `python -m repro.bench.speed`, which reads the spec as JSON from stdin and prints the row as
-JSON in the last line of stdout; anything that libraries print goes to stderr. The fresh process keeps rows from
-affecting each other's memory and speed. A row that runs out of memory or time is recorded as such; its batch is never
-made smaller.
+The fresh process keeps rows from affecting each other's memory and speed. On a CPU it is forked from one that has
+imported what all rows need and computed nothing, since importing takes longer than most rows; a GPU's libraries do not
+bear a fork. A row that runs out of memory or time is recorded as such; its batch is never made smaller.
 """
 
 import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import connection, forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Literal
 
 import repro
+
+from ..core.children import leave_with_parent
 
 SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
@@ -96,25 +100,54 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     Raises:
         RuntimeError: the process ended in any other way; one line that names the row.
     """
-    root = str(Path(repro.__file__).resolve().parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    command, asked = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(spec))
-    try:
-        done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, env=environment, timeout=spec.budget_s
-        )
-    except subprocess.TimeoutExpired:
-        return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
-    if done.returncode == -signal.SIGKILL:
+    context = _open_context(spec.device)
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as messages, receiver:
+        process = context.Process(target=_answer, args=(spec, sender, messages.name), daemon=False)
+        try:
+            with sender, _hide_script():
+                process.start()
+            if not connection.wait([receiver, process.sentinel], spec.budget_s):
+                return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
+            with contextlib.suppress(EOFError, OSError):  # it ended without a row, or within it
+                if receiver.poll():
+                    row = receiver.recv()
+                    process.join(5.0)  # which lets it end what libraries started
+                    return row
+            process.join()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"{spec.row_id}: the measuring process did not start: {error!r}") from None
+        finally:
+            if process.pid:
+                process.kill()
+                process.join()
+        last_line = (messages.read().strip().splitlines() or ["no message"])[-1].strip()
+    code = process.exitcode
+    if code == -signal.SIGKILL:
         return unmeasured_row(spec, "oom", "the process was killed, as the kernel does when memory runs out")
-    row = None
-    with contextlib.suppress(IndexError, json.JSONDecodeError):
-        row = json.loads(done.stdout.splitlines()[-1])
-    if done.returncode or not isinstance(row, dict):
-        end = f"exit code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
-        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()
-        raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
-    return row
+    end = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    raise RuntimeError(f"{spec.row_id}: the measuring process ended with {end}: {last_line}")
+
+
+def _open_context(device: str) -> BaseContext:
+    """What starts the process of a row: on a CPU under Linux one to fork it from, with the environment of the first row."""
+    if device != "cpu" or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    forkserver.set_forkserver_preload(["repro.bench.speed", "repro.bench.flops", "repro.models"])
+    with contextlib.chdir(Path(repro.__file__).resolve().parents[1]):  # where it starts is where it finds `repro`
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+@contextlib.contextmanager
+def _hide_script() -> Iterator[None]:
+    """Keep `multiprocessing` from running this process's script again in one that starts within the context."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -141,7 +174,7 @@ def read_load() -> dict[str, Any]:
 def describe_samples(samples: list[float]) -> dict[str, Any]:
     """What milliseconds of single steps say: {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
     interval = median_interval(samples)
-    row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval}
+    row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval and list(interval)}
     row["samples_ms"] = [round(sample, 4) for sample in samples]
     if interval is None:
         few = f"{len(samples)} samples are too few for a 95 % interval"
@@ -198,17 +231,16 @@ def _blank_row(spec: RowSpec) -> dict[str, Any]:
     return row | {"num_params": counted.num_params, "macs_g": counted.macs_g}
 
 
-def _main() -> None:
-    """Run the measuring process: read a RowSpec as JSON from stdin, print the row as JSON in the last line of stdout."""
-    # the real stdout is for the row; everything else that prints to stdout, C code too, goes to stderr
-    sys.stdout.flush()
-    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None:
+    """Run the measuring process: send the row; all that is printed, by C code too, goes to the file of messages."""
+    leave_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # for what libraries start: as in any process
+    file = os.open(messages, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     # when memory runs out, the kernel should kill this process rather than the one that started it
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    asked = json.load(sys.stdin)
-    spec = RowSpec(**{**asked, "image_size": tuple(asked["image_size"])})
     try:
         measured = _run(spec)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -216,7 +248,7 @@ def _main() -> None:
             raise
         measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
     # counted last, because building a model to count it would raise the memory from which the peak is measured
-    print(json.dumps({**_blank_row(spec), **measured}), file=stdout, flush=True)
+    sender.send({**_blank_row(spec), **measured})
 
 
 def _run(spec: RowSpec) -> dict[str, Any]:
@@ -400,7 +432,3 @@ def _reset_peak_rss() -> str:
     except OSError:
         return "rss_peak_since_start"  # includes building the model
     return "rss_peak"
-
-
-if __name__ == "__main__":
-    _main()

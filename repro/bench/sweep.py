@@ -3,13 +3,14 @@
 The rows are measured by `speed.measure`; `conclude` draws conclusions from them.
 """
 
+import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .speed import RowSpec
+from .speed import SLOW_STEP_S, SLOW_STEPS, WARM_UP_S, RowSpec
 
 IMAGE_SIZES = (224, 384, 512, 640, 768, 896, 1024, 1152, 1280)
 PATCH_SIZE = 16
@@ -28,6 +29,7 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "mambavision": ("mambavision_{}_224", None),
 }
 BASIS = next(iter(FAMILIES))  # the family that every other one is compared with
+PAIR = ("vittt", "deit", "deit_fused")  # the paper's question: its model and the baseline, at every image size
 # (model, attention) -> family and size
 _MODELS = {
     (pattern.format(name), attention): (family, size)
@@ -38,6 +40,7 @@ _MODELS = {
 GROUP_KEYS = ("batch_size", "dtype", "mode", "compile")
 _MARGIN = 1.3  # the time of a step grows a little faster than its multiply-adds once caches and memory matter
 _START_S = 6.0  # assumed time to start a process, until a row has shown the real one
+_GRACE = 1.1  # of the time limit, after which a row under way is stopped
 
 
 def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
@@ -88,59 +91,107 @@ def row_key(row: Mapping[str, Any]) -> tuple:
 
 
 class RowSchedule:
-    """Iterates over rows, one image size after the other, for as long as the time lasts.
+    """Says which rows fit into a time limit, by what the rows before them took.
 
-    The first image size is measured whatever it takes. Each further one is measured only if all its rows are expected
-    to fit into the remaining time; otherwise it is left out as a whole, so that the measured rows stay comparable.
+    Once a row has shown how long one takes, the rows of an image size are begun only if all of them are expected to fit
+    into the time that is left; otherwise they are left out together, so that what is measured can be compared. A row
+    under way at `_GRACE` times the limit is stopped, and left out too.
 
     Args:
-        specs: the rows, those of one image size next to each other.
         macs_g: spec -> multiply-adds of one image in units of 1e9.
+        budget_s: the limit in seconds.
+        clock: seconds that only grow.
+        started: what the clock said when the time began; None: what it says now.
+
+    Attributes:
+        left_out: the rows that did not fit, once for each pass.
     """
 
     def __init__(
         self,
-        specs: Sequence[RowSpec],
         macs_g: Callable[[RowSpec], float],
         budget_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ):
-        self._groups = [list(group) for _, group in itertools.groupby(specs, key=lambda spec: spec.image_size)]
-        self._macs_g, self._budget_s, self._clock = macs_g, budget_s, clock
-        self._seconds_per_gmac: dict[tuple, float] = {}
+        began = clock() if started is None else started
+        self._macs_g, self._clock = macs_g, clock
+        self._end, self._stop = began + budget_s, began + _GRACE * budget_s
+        # (model, attention) -> multiply-adds of a step in units of 1e9 -> seconds for each of these units
+        self._rates: dict[tuple, dict[float, float]] = {}
+        self._statuses: dict[tuple, str] = {}  # of the last row of a model, which was not measured
         self._start_s: list[float] = []
-        self.left_out: dict[int, float] = {}  # height of the images -> seconds that their rows were expected to take
+        self.left_out: list[RowSpec] = []
 
-    def __iter__(self) -> Iterator[tuple[RowSpec, float | None]]:
-        """Yield each row to measure, with the seconds expected for it and all later ones; `note` precedes the next."""
-        end = self._clock() + self._budget_s
-        for number, group in enumerate(self._groups):
-            needed_s = sum(map(self.expect, group))
-            if number and needed_s > end - self._clock():
-                self.left_out[group[0].image_size[0]] = needed_s
+    def walk(self, specs: Sequence[RowSpec], passes: int = 1) -> Iterator[tuple[RowSpec, float | None]]:
+        """Yield each row to measure, with the seconds expected for it and all later ones; `note` precedes the next.
+
+        Args:
+            specs: the rows, those of one image size next to each other.
+            passes: how many times such rows are still to be measured, this one included; each has its share of the time.
+        """
+        end = self._clock() + (self._end - self._clock()) / passes
+        groups = [list(group) for _, group in itertools.groupby(specs, key=lambda spec: spec.image_size)]
+        for number, group in enumerate(groups):
+            if not self.fits(group, end):
+                self.left_out += group
                 continue
             for place, spec in enumerate(group):
-                ahead = [*group[place:], *itertools.chain(*self._groups[number + 1 :])]
+                if self._is_over:
+                    self.left_out.append(spec)
+                    continue
+                ahead = [*group[place:], *itertools.chain(*groups[number + 1 :])]
                 remaining_s = max(end - self._clock(), 0.0)
-                yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._seconds_per_gmac else None
+                yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._rates else None
 
-    def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Learn from a measured row and its seconds (None: an earlier call) how long later rows of its model take."""
+    def fits(self, specs: Sequence[RowSpec], end: float | None = None) -> bool:
+        """Whether rows are expected to be measured by a time of the clock, or by the limit; unknown ones always fit."""
+        left_s = (self._end if end is None else end) - self._clock()
+        return not (self._rates or self._statuses) or sum(map(self.expect, specs)) <= left_s
+
+    def limit(self, spec: RowSpec) -> RowSpec:
+        """The row as it may be measured now: it is stopped when the time is over."""
+        return dataclasses.replace(spec, budget_s=min(spec.budget_s, max(self._stop - self._clock(), 0.0)))
+
+    def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> bool:
+        """Learn from a measured row and its seconds (None: an earlier call) how long later rows take.
+
+        Returns:
+            Whether the row counts; else it was stopped because the time is over, and is left out.
+        """
+        if row["status"] == "timeout" and seconds is not None and self._is_over:
+            self.left_out.append(spec)
+            return False
+        model = spec.model, spec.attention
         if row["status"] != "ok":
-            return
-        self._seconds_per_gmac[spec.model, spec.attention] = (
-            row["latency_ms"] / 1e3 / (self._macs_g(spec) * spec.batch_size)
-        )
+            self._statuses[model] = row["status"]
+            return True
+        work = self._macs_g(spec) * spec.batch_size
+        self._rates.setdefault(model, {})[work] = row["latency_ms"] / 1e3 / work
         if seconds is not None:  # a row of this call has its samples
             stepping_s = sum(row["samples_ms"]) / 1e3 * (1 + spec.warmup / len(row["samples_ms"]))
             self._start_s.append(max(seconds - stepping_s, 0.0))
+        return True
 
     def expect(self, spec: RowSpec) -> float:
-        """The seconds that a row is expected to take, its process included."""
+        """The seconds that a row is expected to take, its process included.
+
+        A step is as fast for its multiply-adds as that row of the model which has the nearest number of them, or, of a
+        model without a row, as the slowest row.
+        """
+        model = spec.model, spec.attention
         start_s = sum(self._start_s) / len(self._start_s) if self._start_s else _START_S
-        rate = self._seconds_per_gmac.get((spec.model, spec.attention))
-        if rate is None:  # a smaller row of this model failed, and this one is expected to fail as early
-            return start_s
-        step_s = _MARGIN * rate * self._macs_g(spec) * spec.batch_size
-        steps = spec.warmup + spec.steps if step_s <= 2 else 4
-        return min(start_s + max(steps * step_s, 1.0), spec.budget_s)
+        work = self._macs_g(spec) * spec.batch_size
+        if own := self._rates.get(model):
+            rate = own[min(own, key=lambda known: abs(math.log(known / work)))]
+        elif model in self._statuses or not self._rates:  # what failed is expected to fail as early
+            return spec.budget_s if self._statuses.get(model) == "timeout" else start_s
+        else:
+            rate = max(each for known in self._rates.values() for each in known.values())
+        step_s = _MARGIN * rate * work
+        steps = spec.warmup + spec.steps if step_s <= SLOW_STEP_S else SLOW_STEPS + 1
+        return min(start_s + max(steps * step_s, WARM_UP_S), spec.budget_s)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._clock() >= self._stop - 1e-3  # a row that was stopped ended then, but for rounding

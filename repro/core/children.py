@@ -7,6 +7,7 @@ on to what the module starts.
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import runpy
 import select
@@ -44,6 +45,16 @@ def follow_parent(end: Callable[[], None] = end_in_order) -> None:
     def wait() -> None:
         select.select([parent], [], [])
         end()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def leave_with_parent() -> None:
+    """End this process of `multiprocessing` once the one that started it is gone, whatever this one does then."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 

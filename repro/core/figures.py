@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .record import atomic
+from .speeds import RANGES
 
 # family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in
 # every figure; relatives share a colour
@@ -43,8 +44,8 @@ def against_resolution(
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
     A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with
-    what happened. The band around a time is its range over the processes; a time that is the host's, or perhaps so, is
-    hollow.
+    what happened. The band around a time or a peak is its range over the processes, where there are several; a time that
+    is the host's, or perhaps so, is hollow.
 
     Args:
         path: of the PNG.
@@ -61,11 +62,9 @@ def against_resolution(
             measured = [row for row in rows if row[key] is not None]
             if points := sorted((row["image_size"][0], row[key]) for row in measured):
                 panel.plot(*zip(*points), **style, linestyle=line, label=label)
-            ranges = sorted(
-                (row["image_size"][0], *row["latency_range_ms"]) for row in measured if row["latency_range_ms"]
-            )
-            if ranges and key == "latency_ms":
-                panel.fill_between(*zip(*ranges), color=colour, alpha=0.15, linewidth=0)
+            ranges = sorted((row["image_size"][0], *(row.get(RANGES.get(key)) or (math.nan,) * 2)) for row in measured)
+            if ranges:  # no number where there is one process, which no band goes over
+                panel.fill_between(*zip(*ranges), color=colour, alpha=0.2, linewidth=0)
             hosts = [row for row in measured if key in _SPEEDS and row["host"]]
             if points := [(row["image_size"][0], row[key]) for row in hosts]:
                 panel.plot(*zip(*points), **style, linestyle="none", markerfacecolor="white")
@@ -126,9 +125,12 @@ def save_png(figure: Any, path: Path) -> Path:
 
 
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
-    shown = [size for size in sizes if size in (sizes[0], 640, sizes[-1]) or math.log2(size / 256) % 1 == 0]
-    panel.set_xticks(shown, [str(size) for size in shown])
-    panel.set_xticks([], minor=True)
+    shown: list[int] = []
+    for size in reversed(sizes):
+        if not shown or shown[-1] / size > 1.12:  # nearer ones would touch
+            shown.append(size)
+    panel.set_xticks(shown, map(str, shown), fontsize=8)
+    panel.set_xticks(sizes, [""] * len(sizes), minor=True)
 
 
 def _mark_failures(panel: Any, failed: Sequence[tuple[int, str, str]], edge: float) -> None:

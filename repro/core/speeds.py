@@ -9,6 +9,8 @@ Row = Mapping[str, Any]
 _ALIKE = ("model", "options", "attention", "dtype", "mode", "compile", "device", "backend")
 MORE_WORK = 8.0  # how many times the work of a row, pixels times batch, another one has at least that is set beside it
 AS_LONG = 1.25  # how many times as long it takes at most where both times are the host's
+# quantity of a row -> its least and largest value over the processes, in a row of `pool_runs`
+RANGES = {"latency_ms": "latency_range_ms", "peak_memory_mib": "peak_memory_range_mib"}
 HOST = "the host's time"
 UNKNOWN = "host's share not known"
 COMMAND = "repro efficiency --graphs"  # what measures the GPU's time
@@ -29,9 +31,9 @@ class Ratio(NamedTuple):
 def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row for all processes of a measurement, by the same code and the same PyTorch.
 
-    Its latency and its peak are the medians over the processes, `processes` is their number, and `latency_range_ms` has
-    the shortest and the longest latency; it is None where there is one process, whose steps say nothing of what another
-    process takes. Where rows of several commits measure the same, those of the commit with the most processes count,
+    Its latency and its peak are the medians over the processes, `processes` is their number, and `RANGES` has the least
+    and the largest of each; a range is None where there is one process, whose steps say nothing of what another process
+    takes. Where rows of several commits measure the same, those of the commit with the most processes count,
     among equals the last ones measured.
     """
     groups: dict[tuple, dict[tuple, list[Row]]] = {}
@@ -50,16 +52,17 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
     measured = [row for row in runs if row["status"] == "ok"]
     first = (measured or runs)[0]
     if not measured:
-        return {**first, "processes": len(runs), "latency_range_ms": None}
-    latencies, peaks = ([row[key] for row in measured] for key in ("latency_ms", "peak_memory_mib"))
-    latency = statistics.median(latencies)
+        return {**first, "processes": len(runs), **dict.fromkeys(RANGES.values())}
+    values = {key: [row[key] for row in measured] for key in RANGES}
+    known = {key: None not in found for key, found in values.items()}
+    medians = {key: statistics.median(found) if known[key] else None for key, found in values.items()}
+    ends = {key: (min(found), max(found)) if known[key] and len(found) > 1 else None for key, found in values.items()}
     return {
         **first,
         "processes": len(measured),
-        "latency_ms": latency,
-        "latency_range_ms": (min(latencies), max(latencies)) if len(latencies) > 1 else None,
-        "throughput_img_per_s": first["batch_size"] * 1e3 / latency,
-        "peak_memory_mib": None if None in peaks else statistics.median(peaks),
+        **medians,
+        **{RANGES[key]: found for key, found in ends.items()},
+        "throughput_img_per_s": first["batch_size"] * 1e3 / medians["latency_ms"],
     }
 
 
@@ -75,15 +78,17 @@ def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [{**row, "host": _find_host(row, listed)} for row in listed]
 
 
-def bound_ratio(ours: Row, theirs: Row) -> Ratio | None:
-    """How many times as fast one row of `mark_host` is as another; None where one has no time, or the host's."""
-    if not (ours["latency_ms"] and theirs["latency_ms"]) or HOST in (ours["host"], theirs["host"]):
+def bound_ratio(ours: Row, theirs: Row, key: str = "latency_ms") -> Ratio | None:
+    """How many times as fast one row of `mark_host` is as another, or how many times as little of another key of
+    `RANGES` it takes; None where one has no such number, or the host's time.
+    """
+    if not (ours[key] and theirs[key]) or (key == "latency_ms" and HOST in (ours["host"], theirs["host"])):
         return None
-    ranges, ends = [row["latency_range_ms"] for row in (ours, theirs)], None
+    ranges, ends = [row[RANGES[key]] for row in (ours, theirs)], None
     if None not in ranges:
         (shortest, longest), (least, most) = ranges
         ends = least / longest, most / shortest
-    return Ratio(theirs["latency_ms"] / ours["latency_ms"], ends)
+    return Ratio(theirs[key] / ours[key], ends)
 
 
 def find_slow_operator(row: Row) -> str | None:

@@ -282,7 +282,9 @@ def _contest_picture(report: Report) -> tuple[Line, Line] | None:
     if (speeds := find_speeds(contest, report.results)) is None:
         return None
     text = f"{contest.title}: time and peak memory over the image size. {speeds.scope} ("
-    caption = text, code(speeds.source.path), ")." if speeds.source.stage else f", {OUTSIDE})."
+    crossings = speeds.describe_crossings(contest)
+    end = ")." if speeds.source.stage else f", {OUTSIDE})."
+    caption = text, code(speeds.source.path), f"{end} {crossings}".rstrip()
     return (Picture(f"figures/{contest.picture}", contest.title),), caption
 
 

@@ -106,6 +106,23 @@ class Speeds:
                 found[attention][size] = f"{abs(more):.0f} % {'more' if more > 0 else 'less'} memory"
         return found
 
+    def describe_crossings(self, contest: Contest) -> str:
+        """From which image sizes on the model's line lies surely below the baseline's, in words: between which measured
+        sizes the two cross, or that they do not. Empty where too few sizes have ranges over processes.
+        """
+        said = []
+        for key, name in {"latency_ms": "in time", "peak_memory_mib": "in memory"}.items():
+            ratios = [(each, size, bound_ratio(*rows, key)) for each, size, *rows in self._pair(contest)]
+            places = []
+            for attention in ATTENTIONS:
+                ends = {size: ratio.ends for each, size, ratio in ratios if each == attention and ratio and ratio.ends}
+                if where := _place_crossing(ends):
+                    places.append(f"{where} ({attention} attention)")
+            if places:
+                said.append(f"{name}, {' and '.join(places)}")
+        line = f"{contest.ours[1]}'s line lies below {contest.theirs[1]}'s"
+        return f"{line}, by more than processes differ: {'; '.join(said)}." if said else ""
+
     def describe_sides(self, contest: Contest) -> str:
         """What of either side is compiled or frozen, in words, and on which device."""
         said = []
@@ -131,6 +148,17 @@ class Speeds:
     def scope(self) -> str:
         """Device, conditions and commit, in words, and whether the host had a share."""
         return f"{self.group}, {self.group.mode}, commit {self.source.commit}{self.group.caveat}"
+
+
+def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
+    """Where ours is below, in words, by the least and the largest ratio at each image size; None for too few sizes."""
+    from ..bench.conclude import crossover  # loads numpy
+
+    verdict, start = crossover(ends)
+    if start is None or verdict == "always":
+        return {"always": "at every size", "never": "at no size", "open": "from no size on", None: None}[verdict]
+    above = [size for size, (_, most) in ends.items() if size < start and most < 1]
+    return f"from between {max(above)}² and {start}² on" if above else f"from {start}² on"
 
 
 def plan_contest(report: Report) -> Drawings:

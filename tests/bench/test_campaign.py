@@ -89,7 +89,7 @@ def test_the_first_steps_answer_what_the_paper_claims():
     assert len(names) == len(set(names))
     for each in STEPS[2:4]:
         params = SweepParams(**each.run.keywords).with_defaults("cuda")
-        rows = {(row.model, row.attention, row.image_size) for row in params.specs("cuda")}
+        rows = {(row.model, row.attention, row.image_size) for block in params.plan("cuda") for row in block}
         vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
         three = ((vittt, None), (deit, "fused"), (deit, "unfused"))
         assert rows == {(name, kind, (1280, 1280)) for name, kind in three}

@@ -2,12 +2,15 @@
 
 import csv
 import dataclasses
+import math
+from unittest.mock import Mock
 
 import pytest
 
 from repro.bench import rows as module
-from repro.bench.rows import COLUMNS, Sheet, measure_pairs, measure_rows, measure_shares, read_rows
+from repro.bench.rows import COLUMNS, Sheet, make_schedule, read_rows, share_finder
 from repro.bench.speed import RowSpec
+from repro.bench.sweep import RowSchedule
 from repro.core.errors import RunError, UserError
 
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
@@ -62,6 +65,17 @@ def make_specs(*sides, **changes):
     return [RowSpec(model=m, attention=a, image_size=(side, side), **changes) for side, m, a in pairs]
 
 
+def measure_rows(specs, sheet, budget_s=math.inf, **how):
+    """What was left out."""
+    schedule = make_schedule(specs, budget_s)
+    module.measure_rows(specs, sheet, schedule, **how)
+    return schedule.left_out
+
+
+def measure_pairs(specs, sheet):
+    module.measure_pairs(specs, sheet, make_schedule(specs))
+
+
 def test_rows_of_this_measurement_are_not_measured_again(measured, open_sheet, capsys):
     measure_rows(make_specs(32), open_sheet())
     measure_rows(make_specs(32, 64), open_sheet())
@@ -99,9 +113,26 @@ def test_each_run_has_a_row(measured, open_sheet):
 
 
 def test_what_does_not_fit_is_left_out(measured, sheet):
-    """Starting a process is assumed to take 6 s, so that two rows never fit into a second, the first image size aside."""
-    left_out = measure_rows(make_specs(32, 64), sheet, budget_s=1e-3)
-    assert measured.specs == make_specs(32) and list(left_out) == [64]
+    """Starting a process takes no time here, and a second of warm-up is expected of each of two rows."""
+    specs = make_specs(32, 64)
+    assert measure_rows(specs, sheet, budget_s=1.5) == specs[2:]
+    assert [spec.image_size for spec in measured.specs] == 2 * [(32, 32)]
+
+
+def test_a_row_that_was_stopped_is_no_row(measured, sheet, monkeypatch):
+    """The second of two takes all the time there is."""
+    clock = Mock(return_value=0.0)
+    schedule = RowSchedule(lambda spec: 1.0, 100, clock)
+
+    def measure(spec):
+        clock.return_value += 10 if spec.model == VITTT else spec.budget_s
+        return measured(spec) if spec.model == VITTT else {"status": "timeout", "reason": "over its budget"}
+
+    monkeypatch.setattr(module, "measure", measure)
+    specs = make_specs(32, budget_s=600.0)
+    module.measure_rows(specs, sheet, schedule)
+    assert [row["model"] for row in read_rows(sheet.path)] == [VITTT] and schedule.left_out == specs[1:]
+    assert clock.return_value == pytest.approx(110)
 
 
 def test_a_baseline_out_of_memory_is_paired_at_the_largest_batch_size_that_fits_both(measured, sheet):
@@ -136,15 +167,17 @@ def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, sheet):
     assert not measured.specs
 
 
-def test_the_share_of_a_copy_is_measured_of_families_with_an_operator_and_stands_in_their_rows(
+def test_the_share_of_a_copy_is_measured_once_of_a_family_with_an_operator_and_stands_in_its_rows(
     measured, sheet, monkeypatch
 ):
-    monkeypatch.setattr(module, "measure_share", lambda family, **about: {"vim": 7.0, "vrwkv": 30.0}[family])
-    shares = measure_shares(["vrwkv", "deit", "vim"], batch_size=2, dtype="fp32", device="cpu")
-    assert shares == {"vim": 7.0, "vrwkv": 30.0}
-    specs = [RowSpec(model=f"{name}_tiny_patch16_224", image_size=(32, 32)) for name in ("vim", "vittt")]
-    measure_rows(specs, sheet, shares=shares)
-    assert [row["op_share_of_copy_percent"] for row in read_rows(sheet.path)] == [7.0, None]
+    asked = []
+    monkeypatch.setattr(module, "measure_share", lambda family, **about: asked.append(family) or 7.0)
+    find_share = share_finder(batch_size=2, dtype="fp32", device="cpu")
+    models = [(side, f"{name}_tiny_patch16_224") for side in (32, 64) for name in ("vim", "vittt")]
+    specs = [RowSpec(model=model, image_size=(side, side)) for side, model in models]
+    measure_rows(specs, sheet, find_share=find_share)
+    assert [row["op_share_of_copy_percent"] for row in read_rows(sheet.path)] == [7.0, None, 7.0, None]
+    assert asked == ["vim"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, ""), (59.4, ", 59 s left"), (150.0, ", at most 2 min left")])

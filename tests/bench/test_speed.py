@@ -2,12 +2,17 @@
 
 import itertools
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
+import sys
+from multiprocessing import forkserver
 
 import pytest
 import torch
 
+import repro
 from repro.bench import speed
 from repro.bench.build import create
 from repro.bench.memory import measure_peak_mib
@@ -15,12 +20,29 @@ from repro.bench.speed import RowSpec, measure, median_interval
 
 NANO = "vittt_nano_patch16_144"
 MIB = 2**18  # fp32 numbers
-IN_MEASURING_PROCESS = "if 'repro.bench.speed' in ' '.join(sys.orig_argv): "
+NOISE = "import os, repro.bench.speed as s; run = s._run; s._run = lambda spec: (print('noise'), os.write(1, b'noise'), run(spec))[2]"
 
 
-def make_spec(**changes):
-    """A small row whose limit of time is far beyond what any machine needs."""
-    return RowSpec(**{"model": NANO, "image_size": (144, 144), "budget_s": 600.0, "threads": 1, **changes})
+class Carrier(str):
+    """The name of the model, which runs code where it arrives: in the measuring process, before the row."""
+
+    code = "pass"
+
+    def __reduce__(self):
+        return eval, (f"(exec({self.code!r}, {{}}), {str(self)!r})[1]",)
+
+
+def make_spec(code="pass", **changes):
+    """A small row whose limit of time is far beyond what any machine needs; its process runs the code first."""
+    model = Carrier(NANO)
+    model.code = code
+    return RowSpec(**{"model": model, "image_size": (144, 144), "budget_s": 600.0, "threads": 1, **changes})
+
+
+@pytest.fixture
+def spawn(monkeypatch):
+    """Start the measuring processes as on a GPU and outside Linux."""
+    monkeypatch.setattr(speed, "_open_context", lambda device: multiprocessing.get_context("spawn"))
 
 
 @pytest.mark.parametrize(
@@ -39,21 +61,12 @@ def test_median_interval_by_hand(n, lowest, highest):
     assert median_interval(samples) == (None if lowest is None else (lowest - 1, highest - 1))
 
 
-@pytest.fixture
-def startup(tmp_path, monkeypatch):
-    """Write code that every Python process started from here runs first."""
-
-    def write(code):
-        (tmp_path / "sitecustomize.py").write_text(f"import os, sys\n{code}\n", encoding="utf-8")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    return write
-
-
-def test_a_row_in_a_fresh_process_whatever_is_printed(startup):
-    startup("import atexit\nprint('noise at the start')\natexit.register(lambda: os.write(1, b'noise at the end'))")
+@pytest.mark.parametrize("way", ["forked", "spawn"])
+def test_a_row_in_a_fresh_process_whatever_is_printed(way, request, capfd):
+    if way == "spawn":
+        request.getfixturevalue(way)
     how = {"batch_size": 3, "dtype": "bf16", "backend": "torch"}
-    row = measure(make_spec(options={"design": "dual"}, image_size=(64, 96), **how))
+    row = measure(make_spec(NOISE, options={"design": "dual"}, image_size=(64, 96), **how))
     samples = sorted(row["samples_ms"])
     # 10 steps, or 3 on a machine so slow that a step takes over 2 s: the median is the 5th and the 6th, or the 2nd
     assert row["status"] == "ok" and row["steps"] == len(samples) and len(samples) in (3, 10)
@@ -66,7 +79,7 @@ def test_a_row_in_a_fresh_process_whatever_is_printed(startup):
     assert (row["model"], row["options"], row["image_size"]) == (NANO, {"design": "dual"}, [64, 96])
     assert {**how, "device": "cpu", "mode": "infer"}.items() <= row.items()
     assert row["num_params"] > 0 and row["macs_g"] > 0 and row["attention"] is None
-    json.dumps(row, allow_nan=False)
+    assert json.loads(json.dumps(row, allow_nan=False)) == row and "noise" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -74,39 +87,91 @@ def test_a_row_in_a_fresh_process_whatever_is_printed(startup):
     [
         # 6e14 bytes of input: more than the address space of a 64-bit process
         ("pass", {"image_size": (224, 224), "batch_size": 10**9}, "oom", "memory"),
-        ("os.kill(os.getpid(), 9)", {}, "oom", "killed"),  # as the kernel does where memory runs out
-        ("__import__('time').sleep(3600)", {"budget_s": 0.2}, "timeout", "0.2 s"),
+        ("import os; os.kill(os.getpid(), 9)", {}, "oom", "killed"),  # as the kernel does where memory runs out
+        ("import time; time.sleep(3600)", {"budget_s": 0.2}, "timeout", "0.2 s"),
     ],
 )
-def test_what_does_not_fit_or_is_killed_or_over_its_budget_is_a_row(startup, code, changes, status, reason):
-    startup(f"{IN_MEASURING_PROCESS}{code}")
-    row = measure(make_spec(**changes))
+def test_what_does_not_fit_or_is_killed_or_over_its_budget_is_a_row(code, changes, status, reason):
+    row = measure(make_spec(code, **changes))
     assert row["status"] == status and reason in row["reason"]
     assert row["macs_g"] > 0 and row["samples_ms"] == [] and row["latency_ms"] is row["peak_memory_mib"] is None
 
 
-def test_an_interrupt_ends_the_measuring_process(startup, monkeypatch):
-    startup(f"import time\n{IN_MEASURING_PROCESS}time.sleep(3600)")
-    communicate, processes = subprocess.Popen.communicate, []
+def test_an_interrupt_ends_the_measuring_process(monkeypatch):
+    processes, wait = [], speed.connection.wait
 
-    def interrupt_once(process, *args, **kwargs):
-        processes.append(process)
-        if len(processes) == 1:
-            raise KeyboardInterrupt
-        return communicate(process, *args, **kwargs)
+    def interrupt(ends, timeout=None):
+        if timeout != 600.0:  # which is that of the row
+            return wait(ends, timeout)
+        processes.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt_once)
+    monkeypatch.setattr(speed.connection, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        measure(make_spec())
-    assert processes[0].wait() == -signal.SIGKILL
+        measure(make_spec("import time; time.sleep(3600)"))
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL]
 
 
-def test_any_other_end_is_one_line_that_names_the_row(startup):
-    with pytest.raises(RuntimeError, match=r"^vittt_nano_patch16_144\[chunks=3\]@144: .*no option chunks"):
-        measure(make_spec(options={"chunks": 3}))
-    startup(f"{IN_MEASURING_PROCESS}os.abort()")
-    with pytest.raises(RuntimeError, match=r"^vittt_nano_patch16_144@64x32: .*signal 6"):
-        measure(make_spec(image_size=(64, 32)))
+def test_the_measuring_process_ends_with_the_one_that_waits_for_it():
+    """Its parent is killed while the row is under way; the pipe that both hold is closed when both are gone."""
+    code = "import os, time, repro.bench.speed as s; os.dup(1); s._run = lambda _: (os.kill(os.getppid(), 9), time.sleep(99))"
+    script = f"""
+import multiprocessing
+from repro.bench import speed
+class Carrier(str):
+    def __reduce__(self):
+        return eval, ({f"(exec({code!r}, {{}}), 'none')[1]"!r},)
+speed._open_context = lambda device: multiprocessing.get_context("spawn")
+speed.measure(speed.RowSpec(model=Carrier(), image_size=(32, 32)))"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "name", "message"),
+    [
+        ("pass", {"options": {"chunks": 3}}, r"\[chunks=3\]@144", "no option chunks"),
+        ("import os; os.abort()", {"image_size": (64, 32)}, "@64x32", "signal 6"),
+        ("import os; os._exit(3)", {}, "@144", "exit code 3: no message"),
+        (
+            "import os, repro.bench.speed as s; s._run = lambda spec: (os.write(2, b'one\\n two \\n'), os.abort())",
+            {},
+            "@144",
+            "signal 6: two",
+        ),
+    ],
+)
+def test_any_other_end_is_one_line_that_names_the_row(code, changes, name, message):
+    with pytest.raises(RuntimeError, match=rf"^{NANO}{name}: .*{message}"):
+        measure(make_spec(code, **changes))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows are forked on Linux alone")
+def test_a_process_to_fork_from_that_breaks_is_a_line_too(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\n'forkserver' in str(sys.orig_argv) and os._exit(3)")
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        forkserver._forkserver._stop()
+        with pytest.raises(RuntimeError, match=rf"^{NANO}@144: .*start"):
+            measure(make_spec())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows are forked on Linux alone")
+def test_rows_on_a_cpu_are_forked_from_one_process_which_has_imported_this_code(tmp_path, monkeypatch):
+    """Where it starts there is another `repro`; each row says who it is and what it found."""
+    (tmp_path / "repro").mkdir()
+    (tmp_path / "repro" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ABOUT", "a row")
+    forkserver._forkserver._stop()
+    found = "(os.getpid(), os.getppid(), os.getcwd(), os.environ['ABOUT'], 'timm' in sys.modules, repro.__file__)"
+    code = f"import json, os, sys, repro; print(json.dumps({found}), file=open('log', 'a'))"
+    for _ in range(2):
+        assert measure(make_spec(code, image_size=(32, 32)))["status"] == "ok"
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    processes, parents, *others = zip(*lines, strict=True)
+    assert len(set(processes)) == 2 and len(set(parents)) == 1 and os.getpid() not in parents
+    assert [set(each) for each in others] == [{str(tmp_path)}, {"a row"}, {True}, {repro.__file__}]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import itertools
 from unittest.mock import Mock
 
+import pytest
+
 from repro.bench.speed import RowSpec
 from repro.bench.sweep import IMAGE_SIZES, RowSchedule, order_by_importance, row_key
 
@@ -35,13 +37,17 @@ def make_row(latency_ms, steps=10):
     return {"status": "ok", "latency_ms": latency_ms, "samples_ms": [latency_ms] * steps}
 
 
-def drive(schedule, clock, seconds):
-    """Measure what the schedule yields; each row takes `seconds(spec)`, of which all but 1 s are 12 steps."""
+def drive(schedule, clock, seconds, specs, passes=1):
+    """Measure what the schedule yields; each row takes `seconds(spec)`, of which all but 1 s are 12 steps, and is stopped
+    at its limit.
+    """
     taken = []
-    for spec, _ in schedule:
+    for spec, _ in schedule.walk(specs, passes):
         taken.append(spec)
-        clock.return_value += seconds(spec)
-        schedule.note(spec, make_row((seconds(spec) - 1) / 12 * 1e3), seconds(spec))
+        needed, limit = seconds(spec), schedule.limit(spec).budget_s
+        clock.return_value += min(needed, limit)
+        row = make_row((needed - 1) / 12 * 1e3) if needed <= limit else {"status": "timeout"}
+        schedule.note(spec, row, min(needed, limit))
     return taken
 
 
@@ -49,23 +55,70 @@ def test_a_schedule_leaves_out_whole_image_sizes_that_do_not_fit():
     """Steps of 1 s at 1 GMAC, 4 s at 4, 2 s at 2: with start-up 13, 49 and 25 s a row; two models at each."""
     gmacs, clock = {16: 1.0, 64: 4.0, 32: 2.0}, Mock(return_value=0.0)
     specs = [make_spec(side, model) for side in (16, 64, 32) for model in "ab"]
-    schedule = RowSchedule(specs, lambda spec: gmacs[spec.image_size[0]], 100, clock)
-    taken = drive(schedule, clock, lambda spec: 1 + 12 * gmacs[spec.image_size[0]])
-    # after 26 s there are 74 left; at 4 GMAC four steps of 1.3 x 4 s and 1 s of start are expected: 2 x 21.8 s fit
+    schedule = RowSchedule(lambda spec: gmacs[spec.image_size[0]], 120, clock)
+    taken = drive(schedule, clock, lambda spec: 1 + 12 * gmacs[spec.image_size[0]], specs)
+    # after 26 s there are 94 left; at 4 GMAC four steps of 1.3 x 4 s and 1 s of start are expected: 2 x 21.8 s fit
     assert [spec.image_size[0] for spec in taken] == [16, 16, 64, 64]
-    # 26 + 98 s are gone; at 2 GMAC a step is expected to take 1.3 x 2 s, four of them and 1 s of start, for two rows
-    assert list(schedule.left_out) == [32] and round(schedule.left_out[32], 6) == 2 * (4 * 1.3 * 2 + 1)
+    # 26 + 98 s are gone; at 2 GMAC a step is expected to take 1.3 x 2 s, four of them and 1 s of start
+    assert schedule.left_out == specs[4:] and [schedule.expect(spec) for spec in specs[4:]] == 2 * [
+        pytest.approx(4 * 1.3 * 2 + 1)
+    ]
+
+
+@pytest.mark.parametrize("limit_s", [5, 20, 60, 100, 200, 400, 1000, 3000, 6000, 200000])
+@pytest.mark.parametrize("growth", [0.5, 1.0, 2.0])
+def test_the_limit_is_kept_to_a_quarter(limit_s, growth):
+    """Of models whose time grows otherwise than their multiply-adds."""
+    sides, clock = (16, 128, 64, 32, 96), Mock(return_value=7.0)
+
+    def seconds(spec):
+        return 3 + {"a": 2, "b": 5}[spec.model] * (spec.image_size[0] / 16) ** (2 * growth)
+
+    specs = [make_spec(side, model, budget_s=1e9) for side in sides for model in "ab"]
+    schedule = RowSchedule(lambda spec: spec.image_size[0] ** 2 / 256, limit_s, clock, started=2.0)
+    taken = drive(schedule, clock, seconds, specs)
+    assert clock.return_value - 2 <= max(1.25 * limit_s, 5)  # 5 s were gone before the first row
+    assert all((spec in taken) or (spec in schedule.left_out) for spec in specs)
+    assert limit_s < 200000 or not schedule.left_out
+
+
+def test_a_row_under_way_when_the_time_is_over_is_left_out():
+    """A row of 10 s, then one of 1000 s that was expected to take 1 + 12 x 1.3 x 0.75 s; the limit is 100 s."""
+    specs, clock = [make_spec(16), make_spec(32), make_spec(64)], Mock(return_value=0.0)
+    schedule = RowSchedule(lambda spec: 1.0, 100, clock)
+    assert drive(schedule, clock, lambda spec: {16: 10, 32: 1000, 64: 1}[spec.image_size[0]], specs) == specs[:2]
+    assert schedule.left_out == specs[1:] and clock.return_value == pytest.approx(110)
+
+
+def test_runs_share_the_time():
+    """Two image sizes of 13 s a row, 16.6 s as expected, in 50 s: the last run has what the ones before it left."""
+    for passes, expected in ((3, [1, 1, 1]), (2, [1, 2]), (1, [2])):
+        clock = Mock(return_value=0.0)
+        schedule = RowSchedule(lambda spec: 1.0, 50, clock)
+        specs = [make_spec(16), make_spec(32)]
+        found = [len(drive(schedule, clock, lambda spec: 13.0, specs, left)) for left in range(passes, 0, -1)]
+        assert found == expected
+
+
+def test_a_model_without_a_row_is_expected_to_be_as_slow_as_the_slowest():
+    schedule = RowSchedule(lambda spec: 2.0, 100, Mock(return_value=0.0))
+    assert schedule.expect(make_spec(16, "c")) == 6
+    for model, ms in (("a", 100.0), ("b", 200.0)):
+        schedule.note(make_spec(16, model), make_row(ms))
+    assert schedule.expect(make_spec(16, "c")) == pytest.approx(6 + 12 * 1.3 * 0.2)
+    schedule.note(make_spec(16, "c"), {"status": "oom"})  # and as it fails early, only its process counts
+    assert schedule.expect(make_spec(32, "c")) == 6
 
 
 def test_a_schedule_without_a_limit_measures_everything():
     specs, clock = [make_spec(side) for side in (16, 64, 32)], Mock(return_value=0.0)
-    schedule = RowSchedule(specs, lambda spec: 1.0, clock=clock)
-    assert drive(schedule, clock, lambda spec: 1000.0) == specs and not schedule.left_out
+    schedule = RowSchedule(lambda spec: 1.0, clock=clock)
+    assert drive(schedule, clock, lambda spec: 500.0, specs) == specs and not schedule.left_out
 
 
 def test_rows_of_an_earlier_call_tell_what_is_left():
     """1 s per step and GMAC from an earlier row: 12 steps of 1.3 s, and 6 s to start a process, unmeasured so far."""
-    schedule = RowSchedule([make_spec(32)], lambda spec: 1.0)
+    schedule = RowSchedule(lambda spec: 1.0)
     schedule.note(make_spec(16), make_row(1000.0))
-    ((_, expected_s),) = list(schedule)
+    ((_, expected_s),) = list(schedule.walk([make_spec(32)]))
     assert round(expected_s, 6) == 12 * 1.3 + 6

@@ -19,7 +19,8 @@ def make_runs(*latencies, **more):
 def test_a_measurement_is_the_median_of_its_processes_with_their_range():
     (row,) = pool_runs(make_runs(100.0, 110.0, 90.0))
     pooled = {"processes": 3, "latency_ms": 100.0, "throughput_img_per_s": 10.0, "peak_memory_mib": 20.0}
-    assert pooled.items() <= row.items() and row["latency_range_ms"] == (90.0, 110.0)
+    assert pooled.items() <= row.items()
+    assert row["latency_range_ms"] == (90.0, 110.0) and row["peak_memory_range_mib"] == (10.0, 30.0)
 
 
 def test_one_process_has_no_range():
@@ -67,6 +68,16 @@ def test_the_ends_of_a_ratio_are_those_of_both_ranges():
     ours, theirs = mark_host(pool_runs([*make_runs(8.0, 10.0, 12.0), *make_runs(20.0, 25.0, 30.0, model="n")]))
     ratio = bound_ratio(ours, theirs)
     assert ratio.times == 2.5 and ratio.ends == (20 / 12, 30 / 8)
+
+
+def test_a_ratio_of_peaks_has_the_ends_of_theirs_whoever_has_the_time():
+    """Ours takes 10 to 30 MiB, theirs 10 to 20, on a GPU that waits for its host."""
+    gpu = {"device": "cuda: some GPU"}
+    rows = [*make_runs(8.0, 8.0, 8.0, **gpu), *make_runs(8.0, 8.0, model="n", **gpu)]
+    ours, theirs = ({**row, "host": HOST} for row in pool_runs(rows))
+    assert bound_ratio(ours, theirs) is None
+    assert bound_ratio(ours, theirs, "peak_memory_mib") == (15 / 20, (10 / 30, 20 / 10))
+    assert bound_ratio(ours, theirs | {"peak_memory_mib": None}, "peak_memory_mib") is None
 
 
 def test_a_ratio_with_one_process_on_a_side_has_no_ends():

@@ -99,6 +99,50 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
 
 
+SIDES = (224, 384, 640, 1280)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ends", "expected"),
+    [
+        ((40, 50, 60, 70), (30, 45, 90, 200), (0.95, 1.05), "from between 384² and 640² on"),
+        ((40, 50, 60, 70), (30, 60, 90, 200), (0.95, 1.05), "from between 224² and 384² on"),
+        ((40, 50, 60, 70), (30, 45, 55, 200), (0.99, 1.01), "from between 640² and 1280² on"),
+        # the ranges of the middle size meet
+        ((40, 50, 60, 70), (30, 51, 90, 200), (0.95, 1.05), "from between 224² and 640² on"),
+        ((40, 50, 60, 70), (41, 60, 90, 200), (0.95, 1.05), "from 384² on"),
+        ((40, 50, 60, 70), (80, 90, 100, 110), (0.95, 1.05), "at every size"),
+        ((40, 50, 60, 70), (20, 20, 20, 20), (0.95, 1.05), "at no size"),
+        ((40, 50, 60, 70), (80, 90, 100, 71), (0.95, 1.05), "from no size on"),
+        ((40, 50, 60, 70), (80, 90, 100, 35), (0.95, 1.05), "from no size on"),
+        ((40, 50, 60, 70), (30, 45, 90, 200), None, None),  # one process
+        ((40, 50, 60), (30, 45, 90), (0.95, 1.05), None),  # too few sizes
+    ],
+)
+def test_the_caption_of_the_picture_says_where_the_lines_cross(checkout, ours, theirs, ends, expected):
+    rows = [
+        (model, attention, side, float(ms), 100.0)
+        for model, attention, times in ((VITTT, None, ours), (DEIT, "fused", theirs))
+        for side, ms in zip(SIDES, times, strict=False)
+    ]
+    speeds(checkout, rows=rows, ends=ends)
+    shown = readme_blocks([checkout.report()])["picture"]
+    assert (f"in time, {expected} (fused attention)" in shown) if expected else ("lies below" not in shown)
+
+
+def test_the_memory_has_its_own_crossing(checkout):
+    """Each peak is of three processes that agree."""
+    peaks = {VITTT: (60.0, 70.0, 80.0, 90.0), DEIT: (50.0, 60.0, 90.0, 300.0)}
+    rows = [
+        (model, attention, side, 10.0, peak)
+        for model, attention in ((VITTT, None), (DEIT, "unfused"))
+        for side, peak in zip(SIDES, peaks[model], strict=True)
+    ]
+    speeds(checkout, rows=rows)
+    shown = readme_blocks([checkout.report()])["picture"]
+    assert "; in memory, from between 384² and 640² on (unfused attention)" in shown
+
+
 def test_nothing_measured_is_said_in_one_row_each(checkout):
     found = facts(checkout)
     assert len(found) <= 10 and found["Vittt-T against DeiT-T"][0] == "not measured"

@@ -2,11 +2,8 @@
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.children import leave_with_parent
 from ...core.errors import RunError, UserError, did_you_mean
 from ...core.runtime import Runtime, choose_workers
 from ...core.ui import track
@@ -112,10 +110,4 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
 def _start_worker() -> None:
     # Ctrl-C reaches the whole process group; the main process ends the pool
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    """End this worker when the main process was killed; otherwise it would wait for work for ever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    leave_with_parent()
