@@ -38,8 +38,8 @@ def test_the_layout_is_the_tree():
 # what must run on any GPU machine with torch, numpy and timm (and what these bring: triton, yaml, safetensors,
 # huggingface_hub)
 LIGHT = ("kernels", "repro.models", "repro.bench.speed")
-# `kernels.cpu_loops` is imported only where numba is installed
-LIGHT_IMPORTS = {"numba", "llvmlite", "torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub"}
+# `kernels.cpu_loops` is imported only where numba is installed, and pydantic only by what reads a section of params.yaml
+LIGHT_IMPORTS = {"torch", "triton", "numpy", "timm", "yaml", "safetensors", "huggingface_hub", "numba", "pydantic"}
 
 
 def imported(path: Path) -> set[str]:
