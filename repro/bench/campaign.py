@@ -29,6 +29,7 @@ from ..core.runtime import (
 from ..core.unfinished import Unfinished
 from .kernels import CHECK_TYPES, run_bench, run_check
 from .lanes import run_in_lanes
+from .probe import describe_probes, run_probe
 from .sweep import PAIR
 
 SHORTEST_S = 20.0  # with less left nothing is begun
@@ -55,11 +56,15 @@ class CampaignParams:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step: its name, what it answers, and (paths, minutes left or None, when all began) -> whether it is complete."""
+    """One step: its name, what it answers, and (paths, minutes left or None, when all began) -> whether it is complete.
+
+    In a call with a time limit it has no more than `limit` minutes, so that no step takes those of all others.
+    """
 
     name: str
     about: str
     run: Callable[..., bool]
+    limit: float = 5.0
 
 
 def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
@@ -128,22 +133,25 @@ def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: A
 _compare = partial(run_bench, compared=True)
 # what the paper claims of speed, at both ends of the range of image sizes
 _CLAIMED = {"families": PAIR}
+_WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("", "Vittt-T and DeiT-T, fused and unfused", {}),
+    (", graphs", "the same through CUDA graphs, which is the GPU's time", {"compile": "graphs"}),
+)
 
-# the first minutes on a GPU answer the paper's claim
+# the first minutes on a GPU say what the next change to the kernels depends on, then answer the paper's claim
 STEPS = (
     Step("environment", "the machine and its versions", record_environment),
-    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(run_check, op="ttt_linear")),
-    _plan_sweep("1280², batch 64", "Vittt-T and DeiT-T, fused and unfused", "T", 64, image_sizes=(1280,), **_CLAIMED),
-    _plan_sweep("1280², batch 1", "the same at batch 1", "T", 1, image_sizes=(1280,), **_CLAIMED),
-    _plan_sweep("224², batch 64", "the same at 224²", "T", 64, image_sizes=(224,), **_CLAIMED),
-    _plan_sweep("224², batch 1", "the same at batch 1", "T", 1, image_sizes=(224,), **_CLAIMED),
+    Step("probe", "whether frozen models are right, and whose time a pass takes: host, kernels, graphs", run_probe),
+    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(run_check, op="ttt_linear"), 1.5),
+    *(
+        _plan_sweep(f"{side}², batch {batch}{how}", about, "T", batch, image_sizes=(side,), **_CLAIMED, **options)
+        for side, batch in ((1280, 64), (1280, 1), (224, 64), (224, 1))
+        for how, about, options in _WAYS
+    ),
     Step("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
     Step("check", "the kernels against the fp64 reference", run_check),
     Step("compared", "the kernels' speed at the shapes that the goals are about", _compare),
     Step("training", "a short training in bf16", time_training),
-    _plan_sweep(
-        "1280², graphs", "batch 1 through CUDA graphs", "T", 1, image_sizes=(1280,), compile="graphs", **_CLAIMED
-    ),
     _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
     _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, compile="graphs"),
     _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
@@ -175,7 +183,8 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, 
             continue
         print(f"{step.name}: {step.about}", flush=True)
         try:
-            if _run_apart(step, paths, None if remaining is None else remaining / 60, state.began):
+            given = None if remaining is None else min(remaining / 60, step.limit)
+            if _run_apart(step, paths, given, state.began):
                 done.append(step.name)
                 state.save()
             else:
@@ -208,13 +217,15 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
                 lines.append(f"| {identity['device']} | `{name}.json` | {describe(record['metrics'])} | {commit} |")
     for file in sorted(paths.speed.glob("**/*.csv")):
         rows = read_typed_csv(file, CHECK_TYPES)
-        if rows and str(rows[0]["device"]).startswith("cuda"):
+        if file.parent.name != "probe" and rows and str(rows[0]["device"]).startswith("cuda"):
             commits = ", ".join(dict.fromkeys(row["commit"][:8] for row in rows))
             lines.append(
                 f"| {rows[0]['device']} | `{file.relative_to(paths.speed).as_posix()}` | {_describe_rows(rows)} | {commits} |"
             )
     nothing = "**No GPU is measured**: no record is of one. `make measure-gpu` makes them."
-    return [("results/speed.md", "gpu records", "\n".join(lines) if len(lines) > 2 else nothing)]
+    records = "\n".join(lines) if len(lines) > 2 else nothing
+    probes = describe_probes(paths.speed / "probe")
+    return [("results/speed.md", "gpu records", records), ("results/speed.md", "gpu probe", probes)]
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:

@@ -83,16 +83,28 @@ def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
 
 
 def test_the_first_steps_answer_what_the_paper_claims():
-    """TTT-Linear is checked, and Vittt and DeiT are raced before anything else is measured."""
+    """After a probe TTT-Linear is checked, and Vittt and DeiT are raced, eagerly and by graphs, before all else."""
     names = [each.name for each in STEPS]
-    assert names[:4] == ["environment", "check of TTT-Linear", "1280², batch 64", "1280², batch 1"]
+    assert names[:5] == ["environment", "probe", "check of TTT-Linear", "1280², batch 64", "1280², batch 64, graphs"]
     assert len(names) == len(set(names))
-    for each in STEPS[2:4]:
+    for place, each in enumerate(STEPS[3:11]):
         params = SweepParams(**each.run.keywords).with_defaults("cuda")
-        rows = {(row.model, row.attention, row.image_size) for block in params.plan("cuda") for row in block}
+        rows = {(row.model, row.attention, row.compile) for block in params.plan("cuda") for row in block}
         vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
         three = ((vittt, None), (deit, "fused"), (deit, "unfused"))
-        assert rows == {(name, kind, (1280, 1280)) for name, kind in three}
+        assert rows == {(name, kind, "graphs" if place % 2 else False) for name, kind in three}
+
+
+def test_no_step_takes_the_time_of_all_others(tmp_path, monkeypatch):
+    """Each has its own limit where the call has one, or what is left of the call."""
+    given = []
+    monkeypatch.setattr(campaign, "_run_apart", lambda step, paths, minutes, began: given.append(minutes) or True)
+    steps = [Step(str(limit), "", run_campaign, limit) for limit in (0.5, 100.0)]
+    run_campaign(Paths(tmp_path), 2.0, steps=steps)
+    first, second = given
+    assert first == 0.5 and 1.0 < second <= 2.0
+    run_campaign(Paths(tmp_path), None, steps=steps)
+    assert given[2:] == [None, None]
 
 
 @pytest.mark.slow
@@ -152,7 +164,7 @@ def test_a_training_is_timed(checkout, monkeypatch):
 
 def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     """Records of a CPU are not shown; what a GPU's say stands in a line each."""
-    ((page, marker, text),) = campaign.make_passages(checkout)
+    (page, marker, text), _ = campaign.make_passages(checkout)
     assert (page, marker) == ("results/speed.md", "gpu records") and "No GPU is measured" in text
     identity = {"device": "cuda: NVIDIA H200", "parent_commit": "0123456789"}
     measured = {"metrics": {}, "identity": identity | {"device": "cpu: X, 1 thread"}}
@@ -161,7 +173,7 @@ def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     for device, share in (("nvidia_h200", {"mfu_percent": 2.1}), ("nvidia_k80", {})):
         file = checkout.replications(device) / f"{campaign.TRAINED}.json"
         write_json(file, {"metrics": metrics | share, "identity": identity})
-    ((_, _, text),) = campaign.make_passages(checkout)
+    (_, _, text), _ = campaign.make_passages(checkout)
     first, second = text.splitlines()[2:]
     words = (f"`{campaign.TRAINED}.json`", "2346 img/s", "2 % of the peak", "01234567")
     assert all(word in first for word in words)

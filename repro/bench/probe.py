@@ -1,0 +1,324 @@
+"""What the first minutes on a GPU have to say, in one process: whether frozen models are right, how much of a pass is the
+host's, which kernels its time goes to, and what compiling gives.
+
+A line is written as soon as it is measured. Each section has a time limit of its own: one that breaks, or takes too long,
+leaves a line with the reason, and the next begins.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..core.csvfile import read_typed_csv, write_csv
+from ..core.paths import Paths
+from ..core.record import find_commit, installed_version
+from ..core.runtime import device_label, device_slug
+from ..core.unfinished import read_clock
+from . import build
+
+COLUMNS = tuple(
+    "section model image_size batch_size mode measure kernel calls value reason device commit torch triton measured".split()
+)
+TYPES = {"image_size": int, "batch_size": int, "calls": int, "value": float}
+KERNELS = 16  # of a pass, the slowest
+SAMPLES, FEWEST, SAMPLING_S = 50, 5, 2.0
+Corner = tuple[int, int]  # pixels of a side, images
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is probed: the models, the corners of image size and batch, and the dtype of inference and of autocast."""
+
+    model: str = "vittt_tiny_patch16_224"
+    baseline: str = "deit_tiny_patch16_224"
+    corners: tuple[Corner, ...] = ((1280, 64), (1280, 1), (224, 64), (224, 1))
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+
+
+class Probe:
+    """The lines of a probe, in a CSV file; a new probe begins with none.
+
+    Args:
+        plan: what is probed.
+        path: the CSV file.
+        root: the checkout, whose commit each line names.
+    """
+
+    def __init__(self, plan: Plan, path: Path, root: Path):
+        self.plan, self._path, self._section = plan, path, ""
+        self.lines: list[dict[str, Any]] = []
+        here = {"device": device_label(plan.device), "commit": (find_commit(root) or "not in Git")[:12]}
+        self._here = here | {name: installed_version(name) for name in ("torch", "triton")}
+
+    def say(self, measure: str, value: float | None, **about: Any) -> None:
+        """Add a line; a value of None has a `reason`."""
+        found = {"section": self._section, "measure": measure, "value": value, **about}
+        self.lines.append(found | self._here | {"measured": read_clock()})
+        write_csv(self._path, self.lines, COLUMNS)
+        what = " ".join(str(each) for name, each in found.items() if name != "value" and each is not None)
+        print(f"  {what}: {'null' if value is None else f'{value:.5g}'}", flush=True)
+
+    @contextlib.contextmanager
+    def section(self, name: str, limit_s: float) -> Iterator[None]:
+        """A section by this name: an error in it, or its end after so many seconds, is a line, and no error."""
+        self._section = name
+        print(f"{name} (at most {limit_s:.0f} s)", flush=True)
+
+        def stop(*_: Any) -> None:
+            raise TimeoutError(f"over its limit of {limit_s:g} s")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            yield
+        except Exception as error:
+            said = next(iter(str(error).strip().splitlines()), "no message")
+            self.say("complete", None, reason=f"{type(error).__name__}: {said[:200]}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def run_probe(paths: Paths, minutes: float | None, began: str, plan: Plan | None = None) -> bool:
+    """Write results/speed/probe/<device>.csv, and return whether the time was enough for all sections."""
+    plan = plan or Plan()
+    probe = Probe(plan, paths.speed / "probe" / f"{device_slug(plan.device)}.csv", paths.root)
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    for name, limit_s, run in SECTIONS:
+        left_s = limit_s if end is None else min(limit_s, end - time.monotonic())
+        if left_s <= 0:
+            return False
+        with probe.section(name, left_s):
+            run(probe)
+    return True
+
+
+def check_frozen(probe: Probe) -> None:
+    """Errors of a frozen model against the plain path, in several calls, after another image size, and as a graph."""
+    import torch
+
+    for side in sorted({side for side, _ in probe.plan.corners}):
+        corner = side, 2
+        plain, model, x = _build(probe, side, plain=True), _build(probe, side), _draw(probe, corner)
+        with torch.inference_mode():
+            expected = plain(x).float()
+            model.freeze(graphs=0)
+            outs = [model(x).float() for _ in range(3)]
+            model(x[..., model.patch_size :].contiguous())
+            outs.append(model(x).float())
+            if probe.plan.device == "cuda":
+                replay, out = _capture(model, x)
+                out.zero_()
+                replay()
+                outs.append(out.float())
+        _say(probe, "relative_error", max(_error(out, expected) for out in outs), probe.plan.model, corner)
+        _say(probe, "equal_bits", float(all(torch.equal(out, outs[0]) for out in outs)), probe.plan.model, corner)
+
+
+def time_inference(probe: Probe) -> None:
+    """At each corner, of both models: eager, with the host's share and the slowest kernels, and as a graph."""
+    for corner in probe.plan.corners:
+        for name in (probe.plan.model, probe.plan.baseline):
+            _time_inference(probe, name, corner, "eager")
+
+
+def time_plain(probe: Probe) -> None:
+    """The same of the model without the kernels around its scan, at the largest corner."""
+    _time_inference(probe, probe.plan.model, probe.plan.corners[0], "plain")
+
+
+def time_reduced(probe: Probe) -> None:
+    """Inference under `torch.compile(mode="reduce-overhead")`, but for the largest corner."""
+    import torch
+
+    for corner in probe.plan.corners[1:]:
+        for name in (probe.plan.model, probe.plan.baseline):
+            model, x = _build(probe, corner[0], name), _draw(probe, corner)
+            if name == probe.plan.model:
+                model.freeze(graphs=0)
+            torch.compiler.reset()
+            fast = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+            with torch.inference_mode():
+                _say(
+                    probe, "latency_ms", _time(probe, lambda run=fast, x=x: run(x))[0], name, corner, "reduce-overhead"
+                )
+
+
+def time_training(probe: Probe, *, compiled: bool = False) -> None:
+    """A step of training in autocast, at the smallest image size and the largest batch: time, host, memory, kernels."""
+    import torch
+    import torch.nn.functional as F
+
+    corner = min(side for side, _ in probe.plan.corners), max(batch for _, batch in probe.plan.corners)
+    dtype, mode = getattr(torch, probe.plan.dtype), "train, compiled" if compiled else "train"
+    for name in (probe.plan.model, probe.plan.baseline):
+        model, x = _build(probe, corner[0], name, dtype=torch.float32).train(), _draw(probe, corner, torch.float32)
+        labels = torch.arange(len(x), device=x.device) % model.num_classes
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+        torch.compiler.reset()
+        network = torch.compile(model) if compiled else model
+
+        def step(network=network, x=x, labels=labels, optimizer=optimizer) -> None:
+            with torch.autocast(x.device.type, dtype):
+                out = network(x)
+            F.cross_entropy(out.float(), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        _say_times(probe, step, name, corner, mode)
+        if x.device.type == "cuda":
+            _say(probe, "peak_memory_mib", torch.cuda.max_memory_allocated() / 2**20, name, corner, mode)
+
+
+def time_compiled_training(probe: Probe) -> None:
+    """The same under `torch.compile`."""
+    time_training(probe, compiled=True)
+
+
+# name, limit in seconds, what runs: the first are those on which most depends
+SECTIONS: tuple[tuple[str, float, Callable[[Probe], None]], ...] = (
+    ("right", 90, check_frozen),
+    ("inference", 90, time_inference),
+    ("plain block", 30, time_plain),
+    ("training", 60, time_training),
+    ("training, compiled", 100, time_compiled_training),
+    ("reduce-overhead", 100, time_reduced),
+)
+
+
+def _time_inference(probe: Probe, name: str, corner: Corner, mode: str) -> None:
+    import torch
+
+    model, x = _build(probe, corner[0], name, plain=mode == "plain"), _draw(probe, corner)
+    if name == probe.plan.model and mode != "plain":
+        model.freeze(graphs=0)
+    with torch.inference_mode():
+        _say_times(probe, lambda: model(x), name, corner, mode)
+        graph = "graph" if mode == "eager" else f"{mode}, graph"
+        if probe.plan.device == "cuda":
+            _say(probe, "latency_ms", _time(probe, _capture(model, x)[0])[0], name, corner, graph)
+        else:
+            _say(probe, "latency_ms", None, name, corner, graph, reason="a CPU has no CUDA graphs")
+
+
+def _say_times(probe: Probe, step: Callable[[], Any], name: str, corner: Corner, mode: str) -> None:
+    """The time of a step, how much of it the host took to launch it, and its slowest kernels."""
+    latency_ms, host_ms = _time(probe, step)
+    _say(probe, "latency_ms", latency_ms, name, corner, mode)
+    _say(probe, "host_ms", host_ms, name, corner, mode)
+    for kernel, calls, ms in _find_kernels(probe, step):
+        _say(probe, "kernel_ms", ms, name, corner, mode, kernel=kernel, calls=calls)
+
+
+def _say(
+    probe: Probe, measure: str, value: float | None, name: str, corner: Corner, mode: str = "", **more: Any
+) -> None:
+    side, batch_size = corner
+    probe.say(measure, value, model=name, image_size=side, batch_size=batch_size, mode=mode or None, **more)
+
+
+def _build(probe: Probe, side: int, name: str = "", *, plain: bool = False, dtype: Any = None) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    model = build.create(name or probe.plan.model, {}, (side, side), fused=True)
+    for block in model.blocks if plain else ():
+        block.is_fusible = False
+    return model.to(probe.plan.device, dtype or getattr(torch, probe.plan.dtype)).eval()
+
+
+def _draw(probe: Probe, corner: Corner, dtype: Any = None) -> Any:
+    import torch
+
+    side, batch_size = corner
+    dtype = dtype or getattr(torch, probe.plan.dtype)
+    return torch.randn(batch_size, 3, side, side, device=probe.plan.device, dtype=dtype)
+
+
+def _time(probe: Probe, step: Callable[[], Any]) -> tuple[float, float]:
+    """The median milliseconds of a step, and those after which the host had launched it."""
+    import torch
+
+    wait = torch.cuda.synchronize if probe.plan.device == "cuda" else lambda: None
+    for _ in range(2):
+        step()
+    if probe.plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    host, taken, end = [], [], time.monotonic() + SAMPLING_S
+    while len(taken) < FEWEST or (time.monotonic() < end and len(taken) < SAMPLES):
+        wait()
+        began = time.perf_counter()
+        step()
+        launched = time.perf_counter()
+        wait()
+        host.append(launched - began)
+        taken.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(taken), 1e3 * statistics.median(host)
+
+
+def _find_kernels(probe: Probe, step: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """(name, calls, milliseconds) of the slowest kernels of a step; on a CPU, of its operations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kind = ProfilerActivity.CUDA if probe.plan.device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[kind]) as seen:
+        step()
+        if probe.plan.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+    on_gpu = probe.plan.device == "cuda"
+    found = [
+        (each.key[:80], each.count, (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3)
+        for each in seen.key_averages()
+    ]
+    return sorted(found, key=lambda each: -each[2])[:KERNELS]
+
+
+def _capture(model: Any, x: Any) -> tuple[Callable[[], None], Any]:
+    """What repeats a forward pass as a CUDA graph, and its output."""
+    import torch
+
+    for _ in range(3):
+        model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(x)
+    return graph.replay, out
+
+
+def _error(found: Any, expected: Any) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def describe_probes(folder: Path) -> str:
+    """The times of all probes in a folder as a table of Markdown: eager and graph apart, since the second is the GPU's."""
+    table = ["| device, commit | model, image size, batch | mode | ms | of these the host's | slowest kernel |"]
+    table.append("|---|---|---|---:|---:|---|")
+    for file in sorted(folder.glob("*.csv")):
+        cases: dict[tuple, dict[str, Any]] = {}
+        for line in read_typed_csv(file, TYPES):
+            where = f"{line['device']}, {line['commit']}", line["section"], line["model"], line["image_size"]
+            known = cases.setdefault((*where, line["batch_size"], line["mode"]), {})
+            known.setdefault(line["measure"], line)  # of the kernels, the slowest
+        for (device, section, model, side, batch_size, mode), found in cases.items():
+            case = f"{model} {side}², {batch_size}" if model else section
+            if (time_ms := found.get("latency_ms")) is not None:
+                host, kernel = found.get("host_ms"), found.get("kernel_ms")
+                slowest = f"`{kernel['kernel']}` {kernel['value']:.3g} ms, {kernel['calls']} calls" if kernel else "–"
+                said = _show(time_ms), _show(host) if host else "–", slowest
+            else:
+                said = ", ".join(f"{name} {_show(each)}" for name, each in found.items()), "–", "–"
+            table.append(f"| {device} | {case} | {mode or section} | {' | '.join(said)} |")
+    return "\n".join(table) if len(table) > 2 else "**No GPU is probed**: `make measure-gpu` does it first."
+
+
+def _show(line: dict[str, Any]) -> str:
+    return f"null: {line['reason']}" if line["value"] is None else f"{line['value']:.4g}"
