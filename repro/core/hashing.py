@@ -17,10 +17,17 @@ def short_hash(content: bytes | memoryview | str) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:DIGITS]
 
 
-def hash_file(path: Path, digits: int = DIGITS) -> str:
-    """The short hash of a file's content, or more of its 64 digits; raises OSError as reading does."""
+def hash_file(path: Path, digits: int = DIGITS, *, blank: int | None = None) -> str:
+    """The short hash of a file's content, or more of its 64 digits; raises OSError as reading does.
+
+    With `blank`, zeros stand for the 64 digits that begin at this byte: where a file keeps its own hash.
+    """
+    start = hashlib.sha256()
     with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:digits]
+        if blank is not None:
+            start.update(stream.read(blank) + b"0" * 64)
+            stream.seek(blank + 64)
+        return hashlib.file_digest(stream, lambda: start).hexdigest()[:digits]
 
 
 def require_hash(
@@ -30,11 +37,12 @@ def require_hash(
     *,
     named: str = "",
     stated: str = "--sha256",
+    blank: int | None = None,
 ) -> None:
     """Refuse a file whose SHA-256 does not begin with the stated digits, 8 or more; None states nothing.
 
     Errors name the file as `named`, by default by its path, and the digits by the option or the key of a params file
-    that `stated` them; `advice` ends them.
+    that `stated` them; `advice` ends them. `blank`: see `hash_file`.
 
     Raises:
         UserError: another hash, too few digits or others than hexadecimal ones, or no file.
@@ -45,7 +53,7 @@ def require_hash(
         raise UserError(f"{stated} {sha256}: expected 8 hex digits or more")
     if path is None or not path.is_file():
         raise UserError(f"{named or path or stated}: no such file, so its hash cannot be verified; name the right one")
-    found = hash_file(path, digits=64)
+    found = hash_file(path, digits=64, blank=blank)
     if not found.startswith(sha256.lower()):
         raise UserError(f"{named or path}: has SHA-256 {found[:16]}..., expected {sha256}{advice}")
 

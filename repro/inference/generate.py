@@ -20,10 +20,9 @@ from ..core.ui import Progress
 from ..data.cells import DataCell, manifest_path, open_cell
 from ..data.kinds import list_wnids
 from ..data.loader import EvalLoader
-from ..models.checkpoints import open_weights
 from ..models.registry import build_denoiser
-from ..models.weights import is_foreign, load_state
-from ..tasks.generation.data import open_split, read_denoiser, save_grid
+from ..models.weights import load_state
+from ..tasks.generation.data import open_denoiser, open_split, save_grid
 from ..tasks.generation.diffusion import Diffusion
 from ..tasks.generation.params import InputSettings, LatentSettings, SamplingParams
 from ..tasks.generation.reference import SUFFIX, ReferenceBatch
@@ -129,37 +128,25 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
             range; a VAE that is missing, is none, or is not needed.
     """
     path = request.weights
-    if is_foreign(path):
-        if request.model is None:
-            raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
-        transform = {"image_size": RELEASED_SIZE, "latents": dataclasses.asdict(LatentSettings())}
-        sampling = {}
-        name = request.model
-        state = read_denoiser(path, _require_denoiser(name))
+    state, metadata = open_denoiser(path, *([] if request.model is None else [_require_denoiser(request.model)]))
+    if metadata is None:
         if "class_embed.weight" not in state:
             raise UserError(f"{path}: holds no embedding of classes, so it is no denoiser")
-        options = {"num_classes": len(state["class_embed.weight"]) - 1}
-        classes = (
-            list_wnids()
-            if options["num_classes"] == len(list_wnids())
-            else tuple(map(str, range(options["num_classes"])))
-        )
+        task = {"transform": {"image_size": RELEASED_SIZE, "latents": dataclasses.asdict(LatentSettings())}}
+        name, options = request.model, {"num_classes": len(state["class_embed.weight"]) - 1}
+        wnids = list_wnids()
+        is_imagenet = options["num_classes"] == len(wnids)
+        classes = wnids if is_imagenet else map(str, range(options["num_classes"]))
     else:
-        checkpoint = open_weights(path, model=request.model)
-        task = checkpoint.task or {"name": "classify"}
+        task = metadata.get("task") or {"name": "classify"}
         if task["name"] != "generate":
             raise UserError(
                 f"{path}: holds a model that can {task['name']}, not generate; `repro generate --cell NAME` trains one that can"
             )
-        transform = task["transform"]
-        sampling = task["sampling"]
-        name = checkpoint.model
-        options = dict(checkpoint.options)
-        classes = checkpoint.classes
-        state = read_denoiser(path, name)
+        name, options, classes = metadata["model"], metadata["options"], metadata["classes"]
     transform = build(
         InputSettings,
-        transform | ({} if request.image_size is None else {"image_size": request.image_size}),
+        task["transform"] | ({} if request.image_size is None else {"image_size": request.image_size}),
         "generate",
     )
     try:
@@ -168,7 +155,7 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     load_state(model, state, f"{path}: does not fit {name} as built with {options}")
-    sampling = build(SamplingParams, {**sampling, **request.sampling}, "generate")
+    sampling = build(SamplingParams, {**task.get("sampling", {}), **request.sampling}, "generate")
     decode = open_decoder(request.vae, transform, device, path)
     model = model.to(device).eval().requires_grad_(False)
     return Drawer(name=name, model=model, transform=transform, sampling=sampling, classes=tuple(classes), decode=decode)

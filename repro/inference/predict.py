@@ -19,8 +19,7 @@ from ..core.ui import print_error, print_table, show
 from ..data.findings import RaiseFirst
 from ..data.pictures import EXTENSIONS, is_picture, list_entries, tell_unread
 from ..data.pixels import read_pixels
-from ..models.checkpoints import open_weights
-from ..models.weights import is_foreign
+from ..models.checkpoints import open_own
 from ..tasks import load_tasks
 from ..tasks.spec import Predictor
 
@@ -43,9 +42,7 @@ def predict_pictures(
     """
     runtime = load_runtime(find_root())
     device = choose_device(runtime.device)
-    if is_foreign(weights):
-        raise UserError(f"{weights}: not a weights file of this project, which would name its model and its classes")
-    checkpoint = open_weights(weights)
+    checkpoint = open_own(weights)
     own_task = (checkpoint.task or {"name": "classify"})["name"]
     if task not in (None, own_task):
         raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")

@@ -1,15 +1,14 @@
 """The one way to open a model from its weights, wherever they come from, and to start a training from them.
 
-`open_weights` finds out what a file, or a name of published weights, holds; the `Checkpoint` that it returns builds the
-model or reads the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
+`open_weights` reads a file once, or finds what a name of published weights means; the `Checkpoint` that it returns builds
+the model or gives the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
 """
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import timm
 import torch
@@ -20,16 +19,7 @@ from ..core.hashing import hash_file
 from .published import PLACES, Published, build_published, find_published, is_from_timm
 from .reading import Reading
 from .registry import build_model, family_module
-from .weights import (
-    adapt_to_size,
-    classifier_names,
-    is_foreign,
-    load_state,
-    read_metadata,
-    read_official,
-    read_state,
-    translate_official,
-)
+from .weights import adapt_to_size, classifier_names, load_state, open_file, translate_official
 
 # options that depend on the data and the training and are not part of the architecture; no weight depends on
 # MambaVision's windows
@@ -38,8 +28,8 @@ Size = int | tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint(abc.ABC):
-    """A model with its weights, found but not yet read."""
+class Checkpoint:
+    """A model with its weights: a file of this project, one of the authors of a family, or weights that timm loads."""
 
     name: str  # what records call the model
     model: str  # its registered name
@@ -52,6 +42,10 @@ class Checkpoint(abc.ABC):
     path: Path | None = None  # None for weights that timm fetches
     # what else records say of the weights: options, weights_file, weights_tag, weights_license
     facts: Mapping[str, Any]
+    # the file's tensors, under this project's names but for timm's; None for weights that timm fetches
+    state: Mapping[str, Tensor] | None = dataclasses.field(default=None, repr=False, compare=False)
+    is_own: bool = False  # whether `save_weights` wrote the file
+    published: Published | None = None  # for weights that timm loads
 
     @property
     def where(self) -> Path | str:
@@ -79,29 +73,42 @@ class Checkpoint(abc.ABC):
             raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
         return self
 
-    @abc.abstractmethod
     def build(self, image_size: Size | None = None) -> nn.Module:
         """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
         The default is the size of the training; for another one, positions of a model built for one size are resampled.
 
         Raises:
-            UserError: a dense model, weights that cannot be read or do not fit, or a size that the model does not take.
+            UserError: a dense model, weights that do not fit, or a size that the model does not take.
             RunError: weights that cannot be fetched.
         """
+        if self.is_own:
+            return self._build_own(image_size).eval()
+        size = image_size or self.image_size
+        if self.published is None:
+            return self._build_official(size).eval()
+        return self._build_published(num_classes=self.num_classes, img_size=size).eval()
 
-    @abc.abstractmethod
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """The tensors under this project's names; raises as `build`.
 
         `options` are the arguments of the model that the tensors are for, by which timm adapts its own weights.
         """
+        if self.published is not None:
+            kept = {**(options or {}), "num_classes": self.num_classes}
+            # what is initialised after this does not depend on where the weights came from
+            with torch.random.fork_rng(devices=[]):
+                return self._build_published(**kept).state_dict()
+        # through the model, so that a file that does not fit its own description is an error; the random numbers that
+        # this draws also precede those of a detector's heads, whose initial values they determine
+        return self.build().state_dict() if self.is_own and not self.task else dict(self.state)
 
+    def load_into(self, model: nn.Module) -> None:
+        """Fill a model, classifier or dense, built as a file of this project says; UserError if it does not fit."""
+        error = f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}"
+        load_state(model, self.state, error)
 
-class OwnFile(Checkpoint):
-    """A file that `save_weights` wrote."""
-
-    def build(self, image_size: Size | None = None) -> nn.Module:
+    def _build_own(self, image_size: Size | None) -> nn.Module:
         self.require_classifier()
         try:
             model = build_model(self.model, **self.options)
@@ -114,64 +121,28 @@ class OwnFile(Checkpoint):
                 model.set_input_size(img_size=(height, width))
             except (ValueError, AssertionError) as error:
                 raise UserError(f"{self.name}: does not take images of {height}x{width} pixels: {error}") from None
-        return model.eval()
+        return model
 
-    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        # through the model, so that a file that does not fit its own description is an error; the random numbers that
-        # this draws also precede those of a detector's heads, whose initial values they determine
-        return read_state(self.path) if self.task else self.build().state_dict()
-
-    def load_into(self, model: nn.Module) -> None:
-        """Fill a model, classifier or dense, built as the file says; UserError if it is unreadable or does not fit."""
-        load_state(
-            model,
-            read_state(self.path),
-            f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}",
-        )
-
-
-class OfficialFile(Checkpoint):
-    """A file that the authors of one of this project's families publish."""
-
-    def build(self, image_size: Size | None = None) -> nn.Module:
+    def _build_official(self, image_size: Size) -> nn.Module:
         if self.num_classes is None:
-            self._refuse_headless()
+            own = build_model(self.model).state_dict()
+            # names of another model say more than the missing head
+            if foreign := [key for key in self.state if key not in own]:
+                more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+                raise UserError(
+                    f"{self.path}: {self.model} has no {', '.join(foreign[:3])}{more}, which the file holds"
+                )
+            raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
         try:
-            model = build_model(self.model, img_size=image_size or self.image_size, num_classes=self.num_classes)
-            state = adapt_to_size(model, self.read_state(), self.preprocessing["input_size"][-2:])
+            model = build_model(self.model, img_size=image_size, num_classes=self.num_classes)
+            state = adapt_to_size(model, self.state, self.preprocessing["input_size"][-2:])
             load_state(model, state, f"official weights do not fit {type(model).__name__} as built")
         except (ValueError, UserError) as error:
             raise UserError(f"{self.path}: {error}") from None
-        return model.eval()
+        return model
 
-    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        return translate_official(read_official(self.path), family_module(self.model))
-
-    def _refuse_headless(self) -> NoReturn:
-        """Say that the head is missing, and what else does not fit, such as names of another model."""
-        own = build_model(self.model).state_dict()
-        foreign = [key for key in self.read_state() if key not in own]
-        if foreign:
-            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise UserError(f"{self.path}: {self.model} has no {', '.join(foreign[:3])}{more}, which the file holds")
-        raise UserError(f"{self.path}: holds a backbone without its head, expected a classifier")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimmWeights(Checkpoint):
-    """Weights that timm publishes, or a file that timm can load."""
-
-    published: Published
-
-    def build(self, image_size: Size | None = None) -> nn.Module:
-        size = image_size or self.image_size
-        return build_published(self.published, file=self.path, num_classes=self.num_classes, img_size=size).eval()
-
-    def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        kept = {key: value for key, value in (options or {}).items() if key != "num_classes"}
-        # what is initialised after this does not depend on where the weights came from
-        with torch.random.fork_rng(devices=[]):
-            return build_published(self.published, file=self.path, num_classes=self.num_classes, **kept).state_dict()
+    def _build_published(self, **options: Any) -> nn.Module:
+        return build_published(self.published, file=self.path, state=self.state, **options)
 
 
 def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
@@ -189,20 +160,31 @@ def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
     if path is None:
         if model is None:
             raise UserError("no weights are named; give a file of weights, or a model with published weights")
-        return _open_published(find_published(model))
-    if not is_foreign(path):
-        return _open_own(path, model)
+        return _describe_published(find_published(model))
+    of_timm = model is not None and is_from_timm(model)
+    state, metadata = open_file(path, *([PLACES] if of_timm else []))
+    if metadata is not None:
+        if model not in (None, metadata["model"]):
+            raise UserError(f"{path}: holds weights of {metadata['model']}, not of {model}")
+        return _describe_own(path, state, metadata)
     if model is None:
         raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
-    return _open_timm_file(path, model) if is_from_timm(model) else _open_official(path, model)
+    return _describe_timm_file(path, state, model) if of_timm else _describe_official(path, state, model)
 
 
-def _open_own(path: Path, model: str | None) -> Checkpoint:
-    metadata = read_metadata(path)
-    if model not in (None, metadata["model"]):
-        raise UserError(f"{path}: holds weights of {metadata['model']}, not of {model}")
+def open_own(path: Path, advice: str = "take one that it trained") -> Checkpoint:
+    """Open a file of this project; raises as `open_weights`, also for other files, where `advice` ends the error."""
+    state, metadata = open_file(path)
+    if metadata is None:
+        raise UserError(
+            f"{path}: not a weights file of this project, which would name its model and its classes; {advice}"
+        )
+    return _describe_own(path, state, metadata)
+
+
+def _describe_own(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Checkpoint:
     options, classes = metadata["options"], tuple(metadata["classes"])
-    return OwnFile(
+    return Checkpoint(
         name=metadata["model"],
         model=metadata["model"],
         options=options,
@@ -212,18 +194,19 @@ def _open_own(path: Path, model: str | None) -> Checkpoint:
         preprocessing=metadata["preprocessing"],
         path=path,
         facts={"options": {key: value for key, value in options.items() if key not in ("num_classes", "img_size")}},
+        state=state,
+        is_own=True,
     )
 
 
-def _open_official(path: Path, model: str) -> Checkpoint:
-    state = read_official(path)
+def _describe_official(path: Path, state: Mapping[str, Tensor], model: str) -> Checkpoint:
     try:
         state = translate_official(state, family_module(model))
     except UserError as error:
         raise UserError(f"{path}: not a file of this project, and for {model} {error}") from None
     config = timm.get_pretrained_cfg(model)
     head = state.get(f"{config.classifier}.weight")
-    return OfficialFile(
+    return Checkpoint(
         name=model,
         model=model,
         num_classes=None if head is None else len(head),
@@ -232,14 +215,15 @@ def _open_official(path: Path, model: str) -> Checkpoint:
         preprocessing=dataclasses.asdict(config),
         path=path,
         facts={"options": {}, "weights_file": path.name},
+        state=state,
     )
 
 
-def _open_timm_file(path: Path, model: str) -> Checkpoint:
+def _describe_timm_file(path: Path, state: Mapping[str, Tensor], model: str) -> Checkpoint:
     published = find_published(model, required=False)
-    state, names = read_official(path, PLACES), (*classifier_names(published.preprocessing), "head", "fc", "classifier")
+    names = (*classifier_names(published.preprocessing), "head", "fc", "classifier")
     heads = [state[f"{name}.weight"] for name in names if f"{name}.weight" in state]
-    return TimmWeights(
+    return Checkpoint(
         name=model,
         model=published.model,
         num_classes=len(heads[0]) if heads else published.preprocessing["num_classes"],
@@ -247,15 +231,16 @@ def _open_timm_file(path: Path, model: str) -> Checkpoint:
         path=path,
         # without options: reports then do not take it for a paper's model, because other data may have gone into it
         facts={"weights_file": path.name},
+        state=state,
         published=published,
     )
 
 
-def _open_published(published: Published) -> Checkpoint:
+def _describe_published(published: Published) -> Checkpoint:
     facts: dict[str, Any] = {"options": {}, "weights_tag": published.tag, "weights_license": published.license}
     if published.license is None:
         facts["weights_license_reason"] = "timm's configuration states none"
-    return TimmWeights(
+    return Checkpoint(
         name=published.record_name,
         model=published.model,
         num_classes=published.preprocessing["num_classes"],
@@ -274,7 +259,7 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
     where = checkpoint.require_classifier().where
     if checkpoint.model != name:
         raise UserError(f"{where}: holds weights of {checkpoint.model}, not of {name}")
-    if isinstance(checkpoint, OwnFile):
+    if checkpoint.is_own:
         theirs, ours = (_architecture(each) for each in (checkpoint.options, options))
         if theirs != ours:
             raise UserError(

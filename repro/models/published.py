@@ -11,11 +11,11 @@ from typing import Any
 
 import timm
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.errors import RunError, UserError
 from .registry import build_model, family_module, require_known
-from .weights import read_official, require_sound
+from .weights import require_sound
 
 # tags of the architecture's own authors, for weights that were trained on ImageNet-1K alone; they are preferred to
 # timm's
@@ -95,24 +95,24 @@ def find_published(name: str, *, required: bool = True) -> Published:
     )
 
 
-def build_published(published: Published, *, file: Path | None = None, **options: Any) -> nn.Module:
-    """A model with published weights, from the hub, its local cache or a file; timm loads them, strictly.
+def build_published(
+    published: Published, *, file: Path | None = None, state: Mapping[str, Tensor] | None = None, **options: Any
+) -> nn.Module:
+    """A model with published weights, from the hub, its local cache or a file's state; timm loads them, strictly.
 
-    A file has timm's names, or names that timm translates. `options` are further arguments of the model, such as
-    `img_size` and, for a file, its own `num_classes`.
+    The state has timm's names, or names that timm translates; errors name its file. `options` are further arguments of
+    the model, such as `img_size` and, for a file, its own `num_classes`.
 
     Raises:
-        UserError: a model that cannot be built with these options, a file that cannot be read or does not fit it, or
-            weights that are not finite.
+        UserError: a model that cannot be built with these options, a state that does not fit it, or weights that are not
+            finite.
         RunError: the weights cannot be fetched.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     overlay: dict[str, Any] = {"num_classes": options["num_classes"]} if "num_classes" in options else {}
-    state = read_official(file, PLACES) if file else {}
-    integers = [key for key, value in state.items() if not value.is_floating_point()]
     if file:
-        overlay |= {"state_dict": state, "custom_load": False}
+        overlay |= {"state_dict": dict(state), "custom_load": False}
     hub = published.preprocessing.get("hf_hub_id") and not (file or published.preprocessing.get("file"))
     with _only_cache_if_offline() if hub else contextlib.nullcontext() as problem:
         try:
@@ -131,6 +131,7 @@ def build_published(published: Published, *, file: Path | None = None, **options
     model.pretrained_cfg.pop("state_dict", None)
     # timm may have renamed them, but not their last part, e.g. num_batches_tracked
     known = {name.rpartition(".")[2] for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    integers = (key for key, value in (state or {}).items() if not value.is_floating_point())
     if wrong := next((key for key in integers if key.rpartition(".")[2] not in known), None):
         raise UserError(f"{file}: {wrong} has integers, expected a floating dtype")
     require_sound(model.state_dict(), file or published.full_name)

@@ -8,7 +8,6 @@ of the family's module translates their keys. `checkpoints.open_weights` opens a
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import pickle
 import re
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from ..core.hashing import require_hash, require_intact_zip
+from ..core.hashing import hash_file, require_hash, require_intact_zip
 from ..core.record import atomic
 from .backbone import rename_keys
 from .reading import UNNAMED_READING, Reading
@@ -37,7 +36,7 @@ METADATA_KEY = "vision_ttt_repro"
 # what the metadata have, and what they may have besides; an unknown key is a damaged one, or of a later version
 _NEEDED, _FURTHER = {"model", "options", "preprocessing", "classes"}, {"checksum", "reading", "task"}
 # in the header, where the metadata are JSON in a string of JSON
-_CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"(.{64})', re.DOTALL)
+_CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"([0-9a-f]{64})\\"')
 # what a tensor of weights may be; whether an integer is one in the model, too, is compared when it is loaded
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -83,72 +82,40 @@ def save_weights(
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     with atomic(path) as temporary:
         save_file(state, temporary, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
-        place, _, checksum = _find_checksum(temporary)
+        place, _ = _find_checksum(temporary)
+        checksum = hash_file(temporary, digits=64, blank=place)
         with open(temporary, "rb+") as stream:
             stream.seek(place)
-            stream.write(checksum)
+            stream.write(checksum.encode())
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata that `save_weights` wrote: model, options, preprocessing, classes, and for a dense model its task.
+def open_file(
+    path: Path, places: Sequence[str] = ("model", "state_dict")
+) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """Read a weights file: its tensors, and what `save_weights` wrote besides, or None for a file of another project.
 
-    The options of a Vittt have its reading, where that is not the default.
+    The metadata are model, options, preprocessing, classes, and for a dense model its task; the options of a Vittt have
+    its reading, where that is not the default. A file from before the checksums is read with a line on stderr.
 
-    Raises:
-        UserError: no such file, one that cannot be read as safetensors (perhaps cut short), one that is not of this
-            project, or one whose content is not what its checksum says.
-    """
-    metadata = _read_header(path)
-    if METADATA_KEY not in metadata:
-        raise UserError(f"{path}: this safetensors file has none of this project's metadata, so its model is unknown")
-    try:
-        found = json.loads(metadata[METADATA_KEY])
-        known = _NEEDED <= found.keys() <= _NEEDED | _FURTHER
-    except (ValueError, AttributeError):
-        known = False
-    # where the checksum is not where `_CHECKSUM` looks for it, nothing was verified
-    if not known or (
-        "checksum" in found and not metadata[METADATA_KEY].startswith(f'{{"checksum": "{found.pop("checksum")}"')
-    ):
-        raise UserError(
-            f"{path}: damaged, or of a later version: its metadata are not those of a weights file; get it again"
-        )
-    if found["model"].startswith("vittt_"):
-        options = {key: value for key, value in found["options"].items() if key != "reading"}
-        # a file that names no reading was written when there was one; only one design was another model then
-        unnamed = UNNAMED_READING if options.get("design") == "gating" else ""
-        try:
-            reading = str(Reading.of(found.pop("reading", unnamed)))
-        except ValueError as error:
-            raise UserError(f"{path}: {error}; another version may have written it") from None
-        found["options"] = options | ({"reading": reading} if reading else {})
-    return found
-
-
-def is_foreign(path: Path) -> bool:
-    """Whether a file comes from another project: all but a .safetensors file with our metadata.
+    Another project's file may hold the state dict itself, or hold it in the first of these `places`, with an optimiser
+    or settings, which are ignored. What wrappers put before the names is removed, see `_WRAPPED`, also where
+    torch.compile had a part of the model, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's,
+    must be right.
 
     Raises:
-        UserError: no such file, or a .safetensors file that cannot be read.
+        UserError: a file that does not exist, cannot be read (perhaps cut short), is not what its checksum or its name
+            says, or holds Python objects other than data, no state dict, two tensors under one name, or metadata that
+            are not those of a weights file; and as `require_sound`.
     """
-    return (path.suffix != ".safetensors" and path.is_file()) or METADATA_KEY not in _read_header(path)
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file; one of ours from before checksums is read with a line on stderr.
-
-    Raises the errors of `read_metadata` for unreadable files, and those of `require_sound`.
-    """
-    with _open(path) as stream:
-        if '"checksum"' not in (stream.metadata() or {}).get(METADATA_KEY, '"checksum"'):
-            print(
-                f"repro: {path}: has no checksum, so damage would not be noticed; run its stage again",
-                file=sys.stderr,
-                flush=True,
-            )
-        state = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping, and not iterable)
-    require_sound(state, path)
-    return state
+    if not path.is_file():
+        raise UserError(f"{path}: no such weights file")
+    content, metadata = _read_safetensors(path) if path.suffix == ".safetensors" else (None, None)
+    if metadata is None:
+        if stated := _NAMED_HASH.search(path.name):
+            require_hash(path, stated[1], " as its name says; get it again, or rename it if these digits are no hash")
+        content = _find_state(_read_checkpoint(path) if content is None else content, places, path)
+    require_sound(content, path)
+    return content, metadata
 
 
 def require_sound(state: State, where: Path | str) -> None:
@@ -168,41 +135,6 @@ def require_sound(state: State, where: Path | str) -> None:
             raise UserError(
                 f"{where}: {key} has {many} values that are not finite: the file is damaged, or its training diverged"
             )
-
-
-def read_official(path: Path, places: Sequence[str] = ("model", "state_dict")) -> dict[str, Tensor]:
-    """The state dict in an official file, under the names of its authors' model.
-
-    The file may hold the state dict itself, or hold it in the first of these `places`, with an optimiser or settings,
-    which are ignored. What wrappers put before the names is removed, see `_WRAPPED`, also where torch.compile had a part of
-    the model, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's, must be right.
-
-    Raises:
-        UserError: a file that does not exist, cannot be read, has another hash than its name says, holds Python objects
-            other than data, or holds no state dict, or two tensors under one name; and as `require_sound`.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such weights file")
-    if stated := _NAMED_HASH.search(path.name):
-        require_hash(path, stated[1], " as its name says; get it again, or rename it if these digits are no hash")
-    content = read_state(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
-    if isinstance(content, Mapping):
-        content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
-    named = isinstance(content, Mapping) and all(
-        isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items()
-    )
-    if not named or not content:
-        raise UserError(
-            f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}"
-        )
-    try:
-        state = rename_keys(content, lambda name: _WRAPPED.sub("", name.replace("._orig_mod.", ".")))
-        if any("backbone." in found[0] for name in content if (found := _WRAPPED.match(name))):
-            state = rename_keys(state, lambda name: re.sub(r"^head\.fc\.", "head.", name))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    require_sound(state, path)
-    return state
 
 
 def translate_official(state: State, module: str) -> dict[str, Tensor]:
@@ -322,35 +254,74 @@ def _read_checkpoint(path: Path) -> Any:
     raise UserError(f"{path}: not a readable checkpoint of PyTorch ({why}); it may have been cut short while copying")
 
 
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"{path}: no such weights file")
+def _find_state(content: Any, places: Sequence[str], path: Path) -> dict[str, Tensor]:
+    """The state dict in what another project's file holds, see `open_file`."""
+    if isinstance(content, Mapping):
+        content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
+    named = isinstance(content, Mapping) and all(
+        isinstance(key, str) and isinstance(x, Tensor) for key, x in content.items()
+    )
+    if not named or not content:
+        raise UserError(
+            f"{path}: holds no state dict, neither at its top level nor as {' or '.join(f'`{place}`' for place in places)}"
+        )
     try:
-        stream = safe_open(path, framework="pt")
+        state = rename_keys(content, lambda name: _WRAPPED.sub("", name.replace("._orig_mod.", ".")))
+        if any("backbone." in found[0] for name in content if (found := _WRAPPED.match(name))):
+            state = rename_keys(state, lambda name: re.sub(r"^head\.fc\.", "head.", name))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return state
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The tensors of a file, as its checksum says if it has one, and our metadata if it has them; or UserError."""
+    try:
+        with safe_open(path, framework="pt") as stream:
+            described = (stream.metadata() or {}).get(METADATA_KEY)
+            content = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path}: not a readable safetensors file ({error}); it may have been cut short while copying"
         ) from None
-    place, stated, true = _find_checksum(path)
-    if place and stated != true:
-        raise UserError(f"{path}: damaged: its content is not what its checksum says; get it again")
-    return stream
+    checksum = _find_checksum(path)
+    if checksum is not None:
+        place, stated = checksum
+        why = " as its header says (with zeros in that place), so it is damaged; get it again"
+        require_hash(path, stated, why, blank=place)
+    return content, None if described is None else _parse_metadata(described, path, verified=checksum is not None)
 
 
-def _find_checksum(path: Path) -> tuple[int, bytes, bytes]:
-    """Where in a file its checksum is, the stated one, and the right one; (0, b"", b"") for a file without one."""
+def _find_checksum(path: Path) -> tuple[int, str] | None:
+    """Where in a safetensors file the digits of its checksum begin, and these; None for a file without one."""
     with open(path, "rb") as stream:
-        length = stream.read(8)
-        header = stream.read(int.from_bytes(length, "little"))
-        found = _CHECKSUM.search(header)
-        if found is None:
-            return 0, b"", b""
-        start, end = found.span(1)
-        digest = hashlib.sha256(length + header[:start] + b"0" * 64 + header[end:])
-        true = hashlib.file_digest(stream, lambda: digest).hexdigest().encode()
-    return len(length) + start, found[1], true
+        header = stream.read(8)
+        header += stream.read(int.from_bytes(header, "little"))
+    found = _CHECKSUM.search(header)
+    return found and (found.start(1), found[1].decode())
 
 
-def _read_header(path: Path) -> dict[str, str]:
-    with _open(path) as stream:
-        return stream.metadata() or {}
+def _parse_metadata(text: str, path: Path, *, verified: bool) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+        known = _NEEDED <= found.keys() <= _NEEDED | _FURTHER
+    except (ValueError, AttributeError):
+        known = False
+    # a checksum that is not where `_CHECKSUM` looks for it was not compared
+    if not known or ("checksum" in found and not verified):
+        raise UserError(
+            f"{path}: damaged, or of a later version: its metadata are not those of a weights file; get it again"
+        )
+    if found.pop("checksum", None) is None:
+        line = "has no checksum, so damage would not be noticed; run its stage again"
+        print(f"repro: {path}: {line}", file=sys.stderr, flush=True)
+    if found["model"].startswith("vittt_"):
+        options = {key: value for key, value in found["options"].items() if key != "reading"}
+        # a file that names no reading was written when there was one; only one design was another model then
+        unnamed = UNNAMED_READING if options.get("design") == "gating" else ""
+        try:
+            reading = str(Reading.of(found.pop("reading", unnamed)))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}; another version may have written it") from None
+        found["options"] = options | ({"reading": reading} if reading else {})
+    return found

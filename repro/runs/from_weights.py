@@ -56,6 +56,8 @@ def make_cell(
     runtime = load_runtime(paths)
     file, teacher = find_weights(paths, source, model)
     opened = open_weights(file, model=teacher).require_classifier()
+    if opened.is_own:
+        teacher = None  # the file says it
     shell = read_shell(opened.build(), source)
     own = parse_own(data or "")
     if own and own.kind != "folder":
@@ -102,8 +104,7 @@ def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
 
 
 def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, str | None]:
-    """The file of a ViT's weights and, where the file does not say it, its registered name; published weights are
-    fetched once.
+    """The file of a ViT's weights and the `model` that was named for it; published weights are fetched once.
 
     Raises:
         UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.
@@ -112,13 +113,12 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
 
     from ..models.checkpoints import open_weights
     from ..models.registry import family_module
-    from ..models.weights import is_foreign
 
     file, tagged = Path(source), "." in source and is_model_pretrained(source)
     if model is not None or file.exists() or (file.suffix and not tagged):
         if not file.is_file():
             raise UserError(f"linearize: --from {source}: no such file")
-        return file.resolve(), model if is_foreign(file) else None
+        return file.resolve(), model
     checkpoint = open_weights(None, model=source)
     if family_module(checkpoint.model) not in _VITS:  # said before anything is fetched
         raise UserError(f"linearize: --from {source}: is no ViT or DeiT; expected one of timm's, or a file of weights")

@@ -32,7 +32,7 @@ from repro.core.errors import RunError, UserError
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
 from repro.models.checkpoints import open_weights
-from repro.models.weights import read_official
+from repro.models.weights import open_file
 from repro.training.checkpoint import Checkpointer
 from repro.training.guard import load_dump
 from tests.conftest import run_main
@@ -65,8 +65,8 @@ KILLED = {stage: (stage, "--cell", "killed") for stage in CELLS} | {"report": ("
 # a kind of file -> where one is, and what opens it
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights": (_WEIGHTS, lambda path: open_weights(path).build().state_dict()),
-    "checkpoint": ("published.pth", read_official),
-    "release": ("published-*.safetensors", read_official),  # whose name has the hash
+    "checkpoint": ("published.pth", open_file),
+    "release": ("published-*.safetensors", open_file),  # whose name has the hash
     "state": (".runs/pretrain/killed/*/step_*.pt", lambda path: Checkpointer(path.parent).restore()),
     "dump": (".runs/pretrain/diverging/*/bad_step_*.pt", load_dump),
 }
@@ -158,7 +158,7 @@ class Campaign:
 
     def try_flip(self, kind: str, number: int) -> str:
         """Flip a byte of a file and open it: `refused`, `equal` if the content is the same, or what is wrong."""
-        path, open_file = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
+        path, opening = min(self.files.glob(FILES[kind][0])), FILES[kind][1]
         chosen = random.Random(f"{SEED} {kind} {number}")
         damaged = self.folder / f"{kind}_{number}" / path.name
         damaged.parent.mkdir()
@@ -166,7 +166,7 @@ class Campaign:
         flip(damaged, chosen.randrange(damaged.stat().st_size), chosen.randrange(1, 256))
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                found = open_file(damaged)
+                found = opening(damaged)
         except UserError as error:
             return "refused" if "\n" not in str(error) else f"an error of several lines: {error}"
         except Exception as error:

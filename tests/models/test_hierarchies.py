@@ -9,7 +9,7 @@ from repro.core.errors import UserError
 from repro.models.mambavision import MambaVision
 from repro.models.pyramid import build_pyramid
 from repro.models.vmamba import VMamba
-from repro.models.weights import read_official, translate_official
+from repro.models.weights import open_file, translate_official
 from tests.models.helpers import below, load_official, read_data, relative
 
 
@@ -108,7 +108,7 @@ FILES += [
 @pytest.mark.parametrize(("official", "wrap", "lost", "counters"), FILES, indirect=["official"])
 def test_official_files(official, tmp_path, wrap, lost, counters):
     torch.save(wrap(official.state), tmp_path / "official.pth.tar")
-    model, image = official.build(read_official(tmp_path / "official.pth.tar")), official.data["x2"]
+    model, image = official.build(open_file(tmp_path / "official.pth.tar")[0]), official.data["x2"]
     with torch.no_grad():
         assert torch.equal(model(image), official.build()(image))
     stored = translate_official(official.state, official.module)

@@ -13,7 +13,7 @@ import torch
 from repro.core.errors import UserError
 from repro.models.checkpoints import open_weights
 from repro.models.vit3 import ViT3
-from repro.models.weights import read_official
+from repro.models.weights import open_file
 from tests.models.helpers import below, load_official, nano, read_data, state_unchanged
 
 
@@ -71,7 +71,7 @@ def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, con
     torch.save(CONTAINERS[container](release["weights"]), path, _use_new_zipfile_serialization=zipped)
     monkeypatch.undo()  # the reader has no yacs
     model = small()
-    load_official(model, read_official(path))
+    load_official(model, open_file(path)[0])
     with torch.no_grad():
         torch.testing.assert_close(model(release["x"]), release["logits"], rtol=1e-5, atol=1e-5)
 
@@ -89,14 +89,14 @@ def test_wrappers_in_any_order_are_taken_off(tmp_path, prefix):
     if "backbone" in prefix:
         wrapped[f"{prefix.replace('backbone.', '')}head.fc.weight"] = wrapped.pop(f"{prefix}head.weight")
     torch.save({"model": wrapped}, tmp_path / "wrapped.pth")
-    found = read_official(tmp_path / "wrapped.pth")
+    found, _ = open_file(tmp_path / "wrapped.pth")
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("name", ["blocks.0._orig_mod.norm1.weight", "_orig_mod.blocks._orig_mod.0.norm1.weight"])
 def test_compiled_parts_have_the_names_of_the_model(tmp_path, name):
     torch.save({name: torch.ones(2)}, tmp_path / "compiled.pth")
-    assert [*read_official(tmp_path / "compiled.pth")] == ["blocks.0.norm1.weight"]
+    assert [*open_file(tmp_path / "compiled.pth")[0]] == ["blocks.0.norm1.weight"]
 
 
 @pytest.mark.parametrize("prefix", ["wrapped.", "model.net.", "student._orig_mod.", "Module.", "encoder.module."])
@@ -147,7 +147,7 @@ def test_files_of_something_else_are_one_line(tmp_path, content, message):
     path = tmp_path / "other.pth"
     torch.save(content, path)
     with pytest.raises(UserError, match=f"^{path}: .*{message}") as caught:
-        read_official(path)
+        open_file(path)
     assert "\n" not in str(caught.value)
 
 
@@ -160,7 +160,7 @@ def test_files_cut_short_are_one_line(release, tmp_path, zipped, kept):
     path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
     message = f"^{path}: not a readable checkpoint of PyTorch.*; it may have been cut short"
     with pytest.raises(UserError, match=message) as caught:
-        read_official(path)
+        open_file(path)
     assert "\n" not in str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_no_code_of_a_file_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"x": torch.zeros(1)}, "args": Attack()}, "attack.pth")
     with pytest.raises(UserError, match="holds objects of posix.mkdir"):
-        read_official(Path("attack.pth"))
+        open_file(Path("attack.pth"))
     assert not Path("reached").exists()
 
 

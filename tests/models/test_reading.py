@@ -12,7 +12,7 @@ from repro.models.checkpoints import initialise, open_weights
 from repro.models.read_block import ReadMixer
 from repro.models.reading import Reading
 from repro.models.registry import build_model
-from repro.models.weights import read_metadata
+from repro.models.weights import open_file
 from tests.models.helpers import count, nano, rewrite_description, save_model, shaken
 from tests.models.test_vittt import mixer_by_hand
 
@@ -175,7 +175,7 @@ def test_a_file_from_before_the_switches_keeps_its_meaning(tmp_path, design, exp
     model = build_model(NANO, num_classes=10, design=design, reading="conv1d_arrival=together")
     save_model(tmp_path / "old.safetensors", NANO, model=model, design=design)
     rewrite_description(tmp_path / "old.safetensors", lambda described: described.pop("reading"))
-    assert read_metadata(tmp_path / "old.safetensors")["options"].get("reading") == expected
+    assert open_file(tmp_path / "old.safetensors")[1]["options"].get("reading") == expected
     images = torch.randn(1, 3, 144, 144)
     with torch.no_grad():
         ours = open_weights(tmp_path / "old.safetensors").build()(images)

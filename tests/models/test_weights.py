@@ -12,8 +12,9 @@ import repro.models  # noqa: F401  registers the models
 from repro.core.errors import UserError
 from repro.core.hashing import require_hash
 from repro.models import weights
-from repro.models.checkpoints import open_weights
-from repro.models.weights import METADATA_KEY, read_metadata, read_official, read_state, save_weights
+from repro.models.checkpoints import open_own, open_weights
+from repro.models.weights import METADATA_KEY, open_file, save_weights
+from repro.tasks.generation.data import open_denoiser
 from tests.models.helpers import PREPROCESSING, rewrite_description
 
 NAME, OPTIONS = "vittt_nano_patch16_144", {"num_classes": 3, "design": "dual"}
@@ -37,15 +38,15 @@ def test_bytes_depend_on_the_content_alone(saved, tmp_path):
 
 
 def test_missing_and_foreign_files_are_told_apart(saved, tmp_path):
-    with pytest.raises(UserError, match="no such weights file"):
-        read_metadata(tmp_path / "none.safetensors")
-    with pytest.raises(UserError, match="no such weights file"):
-        weights.is_foreign(tmp_path / "none.pth")
+    for name in ("none.safetensors", "none.pth"):
+        with pytest.raises(UserError, match=f"{name}: no such weights file"):
+            open_file(tmp_path / name)
     foreign = tmp_path / "foreign.safetensors"
     save_file({"x": torch.zeros(1)}, foreign)
-    with pytest.raises(UserError, match="none of this project's metadata"):
-        read_metadata(foreign)
-    assert weights.is_foreign(foreign) and not weights.is_foreign(saved[0])
+    assert open_file(foreign) == ({"x": torch.zeros(1)}, None)
+    with pytest.raises(UserError, match=r"foreign\.safetensors: not a weights file of this project"):
+        open_own(foreign)
+    assert open_file(saved[0])[1] == DESCRIBED | {"model": NAME}
 
 
 class Holder(torch.nn.Module):
@@ -64,23 +65,25 @@ def save_tiny(path, state=None):
     save_weights(path, Holder(state), name=NAME, task={"name": "detect"}, **described)
 
 
-@pytest.mark.parametrize("model", [None, NAME])
-def test_every_flipped_byte_is_one_line(tmp_path, model):
+@pytest.mark.parametrize(
+    "opening", [open_file, open_own, open_weights, lambda path: open_weights(path, model=NAME), open_denoiser]
+)
+def test_every_flipped_byte_is_one_line(tmp_path, opening):
     path = tmp_path / "w.safetensors"
     save_tiny(path)
-    assert open_weights(path, model=model).read_state()["norm.bias"].tolist() == [0, 1, 2, 3]
+    opening(path)
     content = path.read_bytes()
     for place in range(len(content)):
         mask = (1, 0x20, 0x40, 0x80, 0x29)[place % 5]  # the last makes a tab of a space
         path.write_bytes(content[:place] + bytes([content[place] ^ mask]) + content[place + 1 :])
         with pytest.raises(UserError, match=r"w\.safetensors") as caught:
-            open_weights(path, model=model).read_state()
+            opening(path)
         assert "\n" not in str(caught.value)
 
 
 def test_a_file_from_before_the_checksums_is_read_with_a_line(tmp_path, capsys):
     save_tiny(tmp_path / "old.safetensors")
-    state = read_state(tmp_path / "old.safetensors")
+    state, _ = open_file(tmp_path / "old.safetensors")
     assert capsys.readouterr().err == ""
     rewrite_description(tmp_path / "old.safetensors")
     assert torch.equal(open_weights(tmp_path / "old.safetensors").read_state()["norm.bias"], state["norm.bias"])
@@ -91,7 +94,7 @@ def test_a_file_from_before_the_checksums_is_read_with_a_line(tmp_path, capsys):
 def test_metadata_that_are_none_are_one_line(tmp_path, metadata):
     save_file({"x": torch.zeros(1)}, tmp_path / "w.safetensors", metadata={METADATA_KEY: metadata})
     with pytest.raises(UserError, match=r"w\.safetensors: damaged"):
-        read_metadata(tmp_path / "w.safetensors")
+        open_file(tmp_path / "w.safetensors")
 
 
 NONFINITE = [torch.tensor([1.0, value]) for value in (float("nan"), float("inf"), float("-inf"))]
@@ -110,7 +113,7 @@ def test_tensors_that_no_training_leaves_are_refused(tmp_path, kind, bad):
         torch.save(state, path)
     message = rf"{kind}: planted (has 1 values|is (complex64|float8_e4m3fn|float32 \(torch.sparse_coo))"
     with pytest.raises(UserError, match=message) as caught:
-        (read_state if kind == "own.safetensors" else read_official)(path)
+        open_file(path)
     assert "\n" not in str(caught.value)
 
 
@@ -155,7 +158,7 @@ def test_a_flipped_byte_of_a_tensor_in_a_zip_is_one_line(tmp_path):
     for place in range(start, start + 256, 7):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
         with pytest.raises(UserError, match=r"w\.pth: .*checksum") as caught:
-            read_official(path)
+            open_file(path)
         assert "\n" not in str(caught.value)
 
 
@@ -166,10 +169,10 @@ def test_a_hash_in_a_files_name_is_that_of_its_content(tmp_path):
     for name, right in ((f"net-{first}.pth", True), (f"net-{first}.pth.tar", True), (f"net-{second}.pth", False)):
         (tmp_path / name).write_bytes((tmp_path / "w.pth").read_bytes())
         if right:
-            assert read_official(tmp_path / name).keys() == {"x"}
+            assert open_file(tmp_path / name)[0].keys() == {"x"}
         else:
             with pytest.raises(UserError, match=rf"{name}: has SHA-256 {digits[:16]}.*rename"):
-                read_official(tmp_path / name)
+                open_file(tmp_path / name)
 
 
 def test_a_stated_hash_is_that_of_the_file(tmp_path):

@@ -18,9 +18,8 @@ from ...data.classification import ImageFolder, eval_transform
 from ...data.latents import LatentFolder
 from ...data.settings import TransformSettings
 from ...data.tree import Tree
-from ...models.checkpoints import open_weights
 from ...models.registry import family_module
-from ...models.weights import is_foreign, load_state, read_metadata, read_official, translate_official
+from ...models.weights import load_state, open_file, translate_official
 from .params import GenerateParams, InputSettings
 from .scores import Judge
 
@@ -44,15 +43,25 @@ def open_split(
     return ImageFolder(tree, split, transforms.Compose([*steps, torch.as_tensor]), **shared)
 
 
-def read_denoiser(path: Path, model: str) -> Mapping[str, Tensor]:
-    """The tensors of a denoiser's file, ours or a release's, the moving average where there is one; or UserError."""
-    if not is_foreign(path):
-        checkpoint = open_weights(path, model=model)
-        return checkpoint.read_state()
+def open_denoiser(path: Path, *models: str) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
+    """The tensors of a denoiser's file, ours or a release's, the moving average where there is one, and our metadata.
+
+    A file of ours is of one of these models, if any are named; a release's, without metadata, is of the first.
+
+    Raises:
+        UserError: a file that cannot be read or is of another model.
+    """
+    state, metadata = open_file(path, ("ema", "model", "state_dict"))
+    if metadata is not None:
+        if models and metadata["model"] not in models:
+            raise UserError(f"{path}: holds weights of {metadata['model']}, not of {' or '.join(models)}")
+        return state, metadata
+    if not models:
+        raise UserError(f"{path}: not a file of this project, so it does not name its model; name it with --model")
     try:
-        return translate_official(read_official(path, ("ema", "model", "state_dict")), family_module(model))
+        return translate_official(state, family_module(models[0])), None
     except UserError as error:
-        raise UserError(str(error) if str(error).startswith(str(path)) else f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
@@ -63,8 +72,8 @@ def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
     error = f"{path}: does not fit {name} as built with {model.built_from[1] or 'no options'}"
     new = model.new_parameters()
     softmax = name.replace("dit5_", "dit_", 1)
-    inherits = bool(new) and (is_foreign(path) or read_metadata(path)["model"] == softmax)
-    state = read_denoiser(path, softmax if inherits else name)
+    state, metadata = open_denoiser(path, *([softmax, name] if new else [name]))
+    inherits = bool(new) and (metadata is None or metadata["model"] == softmax)
     if not inherits or not new.isdisjoint(state):
         return load_state(model, state, error)
     return load_state(model, state, error, new=new.__contains__) | dict.fromkeys(new, "expected: new")

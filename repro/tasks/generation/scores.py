@@ -19,8 +19,7 @@ from ...core.errors import UserError
 from ...core.hashing import hash_file
 from ...data.classification import ToInput, eval_transform
 from ...data.settings import TransformSettings
-from ...models.checkpoints import open_weights
-from ...models.weights import is_foreign
+from ...models.checkpoints import open_own
 
 # NVIDIA's translation of the TensorFlow graph by which published distances are computed: inception-2015-12-05.pt
 INCEPTION_SHA256 = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"
@@ -45,11 +44,7 @@ class Judge:
     @classmethod
     def open(cls, path: Path, classes: Sequence[str], device: torch.device) -> Self:
         """The judge of a weights file; UserError where it is unreadable, no classifier, or knows other classes."""
-        if is_foreign(path):
-            raise UserError(
-                f"{path}: not a file of this project, so it cannot judge; take the weights of a classifier that it trained"
-            )
-        checkpoint = open_weights(path).require_classifier()
+        checkpoint = open_own(path, "take a classifier that it trained as the judge").require_classifier()
         if checkpoint.classes != tuple(classes):
             raise UserError(
                 f"{path}: cannot judge, since it was trained on other classes; train a classifier on the same data"
