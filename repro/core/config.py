@@ -121,6 +121,9 @@ class Each:
         return handler(source) | {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
+# pydantic's words, and those of YAML and of arithmetic
+_WORDS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">"}
+_WORDS |= {"a valid array": "a list", "an object": "a mapping"}
 # fields that records are older than; without a value, they change no record and no hash
 _NEWER = ("crop_padding",)
 _UNHASHED = ("family",)  # says what DVC watches, and nothing of the training
@@ -302,7 +305,9 @@ def _explain(errors: list[Any], data: Any, cls: type) -> str:
     allowed = [
         each["msg"].removeprefix("Input should be ") for each in errors if _find_keys(each, data) == [top, *keys]
     ]
-    expected = " or ".join(allowed).replace("a valid array", "a list").replace("an object", "a mapping")
+    expected = " or ".join(allowed)
+    for theirs, ours in _WORDS.items():
+        expected = expected.replace(theirs, ours)
     close = did_you_mean(error["input"], re.findall("'(.*?)'", expected))
     return f"{where}: expected {expected}, got {_show(error['input'])}{close if 'did you mean' in close else ''}"
 
