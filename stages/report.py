@@ -36,7 +36,8 @@ def run(paths: Paths, *, html: bool = True, check: bool = False) -> None:
     Raises:
         RunError: `check`, and a page is not what the records give.
     """
-    from repro.bench import campaign, kernels
+    from repro.bench import campaign
+    from repro.report import kernels
     from repro.report.claims import judge_paper
     from repro.report.pages import find_outdated, write_report
     from repro.report.results import Results

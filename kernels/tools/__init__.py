@@ -1,1 +1,1 @@
-"""Tools for the kernels: `check` (are they right?), `bench` (are they fast?), `resources` (how are they compiled?)."""
+"""Tools for the kernels: `check` (are they right?), `bench` (are they fast?)."""

@@ -9,16 +9,21 @@ are checked by `check`, not here.
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from .cases import BOTH_PASSES, FORWARD, Cases, Sizes
+from .cases import Cases, Sizes
 from .check import failure
+
+FORWARD, BOTH_PASSES = "forward", "forward+backward"
 
 OURS = ("copy", "triton", "torch")
 MEMORY = "memory of both passes"  # the passes of a row that is not timed
@@ -29,7 +34,7 @@ WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 
 def planned(cases: Cases, compared: bool = False) -> dict[str, Step]:
     """`step_key` -> what is timed of an operator, in order; with `compared` only at the shape of its goals."""
-    shapes = [cases.COMPARED] if compared else cases.shapes()
+    shapes = [cases.COMPARED] if compared else cases.SHAPES
     return {
         step_key(cases, sizes, passes, name): (sizes, passes, name)
         for sizes in shapes
@@ -65,7 +70,7 @@ def measure(
         return row | {"status": "unavailable", "reason": reason}
     try:
         is_copy = name == "copy"
-        call = copy_step(sizes, passes, device) if is_copy else op_step(cases, sizes, name, passes, device)
+        call = copy_step(row["bytes"], device) if is_copy else op_step(cases, sizes, name, passes, device)
         call()  # compiles and tunes
         peak = peak_mib(call, device)
         copied = find(step_key(cases, sizes, passes, "copy")) or {}
@@ -78,9 +83,29 @@ def measure(
         return row | {"status": "failed"} | failure(error)
 
 
-def copy_step(sizes: Sizes, passes: str, device: torch.device) -> Callable[[], Any]:
-    """A call that reads half of the bytes and writes the other half."""
-    source = torch.zeros(sizes.bytes(passes) // 2, dtype=torch.uint8, device=device)
+@functools.cache
+def count_work(cases: Cases, sizes: Sizes, passes: str) -> tuple[int, int]:
+    """The bytes that are at least read and written, in bf16, and the FLOPs, 2 per multiply-add, by the operator's formulas.
+
+    The bytes are those of the inputs and the output; then of the inputs, the output's gradient, and theirs. Tensors
+    that all images share are left out. A backward pass counts without its repetition of the forward pass.
+    """
+    with FakeTensorMode():
+        small, inputs = (cases.layer_inputs(dataclasses.replace(sizes, batch=n), "cpu") for n in (1, sizes.batch + 1))
+        read = sum(b.nbytes - a.nbytes for a, b in zip(small, inputs, strict=True) if b is not None)
+        inputs = [x if x is None else x.requires_grad_() for x in cases.layer_inputs(sizes, "cpu")]
+        with FlopCounterMode(display=False) as counter:
+            out = cases.bind(sizes)(*inputs, backend="torch")
+            if passes == BOTH_PASSES:
+                torch.autograd.grad(out, [x for x in inputs if x is not None], torch.ones_like(out))
+    return read * (3 if passes == BOTH_PASSES else 1) + out.nbytes * (
+        2 if passes == BOTH_PASSES else 1
+    ), counter.get_total_flops()
+
+
+def copy_step(size: int, device: torch.device) -> Callable[[], Any]:
+    """A call that reads half of `size` bytes and writes the other half."""
+    source = torch.zeros(size // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
@@ -121,8 +146,8 @@ def times(step: Callable[[], Any]) -> list[float]:
 
 def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
     row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16"}
-    passes = FORWARD if passes == FORWARD else BOTH_PASSES
-    row |= {"status": "ok", "samples": 0, "bytes": sizes.bytes(passes), "gflop": sizes.flop(passes) / 1e9}
+    size, flop = count_work(cases, sizes, FORWARD if passes == FORWARD else BOTH_PASSES)
+    row |= {"status": "ok", "samples": 0, "bytes": size, "gflop": flop / 1e9}
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
     return row | dict.fromkeys(numbers)
 
@@ -138,27 +163,6 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
     if copy_ms is None:
         return row | {"reason": "the copy could not be measured"}
     return row | {"share_of_copy_percent": 100 * copy_ms / median}
-
-
-def summarise(cases: Cases, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """At the shape of the operator's goals: speed over that of the fastest peer, if any; share of a copy."""
-    here = {
-        (row["implementation"], row["passes"]): row["median_ms"]
-        for row in measured
-        if row["operator"] == cases.NAME
-        and row_key(cases, row) == step_key(cases, cases.COMPARED, row["passes"], row["implementation"])
-    }
-    found: dict[str, Any] = {}
-    for passes, key in ((FORWARD, "forward"), (BOTH_PASSES, "forward_backward")):
-        kernels = here.get(("triton", passes))
-        theirs = [ms for (name, which), ms in here.items() if which == passes and name not in OURS and ms]
-        if cases.PEER:
-            found[f"{key}_speedup_over_{cases.PEER}"] = min(theirs) / kernels if kernels and theirs else None
-        copied = here.get(("copy", passes))
-        found[f"{key}_share_of_copy_percent"] = 100 * copied / kernels if kernels and copied else None
-    if None in found.values():
-        found["reason"] = "a row that is compared is missing or did not run; see the rows"
-    return found
 
 
 def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:

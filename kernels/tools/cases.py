@@ -1,22 +1,19 @@
-"""What an operator's cases are: all that `check`, `bench`, `resources` and the tests need to know about it.
+"""What an operator's cases are: a table of the shapes that are checked, and what makes the tensors of a shape.
 
-A new operator is checked, timed, compiled and tested once its `Cases` are in `operators.OPERATORS`.
+A new operator is checked, timed and tested once its `Cases` are in `operators.OPERATORS`.
 """
 
-import abc
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
 
 import torch
 import triton
 from torch import Tensor
 
-from ..triton_launch import tuned
-from .resources import Compilation
+from ..dispatch import compute_dtype
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # the largest relative error of rounding a number to a dtype
@@ -25,16 +22,10 @@ BOTH = (False, True)  # directions: the first scans forward, the second backward
 
 BATCH = 64
 TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixels a side
-FORWARD, BOTH_PASSES = "forward", "forward+backward"
-
-# see `Cases.compile_time`
-CompileTime = tuple[dict[str, Any], dict[str, Any], tuple]
-# of `check`: what a row says if it breaks off, the function that makes the row, its arguments and its options
-Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(abc.ABC):
+class Sizes:
     """One shape: B samples, T tokens, and what an operator adds."""
 
     batch: int = BATCH
@@ -45,165 +36,165 @@ class Sizes(abc.ABC):
         """The arguments of the custom op besides its tensors."""
         return {}
 
-    @abc.abstractmethod
-    def tensor_bytes(self) -> tuple[int, int]:
-        """The bytes of the inputs, and of the output, in bf16. Tensors whose size does not grow with T may be left out."""
 
-    @abc.abstractmethod
-    def flop_of(self, passes: str) -> int:
-        """The FLOPs of `forward` or `backward` by the operator's own formulas."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row of an operator's table: a shape that is checked, and how."""
 
-    def bytes(self, passes: str) -> int:
-        """The least to be read and written: inputs and output; then the inputs, the output's gradient, and theirs."""
-        inputs, out = self.tensor_bytes()
-        return inputs + out if passes == FORWARD else 3 * inputs + 2 * out
+    what: str
+    sizes: Any
+    seeds: Sequence[int] = (0,)
+    dtypes: Sequence[str] = tuple(DTYPES)
+    on_gpu_alone: bool = False
 
-    def flop(self, passes: str) -> int:
-        """2 per multiply-add; the backward pass without its repetition of the forward pass."""
-        return self.flop_of("forward") + (0 if passes == FORWARD else self.flop_of("backward"))
+
+def ragged(*sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
+    """Rows of full, short and missing blocks, with every seed."""
+    what = "default config, memory filled with NaN"
+    return [Case(what, each, range(5), on_gpu_alone=on_gpu_alone) for each in sizes]
+
+
+def special(what: str, *sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
+    """Rows of one seed."""
+    return [Case(what, each, on_gpu_alone=on_gpu_alone) for each in sizes]
+
+
+def long(*sizes: Sizes) -> list[Case]:
+    """Rows that take too long without a GPU."""
+    return [Case("long, gradients finite", each, dtypes=("fp32", "bf16"), on_gpu_alone=True) for each in sizes]
+
+
+class Random:
+    """One stream of random numbers, on a device and in a dtype."""
+
+    def __init__(self, seed: int, device: Any = "cpu", dtype: torch.dtype = torch.float64):
+        self.how = {"generator": torch.Generator(device).manual_seed(seed), "device": device, "dtype": dtype}
+
+    def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        return mean + scale * torch.randn(shape, **self.how)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """From 0 to 1."""
+        return torch.rand(shape, **self.how)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Other people's kernels of an operator. `checks`: what is checked -> sizes, (cases, sizes, device) -> their results
+    and ours, the output and the gradients.
+    """
+
+    package: str  # as it is imported
+    distribution: str  # as it is installed
+    names: tuple[str, ...]  # of what is timed
+    # name, sizes, our function's inputs -> the function and its inputs
+    prepare: Callable[[str, Any, list], tuple[Callable[..., Tensor], list]]
+    checks: Mapping[str, tuple[Sizes, Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]]]
+    missing: str  # what is said where the package is not installed
+    takes: Callable[[Any], bool] = lambda sizes: True  # whether they compute it at these sizes
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Cases(abc.ABC):
+class Cases:
     """The cases of one operator."""
 
     NAME: str
-    op: ModuleType
-    triton_fwd: ModuleType
-    triton_bwd: ModuleType
-    INPUTS: tuple[str, ...]  # the names of its tensor inputs; one that some sizes do without is None there
-    ACTIVATIONS: tuple[str, ...]  # those that a layer under autocast gives it in low precision
+    op: Any  # its module
+    ACTIVATIONS: tuple[str, ...]  # the inputs that a layer under autocast gives it in low precision
     OPTIONS: tuple[str, ...] = ()  # the sizes that `op.selected_backend` takes
     CPU_BACKENDS: tuple[str, ...] = ("torch",)  # besides the reference; `auto` takes the first
     OUT_BATCH: int = 0  # the axis of the output that is the samples'
     FLOOR: float = 0.0  # errors are relative to a norm of at least this
-    SMALL: Sizes  # for tests
-    TYPICAL: Sizes  # for configs, repetition and torch.compile
-    LONG: tuple[Sizes, ...]  # for a GPU alone
-    COMPARED: Sizes  # what GOALS and AT are about
-    GOALS: Mapping[str, tuple[str, float, str]]  # key -> what, target, unit
-    AT: str
-    PEERS: tuple[str, ...] = ()  # other people's kernels
-    PEER: str | None = None  # their package
-    PEER_MISSING: str = ""  # what is said where it is not installed
-    # key in the record -> package that has them
-    DISTRIBUTIONS: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # name -> what gives its configs, the kernel, constants of its own
-    KERNELS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]]
-    OPERANDS: tuple[str, ...]  # this and TYPES: see `resources.Compilation`
-    TYPES: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    COMPILED: Sequence[Mapping[str, Any]] = ({},)  # the options of `compile_time` that `resources` compiles
+    # the inputs and the gradient dout of the output; one that these sizes do without is None
+    make: Callable[[Any, Random], Sequence[Tensor | None]]
+    # the public operator at these sizes, a function of the inputs and a backend
+    bind: Callable[[Any], Callable[..., Tensor]]
+    # input or `out`, dtype, sizes -> the largest relative error of it, or of its gradient
+    limit: Callable[[str, torch.dtype, Any], float]
+    # the candidates of the forward and of the backward kernel at TYPICAL
+    configs: Callable[[torch.dtype], tuple[Sequence[Any], Sequence[Any]]]
+    # sizes, the inputs -> the inputs in a layer's layout
+    lay_out: Callable[..., list[Tensor | None]] = lambda sizes, *inputs: list(inputs)
+    BACKWARD_CONFIGS: int = 1  # how many kinds of config its backward pass takes; of two, the first is the forward's
+    SMALL: Any  # for tests
+    TYPICAL: Any  # for configs, repetition and torch.compile
+    CASES: Sequence[Case]
+    SHAPES: Sequence[Any]  # to time
+    COMPARED: Any  # that of SHAPES at which there are goals
+    PEERS: Peers | None = None
 
-    @abc.abstractmethod
+    @functools.cached_property
+    def INPUTS(self) -> tuple[str, ...]:
+        """The names of the tensor inputs."""
+        hints = get_type_hints(self.op.CUSTOM_OP.arguments)
+        return tuple(name for name, kind in hints.items() if kind in (Tensor, Tensor | None))
+
+    @property
+    def ragged(self) -> list[Any]:
+        """The sizes of the table that have several seeds and need no GPU."""
+        return [case.sizes for case in self.CASES if len(case.seeds) > 1 and not case.on_gpu_alone]
+
     def draw(self, seed: int, sizes: Any, device: Any = "cpu") -> list[Tensor | None]:
-        """The inputs and the gradient dout of the output, fp64, of values that the low precisions have."""
+        """The inputs and dout, fp64, the same on every device: activations and dout have values of bf16, others of fp32."""
+        drawn = self.cast(self.cast(self.make(sizes, Random(seed)), torch.bfloat16), torch.float64)
+        return [x if x is None else x.to(device) for x in drawn]
 
-    @abc.abstractmethod
-    def bind(self, sizes: Any) -> Callable[..., Tensor]:
-        """The public operator at these sizes, a function of INPUTS and a backend."""
-
-    @abc.abstractmethod
-    def limit(self, name: str, dtype: torch.dtype, sizes: Any) -> float:
-        """The largest relative error allowed for `out` or a gradient."""
-
-    @abc.abstractmethod
-    def ragged(self, interpreted: bool) -> list[Any]:
-        """Sizes to check with every seed: full, short and missing blocks; for the interpreter, which is slow, fewer."""
-
-    @abc.abstractmethod
-    def variants(self) -> Iterator[tuple[str, Any]]:
-        """(what is special, sizes) to check with one seed."""
-
-    @abc.abstractmethod
-    def shapes(self) -> list[Any]:
-        """Sizes to time."""
-
-    @abc.abstractmethod
-    def layer_inputs(self, sizes: Any, device: torch.device) -> list[Tensor | None]:
+    def layer_inputs(self, sizes: Any, device: Any) -> list[Tensor | None]:
         """Inputs as a layer gives them: activations in bf16, parameters in fp32."""
+        drawn = self.make(sizes, Random(0, device, torch.float32))[:-1]
+        return self.lay_out(sizes, *self.cast(drawn, torch.bfloat16))
 
-    @abc.abstractmethod
-    def compile_time(self, dtype: torch.dtype) -> CompileTime:
-        """The sizes that a record of `resources` shows, the kernels' constants, and the arguments of their `configs`.
+    def cast(self, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+        """Inputs (and any dout) as a layer has them: activations and dout in `dtype`, others in fp32; for fp64 all are fp64.
 
-        By default they are those of the sizes that are tested and tuned; operators add options for others.
+        An input that these sizes do without stays None.
         """
+        names, low = (*self.INPUTS, "dout")[: len(inputs)], {*self.ACTIVATIONS, "dout"}
+        dtypes = [dtype if name in low else compute_dtype(dtype) for name in names]
+        return [x if x is None else x.to(own) for x, own in zip(inputs, dtypes, strict=True)]
 
     def arguments(self, inputs: Sequence[Tensor | None], sizes: Any) -> Any:
         """The arguments of the custom op: the inputs with the options that belong to these sizes."""
-        named = dict(zip(self.INPUTS, inputs, strict=True))
-        return self.op.CUSTOM_OP.arguments(**named, **sizes.options)
+        return self.op.CUSTOM_OP.arguments(**dict(zip(self.INPUTS, inputs, strict=True)), **sizes.options)
 
     def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
         """The output and each gradient, by the Triton kernels; None: the config of a launch without one."""
-        out, states = self.triton_fwd.forward(arguments, True, config)
-        kept = [{"out": out, "states": states}[name] for name in self.op.CUSTOM_OP.kept]
-        return [out, *self.triton_bwd.backward(dout, *kept, arguments, backward_config)]
+        op = self.op.CUSTOM_OP
+        forward, backward = op._load_triton()
+        found = forward.forward(arguments, *[True] * bool(op.kept), config)
+        results = dict(zip(("out", "states"), found, strict=True)) if op.kept else {"out": found}
+        configs = (config, backward_config)[-self.BACKWARD_CONFIGS :]
+        return [results["out"], *backward.backward(dout, *(results[name] for name in op.kept), arguments, *configs)]
 
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
         """The backend that runs for a request."""
         options = {name: getattr(sizes, name) for name in self.OPTIONS}
         return self.op.selected_backend(backend, device, dtype=dtype, **options)
 
-    def configs(self, dtype: torch.dtype) -> tuple[list[triton.Config], list[triton.Config]]:
-        """The candidates of the forward and of the backward kernel at TYPICAL."""
-        first, *_, last = [configs(*self.compile_time(dtype)[2]) for configs, _, _ in self.KERNELS.values()]
-        return first, last
-
-    def tuners(self) -> list[tuple[Any, Any]]:
-        """Each kernel that is tuned, with its tuner in bf16."""
-        sizes = self.compile_time(torch.bfloat16)[2]
-        found = dict.fromkeys((kernel, configs) for configs, kernel, _ in self.KERNELS.values())
-        return [
-            (kernel, tuned(kernel, candidates, *sizes)) for kernel, candidates in found if len(candidates(*sizes)) > 1
-        ]
-
     def implementations(self, sizes: Any) -> list[str]:
         """The names of what is timed: our function on two backends, and other people's kernels."""
-        return ["triton", "torch", *self.PEERS]
+        return ["triton", "torch", *(self.PEERS.names if self.PEERS and self.PEERS.takes(sizes) else ())]
 
-    def prepare(self, name: str, sizes: Any, device: torch.device) -> tuple[Callable[..., Tensor], list[Tensor | None]]:
+    def prepare(self, name: str, sizes: Any, device: Any) -> tuple[Callable[..., Tensor], list[Tensor | None]]:
         """The function of one of `implementations`, and its inputs."""
-        return functools.partial(self.bind(sizes), backend=name), self.layer_inputs(sizes, device)
+        inputs = self.layer_inputs(sizes, device)
+        if self.PEERS and name in self.PEERS.names:
+            return self.PEERS.prepare(name, sizes, inputs)
+        return functools.partial(self.bind(sizes), backend=name), inputs
 
     def missing(self) -> str | None:
         """Why other people's kernels cannot run here, or None."""
-        return None if self.PEER and importlib.util.find_spec(self.PEER) else self.PEER_MISSING
-
-    def peer_checks(self, device: Any) -> Iterator[Check]:
-        """Whether other people's kernels give the same."""
-        yield from ()
-
-    def compilations(self) -> Iterator[Compilation]:
-        """What `resources` compiles: every kernel, dtype and config."""
-        for name, (configs, _, _) in self.KERNELS.items():
-            for options in self.COMPILED:
-                for dtype in DTYPES:
-                    candidates = configs(*self.compile_time(DTYPES[dtype], **options)[2])
-                    yield from (self.compilation(name, dtype, number, **options) for number in range(len(candidates)))
-
-    def compilation(self, name: str, dtype: str, number: int = 0, **options: Any) -> Compilation:
-        """One of KERNELS in one of its configs, of which 0 is the default; the options are those of `compile_time`."""
-        configs, kernel, own = self.KERNELS[name]
-        sizes, constants, candidates = self.compile_time(DTYPES[dtype], **options)
-        return Compilation(
-            name=name,
-            kernel=kernel,
-            operands=self.OPERANDS,
-            types=self.TYPES,
-            constants={key: value for key, value in constants.items() if key in kernel.arg_names} | own,
-            config=configs(*candidates)[number],
-            dtype=dtype,
-            sizes=sizes,
-            default=number == 0,
-        )
+        return None if importlib.util.find_spec(self.PEERS.package) else self.PEERS.missing
 
 
-def normal_drawer(seed: int, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
-    """A function of a shape, `scale` and `mean` that draws from one stream of random numbers."""
-    generator = torch.Generator(device).manual_seed(seed)
+def describe(config: Any) -> dict[str, Any]:
+    """A config as results have it: its constants and what it tells the compiler; of a tuple of them, each by name."""
+    if isinstance(config, tuple):
+        return {name: describe(each) for name, each in config._asdict().items()}
+    return {**config.kwargs, **compiler_options(config)}
 
-    def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-        return mean + scale * torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    return normal
+def compiler_options(config: triton.Config) -> dict[str, int]:
+    """What a config tells the compiler; without maxnreg it is free."""
+    chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
+    return {name: value for name, value in chosen.items() if value is not None}

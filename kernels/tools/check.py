@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ..dispatch import compute_dtype
-from .cases import DTYPES, Cases, Check, Sizes
-from .resources import describe
+from .. import triton_launch
+from .cases import DTYPES, Cases, Sizes, describe
 
-SEEDS = range(5)
+# a check: what a row says if it breaks off, the function that makes the row, its arguments and its options
+Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
 PEER_LIMIT = 2e-2  # of other people's kernels in fp16
 
 
@@ -50,17 +50,6 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def cast(cases: Cases, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """An operator's inputs (and any dout) as a layer has them: activations and dout in `dtype`, others in fp32.
-
-    For fp64 all are fp64. An input that these sizes do without stays None.
-    """
-    names = (*cases.INPUTS, "dout")[: len(inputs)]
-    low = {*cases.ACTIVATIONS, "dout"}
-    dtypes = [dtype if name in low else compute_dtype(dtype) for name in names]
-    return [x if x is None else x.to(own) for x, own in zip(inputs, dtypes, strict=True)]
-
-
 def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, backend: str) -> dict[str, Tensor]:
     """`out` and the gradient of each input by name, by the public operator, from its inputs and dout."""
     *leaves, dout = inputs
@@ -74,8 +63,8 @@ def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, b
 def run_kernels(
     cases: Cases, inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes, *configs: triton.Config | None
 ) -> dict[str, Tensor]:
-    """As `differentiate`, by the Triton kernels themselves, of inputs that are `cast` to `dtype`."""
-    *arguments, dout = cast(cases, inputs, dtype)
+    """As `differentiate`, by the Triton kernels themselves, of inputs that are cast to `dtype`."""
+    *arguments, dout = cases.cast(inputs, dtype)
     results = cases.kernels(cases.arguments(arguments, sizes), dout, *configs)
     return {name: x for name, x in zip(("out", *cases.INPUTS), results, strict=True) if x is not None}
 
@@ -93,7 +82,7 @@ def compare(
     sizes: Sizes,
     dtype: str,
     *,
-    seeds: Sequence[int] = SEEDS,
+    seeds: Sequence[int] = (0,),
     device: Any = "cpu",
     poisoned: bool = True,
     config: triton.Config | None = None,
@@ -155,12 +144,13 @@ def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str,
     }
 
 
-def compare_peer(cases: Cases, name: str, sizes: Sizes, run: Callable[[Sizes], Sequence]) -> dict[str, Any]:
-    """One row: whether other people's kernels give in fp16 what ours do. `run`: sizes -> theirs and our results."""
+def compare_peer(cases: Cases, name: str, device: Any) -> dict[str, Any]:
+    """One row: whether other people's kernels give in fp16 what ours do, one of their `checks`."""
+    sizes, run = cases.PEERS.checks[name]
     row = make_row(cases.NAME, f"{name} gives the same", sizes, "fp16")
     if reason := cases.missing():
         return row | {"passed": None, "reason": reason}
-    theirs, ours = (dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in run(sizes))
+    theirs, ours = (dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in run(cases, sizes, device))
     return row | judge(relative_errors(theirs, ours), dict.fromkeys(ours, PEER_LIMIT))
 
 
@@ -184,7 +174,7 @@ def run(
 
 def planned(cases: Cases, device: Any) -> Iterator[Check]:
     """Every check of an operator that this device can run, see `Check`."""
-    interpreted = cases.triton_fwd.INTERPRETED
+    interpreted = triton_launch.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 
     def comparison(what: str, sizes: Sizes, dtype: str, **options: Any) -> Check:
@@ -193,27 +183,21 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
     def repetition(dtype: str, *configs: triton.Config | None) -> Check:
         return f"two runs, {dtype}", repeat, (cases, cases.TYPICAL, dtype, device, *configs), {}
 
-    for sizes in cases.ragged(interpreted):
-        for dtype in dtypes:
-            yield comparison("default config, memory filled with NaN", sizes, dtype)
-    for what, sizes in cases.variants():
-        for dtype in dtypes:
-            if interpreted or cases.select("auto", sizes, DTYPES[dtype], device) == "triton":
-                yield comparison(what, sizes, dtype, seeds=[0])
+    for case in cases.CASES:
+        for dtype in case.dtypes if not (interpreted and case.on_gpu_alone) else ():
+            # in some dtypes not every size fits every GPU
+            if dtype in dtypes and (interpreted or cases.select("auto", case.sizes, DTYPES[dtype], device) == "triton"):
+                yield comparison(case.what, case.sizes, dtype, seeds=case.seeds)
     yield repetition(dtypes[-1])
     if interpreted:
         return
     for dtype in dtypes:
-        forward, backward = cases.configs(DTYPES[dtype])
-        for config in forward:
-            yield comparison("a config of the forward kernel", cases.TYPICAL, dtype, seeds=[0], config=config)
-            yield repetition(dtype, config, None)
-        for config in backward:
-            yield comparison("a config of the backward kernel", cases.TYPICAL, dtype, seeds=[0], backward_config=config)
-            yield repetition(dtype, None, config)
-        yield comparison("tuned", cases.TYPICAL, dtype, seeds=[0], poisoned=False)
-    for sizes in cases.LONG:
-        for dtype in ("fp32", "bf16"):
-            yield comparison("long, gradients finite", sizes, dtype, seeds=[0])
+        for key, candidates in zip(("config", "backward_config"), cases.configs(DTYPES[dtype]), strict=True):
+            for config in candidates:
+                what = f"a config of the {'forward' if key == 'config' else 'backward'} kernel"
+                yield comparison(what, cases.TYPICAL, dtype, **{key: config})
+                yield repetition(dtype, *((config, None) if key == "config" else (None, config)))
+        yield comparison("tuned", cases.TYPICAL, dtype, poisoned=False)
     yield "torch.compile(fullgraph=True)", compile_op, (cases, cases.TYPICAL, device), {}
-    yield from cases.peer_checks(device)
+    for name in cases.PEERS.checks if cases.PEERS else ():
+        yield name, compare_peer, (cases, name, device), {}

@@ -1,6 +1,6 @@
-"""flash-linear-attention's TTT-Linear (package `flash-linear-attention`, the extra `bench`), called like ours.
+"""Other people's kernels, called like ours.
 
-Its inner learning rate is one factor per query row, with the last row's for the state update; ours is c[row] ·
+**flash-linear-attention**'s TTT-Linear (package `flash-linear-attention`, the extra `bench`). Its inner learning rate is one factor per query row, with the last row's for the state update; ours is c[row] ·
 lr[column]. The two compute the same where our lr is constant within a chunk. It has one direction. Its public functions
 put the residual on O = QW + β − AG, where ours has it on Q; therefore `out` takes O from the autograd function under
 the public one and applies the output norm itself, with the package's own kernel. All gradients then correspond one to
@@ -8,15 +8,21 @@ one, that of lr summed over a chunk.
 
 Its kernels are tuned once per process and chunk size, for whatever dtype and T come first, and the choice is kept on
 disk. Here the disk is left out, and `forget_tuning` makes it tune again: each shape is measured with the config that
-suits it. Shape letters: B samples, T tokens, H heads, D head width.
+suits it. For timing it gets its cheapest equivalent: one call with the two directions as further heads, without the
+flips that it would need.
+
+**mamba-ssm**'s selective scan has the layout (B,E,T) and one direction. For timing, Vim's shapes give it its cheapest
+equivalent: inputs in that layout, those of the second direction and its gate flipped beforehand, two calls, and one
+flip of the second output. Shape letters: B samples, T tokens, H heads, D head width, E channels.
 """
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
@@ -103,3 +109,23 @@ def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tenso
     group_norm = _import("modules.layernorm").group_norm
     y = group_norm(O.reshape(B, T, H * D), weight=weight.reshape(-1), bias=bias.reshape(-1), eps=eps, num_groups=H)
     return q + y.reshape(B, T, H, D)
+
+
+def in_layout_of_mamba(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in scan order, z per direction."""
+    u, delta, A, B, C, D, z, bias = inputs
+    scanned = (u, delta, B, C, z.unsqueeze(2).expand_as(u))
+    u, delta, B, C, z = (torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in scanned)
+    return [u, delta, A, B, C, D, z, bias]
+
+
+def mamba_ssm(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor
+) -> Tensor:
+    """mamba-ssm's operator on `in_layout_of_mamba`: (B,2,E,T), with the tokens of both directions in the order of the input."""
+    scan = importlib.import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_fn
+    forward, backward = (
+        scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True)
+        for r in (0, 1)
+    )
+    return torch.stack((forward, backward.flip(-1)), 1)

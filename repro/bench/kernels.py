@@ -23,9 +23,6 @@ from ..core.unfinished import Unfinished, read_clock
 from .lanes import run_in_lanes
 
 Row = dict[str, Any]
-PAGE = "results/speed.md"
-BENCH_BLOCK = "kernels bench"
-NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 LANES = 8  # processes that check at once
 _WHERE = ("device", "commit", "torch", "triton", "measured")
 CHECK_COLUMNS = ("operator", "backend", "checks", "failed", "not_run", "failures", "nearest", "error", "limit", *_WHERE)
@@ -34,6 +31,9 @@ BENCH_NUMBERS = ("median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "sh
 BENCH_NUMBERS += ("gflop",)
 BENCH_COLUMNS = ("operator", "implementation", "passes", "sizes", "dtype", "status", "samples", "bytes", *BENCH_NUMBERS)
 BENCH_COLUMNS += ("reason", "peer_version", *_WHERE)
+# what a row calls a size -> how a line prints it
+_PRINTED = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk"}
+_PRINTED |= {"channels": "channels", "state_dim": "states"}
 BENCH_TYPES = dict.fromkeys(BENCH_NUMBERS, float) | {"samples": int, "bytes": int, "sizes": json.loads}
 
 
@@ -95,7 +95,7 @@ def run_check(paths: Paths, op: str | None = None, minutes: float | None = None,
 
 def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float) -> list[Row] | None:
     """The rows of an operator, those of earlier calls first; None where the time ends before they are complete."""
-    from kernels.tools import check, text
+    from kernels.tools import check
 
     planned, rows = list(check.planned(cases, device)), state.kept.setdefault(cases.NAME, {})
     todo = [number for number in range(len(planned)) if str(number) not in rows]
@@ -106,7 +106,7 @@ def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float)
     for number, row in made:
         rows[str(number)] = row
         state.save()
-        print(text.format_check(row), flush=True)
+        print(format_check(row), flush=True)
     return [rows[str(number)] for number in range(len(planned))] if len(rows) == len(planned) else None
 
 
@@ -123,6 +123,24 @@ def summarise_checks(rows: Sequence[Row]) -> Row:
     line |= {"not_run": sum(row["passed"] is None for row in rows)}
     line |= {"failures": "; ".join(row["check"] for row in failures) or None}
     return line | {"nearest": nearest, "error": error, "limit": limit}
+
+
+def format_check(row: Mapping[str, Any]) -> str:
+    """A line for a row of `check.run`: the verdict, what was checked, and the error that comes nearest to its limit."""
+    verdict = {True: "ok", False: "FAILED", None: "not run"}[row["passed"]]
+    detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that broke off has no sizes
+    if row.get("errors"):
+        name, error = max(row["errors"].items(), key=lambda item: item[1] / row["limits"][item[0]])
+        detail += f", nearest its limit: {name} {error:.1e} of {row['limits'][name]:.0e}"
+    if row.get("not_finite"):
+        detail += f", not finite: {', '.join(row['not_finite'])}"
+    if row.get("reason"):
+        detail += f", {row['reason']}"
+    return f"{verdict}: {row['operator']}, {row['check']}{detail}"
+
+
+def _sizes(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{printed} {row[key]}" for key, printed in _PRINTED.items() if key in row)
 
 
 def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
@@ -187,7 +205,7 @@ def run_bench(
     chosen = find_operators(op)
     import torch
 
-    from kernels.tools import bench, check, operators, text
+    from kernels.tools import bench, check, operators
 
     if not torch.cuda.is_available():
         raise UserError("kernels bench: PyTorch sees no CUDA device; speed is measured on a GPU")
@@ -206,9 +224,9 @@ def run_bench(
     wanted: list[tuple[str, str]] = []
     for cases in chosen:
         place = _describe_place(paths, device)
-        place["peer_version"] = ", ".join(
-            f"{key} {version}" for key in cases.DISTRIBUTIONS.values() if (version := installed_version(key))
-        )
+        package = cases.PEERS.distribution if cases.PEERS else None
+        version = installed_version(package) if package else None
+        place["peer_version"] = f"{package} {version}" if version else ""
         planned = bench.planned(cases, compared)
         wanted += [(cases.NAME, key) for key in planned]
         todo = {key: step for key, step in planned.items() if not _is_since(rows.get((cases.NAME, key)), since)}
@@ -217,9 +235,7 @@ def run_bench(
                 cases, "before it is timed", cases.TYPICAL, "bf16", seeds=[0], device=device, poisoned=False
             )
             if not right["passed"]:
-                raise RunError(
-                    f"kernels bench: {text.format_check(right)}; run `repro kernels check --op {cases.NAME}`"
-                )
+                raise RunError(f"kernels bench: {format_check(right)}; run `repro kernels check --op {cases.NAME}`")
         for key, step in todo.items():
             if _left(deadline) <= 0:
                 left += 1
@@ -227,7 +243,7 @@ def run_bench(
             row = bench.measure(cases, device, step, find=lambda key, name=cases.NAME: rows.get((name, key)))
             rows[cases.NAME, key] = row | place
             _write_bench(path, rows.values())
-            print(text.format_bench(row), flush=True)
+            print(format_bench(row), flush=True)
         if cases.NAME == "ttt_linear" and todo and _left(deadline) > 0:
             for row in bench.measure_memory(cases, device):
                 rows[cases.NAME, bench.row_key(cases, row)] = row | place
@@ -237,10 +253,21 @@ def run_bench(
     # also those of an earlier call, which this one has not measured again
     found = [rows[what] for what in wanted if _is_since(rows.get(what), since)]
     if failed := [row for row in found if row["status"] == "failed" and row["implementation"] in bench.OURS]:
-        raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {text.format_bench(failed[0])}")
+        raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {format_bench(failed[0])}")
     if left:
         print(f"time is up: the next call continues with the other {left} rows")
     return not left
+
+
+def format_bench(row: Mapping[str, Any]) -> str:
+    """A line for a row of `bench.measure`."""
+    what = f"{row['operator']}, {_sizes(row)}, {row['passes']}, {row['implementation']}"
+    if row["status"] != "ok":
+        return f"{what}: {row['status']} ({row['reason']})"
+    spread = f"{row['median_ms']:.3f} ms ({row['p20_ms']:.3f} to {row['p80_ms']:.3f})"
+    share = row["share_of_copy_percent"]
+    share = "–" if share is None else f"{share:.0f} % of a copy"
+    return f"{what}: {spread}, {row['gb_per_s']:.0f} GB/s, {share}, peak {row['peak_memory_mib']:.0f} MiB"
 
 
 def read_bench(path: Path) -> list[Row]:
@@ -277,19 +304,6 @@ def find_operators(op: str | None) -> list[Any]:
     if op is not None and op not in OPERATORS:
         raise UserError(f"kernels: --op {op}: no such operator{did_you_mean(op, OPERATORS)}")
     return list(OPERATORS.values()) if op is None else [OPERATORS[op]]
-
-
-def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of the tables in results/speed.md, from results/speed; none where Triton is missing."""
-    if importlib.util.find_spec("triton") is None:
-        return []
-    from kernels.tools import text
-
-    tables = []
-    for file in sorted(paths.speed.glob("kernels/*.csv")):
-        rows = read_bench(file)
-        tables.append(text.bench_table(rows, rows[0]["device"]))
-    return [(PAGE, BENCH_BLOCK, "\n\n".join(tables or [text.bench_table([], NOTHING_MEASURED)]))]
 
 
 def find_memory_ratio(rows: Sequence[Mapping[str, Any]]) -> float | None:

@@ -5,8 +5,8 @@ import torch
 
 from kernels.tools import check
 from kernels.tools.operators import OPERATORS
-from kernels.tools.text import format_check
 from kernels.tools.ttt_linear_cases import CASES, Sizes
+from repro.bench.kernels import format_check
 
 
 @pytest.mark.parametrize("name", OPERATORS)

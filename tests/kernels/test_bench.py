@@ -1,7 +1,7 @@
 """What the bench times and counts: peers get the same work, bytes and FLOPs are those of the tensors."""
 
+import dataclasses
 import functools
-import json
 import sys
 from types import SimpleNamespace
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kernels import ttt_linear
-from kernels.around.reference import ONES
 from kernels.selective_scan import selective_scan
 from kernels.tools import bench, check, ms_deform_attn_cases, peers, selective_scan_cases, ttt_linear_cases
-from kernels.tools.bench import BOTH_PASSES, FORWARD
+from kernels.tools.bench import BOTH_PASSES, FORWARD, count_work
 from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
+from kernels.tools.cases import describe
 from kernels.tools.operators import OPERATORS
 from repro.core.record import write_record
 
@@ -47,7 +47,7 @@ def test_what_is_timed_runs(name):
     gradients = run_step(cases, cases.SMALL, "torch", BOTH_PASSES)
     assert [g.shape for g in gradients.values()] == [x.shape for x in inputs]
     assert all(g.isfinite().all() for g in gradients.values())
-    shapes = cases.shapes()
+    shapes = cases.SHAPES
     assert cases.COMPARED in shapes and len(set(shapes)) == len(shapes)
     assert len({sizes.batch for sizes in shapes}) == 1
 
@@ -73,13 +73,14 @@ def test_flash_linear_attention_gets_the_same_work(monkeypatch, kind):
     cases, sizes = ttt_linear_cases.CASES, ttt_linear_cases.Sizes(batch=2, tokens=40, heads=2, head_dim=16)
     # with equal weights the gradients of a sum over a LayerNorm's outputs would vanish
     weight = 1 + 0.5 * torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    leaves = cases.layer_inputs(sizes, CPU)
-    leaves[cases.INPUTS.index("ln_weight")] = weight
+    changed = {"ln_weight": weight, "token_scale": (1 / torch.arange(1, 17)).repeat(2, 1)}
+    leaves = [changed.get(name, x) for name, x in zip(cases.INPUTS, cases.layer_inputs(sizes, CPU), strict=True)]
     expected = ours(*(x.requires_grad_() for x in leaves))
-    out = run_step(cases, sizes, f"fla {kind}", FORWARD, ln_weight=weight.detach())
+    changed = {name: x.detach() for name, x in changed.items()}
+    out = run_step(cases, sizes, f"fla {kind}", FORWARD, **changed)
     assert check.relative_error(out, expected.detach()) < 1e-2
     expected = dict(zip(cases.INPUTS, torch.autograd.grad(expected.sum(), leaves), strict=True))
-    gradients = run_step(cases, sizes, f"fla {kind}", BOTH_PASSES, ln_weight=weight.detach())
+    gradients = run_step(cases, sizes, f"fla {kind}", BOTH_PASSES, **changed)
     del expected["token_scale"]  # its factors go into eta, where ours has c[row] lr[column]
     errors = check.relative_errors(gradients, expected)
     assert max(errors.values()) < 5e-2, errors
@@ -103,41 +104,9 @@ def test_mamba_ssm_gets_the_same_work(monkeypatch):
     gradients, ours = (run_step(cases, sizes, name, BOTH_PASSES) for name in ("mamba-ssm", "torch"))
     z = gradients.pop("z")  # one for each direction, the second from back to front
     errors = check.relative_errors({"z": (z[:, 0] + z[:, 1].flip(-1)).mT}, {"z": ours["z"]})
-    expected = dict(zip(cases.INPUTS, selective_scan_cases.in_its_layout(list(ours.values())), strict=True))
+    expected = dict(zip(cases.INPUTS, peers.in_layout_of_mamba(list(ours.values())), strict=True))
     errors |= check.relative_errors(gradients, {name: expected[name] for name in gradients})
     assert max(errors.values()) < 1e-2, errors
-
-
-def timed(operator, names, forward, both):
-    """Rows of `bench.measure` at the compared shape, with these medians."""
-    cases = OPERATORS[operator]
-    return [
-        {"operator": operator, **vars(cases.COMPARED), "implementation": name, "passes": passes, "median_ms": ms}
-        for passes, times in ((FORWARD, forward), (BOTH_PASSES, both))
-        for name, ms in zip(names, times, strict=True)
-    ]
-
-
-def test_the_summary_compares_with_the_faster_peer():
-    both = [*bench.OURS, "fla chunk", "fla fused_chunk"]
-    fla = timed("ttt_linear", both, (1.0, 2.0, 90.0, 5.0, 4.0), (2.0, 8.0, 90.0, 12.0, 20.0))
-    other_shape = {**fla[3], "tokens": 196, "median_ms": 0.1}
-    mamba = timed("selective_scan", [*bench.OURS, "mamba-ssm"], (1.0, 4.0, 90.0, 5.0), (2.0, 4.0, 90.0, 2.0))
-    alone = timed("bi_wkv", bench.OURS, (1.0, 4.0, 90.0), (2.0, 5.0, 90.0))
-    rows = json.loads(json.dumps([*fla, other_shape, *mamba, *alone]))  # as a record has them
-    assert bench.summarise(ttt_linear_cases.CASES, rows) == {
-        "forward_speedup_over_fla": 4.0 / 2.0,
-        "forward_share_of_copy_percent": 100 * 1.0 / 2.0,
-        "forward_backward_speedup_over_fla": 12.0 / 8.0,
-        "forward_backward_share_of_copy_percent": 100 * 2.0 / 8.0,
-    }
-    assert bench.summarise(selective_scan_cases.CASES, rows)["forward_backward_speedup_over_mamba_ssm"] == 2.0 / 4.0
-    shares = {"forward_share_of_copy_percent": 25.0, "forward_backward_share_of_copy_percent": 40.0}
-    assert bench.summarise(OPERATORS["bi_wkv"], rows) == shares
-    missing = timed("ttt_linear", [*bench.OURS, "fla chunk"], (1.0, 2.0, 90.0, None), (None,) * 4)
-    found = bench.summarise(ttt_linear_cases.CASES, missing)
-    assert found["forward_speedup_over_fla"] is None and found["reason"]
-    assert found["forward_share_of_copy_percent"] == 50.0
 
 
 def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
@@ -158,13 +127,12 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     assert unavailable["status"] == "unavailable"
     copied = bench._filled(bench._blank(cases, "copy", sizes, FORWARD), [1.0, 2.0, 3.0], None, 0.0)
     ours = bench._filled(bench._blank(cases, "triton", sizes, FORWARD), [1.0, 2.0, 3.0], 1.0, 5.0)
-    assert ours["share_of_copy_percent"] == 50 and ours["gb_per_s"] == pytest.approx(sizes.bytes(FORWARD) / 2 / 1e6)
+    assert ours["share_of_copy_percent"] == 50 and ours["gb_per_s"] == pytest.approx(
+        count_work(cases, sizes, FORWARD)[0] / 2 / 1e6
+    )
     config = cases.configs(torch.bfloat16)[0][0]
     write_record(
-        tmp_path / "kernels.json",
-        {"rows": [row, unavailable, copied, ours, {"config": check.describe(config)}]},
-        {},
-        0.0,
+        tmp_path / "kernels.json", {"rows": [row, unavailable, copied, ours, {"config": describe(config)}]}, {}, 0.0
     )
 
 
@@ -177,15 +145,24 @@ def test_bytes_are_those_of_the_tensors_that_grow_with_t(name):
     grow = {"lr", "locations", *(("weights",) if name == "ms_deform_attn" else ()), *cases.ACTIVATIONS}
     read = sum(x.nbytes for key, x in inputs.items() if key in grow and x is not None)
     written = cases.bind(sizes)(*inputs.values(), backend="torch").nbytes
-    if name == "gated_linear":  # its ones are left out
-        written = written * sizes.hidden // (sizes.hidden + ONES)
-    assert sizes.bytes(FORWARD) == read + written
-    assert sizes.bytes(BOTH_PASSES) == (read + written) + (read + written) + read
+    assert count_work(cases, sizes, FORWARD)[0] == read + written
+    assert count_work(cases, sizes, BOTH_PASSES)[0] == (read + written) + (read + written) + read
 
 
 attention = functools.partial(ms_deform_attn_cases.Sizes, batch=2, tokens=12, heads=2, head_dim=8)
 # multiply-adds forward, and of the backward pass alone
 FLOPS = {
+    # of 24 channels and their 64 hidden ones: nine taps; four of two convolutions of keys and queries; a product to two
+    # halves
+    **{
+        name: (dataclasses.replace(OPERATORS[name].TYPICAL, batch=2, tokens=10, height=5), 20 * macs, 2 * 20 * macs)
+        for name, macs in (
+            ("conv_norm", 9 * 24),
+            ("scan_convs", 4 * 2 * 2 * 24),
+            ("gated_norm", 0),
+            ("gated_linear", 24 * 2 * 64),
+        )
+    },
     # Ω(SSM) of the Vim paper: 3 T·E·N + T·E·N in each direction or route, twice that back
     "the selective scan": (
         selective_scan_cases.Sizes(batch=2, tokens=10, channels=32),
@@ -204,4 +181,7 @@ FLOPS = {
 
 @pytest.mark.parametrize(("sizes", "forward", "backward"), FLOPS.values(), ids=FLOPS)
 def test_flop_by_hand(sizes, forward, backward):
-    assert (sizes.flop(FORWARD), sizes.flop(BOTH_PASSES)) == (2 * forward, 2 * (forward + backward))
+    cases = next(each for each in OPERATORS.values() if type(each.SMALL) is type(sizes))
+    cases = OPERATORS.get(getattr(sizes, "kind", ""), cases)
+    found = [count_work(cases, sizes, passes)[1] for passes in (FORWARD, BOTH_PASSES)]
+    assert found == [2 * forward, 2 * (forward + backward)]

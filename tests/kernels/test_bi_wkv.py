@@ -1,5 +1,6 @@
 """What is Bi-WKV's own: exponents of any size, blocks of images and channels, NaN in a channel; the release's tensors."""
 
+import dataclasses
 import functools
 import math
 
@@ -11,8 +12,8 @@ from kernels.bi_wkv.reference import Arguments, bi_wkv_formula
 from kernels.decompositions import bi_wkv_by_scan
 from kernels.tools.bi_wkv_cases import CASES as cases
 from kernels.tools.bi_wkv_cases import Sizes
-from kernels.tools.cases import ROUNDING
-from kernels.tools.check import DTYPES, cast, differentiate, relative_error, relative_errors
+from kernels.tools.cases import DTYPES, ROUNDING
+from kernels.tools.check import differentiate, relative_error, relative_errors
 from tests.kernels.helpers import find_errors
 from tests.models.helpers import read_data
 
@@ -29,12 +30,12 @@ def has_exponents(w, u, k, v):
 @pytest.mark.parametrize(("tokens", "decay", "keys"), [(70, 0.3, 1000.0), (70, 30.0, 1000.0), (9, 3.0, 20.0)])
 def test_any_sign_and_size(tokens, decay, keys, sign):
     """Keys of a thousand and steep decay: finite, and right to what exponents of that size allow in each dtype."""
-    sizes = Sizes(batch=2, tokens=tokens, channels=4)
-    w, u, k, v, dout = draw(0, sizes, decay=decay, keys=keys)
+    sizes = Sizes(batch=2, tokens=tokens, channels=4, decay=decay, keys=keys)
+    w, u, k, v, dout = draw(0, sizes)
     inputs = [sign * w.abs(), u, k.clamp(-1000, 1000), v, dout]
     assert has_exponents(*inputs[:-1])
     for dtype in DTYPES.values():
-        given = cast(cases, inputs, dtype)
+        given = cases.cast(inputs, dtype)
         assert max(errors(given, sizes=sizes).values()) < 5e-3 + ROUNDING[dtype]
     assert max(errors(inputs, sizes=sizes).values()) < 1e-10
 
@@ -65,7 +66,7 @@ def test_a_decay_that_rounds_exponents_away_is_refused(decay, backend):
 
 @pytest.mark.parametrize("tokens", [1, 2, 13])
 def test_a_scan_with_keys_whose_powers_would_overflow(tokens):
-    inputs = draw(0, Sizes(batch=3, tokens=tokens, channels=9), decay=1.0, keys=400.0)[:-1]
+    inputs = draw(0, Sizes(batch=3, tokens=tokens, channels=9, decay=1.0, keys=400.0))[:-1]
     out, _ = bi_wkv_by_scan(*inputs, "auto", False)
     torch.testing.assert_close(out, bi_wkv(*inputs, backend="reference"), rtol=1e-10, atol=1e-10)
 
@@ -73,7 +74,7 @@ def test_a_scan_with_keys_whose_powers_would_overflow(tokens):
 def test_exponents_are_left_out_where_they_may_be():
     sizes = Sizes(batch=2, tokens=196, channels=4)
     assert not has_exponents(*draw(0, sizes)[:4])
-    assert has_exponents(*draw(0, sizes, decay=3.0, keys=20.0)[:4])
+    assert has_exponents(*draw(0, dataclasses.replace(sizes, decay=3.0, keys=20.0))[:4])
     w, u, k, v, _ = draw(0, sizes)
     v[0, 0, 0] = 1e30
     assert has_exponents(w, u, k, v)

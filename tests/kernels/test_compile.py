@@ -12,28 +12,29 @@ import torch
 from kernels import dispatch, selected_backend
 from kernels.around import triton_fwd as around_fwd
 from kernels.selective_scan import triton_bwd as scan_bwd
-from kernels.tools import check, resources
+from kernels.tools.cases import DTYPES, describe
 from kernels.tools.operators import OPERATORS
 from kernels.ttt_linear import triton_fwd
+from tests.kernels import compiled
+from tests.kernels.compiled import KERNELS
 from tests.slow import slow
 
-KERNELS = [kernel for cases in OPERATORS.values() for kernel in cases.KERNELS]
+NAMES = [name for each in KERNELS.values() for name in each.table]
 # compiled by `make test` too; all others, which take minutes, by `make test-all`
 QUICK = {
     (name, 90, "bf16") for name in ("ttt_linear_backward_back", "selective_scan_backward", "bi_wkv_backward_segments")
 }
-EVERY = [each if each in QUICK else slow(*each) for each in itertools.product(KERNELS, resources.TARGETS, check.DTYPES)]
+EVERY = [each if each in QUICK else slow(*each) for each in itertools.product(NAMES, compiled.TARGETS, DTYPES)]
 
 
-def find_cases(kernel):
-    return next(cases for cases in OPERATORS.values() if kernel in cases.KERNELS)
+def find_kernels(name):
+    return next(each for each in KERNELS.values() if name in each.table)
 
 
 @functools.cache
 def compile_defaults(kernel, target, dtype):
     """(sizes, what `Compilation.read` says) of a kernel's default configs, with chunks of 16 where there are chunks."""
-    compilations = [one for one in find_cases(kernel).compilations() if (one.name, one.dtype) == (kernel, dtype)]
-    chosen = [one for one in compilations if one.default and one.sizes.get("chunk_size", 16) == 16]
+    chosen = [one for one in find_kernels(kernel).list_defaults(kernel, dtype) if one.sizes.get("chunk_size", 16) == 16]
     assert chosen
     return [(one.sizes, one.read(target)) for one in chosen]
 
@@ -44,7 +45,7 @@ def spills(found):
 
 def test_the_state_s_gradient_is_read_after_a_barrier():
     """Between groups it waits in memory, where one thread reads what another wrote."""
-    one = OPERATORS["ttt_linear"].compilation("ttt_linear_backward_back", "bf16")
+    one = KERNELS["ttt_linear"].compilation("ttt_linear_backward_back", "bf16")
     words = re.findall(r"tt\.store|barrier", one.compile(90).asm["ttir"])
     # dW0 and db0, then what is written once, behind the loop: dgamma, dmu and dscale
     assert words[-6:] == ["tt.store", "tt.store", "barrier", *["tt.store"] * 3]
@@ -53,7 +54,7 @@ def test_the_state_s_gradient_is_read_after_a_barrier():
 # (kernel, target) -> stack bytes of a default config. TTT-Linear's are of two-byte elements at D = 64 and chunk size 16:
 # in one pass three programs share a multiprocessor for that, and there is one wave where there were two; the pass BACK
 # loads three stages ahead, which fits sm_90. The scan is a few registers short.
-MOST_SPILLED = {("ttt_linear_backward", f"sm_{target}"): 288 for target in resources.TARGETS}
+MOST_SPILLED = {("ttt_linear_backward", f"sm_{target}"): 288 for target in compiled.TARGETS}
 MOST_SPILLED |= {("ttt_linear_backward_back", "sm_80"): 176, ("ttt_linear_backward_back", "sm_89"): 104}
 MOST_SPILLED |= {("selective_scan_backward", "sm_80"): 128}
 
@@ -68,7 +69,7 @@ def test_default_configs_spill_no_registers(kernel, target, dtype):
         assert found["stack_bytes"] <= allowed and (allowed or spills(found) == (0, 0, 0)), sizes
 
 
-TTT_LINEAR = list(OPERATORS["ttt_linear"].KERNELS)
+TTT_LINEAR = list(KERNELS["ttt_linear"].table)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_products_of_ttt_linear_are_those_of_tensor_cores_in_two_byte_elements_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", OPERATORS["selective_scan"].KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS["selective_scan"].table)
 def test_the_selective_scan_exchanges_little_between_threads(kernel):
     found = compile_defaults(kernel, 90, "bf16")
     assert all(each["loops"] and each["shared_bytes"] <= 4096 for _, each in found)
@@ -116,7 +117,7 @@ def test_a_thread_of_the_selective_scan_has_all_states_of_its_channel():
 
 
 @pytest.mark.parametrize(
-    "kernel", [each if each == "bi_wkv_backward_segments" else slow(each) for each in OPERATORS["bi_wkv"].KERNELS]
+    "kernel", [each if each == "bi_wkv_backward_segments" else slow(each) for each in KERNELS["bi_wkv"].table]
 )
 def test_a_channel_of_bi_wkv_is_one_thread_s(kernel):
     for _, found in compile_defaults(kernel, 90, "bf16"):
@@ -125,7 +126,7 @@ def test_a_channel_of_bi_wkv_is_one_thread_s(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", OPERATORS["ms_deform_attn"].KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS["ms_deform_attn"].table)
 def test_deformable_attention_has_one_loop_for_each_stretch_of_the_order_or_each_level(kernel):
     for _, found in compile_defaults(kernel, 90, "bf16"):
         assert len(found["loops"]) == (2 if kernel.endswith("value") else 3)
@@ -147,7 +148,7 @@ def test_instructions_and_loops_are_read_from_a_listing():
 .L_x_3:
         /*0070*/                   EXIT ;
 """
-    names, loops = resources._instructions(listing)
+    names, loops = compiled._instructions(listing)
     assert names == ["BAR", "SHFL", "LDL", "BRA", "BRA", "BRA", "BRA", "EXIT"]
     assert loops == [(0, 4), (1, 3)]
 
@@ -159,11 +160,9 @@ SIZES |= {"ttt_linear": [{"chunk_size": chunk_size, "width": width} for chunk_si
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_configs_differ(name):
-    cases = OPERATORS[name]
-    for options, dtype in itertools.product(SIZES[name], check.DTYPES.values()):
-        for find, _, _ in cases.KERNELS.values():
-            candidates = list(map(resources.describe, find(*cases.compile_time(dtype, **options)[2])))
-            assert all(a != b for a, b in itertools.combinations(candidates, 2)), candidates
+    for options, dtype, kernel in itertools.product(SIZES[name], DTYPES.values(), KERNELS[name].table):
+        candidates = list(map(describe, KERNELS[name].find_configs(kernel, dtype, **options)))
+        assert all(a != b for a, b in itertools.combinations(candidates, 2)), candidates
 
 
 # the widths of ViT-Adapters, the widest that there may be, and one that is no power of two
@@ -176,7 +175,7 @@ def test_configs_differ(name):
     ],
 )
 def test_it_compiles_without_spills(kernel, dtype, target, options):
-    found = find_cases(kernel).compilation(kernel, dtype, **options).read(target)
+    found = find_kernels(kernel).compilation(kernel, dtype, **options).read(target)
     assert found["loops"] and spills(found) == (0, 0, 0)
 
 
@@ -192,7 +191,7 @@ def test_it_compiles_without_spills(kernel, dtype, target, options):
 @pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
 def test_shared_memory_of_other_sizes_is_what_the_table_says(kernel, dtype, width, chunk_size):
     """In two-byte elements it fits 99 KiB, the smallest GPUs'; `SHARED_KIB` has fp32's backward pass."""
-    one = OPERATORS["ttt_linear"].compilation(kernel, dtype, chunk_size=chunk_size, width=width)
+    one = KERNELS["ttt_linear"].compilation(kernel, dtype, chunk_size=chunk_size, width=width)
     found = one.read(89)["shared_bytes"]
     needed = dtype == "fp32" and kernel.endswith("backward") and triton_fwd.SHARED_KIB.get((width, chunk_size))
     assert -(-found // 1024) == needed if needed else found <= 99 * 1024
@@ -230,14 +229,14 @@ def test_the_product_reads_x_once():
 @pytest.mark.parametrize("kernel", ["scan_convs_forward", slow("scan_convs_backward"), "gated_norm_forward"])
 def test_slices_are_loaded_by_sixteen_bytes(kernel):
     """Their rows are multiples of 16 numbers apart, as `Constants.in_weight` has them. Single ones are not loaded."""
-    found = load_widths(find_cases(kernel).compilation(kernel, "bf16"))
+    found = load_widths(find_kernels(kernel).compilation(kernel, "bf16"))
     assert found["LDG.E.128"] > 0 and not {"LDG.E.U16", "LDG.E.S16", "LDG.E"} & set(found)
 
 
 @pytest.mark.parametrize("channels", [192, slow(384), slow(768)])
 def test_the_convolution_on_the_grid_loads_its_taps_once(channels):
     """Before its loop, in the layout of their use, so that nothing passes between threads: barriers are the norm's."""
-    one = OPERATORS["conv_norm"].compilation("conv_norm_forward", "bf16", channels=channels)
+    one = KERNELS["conv_norm"].compilation("conv_norm_forward", "bf16", channels=channels)
     found = one.read(90)
     # three columns and one in the loop, of three rows; nine taps, gamma and beta, 32 bytes of each
     assert load_widths(one) == {"LDG.E.128": 4 * 3 + 11 * 2} and spills(found) == (0, 0, 0)
@@ -246,4 +245,4 @@ def test_the_convolution_on_the_grid_loads_its_taps_once(channels):
 
 def load_widths(one):
     """How often each kind of load from memory occurs in the machine code for sm_90."""
-    return Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", resources.disassemble(one.compile(90).asm["cubin"])))
+    return Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", compiled.disassemble(one.compile(90).asm["cubin"])))

@@ -86,7 +86,7 @@ def test_no_number_of_threads_changes_a_bit(name):
     cases = OPERATORS[name]
     channels = {"channels": 200} if hasattr(cases.TYPICAL, "channels") else {}
     sizes = dataclasses.replace(cases.TYPICAL, batch=1, **channels)
-    given = check.cast(cases, cases.draw(0, sizes), torch.float32)
+    given = cases.cast(cases.draw(0, sizes), torch.float32)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 3, 8):

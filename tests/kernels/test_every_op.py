@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels.decompositions import DECOMPOSITIONS
 from kernels.dispatch import compute_dtype
 from kernels.tools import check
-from kernels.tools.cases import BOTH_PASSES, FORWARD, ROUNDING
+from kernels.tools.bench import BOTH_PASSES, FORWARD, count_work
+from kernels.tools.cases import ROUNDING
 from kernels.tools.operators import INTERPRETED, OPERATORS
 from kernels.ttt_linear import triton_fwd
 from tests.kernels.helpers import EXACT, interpreted, once
@@ -44,8 +45,8 @@ any_backend = pytest.fixture(params=BACKENDS if INTERPRETED else [*BACKENDS, "re
 
 
 def draw(cases, dtype=EXACT, sizes=None, seed=0):
-    """The inputs as leaves and dout, as a layer has them under autocast to `dtype`, fp32 or fp64; see `check.cast`."""
-    *inputs, dout = check.cast(cases, cases.draw(seed, sizes or cases.SMALL), dtype)
+    """The inputs as leaves and dout, as a layer has them under autocast to `dtype`, fp32 or fp64; see `Cases.cast`."""
+    *inputs, dout = cases.cast(cases.draw(seed, sizes or cases.SMALL), dtype)
     return [x.requires_grad_() for x in inputs], dout
 
 
@@ -69,6 +70,11 @@ def assert_equal(results, expected):
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
+def list_special(cases):
+    """The rows of one seed."""
+    return [case for case in cases.CASES if len(case.seeds) == 1 and not case.on_gpu_alone]
+
+
 def every_size(cases):
     """Ragged and special sizes, and whether they are left to `make test-all`.
 
@@ -76,12 +82,12 @@ def every_size(cases):
     width of TTT-Linear's heads for half a minute, so `make test` takes the narrowest; `test_ttt_linear.py` has the
     tokens that are alike.
     """
-    for i, sizes in enumerate(cases.ragged(True)):
+    for i, sizes in enumerate(cases.ragged):
         if i % 4 in (0, 3) or not INTERPRETED:
             yield sizes, i % 4 not in (0, 3)
-    for name, sizes in cases.variants():
-        is_wider = name == "head width" and sizes.head_dim != triton_fwd.WIDTHS[0]
-        yield sizes, getattr(sizes, "alike", False) or (is_wider and not INTERPRETED)
+    for case in list_special(cases):
+        is_wider = case.what == "head width" and case.sizes.head_dim != triton_fwd.WIDTHS[0]
+        yield case.sizes, getattr(case.sizes, "alike", False) or (is_wider and not INTERPRETED)
     if not INTERPRETED:
         yield cases.TYPICAL, False
 
@@ -109,7 +115,7 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
     for backend, dtype in itertools.product(cases.CPU_BACKENDS, dtypes):
         if (backend, dtype, getattr(sizes, "head_dim", 0)) == ("numba", torch.float64, 64):
             continue  # which numba compiles for long; `test_gradcheck` and `test_ttt_linear.py` have fp64 at 16 and 20
-        given = check.cast(cases, inputs, dtype)
+        given = cases.cast(inputs, dtype)
         with check.poisoned_memory():
             got = check.differentiate(cases, given, sizes, backend)
         errors = check.relative_errors(got, want, cases.FLOOR)
@@ -124,7 +130,7 @@ SCANS = {name: cases for name, cases in OPERATORS.items() if get_operation(name)
 SCANNED = [
     pytest.param(name, sizes, id=f"{name}-{i}")
     for name, cases in SCANS.items()
-    for i, sizes in enumerate([*cases.ragged(True), *(sizes for _, sizes in cases.variants())])
+    for i, sizes in enumerate([*cases.ragged, *(case.sizes for case in list_special(cases))])
 ]
 
 
@@ -239,7 +245,7 @@ def test_without_a_gradient_nothing_is_kept(cases, monkeypatch, backend):
     op, asked = cases.op.CUSTOM_OP, []
     if not op.kept:
         pytest.skip("it never keeps anything but its inputs")
-    sizes, forward = cases.ragged(True)[-1], op.forward
+    sizes, forward = cases.ragged[-1], op.forward
     inputs, _ = draw(cases, torch.float32, sizes)
     arguments = cases.arguments([x.detach() for x in inputs], sizes)
     (kept, _), (out, states) = (forward(*arguments, backend, keep) for keep in (True, False))
@@ -256,7 +262,7 @@ def test_without_a_gradient_nothing_is_kept(cases, monkeypatch, backend):
 def test_a_backward_pass_keeps_its_inputs_and_what_is_named_alone(cases, backend):
     """By the storages that autograd holds; `states_shape` says how large the states are."""
     op, held = cases.op.CUSTOM_OP, {}
-    sizes = cases.ragged(True)[-1]
+    sizes = cases.ragged[-1]
     inputs, _ = draw(cases, torch.float32, sizes)
 
     def keep(x):
@@ -284,16 +290,17 @@ def test_the_second_derivative_is_refused(cases, backend):
 
 @once
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_flops_are_those_of_the_sizes(cases, device, backend):
+def test_flops_are_the_same_everywhere(cases, device, backend):
     """`test_bench.py` has the counts by hand. On the meta device there is neither memory nor arithmetic."""
+    forward, both = (count_work(cases, cases.SMALL, passes)[1] for passes in (FORWARD, BOTH_PASSES))
     inputs = [x.detach().to(device).requires_grad_() for x in draw(cases)[0]]
     backend = "torch" if device == "meta" else backend
     with FlopCounterMode(display=False) as counter:
         out = operator(cases, backend)(*inputs)
-    assert counter.get_total_flops() == cases.SMALL.flop(FORWARD)
+    assert counter.get_total_flops() == forward
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
-    assert counter.get_total_flops() == cases.SMALL.flop(BOTH_PASSES) - cases.SMALL.flop(FORWARD)
+    assert counter.get_total_flops() == both - forward
 
 
 LAYOUTS = {
@@ -382,7 +389,7 @@ def test_sizes_and_devices_that_a_backend_does_not_take(name, changed, backend, 
 def test_shapes_on_a_gpu_that_need_not_exist(cases):
     """Fake tensors on CUDA: shapes, dtypes and device of results and gradients, without running anything."""
     op = cases.op.CUSTOM_OP
-    *inputs, dout = check.cast(cases, cases.draw(0, cases.TYPICAL), torch.bfloat16)
+    *inputs, dout = cases.cast(cases.draw(0, cases.TYPICAL), torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [x.to("cuda") for x in inputs]
         arguments = cases.arguments(inputs, cases.TYPICAL)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from kernels.ms_deform_attn import ms_deform_attn
-from kernels.tools.cases import ROUNDING
+from kernels.tools.cases import ROUNDING, Random
 from kernels.tools.check import poisoned_memory, relative_error
-from kernels.tools.ms_deform_attn_cases import CASES, draw_points
+from kernels.tools.ms_deform_attn_cases import CASES, make_points
 from tests.kernels.helpers import ANY_BACKEND, BACKEND, EXACT, INTERPRETED, once
 from tests.slow import slow
 
-INPUTS, draw = CASES.INPUTS, CASES.draw
+INPUTS = CASES.INPUTS
 
 # (B,Q,M,L,P), C and the levels: rows and channels that fill no block, single pixels and rows, as many levels as the
 # kernels take
@@ -20,6 +20,11 @@ SIZES = [
     ((2, 5, 2, 3, 4), 16, ((4, 6), (2, 3), (1, 2))),
     ((1, 7, 1, 4, 2), 3, ((1, 5), (4, 1), (2, 2), (1, 1))),
 ]
+
+
+def draw_points(seed, *sizes):
+    """See `make_points`; fp64, of values of bf16 and, for locations and weights, of fp32."""
+    return [x.double() for x in CASES.cast(make_points(Random(seed), *sizes), torch.bfloat16)]
 
 
 def differentiate(inputs, shapes, backend):

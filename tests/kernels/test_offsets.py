@@ -9,7 +9,7 @@ import torch
 from kernels.bi_wkv.triton_fwd import count_segments
 from kernels.selective_scan import triton_fwd
 from kernels.selective_scan.reference import Arguments
-from kernels.tools.operators import OPERATORS
+from tests.kernels.compiled import KERNELS
 
 TOKENS = 2**24  # of an image, 65,535 segments of 256
 # the largest size or stride that each argument has; B·T is 16 times T
@@ -26,8 +26,8 @@ OPTIONS = {
 }
 COMPILED = [
     pytest.param(name, kernel, options, id=f"{kernel}-{'-'.join(map(str, options.values()))}")
-    for name, cases in OPERATORS.items()
-    for kernel in cases.KERNELS
+    for name, kernels in KERNELS.items()
+    for kernel in kernels.table
     for options in OPTIONS.get(name, [{}])
 ]
 
@@ -94,10 +94,9 @@ def compute(operation, rest, arguments, programs):
 
 @pytest.mark.parametrize(("name", "kernel", "options"), COMPILED)
 def test_no_offset_overflows(name, kernel, options):
-    cases = OPERATORS[name]
-    if not cases.KERNELS[kernel][0](*cases.compile_time(torch.bfloat16, **options)[2]):
+    if not KERNELS[name].find_configs(kernel, torch.bfloat16, **options):
         pytest.skip("not written for these sizes")
-    one = cases.compilation(kernel, "bf16", **options)
+    one = KERNELS[name].compilation(kernel, "bf16", **options)
     rows = math.prod(one.config.kwargs.get(each, 1) for each in ("ROWS", "TOKENS", "LOOP"))
     count = LARGEST["count" if "count" in one.kernel.arg_names else "T"]
     if kernel == "conv_norm_forward":  # on a grid of one column, or of one row, most of a program is outside

@@ -8,7 +8,6 @@ from kernels import dispatch
 from kernels.selective_scan import selective_scan, selective_scan_bidir, selective_scan_routes, torch_path
 from kernels.selective_scan.op import CUSTOM_OP, one_direction
 from kernels.selective_scan.reference import selective_scan_recurrence
-from kernels.tools import check
 from kernels.tools.check import relative_error
 from kernels.tools.selective_scan_cases import CASES as cases
 from kernels.tools.selective_scan_cases import VMAMBA, Sizes
@@ -69,7 +68,7 @@ def test_routes_are_single_calls(backend):
 def test_full_precision_leaves_out_the_last_rounding(dtype, backend):
     """In the dtype of the state; rounded, it is the output of the usual call, and so are the gradients of that dout."""
     sizes = Sizes(batch=2, tokens=17, channels=6)
-    *inputs, dout = check.cast(cases, draw(0, sizes), dtype)
+    *inputs, dout = cases.cast(draw(0, sizes), dtype)
     results = {}
     for full in (False, True):
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -88,7 +87,7 @@ def test_full_precision_leaves_out_the_last_rounding(dtype, backend):
 def test_opcheck_of_routes_and_without_a_gate(options, dtype):
     """Shared sequences, a full-precision output of fp16 inputs; the gradient of a gate that is not there is empty."""
     sizes = Sizes(batch=2, tokens=7, channels=4, **options)
-    *inputs, dout = check.cast(cases, draw(0, sizes), dtype)
+    *inputs, dout = cases.cast(draw(0, sizes), dtype)
     plain = cases.arguments(inputs, sizes)
     leaves = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in plain]
     for keep in (True, False):

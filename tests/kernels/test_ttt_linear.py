@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import ttt_linear, ttt_linear_bidir
-from kernels.tools.cases import BOTH_PASSES, FORWARD
+from kernels.tools.bench import BOTH_PASSES, FORWARD, count_work
 from kernels.tools.check import relative_error, relative_errors
 from kernels.tools.ttt_linear_cases import CASES as cases
-from kernels.tools.ttt_linear_cases import Sizes, one_direction
+from kernels.tools.ttt_linear_cases import Sizes
+from kernels.ttt_linear.op import one_direction
 from kernels.ttt_linear.plain import compose, ttt_linear_plain
 from kernels.ttt_linear.reference import ttt_linear_dual
 from repro.papers.vision_ttt.theorems import EPS, learn_by_primal_form
@@ -118,11 +119,12 @@ def test_flops_equal_those_of_the_reference(tokens, chunk_size):
     """PyTorch counts the matrix products that the reference and autograd run, forward and backward."""
     sizes = Sizes(batch=2, tokens=tokens, heads=3, head_dim=20, chunk_size=chunk_size)
     inputs = [x.requires_grad_() for x in draw(0, sizes)[:-1]]
+    forward, both = (count_work(cases, sizes, passes)[1] for passes in (FORWARD, BOTH_PASSES))
     with FlopCounterMode(display=False) as counter:
         out = ttt_linear_bidir(*inputs, chunk_size=chunk_size, backend="reference")
-        assert counter.get_total_flops() == sizes.flop(FORWARD)
+        assert counter.get_total_flops() == forward
         out.sum().backward()
-    assert counter.get_total_flops() == sizes.flop(BOTH_PASSES)
+    assert counter.get_total_flops() == both
 
 
 def attend(q, k, v, lr, c, W0, chunk_size, reverse):

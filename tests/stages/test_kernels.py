@@ -8,6 +8,7 @@ from repro.core.errors import RunError, UserError
 from repro.core.paths import find_root
 from repro.core.record import replace_block
 from repro.core.unfinished import read_clock
+from repro.report import kernels as report
 from tests.conftest import ROOT, run_python
 
 
@@ -68,6 +69,18 @@ def test_a_failed_check_is_recorded_and_fails(bare_checkout, check_rows, capsys)
     assert said[:4] == ["ok", "FAILED", "not run", "FAILED"]
 
 
+def test_a_line_for_each_verdict_of_a_check():
+    shared = {"operator": "ttt_linear", "check": "a config", "tokens": 17, "dtype": "fp32", "head_dim": 64}
+    errors = {"errors": {"out": 1e-7, "q": 2e-6}, "limits": {"out": 1e-5, "q": 1e-3}, "not_finite": []}
+    failed = {**errors, "not_finite": ["k"], "passed": False}
+    given = {**errors, "passed": True}, failed, {"passed": None, "reason": "not installed"}
+    lines = [kernels.format_check({**shared, **more}) for more in given]
+    assert [line.split(": ")[0] for line in lines] == ["ok", "FAILED", "not run"]
+    # out is at 1 % of its limit, q at 0.2 %
+    parts = ("out 1.0e-07 of 1e-05", "not finite: k", "not installed")
+    assert all("T 17, D 64, fp32" in line and part in line for line, part in zip(lines, parts, strict=True))
+
+
 def read_lines(root):
     (file,) = root.glob("results/speed/checks/*.csv")
     return read_typed_csv(file, kernels.CHECK_TYPES)
@@ -105,8 +118,8 @@ def test_what_a_campaign_checked_is_not_checked_again(bare_checkout, check_rows,
 
 def test_documented_tables_are_of_committed_records():
     """results/speed.md: each generated block is what the records give; `repro report` writes them."""
-    page = (ROOT / kernels.PAGE).read_text()
-    for name, block, text in kernels.make_passages(find_root(ROOT)):
+    page = (ROOT / report.PAGE).read_text()
+    for name, block, text in report.make_passages(find_root(ROOT)):
         assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block
 
 

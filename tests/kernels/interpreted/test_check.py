@@ -1,5 +1,6 @@
 """The check of each operator as `repro kernels check` runs it: right kernels pass, wrong ones do not, all are tried."""
 
+import dataclasses
 import functools
 import sys
 from types import SimpleNamespace
@@ -7,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import triton_launch
 from kernels.selective_scan import selective_scan
 from kernels.tools import check
 from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
+from kernels.tools.cases import DTYPES, describe
 from kernels.tools.ms_deform_attn_cases import Sizes as AttentionSizes
 from kernels.tools.operators import OPERATORS
-from kernels.tools.resources import describe
 from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
 from repro.core.record import write_record
 from tests.slow import slow
@@ -44,20 +46,20 @@ def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
     interpreted = [(check_, given) for _, check_, given, _ in check.planned(cases, "cpu")]
     assert {given[3] for check_, given in interpreted if check_ is check.compare} == {"fp32", "fp16"}
     assert check.repeat in {check_ for check_, _ in interpreted}
-    monkeypatch.setattr(cases.triton_fwd, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(cases, "select", lambda backend, sizes, dtype, device: "triton")
     plan = list(check.planned(cases, "cpu"))
     compared = [(given, asked) for _, check_, given, asked in plan if check_ is check.compare]
     assert {given[3] for given, _ in compared} == {"fp32", "fp16", "bf16"}
     assert {given[2].tokens for given, _ in compared} >= {1, 2, 196, 197, 4200, 6400}
     for key, which in (("config", 0), ("backward_config", 1)):
-        for dtype, given_dtype in check.DTYPES.items():
+        for dtype, given_dtype in DTYPES.items():
             found = [asked[key] for given, asked in compared if given[3] == dtype and key in asked]
             assert list(map(describe, found)) == list(map(describe, cases.configs(given_dtype)[which]))
     configured = [asked for _, asked in compared if {"config", "backward_config"} & set(asked)]
     assert sum(check_ is check.repeat for _, check_, _, _ in plan) == 1 + len(configured)
     assert sum(check_ is check.compile_op for _, check_, _, _ in plan) == 1
-    limits = [cases.limit(name, check.DTYPES[given[3]], given[2]) for given, _ in compared for name in cases.INPUTS]
+    limits = [cases.limit(name, DTYPES[given[3]], given[2]) for given, _ in compared for name in cases.INPUTS]
     assert max(limits) <= 0.3
 
 
@@ -89,7 +91,7 @@ def test_a_check_that_breaks_is_a_row(monkeypatch):
 
 
 def test_the_way_past_the_dispatcher_is_the_operator(cases):
-    operator, inputs = cases.bind(cases.SMALL), check.cast(cases, cases.draw(0, cases.SMALL)[:-1], torch.float32)
+    operator, inputs = cases.bind(cases.SMALL), cases.cast(cases.draw(0, cases.SMALL)[:-1], torch.float32)
     expected = operator(*inputs, backend="triton")
     with torch.inference_mode():
         assert torch.equal(operator(*inputs, backend="triton"), expected)
@@ -99,7 +101,10 @@ def test_the_way_past_the_dispatcher_is_the_operator(cases):
 def test_mamba_ssm_against_the_kernels(monkeypatch):
     """With ours in its place they agree in output and gradients; a wrong one does not; without one, no verdict."""
     sizes = selective_scan_cases.SMALL
-    how = selective_scan_cases, "mamba-ssm", sizes, functools.partial(selective_scan_cases.run_peer, "cpu")
+    (name,), ((_, run),) = zip(*selective_scan_cases.PEERS.checks.items(), strict=True)
+    peers = dataclasses.replace(selective_scan_cases.PEERS, checks={name: (sizes, run)})
+    monkeypatch.setattr(selective_scan_cases, "PEERS", peers)
+    how = selective_scan_cases, name, "cpu"
     assert check.compare_peer(*how)["passed"] is None
 
     def stands_in(u, delta, A, B, C, D, z, delta_bias, delta_softplus, slip=0.0):

@@ -18,7 +18,7 @@ arguments, draw = cases.arguments, cases.draw
 
 def draw_arguments(sizes, dtype=torch.float32):
     """The arguments of the custom op, as a layer under autocast gives them, and dout."""
-    *inputs, dout = check.cast(cases, draw(0, sizes), dtype)
+    *inputs, dout = cases.cast(draw(0, sizes), dtype)
     return arguments(inputs, sizes), dout
 
 

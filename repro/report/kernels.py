@@ -1,0 +1,106 @@
+"""What was timed of the kernels, and their goals, as tables of results/speed.md."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..bench.kernels import read_bench
+from ..core.paths import Paths
+from .document import Block, Table, code, number, table
+from .markdown import render_blocks
+
+Row = Mapping[str, Any]
+PAGE, BLOCK = "results/speed.md", "kernels bench"
+NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
+
+COPY = "share of the bandwidth of a copy"
+AROUND = "B 64, T 6400, 192 channels, bf16", {("forward", COPY): 60}
+# operator -> its `COMPARED` in words; passes, and what the kernels' speed is compared with -> the target, in percent of
+# a copy's bandwidth or as a ratio to the fastest of other people's kernels
+GOALS: Mapping[str, tuple[str, Mapping[tuple[str, str], int]]] = {
+    "ttt_linear": (
+        "B 64, T 6400, 3 heads, both directions, bf16",
+        {
+            ("forward", "against the faster of flash-linear-attention's two"): 2,
+            ("forward and backward", "against the faster of the two"): 2,
+            ("forward", COPY): 40,
+        },
+    ),
+    "selective_scan": (
+        "B 64, T 6400, 384 channels, 16 states, both directions, bf16",
+        {("forward", "against mamba-ssm"): 1, ("forward and backward", "against mamba-ssm"): 1, ("forward", COPY): 30},
+    ),
+    "bi_wkv": ("B 64, T 6400, 192 channels, bf16", {("forward", COPY): 30}),
+    "ms_deform_attn": ("B 16, T 4200, 12 heads of 32, one level, bf16", {("forward", COPY): 15}),
+    **dict.fromkeys(("conv_norm", "scan_convs", "gated_norm", "gated_linear"), AROUND),
+}
+
+
+def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
+    """(page, marker, text) of the tables, from results/speed/kernels; none where Triton is missing."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    blocks: list[Block] = []
+    for file in sorted(paths.speed.glob("kernels/*.csv")):
+        rows = read_bench(file)
+        blocks += list_tables(rows, rows[0]["device"])
+    return [(PAGE, BLOCK, render_blocks(blocks or list_tables([], NOTHING_MEASURED)))]
+
+
+def list_tables(rows: Sequence[Row], label: str) -> list[Block]:
+    """For each operator: its goals, with what was measured on `label`, then the times of its rows."""
+    from kernels.tools.bench import MEMORY
+
+    blocks: list[Block] = []
+    for name in GOALS:
+        own = [row for row in rows if row["operator"] == name]
+        blocks.append(tabulate_goals(name, own, label))
+        if timed := [row for row in own if row["passes"] != MEMORY]:
+            blocks += [("Median milliseconds of ", code(name), ", bf16:"), tabulate_times(timed)]
+    return blocks
+
+
+def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> Table:
+    """An operator's goals, and what the kernels reach by its rows at their shape; a dash where one is missing."""
+    from kernels.tools import bench
+    from kernels.tools.operators import OPERATORS
+
+    cases, (where, goals) = OPERATORS[name], GOALS[name]
+    times = {
+        (row["passes"], row["implementation"]): row["median_ms"]
+        for row in rows
+        if bench.row_key(cases, row) == bench.row_key(cases, {**row, **vars(cases.COMPARED)})
+    }
+    lines = []
+    for (passes, what), target in goals.items():
+        which = bench.FORWARD if passes == "forward" else bench.BOTH_PASSES
+        theirs = [ms for (of, other), ms in times.items() if of == which and other not in bench.OURS]
+        with_whom = [times.get((which, "copy"))] if what == COPY else theirs
+        ours, found = times.get((which, "triton")), min(filter(None, with_whom), default=None)
+        factor, form, unit = (100, ".0f", " %") if what == COPY else (1, ".2f", " ×")
+        reached = factor * found / ours if ours and found else None
+        lines.append((f"{passes}, {what}", f"{target}{unit}", number(reached, form, unit)))
+    return table([f"`{name}`, {where}", "target (H200)", label], lines)
+
+
+def tabulate_times(rows: Sequence[Row]) -> Table:
+    """One operator's median milliseconds, a line per shape and pass, a column per implementation."""
+    width = "heads" if "heads" in rows[0] else "channels"
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    lines = []
+
+    def find_line(row: Row) -> tuple:
+        """A further size that tells rows apart stands beside the one before it."""
+        tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
+        size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
+        return str(size), str(tokens), row["passes"], row["batch"]
+
+    cells: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault(find_line(row), {})[row["implementation"]] = row
+    for line, by_name in cells.items():
+        ours = by_name.get("triton", {})
+        times = [number(by_name.get(name, {}).get("median_ms"), ".3f") for name in names]
+        share = number(ours.get("share_of_copy_percent"), ".0f", " %")
+        lines.append([*line[:3], *times, share, number(ours.get("peak_memory_mib"), ".0f")])
+    return table([width, "T", "passes", *names, "share of copy", "peak MiB"], lines)
