@@ -300,7 +300,8 @@ def _explain(errors: list[Any], data: Any, cls: type) -> str:
     if error["type"] == "missing":
         return f"{where}: missing; give it a value"
     if error["type"] == "value_error":  # of a `__post_init__`
-        return f"{where}: {error['ctx']['error']}"
+        said = str(error["ctx"]["error"])
+        return f"{where}{'.' if said.partition(':')[0] in error['input'] else ': '}{said}"
     # a member of a union has an error of its own
     allowed = [
         each["msg"].removeprefix("Input should be ") for each in errors if _find_keys(each, data) == [top, *keys]

@@ -207,7 +207,6 @@ VALUES = {
     "pretrain.nano.options={depht: 1}": "depht",
     "pretrain.nano.options={drop_path_rate: 0.1}": "options drop_path_rate",
     "pretrain.nano.data=numbers": "numbers prepare_data",
-    "resolution.models={swin: vittt.safetensors}": "models swin",
     "resolution.models.deit=larger.safetensors": "sizes",
     "resolution.repeats=0": "resolution.repeats 0 >= 1",
     "tune.nano.cell=nano": "tune.nano.cell nano SECTION.CELL pretrain",
