@@ -123,7 +123,7 @@ def test_values(path, text, field, value):
         ("epochs: 1, parts: {a: {rate: -1}}", r"stage\.cell\.parts\.a\.rate: .* 0, got int -1$"),
         ("epochs: 1, parts: {a: {rat: 1}}", r"stage\.cell\.parts\.a\.rat: unknown key; did you mean 'rate'\?"),
         ("epochs: 1, parts: [1]", r"stage\.cell\.parts: .*mapping, got list \[1\]$"),
-        ("epochs: 1, name: forbidden", r"stage\.cell: name: 'forbidden' is taken"),
+        ("epochs: 1, name: forbidden", r"stage\.cell\.name: 'forbidden' is taken"),
         ("epochs: 1, epochs: 2", r"params\.yaml:2: not valid YAML: key 'epochs' is there twice"),
         ("{a: 1}: 2", r"params\.yaml:2: not valid YAML: found unhashable key"),
         ("epochs: [", r"params\.yaml:\d+: not valid YAML"),
