@@ -229,11 +229,11 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:
-    """What a file of results/speed has: checks by operator, as no other was checked there, or how many rows."""
+    """What a file of results/speed has: checks by operator, or how many rows."""
     if "checks" not in rows[0]:
         return f"{len(rows)} rows"
     listed = ", ".join(f"{row['checks']} of `{row['operator']}`" for row in rows)
-    return f"checks: {listed}; {sum(row['failed'] for row in rows)} failed; no other operator was checked"
+    return f"checks: {listed}{' alone' * (len(rows) == 1)}; {sum(row['failed'] for row in rows)} failed"
 
 
 def _describe_training(metrics: dict[str, Any]) -> str:
