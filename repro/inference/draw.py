@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
 from ..core.figures import save_png
-from .erf import FieldShape
+from .erf import FieldShape, describe_field
 
 WIDTH = 9.0  # inches, of every figure
 DECADES = 4  # in the colours of a receptive field
@@ -62,11 +63,7 @@ def draw_gradients(
 
 
 def draw_fields(
-    path: Path,
-    fields: Mapping[str, np.ndarray | str],
-    shapes: Mapping[str, FieldShape],
-    even: tuple[str, FieldShape],
-    caption: str,
+    path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str
 ) -> None:
     """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution; below, the share
     of each within a distance of its centre.
@@ -74,7 +71,6 @@ def draw_fields(
     Args:
         fields: label -> contributions (H,W), or why there are none.
         shapes: label -> the field in numbers, where there is one.
-        even: label and shape of an even field.
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
@@ -104,7 +100,9 @@ def draw_fields(
         bar.set_ticks(range(-DECADES, 1), labels=[f"$10^{{{n}}}$" if n else "1" for n in range(-DECADES, 1)])
         bar.set_label("contribution / largest", fontsize=9)
     panel = lower.subplots()
-    panel.plot(even[1].share_within, color="grey", linestyle=":", label=even[0])
+    height, width = next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1))
+    even = describe_field(torch.ones(height, width, dtype=torch.float64), ((height - 1) / 2, (width - 1) / 2))
+    panel.plot(even.share_within, color="grey", linestyle=":", label=f"even over {height} × {width} px")
     for colour, (label, shape) in zip(itertools.cycle(COLOURS), shapes.items(), strict=False):
         panel.plot(shape.share_within, color=colour, label=label)
     panel.set(xlabel="distance from the centre (pixels)", ylabel="share of the contributions within it")

@@ -17,7 +17,7 @@ from ..data.cells import open_cell
 from ..data.tree import Tree
 from ..models.checkpoints import open_weights
 from ..models.registry import kernel_backend
-from . import draw, erf, inner
+from . import draw, inner
 from .classifier import Classifier, load_classifier, subsample
 from .explain import find_snapshots, measure_field
 from .params import VisualizeParams
@@ -181,12 +181,7 @@ def _compare_fields(
             numbers[label]["share_ahead_reason"] = "nothing outside the central patch contributes"
     images = f"mean over {params.field_images} {tree.kind.reported_split} images of {params.data}"
     caption = f"contributions of pixels to the central unit, {images}; {device_label(device)}"
-    even = torch.ones(
-        next((field.shape for field in fields.values() if not isinstance(field, str)), (1, 1)), dtype=torch.float64
-    )
-    centre = tuple((side - 1) / 2 for side in even.shape)
-    flat = f"even over {even.shape[0]} × {even.shape[1]} px", erf.describe_field(even, centre)
-    draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, flat, caption)
+    draw.draw_fields(folder / "fig8_receptive_field.png", fields, shapes, caption)
     return numbers
 
 

@@ -22,10 +22,11 @@ class PatchConv(nn.Conv2d):
         super().__init__(in_channels, out_channels, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W), of sides that the patch divides -> (B, D, h, w)."""
+        """(B, C, H, W) or (C, H, W), of sides that the patch divides -> (B, D, h, w) or (D, h, w)."""
         p = self.stride[0]
-        cut = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5).flatten(3)
-        return F.linear(cut, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        cut = x.unflatten(-1, (-1, p)).unflatten(-3, (-1, p))  # (..., C, h, p, w, p)
+        cut = cut.movedim((-4, -2), (-5, -4)).flatten(-3)
+        return F.linear(cut, self.weight.flatten(1), self.bias).movedim(-1, -3)
 
 
 class OperatorModel(nn.Module):

@@ -132,7 +132,7 @@ def test_folders_are_prepared_as_they_are_and_each_cell_may_have_a_root_of_its_o
         (DIGITS, {"kind": "imagnet"}, "did you mean 'imagenet'"),
         (DIGITS, {"expected": {"classes": 10, "train": 1079, "tune": 359}}, r"expected\.test: missing"),
         (DIGITS, {"expected": DIGITS["expected"] | {"val": 1}}, r"expected\.val: no such split"),
-        (DIGITS, {"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}}, r"generate: test_fraction: 0\.45"),
+        (DIGITS, {"generate": {"tune_fraction": 0.5, "test_fraction": 0.45}}, r"generate\.test_fraction: 0\.45"),
         (DIGITS, {"expected": None}, "expected: missing"),
         (DIGITS, {"expected": DIGITS["expected"] | {"train": 0}}, r"expected\.train: .* 1, got int 0"),
         (SCENES, {"kind": "coco"}, "draw: needed for kind scenes"),

@@ -18,13 +18,14 @@ FORMS = {
     "channels last": (torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last), 4),
     "a part": (torch.randn(2, 3, 12, 12)[:, :, 1:9, 2:10], 4),
     "no image": (torch.randn(0, 3, 8, 8), 4),
+    "no batch": (torch.randn(3, 8, 4), 4),
 }
 
 
 @pytest.mark.parametrize(("x", "patch_size"), FORMS.values(), ids=FORMS)
 def test_it_is_the_convolution(x, patch_size):
     """In fp64, with its gradients."""
-    conv, x = PatchConv(x.shape[1], 6, patch_size).double(), x.double().requires_grad_()
+    conv, x = PatchConv(x.shape[-3], 6, patch_size).double(), x.double().requires_grad_()
     leaves = [x, conv.weight, conv.bias]
     results = [conv(x), F.conv2d(x, conv.weight, conv.bias, stride=patch_size)]
     gradients = [torch.autograd.grad(out.sin().sum(), leaves) for out in results]

@@ -111,10 +111,10 @@ CELL |= {"optim": {"lr": 0.1}, "mix": {}, "transform": {"image_size": 8}}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesa": {"weight": 0.0}}, "cell.mesa.weight: .*than 0, got float 0.0"),
-        ({"mesa": {"weight": 1.0, "temperature": 0.0}}, "cell.mesa.temperature: .*than 0, got float 0.0"),
+        ({"mesa": {"weight": 0.0}}, "cell.mesa.weight: .*> 0, got float 0.0"),
+        ({"mesa": {"weight": 1.0, "temperature": 0.0}}, "cell.mesa.temperature: .*> 0, got float 0.0"),
         ({"mesa": {"weight": 1.0, "start_fraction": 1.5}}, "cell.mesa.start_fraction: .* 1, got float 1.5"),
-        ({"mesa": {"weight": 1.0}, "ema_decay": None}, "cell: mesa: .* set ema_decay"),
+        ({"mesa": {"weight": 1.0}, "ema_decay": None}, "cell.mesa: .* set ema_decay"),
     ],
 )
 def test_mesa_that_means_nothing_is_one_line(changes, message):
