@@ -317,7 +317,7 @@ def test_the_command_collects_a_trained_cell_and_counts_the_seeds_of_another(
     assert not collected.folder.exists()
     assert "68.75 ± 8.84 % on the 8 val images" in repro_cli.run("seeds", "--cell", "one_made")
     assert read_record(collected.folder / "metrics.json")["metrics"]["seeds"] == [0, 1]
-    soon = datetime.datetime.now() + datetime.timedelta(minutes=1)
+    soon = datetime.datetime.now() + datetime.timedelta(minutes=2)  # a minute that does not pass before it is read
     said = repro_cli.refuse("seeds", "--cell", "two_made", "--until", f"{soon:%H:%M}")
     assert "two/0.json" in said and "0 of 2" in said
 
