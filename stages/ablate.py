@@ -23,6 +23,7 @@ SECTIONS = {
         "detect": DETECTION,
         "segment": SEGMENTATION,
         "generate": GENERATION,
+        "inherit": GENERATION,
     }.items()
 }
 

@@ -26,7 +26,7 @@ from tests.stages.helpers import ABLATE, add_params, read_metrics, stop_at_state
 
 PROFILE = ROOT / "profiles/digits.yaml"
 DIGITS = load_yaml(PROFILE)
-SECTIONS = ("ablate", "ablate_linearize", "ablate_detect", "ablate_segment", "ablate_generate")
+SECTIONS = ("ablate", "ablate_linearize", "ablate_detect", "ablate_segment", "ablate_generate", "ablate_inherit")
 RECORD, CELL = Path("results/ablate/conv1d/metrics.json"), Path("artifacts/ablate/conv1d")
 
 
@@ -87,8 +87,8 @@ def test_a_cell_that_is_killed_between_and_within_seeds_ends_with_the_same_weigh
 
 def choose_two(section: str) -> list[str]:
     """Cells of a section: its first and its last one."""
-    first, *_, last = DIGITS[section]
-    return [first, last]
+    names = list(DIGITS[section])
+    return [*dict.fromkeys((names[0], names[-1]))]
 
 
 @pytest.fixture

@@ -146,6 +146,16 @@ def test_every_cell_names_the_golden_losses_of_its_family(profile):
         assert cell["family"] == (family if family in known else "resnet"), cell["model"]
 
 
+@pytest.mark.parametrize("profile", sorted(file.stem for file in (ROOT / "profiles").iterdir()))
+def test_a_stage_depends_on_all_weights_that_its_cells_name(profile):
+    sections = load_yaml(ROOT / f"profiles/{profile}.yaml")
+    for stage in (stage for stage in sections if stage in GRAPH and TABLE[stage].task):
+        graph = {dep for dep in definition(stage)["deps"] if dep.endswith(".weights}")}
+        for name, cell in sections[stage].items():
+            named = [key for key, value in cell.items() if isinstance(value, dict) and value.get("weights")]
+            assert graph == {f"${{item.{key}.weights}}" for key in named}, f"{stage}.{name}"
+
+
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if "plots" in definition(stage)])
 def test_plots_show_columns_that_hold_numbers(stage):
     """`dvc plots show` draws what these columns hold."""
