@@ -229,13 +229,25 @@ def may_be_opaque(x: Sequence[Any]) -> bool:
     """Whether operations may be one that has no derivative: none is wanted, and no transform, export, trace, kind of
     tensor of its own or mode of `SeesParts` needs to see them.
     """
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_exporting()
+    sees_parts = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode() and _has_mode(SeesParts)
+    return not (torch.is_grad_enabled() or sees_parts or _is_followed(x))
+
+
+def may_be_node(x: Sequence[Any]) -> bool:
+    """Whether operations with gradients may be one node of autograd, which a compiler, a mode, a transform, an export, a
+    trace or a kind of tensor of its own could not look into.
+    """
+    is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return torch.is_grad_enabled() and not (is_seen or _is_followed(x))
+
+
+def _is_followed(x: Sequence[Any]) -> bool:
+    """Whether somebody follows operations from tensor to tensor."""
+    return (
+        torch.compiler.is_exporting()
         or torch.jit.is_tracing()
         or _in_transform()
         or any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in x)
-        or (not torch.compiler.is_compiling() and is_in_torch_dispatch_mode() and _has_mode(SeesParts))
     )
 
 

@@ -13,7 +13,7 @@ from .dispatch import find_gpu
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # the arguments that a kernel's choice of a config depends on, of those that it has; a new kernel's own are added here
-TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PASS"
+TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PASS", "CONVOLVE"
 # the arguments that a kernel must find full of zeros: it adds to them, or leaves some to other configs, whose programs
 # are more; a new kernel's own are added here
 ZEROED = ("partial_ptr",)

@@ -34,6 +34,7 @@ def convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "width", "bucket"])
 def norm_backward_kernel(
+    dy_ptr,
     dout_ptr,
     tokens_ptr,
     taps_ptr,
@@ -42,17 +43,18 @@ def norm_backward_kernel(
     partial_ptr,
     T,
     width,
-    size,
     eps,
     bucket,
+    CONVOLVE: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """g, the gradient of y, from those of y and its norm, `size` numbers apart; the sums are of gamma and beta.
+    """g, the whole gradient of y, from what it gets besides and that of its norm; the sums are of gamma and beta.
 
-    y itself is computed again: in the dtype in which it was written, it would not give gradients to fp32.
+    y is the tokens, or with CONVOLVE their sum with their convolution. That is computed again: in the dtype in which it
+    was written, it would not give gradients to fp32.
     """
     b = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
@@ -63,14 +65,17 @@ def norm_backward_kernel(
         t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
         here = (t < T)[:, None] & (c < D)[None, :]
         tile = (b * T + t[:, None]) * D + c[None, :]
-        y = convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D)
+        if CONVOLVE:
+            y = convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D)
+        else:
+            y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
         x, rstd = normalise(y, D, here, eps)
-        d = tl.load(dout_ptr + size + tile, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(dout_ptr + tile, mask=here, other=0.0).to(tl.float32)
         dgamma += d * x
         dbeta += d
         d *= gamma
         d = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
-        d += tl.load(dout_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        d += tl.load(dy_ptr + tile, mask=here, other=0.0).to(tl.float32)
         tl.store(g_ptr + tile, d.to(g_ptr.dtype.element_ty), mask=here)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * D + c
     tl.store(at, tl.sum(dgamma, 0), mask=c < D)
@@ -124,21 +129,22 @@ def conv_backward_kernel(
 
 @triton.jit(do_not_specialize=["T", "bucket"])
 def scan_convs_backward_kernel(
-    dout_ptr,
+    dk_ptr,
+    dq_ptr,
     x_ptr,
     taps_ptr,
     dx_ptr,
     partial_ptr,
     T,
     rows,
-    size,
+    dx_rows,
     bucket,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of x from those of k and q, `size` numbers apart; `sums` has rows of k's four taps, q's, biases."""
+    """The gradient of x from those of k and q; `sums` has rows of k's four taps, q's, biases."""
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(2).to(tl.int64)
     some = c < 2 * D
@@ -149,8 +155,8 @@ def scan_convs_backward_kernel(
         t = (tl.program_id(0) * LOOP + j) * TOKENS + tl.arange(0, TOKENS)
         inside = (t < T)[:, None] & some[None, :]
         tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
-        dk = tl.load(dout_ptr + tile, mask=inside, other=0.0).to(tl.float32)
-        dq = tl.load(dout_ptr + size + tile, mask=inside, other=0.0).to(tl.float32)
+        dk = tl.load(dk_ptr + tile, mask=inside, other=0.0).to(tl.float32)
+        dq = tl.load(dq_ptr + tile, mask=inside, other=0.0).to(tl.float32)
         sums += tl.where(n == 8, tl.sum(dk, 0)[None, :], 0.0) + tl.where(n == 9, tl.sum(dq, 0)[None, :], 0.0)
         dx = tl.zeros((TOKENS, BLOCK), tl.float32)
         for i in tl.static_range(4):
@@ -168,9 +174,9 @@ def scan_convs_backward_kernel(
             far = (b * T + at) * (2 * D) + c[None, :]
             k_weight = tl.load(taps_ptr + i * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
             q_weight = tl.load(taps_ptr + (4 + i) * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
-            dx += tl.load(dout_ptr + far, mask=there, other=0.0).to(tl.float32) * k_weight
-            dx += tl.load(dout_ptr + size + far, mask=there, other=0.0).to(tl.float32) * q_weight
-        tl.store(dx_ptr + tile, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += tl.load(dk_ptr + far, mask=there, other=0.0).to(tl.float32) * k_weight
+            dx += tl.load(dq_ptr + far, mask=there, other=0.0).to(tl.float32) * q_weight
+        tl.store(dx_ptr + (b * T + t[:, None]) * dx_rows + c[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 20 * D + n * (2 * D) + c[None, :]
     tl.store(at, sums, mask=(n < 10) & some[None, :])
 
@@ -187,6 +193,7 @@ def gated_norm_backward_kernel(
     partial_ptr,
     count,
     rows,
+    dgate_rows,
     eps,
     bucket,
     D: tl.constexpr,
@@ -212,7 +219,7 @@ def gated_norm_backward_kernel(
         d = tl.load(dout_ptr + t[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
         slope = s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
         tl.store(
-            dgate_ptr + t[:, None] * D + c[None, :],
+            dgate_ptr + t[:, None] * dgate_rows + c[None, :],
             (d * (x * weight + bias) * slope).to(dgate_ptr.dtype.element_ty),
             mask=here,
         )
@@ -281,6 +288,15 @@ def _most_programs(count: int, candidates: list[triton.Config], name: str) -> in
 
 def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
     """The gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
+    dtokens, taps, (dgamma, dbeta) = sum_conv_norm(*dout.unbind(0), x, config)
+    gradients = dtokens, taps.T.reshape(x.weight.shape).contiguous(), dgamma.clone(), dbeta.clone()
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
+
+
+def sum_conv_norm(dy: Tensor, dout: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
+    """The gradient of tokens from those of their sum with the convolution and of its norm; in fp32 those of the taps
+    (9,D), and of gamma and beta (2,D).
+    """
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
     g, dtokens = torch.empty_like(tokens), torch.empty_like(tokens)
@@ -289,43 +305,65 @@ def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) ->
     shared = {"tokens_ptr": tokens, "taps_ptr": lay_grid_taps(x), "g_ptr": g, "T": T, "width": T // x.height}
     shared |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": next_power_of_2(D)}
     grid = lambda c: (ceil_div(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
-    arguments = {
-        "dout_ptr": dout.contiguous(),
-        "gamma_ptr": x.gamma.contiguous(),
-        "partial_ptr": norm,
-        "size": B * T * D,
-        "eps": x.eps,
-    }
+    arguments = {"dy_ptr": dy.contiguous(), "dout_ptr": dout.contiguous(), "gamma_ptr": x.gamma.contiguous()}
+    arguments |= {"partial_ptr": norm, "eps": x.eps, "CONVOLVE": True}
     launch(norm_backward_kernel, row_configs, (tokens.dtype, D), grid, shared | arguments, tokens.device, config)
     arguments = shared | {"dtokens_ptr": dtokens, "partial_ptr": conv}
     launch(conv_backward_kernel, row_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
-    (dgamma, dbeta), taps = norm.sum(0).unbind(0), conv.sum(0)
-    gradients = dtokens, taps.T.reshape(D, 3, 3).contiguous(), dgamma.clone(), dbeta.clone()
-    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
+    return dtokens, conv.sum(0), norm.sum(0)
+
+
+def sum_norm(dy: Tensor, dout: Tensor, y: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradient of y (B,T,D) from that of LN(y), and `dy`, which it gets besides; in fp32 gamma's and beta's (2,D)."""
+    B, T, D = y.shape
+    g, y = torch.empty_like(y), y.contiguous()
+    programs = B * _most_programs(T, row_configs(y.dtype, D), "ROWS")
+    sums = y.new_zeros(programs, 2, D, dtype=torch.float32)
+    arguments = {"dy_ptr": dy.contiguous(), "dout_ptr": dout.contiguous(), "tokens_ptr": y, "taps_ptr": gamma}
+    arguments |= {"gamma_ptr": gamma, "g_ptr": g, "partial_ptr": sums, "T": T, "width": 1, "eps": eps}
+    arguments |= {"bucket": rows_bucket(y), "CONVOLVE": False, "D": D, "WIDTH": next_power_of_2(D)}
+    grid = lambda c: (ceil_div(T, c["ROWS"] * c["LOOP"]), B)  # noqa: E731
+    launch(norm_backward_kernel, row_configs, (y.dtype, D), grid, arguments, y.device, None)
+    return g, sums.sum(0)
 
 
 def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) -> tuple[Tensor, ...]:
     """The gradients of x, and of k's and q's weight and bias."""
-    B, T, E = x.x.shape
-    (given, rows), dout = as_rows(x.x), dout.contiguous()
-    dx = x.x.new_empty(B, T, E)
-    programs = B * _most_programs(T, [config] if config else block_configs(dx.dtype, E), "TOKENS")
-    sums = dx.new_zeros(programs, 10, E, dtype=torch.float32)
-    arguments = {"dout_ptr": dout, "x_ptr": given, "taps_ptr": lay_taps(x)}
-    arguments |= {"dx_ptr": dx, "partial_ptr": sums, "T": T, "rows": rows, "size": B * T * E, "D": E // 2}
-    arguments["bucket"] = rows_bucket(dx)
-    grid = lambda c: (ceil_div(T, c["TOKENS"] * c["LOOP"]), ceil_div(E, c["BLOCK"]), B)  # noqa: E731
-    launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
-    taps = sums.sum(0)
+    dx = x.x.new_empty(x.x.shape)
+    taps = sum_scan_convs(*dout.unbind(0), x, dx, config)
     gradients = dx, taps[:4].T.contiguous(), taps[8].clone(), taps[4:8].T.contiguous(), taps[9].clone()
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x, strict=True))
 
 
+def sum_scan_convs(dk: Tensor, dq: Tensor, x: ScanConvs, dx: Tensor, config: triton.Config | None = None) -> Tensor:
+    """Write the gradient of x to dx, whose rows may be longer; in fp32 (10,2D) those of k's taps, q's, and the biases."""
+    B, T, E = x.x.shape
+    given, rows = as_rows(x.x)
+    programs = B * _most_programs(T, [config] if config else block_configs(dx.dtype, E), "TOKENS")
+    sums = dx.new_zeros(programs, 10, E, dtype=torch.float32)
+    arguments = {"dk_ptr": dk.contiguous(), "dq_ptr": dq.contiguous(), "x_ptr": given, "taps_ptr": lay_taps(x)}
+    arguments |= {"dx_ptr": dx, "partial_ptr": sums, "T": T, "rows": rows, "dx_rows": dx.stride(1), "D": E // 2}
+    arguments["bucket"] = rows_bucket(dx)
+    grid = lambda c: (ceil_div(T, c["TOKENS"] * c["LOOP"]), ceil_div(E, c["BLOCK"]), B)  # noqa: E731
+    launch(scan_convs_backward_kernel, block_configs, (dx.dtype, E), grid, arguments, dx.device, config)
+    return sums.sum(0)
+
+
 def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
     """The gradients of z, gate, weight and bias."""
+    dgate = x.gate.new_empty(x.gate.shape)
+    dz, sums = sum_gated_norm(dout, x, dgate, config)
+    gradients = dz, dgate, *(each.clone() for each in sums)
+    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
+
+
+def sum_gated_norm(
+    dout: Tensor, x: GatedNorm, dgate: Tensor, config: triton.Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of z; that of gate goes to dgate, whose rows may be longer; in fp32 (2,D) of weight and bias."""
     B, T, D = x.gate.shape
     gate, rows = as_rows(x.gate)
-    dz, dgate = x.z.new_empty(x.z.shape), gate.new_empty(B, T, D)
+    dz = x.z.new_empty(x.z.shape)
     programs = _most_programs(B * T, [config] if config else row_configs(dz.dtype, D), "ROWS")
     sums = dz.new_zeros(programs, 2, D, dtype=torch.float32)
     arguments = {
@@ -341,12 +379,12 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
         "partial_ptr": sums,
         "count": B * T,
         "rows": rows,
+        "dgate_rows": dgate.stride(1),
     }
     arguments |= {"eps": x.eps, "bucket": rows_bucket(gate), "D": D, "WIDTH": next_power_of_2(D)}
     grid = lambda c: (ceil_div(B * T, c["ROWS"] * c["LOOP"]),)  # noqa: E731
     launch(gated_norm_backward_kernel, row_configs, (dz.dtype, D), grid, arguments, dz.device, config)
-    gradients = dz, dgate, *(each.clone() for each in sums.sum(0))
-    return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
+    return dz, sums.sum(0)
 
 
 def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = None) -> tuple[Tensor, ...]:

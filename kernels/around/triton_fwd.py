@@ -62,10 +62,10 @@ def conv_norm_kernel(
     taps_ptr,
     gamma_ptr,
     beta_ptr,
+    y_ptr,
     out_ptr,
     T,
     width,
-    size,
     eps,
     bucket,
     D: tl.constexpr,
@@ -73,8 +73,7 @@ def conv_norm_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """ROWS rows of the grid, LOOP columns from left to right. `size` is B·T·D, the distance from y to its norm; the taps
-    are (9,D).
+    """ROWS rows of the grid, LOOP columns from left to right; y, and its norm in `out`. The taps are (9,D).
 
     A column is loaded once, one step ahead, and added to its own sum and to those of its neighbours: a thread carries
     two sums of each of its channels.
@@ -101,7 +100,6 @@ def conv_norm_kernel(
     k22 = load_wide(taps_ptr + 8 * D, like, D)
     gamma = load_wide(gamma_ptr, like, D)
     beta = load_wide(beta_ptr, like, D)
-    dt: tl.constexpr = out_ptr.dtype.element_ty
     left0, left1, left2 = load_column(tokens_ptr, middle, first - 1, width, above, here, below, D)
     own0, own1, own2 = load_column(tokens_ptr, middle, first, width, above, here, below, D)
     new0, new1, new2 = load_column(tokens_ptr, middle, first + 1, width, above, here, below, D)
@@ -116,10 +114,10 @@ def conv_norm_kernel(
         last = current + k01 * up + k11 * own + k21 * down
         current = k00 * up + k10 * own + k20 * down
         inside = here & (x < width)
-        at = out_ptr + middle + tl.cast(x, tl.int64) * D
-        tl.store(at, sums.to(dt), mask=inside)
+        at = middle + tl.cast(x, tl.int64) * D
+        tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=inside)
         normed, _ = normalise(sums, D, (c < D)[None, :], eps)
-        tl.store(at + size, (normed * gamma + beta).to(dt), mask=inside)
+        tl.store(out_ptr + at, (normed * gamma + beta).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
@@ -339,16 +337,21 @@ def lay_grid_taps(x: ConvNorm) -> Tensor:
 
 def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
     """(2,B,T,D)."""
+    out = x.tokens.new_empty(2, *x.tokens.shape)
+    write_conv_norm(x, *out.unbind(0), config)
+    return out
+
+
+def write_conv_norm(x: ConvNorm, y: Tensor, out: Tensor, config: triton.Config | None = None) -> None:
+    """Write the sum to y and its norm to out, both (B,T,D) and each in its own dtype."""
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
-    out = tokens.new_empty(2, B, T, D)
     width = T // x.height
     arguments = {"taps_ptr": lay_grid_taps(x), "gamma_ptr": x.gamma.contiguous(), "beta_ptr": x.beta.contiguous()}
-    arguments |= {"tokens_ptr": tokens, "out_ptr": out, "T": T, "width": width, "size": B * T * D, "eps": x.eps}
+    arguments |= {"tokens_ptr": tokens, "y_ptr": y, "out_ptr": out, "T": T, "width": width, "eps": x.eps}
     arguments |= {"bucket": rows_bucket(tokens), "D": D, "WIDTH": next_power_of_2(D)}
     grid = lambda c: (ceil_div(x.height, c["ROWS"]) * ceil_div(width, c["LOOP"]), B)  # noqa: E731
     launch(conv_norm_kernel, grid_configs, (tokens.dtype, D), grid, arguments, tokens.device, config)
-    return out
 
 
 def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
@@ -397,7 +400,7 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """LayerNorm over the last axis of x (B,T,D), in `dtype`, without gradients: faster than PyTorch's on short rows."""
+    """LayerNorm over the last axis of x (B,T,D), in `dtype`, unseen by autograd: faster than PyTorch's on short rows."""
     B, T, D = x.shape
     out = x.new_empty(x.shape, dtype=dtype)
     arguments = {"x_ptr": x.contiguous(), "weight_ptr": weight.contiguous(), "bias_ptr": bias.contiguous()}

@@ -366,7 +366,7 @@ def backward(
     arguments |= {"S_ptr": q.new_empty(programs, held, D, D), "vectors_ptr": fp32(programs, held, 2, block)}
     arguments |= {"tiles_ptr": q.new_empty(programs, held, 4, block, D)}
     arguments |= {"squares_ptr": q.new_empty(programs, held, 2, block, block)}
-    shared = [fp32(B, R, H, 0, width) for width in (chunk_size, D, D)]  # of c, γ and μ, summed over the fourth axis
+    shared = []  # for each pass the sums of c, γ and μ, of which the fourth axis is the groups
     sizes = q.dtype, chunk_size, D
     passes = [(REPLAY, groups, replay_configs), (BACK, 1, back_configs)] if two else [(BOTH, 1, configs)]
     chosen = config if isinstance(config, TwoPasses) else (config,) * len(passes)
@@ -376,8 +376,9 @@ def backward(
             arguments | dict(zip(("dscale_ptr", "dgamma_ptr", "dmu_ptr"), sums, strict=True)) | {"PASS": which.value}
         )
         launch(backward_kernel, candidates, sizes, (programs, parts), own_arguments, q.device, own)
-        shared = [torch.cat(pair, 3) for pair in zip(shared, sums, strict=True)]
-    dscale, dgamma, dmu = (each.sum(3) for each in shared)
+        shared.append(sums)
+    dscale, dgamma, dmu = (each[0] if len(each) == 1 else torch.cat(each, 3) for each in zip(*shared, strict=True))
 
-    gradients = dq, dk, dv, dlr.sum(2), dscale.sum((0, 2)), dW0.sum(0), db0.sum(0), dgamma.sum(0), dmu.sum(0)
+    inner = dscale.sum((0, 2, 3)), dW0.sum(0), db0.sum(0), dgamma.sum((0, 3)), dmu.sum((0, 3))
+    gradients = dq, dk, dv, dlr.sum(2), *inner
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:9], strict=True))

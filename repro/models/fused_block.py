@@ -24,14 +24,14 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import selected_backend as selected_scan
 from kernels.around.op import selected_backend
-from kernels.around.reference import ONES
-from kernels.custom_op import is_plain, may_be_opaque
+from kernels.custom_op import is_plain, may_be_node, may_be_opaque
 from kernels.dispatch import compute_dtype
 
 from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
-from .fused_launches import LaunchConstants, run_launches
+from .fused_launches import LaunchConstants, Masks, Weights, arrange, lay_taps, run_launches
 from .fused_loops import LoopConstants, run_loops
+from .fused_training import run_node
 
 Grid = tuple[int, int]
 _LAUNCHES = LaunchConstants, run_launches, fused_launches.OPERATOR
@@ -170,22 +170,32 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     Where somebody watches inference, it is one operation of the same bits.
     """
     kind, run, operator = _LOOPS if backend == "numba" else _LAUNCHES
-    known, norm = find_constants(block, tokens_BTD.shape[1], kind), block.norm1
-    given = tokens_BTD, known, grid[0], [norm.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
-    casts = (
-        not tokens_BTD.dtype == product_dtype(tokens_BTD) == norm.weight.dtype
-    )  # by autocast, which is not inside it
+    T, dtype = tokens_BTD.shape[1], product_dtype(tokens_BTD)
+    eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
+    if kind is LaunchConstants and may_be_node([tokens_BTD]):
+        masks = _draw_masks(block, tokens_BTD, dtype)
+        return run_node(tokens_BTD, read_weights(block, T), grid[0], eps, dtype, masks)
+    given = tokens_BTD, find_constants(block, T, kind), grid[0], eps
+    # an operator has no autocast inside it
+    casts = not tokens_BTD.dtype == dtype == block.norm1.weight.dtype
     if kind is LaunchConstants and (block.training or casts or not may_be_opaque([tokens_BTD])):
-        drops = block.training and not isinstance(block.drop_path, nn.Identity)
-        return run_launches(*given, block.drop_path if drops else None)
-    return run(*given) if is_plain([tokens_BTD]) else operator(tokens_BTD, list(known), *given[2:])
+        return run_launches(*given, _draw_masks(block, tokens_BTD, dtype))
+    return run(*given) if is_plain([tokens_BTD]) else operator(tokens_BTD, list(given[1]), *given[2:])
+
+
+def _draw_masks(block: Any, tokens: Tensor, dtype: torch.dtype) -> Masks:
+    """What `drop_path` multiplies the samples of both branches by."""
+    if not block.training or isinstance(block.drop_path, nn.Identity):
+        return None
+    ones = tokens.new_ones(len(tokens), 1, 1, dtype=dtype)
+    return block.drop_path(ones), block.drop_path(ones)
 
 
 def _state(mixer: Any) -> tuple[Tensor, ...]:
     """W0, b0, γ and μ of both directions."""
     H, d = mixer.num_heads, mixer.head_dim
     parts = (mixer.W0, (2, H, d, d)), *((each, (2, H, d)) for each in (mixer.b0, mixer.ln_weight, mixer.ln_bias))
-    return tuple(each.expand(shape) for each, shape in parts)
+    return tuple(each if each.shape == shape else each.expand(shape) for each, shape in parts)
 
 
 def find_constants(block: Any, tokens: int, kind: type) -> Any:
@@ -235,19 +245,18 @@ def freeze(block: Any, tokens: int) -> None:
 
 def make_constants(block: Any, tokens: int) -> LaunchConstants:
     """Arrange a block's weights for the launches."""
+    return arrange(read_weights(block, tokens))
+
+
+def read_weights(block: Any, tokens: int) -> Weights:
     mixer, mlp = block.mixer, block.mlp
-    d = mixer.head_dim
-    in_weight, in_bias = _join_projections(mixer, d)
-    scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / d)
-    up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
-    up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
-    down_weight = F.pad(torch.cat([mlp.fc2.weight, mlp.fc2.bias[:, None]], 1), (0, ONES - 1))
-    state = tuple(each.float().contiguous() for each in _state(mixer))
-    taps = (each.weight[:, 0] for each in (block.dwconv, mixer.conv_k, mixer.conv_q))
-    made = in_weight, in_bias, scale, up_weight, up_bias, down_weight, *state, *taps
-    before, after = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm))
-    biases, norm2 = (mixer.conv_k.bias, mixer.conv_q.bias), block.norm2
-    return LaunchConstants(*made, *biases, *before, *after, mixer.out_proj.weight, norm2.weight, norm2.bias)
+    scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / mixer.head_dim)
+    norm1, post_norm, norm2 = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm, block.norm2))
+    rates, *convs = ((each.weight, each.bias) for each in (mixer.lr_proj, mixer.conv_k, mixer.conv_q))
+    learner = *rates, *convs[0], *convs[1], scale, *_state(mixer)
+    layers = ((each.weight, each.bias) for each in (mlp.fc1_g, mlp.fc1_x, mlp.fc2))
+    before, after = (block.dwconv.weight, *norm1, mixer.in_proj.weight), (*post_norm, mixer.out_proj.weight, *norm2)
+    return Weights(*before, *learner, *after, *(each for pair in layers for each in pair))
 
 
 def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
@@ -255,13 +264,6 @@ def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
     missing = -(5 * mixer.dim + mixer.num_heads) % multiple
     weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
     return weight, F.pad(mixer.lr_proj.bias, (5 * mixer.dim, missing))
-
-
-def lay_taps(known: LaunchConstants) -> LaunchConstants:
-    """The same with the weights of the convolutions as their kernels read them."""
-    grid = known.grid_weight.flatten(1).T.contiguous().T.unflatten(1, (3, 3))
-    k, q = torch.stack([known.k_weight.T, known.q_weight.T]).mT
-    return known._replace(grid_weight=grid, k_weight=k, q_weight=q)
 
 
 def make_loop_constants(block: Any, tokens: int) -> LoopConstants:

@@ -295,9 +295,10 @@ class TTTMixer(nn.Module):
 
     def _add_delta(self, start: Tensor) -> Tensor:
         """max(0, start + delta), both (R, chunk_size)."""
-        chunk_size = start.shape[1]
-        delta = self.token_scale[:, :chunk_size]
-        return F.relu(start + F.pad(delta, (0, chunk_size - delta.shape[1])))
+        delta, chunk_size = self.token_scale, start.shape[1]
+        if delta.shape[1] != chunk_size:
+            delta = F.pad(delta[:, :chunk_size], (0, max(0, chunk_size - delta.shape[1])))
+        return F.relu(start + delta)
 
     @torch.no_grad()
     def inner_losses(self, x_BTD: Tensor) -> Tensor:

@@ -199,13 +199,13 @@ def around_sizes(dtype: torch.dtype, channels: int = 192) -> At:
     return {"channels": channels}, constants, (dtype, channels)
 
 
-def around(name: str, operands: str, **table: tuple[Any, Any]) -> Kernels:
+def around(name: str, operands: str, **table: Any) -> Kernels:
     """Those of an operator around the scan, by the ends of their names."""
     return Kernels(
-        table={f"{name}_{part}": (configs, kernel, {}) for part, (configs, kernel) in table.items()},
+        table={f"{name}_{part}": (*given, {})[:3] for part, given in table.items()},
         sizes=around_sizes,
         operands=(*operands.split(), "out", "dout"),
-        types={"eps": "fp32", "size": "i64:16", "rows": "i32:16"},
+        types={"eps": "fp32", "size": "i64:16"} | dict.fromkeys(("rows", "dx_rows", "dgate_rows"), "i32:16"),
     )
 
 
@@ -269,14 +269,15 @@ KERNELS = {
     ),
     "conv_norm": around(
         "conv_norm",
-        "tokens g dtokens",
+        "tokens y dy g dtokens",
         forward=(around_fwd.grid_configs, around_fwd.conv_norm_kernel),
-        backward_norm=(around_bwd.row_configs, around_bwd.norm_backward_kernel),
+        backward_norm=(around_bwd.row_configs, around_bwd.norm_backward_kernel, {"CONVOLVE": True}),
+        backward_norm_alone=(around_bwd.row_configs, around_bwd.norm_backward_kernel, {"CONVOLVE": False}),
         backward=(around_bwd.row_configs, around_bwd.conv_backward_kernel),
     ),
     "scan_convs": around(
         "scan_convs",
-        "x dx",
+        "x dx dk dq",
         forward=(around_fwd.block_configs, around_fwd.scan_convs_kernel),
         backward=(around_bwd.block_configs, around_bwd.scan_convs_backward_kernel),
     ),

@@ -13,7 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 import repro.models  # noqa: F401  registers the models
 from kernels import dispatch
-from repro.models import fused_block
+from kernels.around import triton_bwd as around_bwd
+from kernels.around import triton_fwd as around_fwd
+from kernels.ttt_linear import triton_bwd as ttt_bwd
+from kernels.ttt_linear import triton_fwd as ttt_fwd
+from kernels.ttt_linear import triton_phases
+from repro.models import fused_block, fused_launches, fused_training
 from tests.slow import slow
 
 NANO, TINY = "vittt_nano_patch16_144", "vittt_tiny_patch16_224"
@@ -155,6 +160,37 @@ def test_what_a_fused_block_holds_at_once():
     """Tokens, what convolution and norm make of them 2, the projection 5.3, keys and queries 4, the result 2."""
     held, unit = run_block(Held(), fused=True)
     assert max(held) / unit == pytest.approx(14.4, abs=0.15)
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    """Kernels that nothing launches, on tensors without data, for a GPU that need not exist."""
+    for module in (around_fwd, around_bwd, ttt_fwd, ttt_bwd, triton_phases):
+        monkeypatch.setattr(module, "launch", lambda *given: None)
+    for module in (ttt_bwd, triton_phases):
+        monkeypatch.setattr(module, "find_gpu", lambda device: H100)
+
+
+class Copies(Traffic):
+    """The bytes of what only moves tensors, or adds two."""
+
+    def look(self, func, args, tensors):
+        moving = ("aten::cat", "aten::stack", "aten::clone", "aten::copy_", "aten::_to_copy", "aten::add", "aten::add_")
+        return super().look(func, args, tensors) if func._schema.name in moving else None
+
+
+def test_gradients_of_a_block_are_copied_nowhere_but_around_the_scan(no_launches):
+    """The scan reads v as rows of its own and writes dv so: 2 U read and written, twice, and what is written over."""
+    block, eps = timm.create_model(TINY, depth=1).blocks[0], [1e-6] * 4
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
+        move(block)
+        tokens = torch.empty(64, 6400, block.mixer.dim, dtype=torch.bfloat16)
+        weights = fused_block.read_weights(block, 6400)
+        known = fused_launches.lay_taps(fused_launches.arrange(weights))
+        _, kept = fused_training.run_forward(tokens, known, 80, eps, None, True)
+        with Copies() as copies:
+            fused_training.run_backward(torch.empty_like(tokens), tokens, weights, known, 80, eps, None, kept)
+    assert sum(copies.found) / count_bytes(tokens) == pytest.approx(10, abs=0.1)
 
 
 # --- fused blocks under torch.compile: one graph, of the launches alone

@@ -41,6 +41,74 @@ def test_it_is_the_plain_path(options, sides):
     assert max(errors.values()) < 2e-5, errors
 
 
+def penalise(model, images, backend):
+    """The gradients of the parameters through one of the images."""
+    model.set_backend(backend)
+    images = images.clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(images).square().sum(), images, create_graph=True)
+    return torch.autograd.grad(found.square().sum(), list(model.parameters()), allow_unused=True)
+
+
+def test_it_can_be_differentiated_twice():
+    model, images = make(depth=1, num_heads=1, img_size=48), torch.randn(1, 3, 48, 48)
+    expected, found = (penalise(model, images, backend) for backend in ("reference", "triton"))
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or check.relative_error(a, b, 1e-3) < 1e-4
+
+
+def test_a_transform_finds_its_formulas():
+    """The images' gradient by `torch.func`, which has no rule for a node of ours."""
+    model, images = make(depth=1, num_heads=1, img_size=48), torch.randn(1, 3, 48, 48)
+    model.set_backend("triton")
+    found = torch.func.grad(lambda x: model(x).square().sum())(images)
+    leaf = images.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(model(leaf).square().sum(), leaf)
+    assert check.relative_error(found, expected, 1e-3) < 2e-5
+
+
+def names_of_nodes(out):
+    """The name of each of autograd's nodes behind a tensor."""
+    seen, left = set(), [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return [node.name() for node in seen]
+
+
+def test_a_block_is_one_node_unless_somebody_looks_inside():
+    block, tokens = make(num_heads=1).blocks[0], torch.randn(1, 6, 32)
+    block.mixer.backend = "triton"
+    assert names_of_nodes(block(tokens, (2, 3))).count("_NodeBackward") == 1
+    with FlopCounterMode(display=False):
+        assert "_NodeBackward" not in names_of_nodes(block(tokens, (2, 3)))
+    fired: list[torch.nn.Module] = []
+    block.mixer.in_proj.register_forward_hook(lambda module, given, out: fired.append(module))
+    assert "_NodeBackward" not in names_of_nodes(block(tokens, (2, 3))) and fired == [block.mixer.in_proj]
+
+
+def test_its_products_are_in_autocasts_dtype_and_its_gradients_in_the_weights():
+    model, images = make(depth=1, num_heads=1, img_size=48), torch.randn(2, 3, 48, 48)
+    expected = differentiate(model, images, "triton")
+    with torch.autocast("cpu", torch.float16):
+        found = differentiate(model, images, "triton")
+    assert {x.dtype for x in found[1:]} == {torch.float32}
+    errors = [check.relative_error(a.float(), b, 1e-2) for a, b in zip(found, expected, strict=True)]
+    assert 1e-5 < max(errors) < 5e-2, errors
+
+
+@pytest.mark.parametrize("trained", ["mlp.fc1_g.bias", "mixer.W0"])
+def test_some_weights_alone_are_trained(trained):
+    model, images = make(depth=1, num_heads=1, img_size=48), torch.randn(1, 3, 48, 48)
+    model.requires_grad_(False).set_backend("triton")
+    weight = model.blocks[0].get_parameter(trained).requires_grad_()
+    (found,) = torch.autograd.grad(model(images).square().sum(), weight)
+    expected = dict(zip(dict(model.named_parameters()), differentiate(model.requires_grad_(), images, "torch")[1:]))
+    assert check.relative_error(found, expected[f"blocks.0.{trained}"], 1e-3) < 2e-5
+
+
 NOT_FROZEN = WRITES | UNCOUNTED  # without `freeze` nothing needs to be counted
 
 
