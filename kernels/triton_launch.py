@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import os
+import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +30,24 @@ READY: dict[tuple, tuple[Any, triton.Config]] = {}
 MOST_READY = 4096  # some ten a layout of images; at more, all are forgotten, and found again
 # whether a choice is kept on disk and read from there; not where several processes share a GPU, whose times mean nothing
 KEEP_CHOICES = True
+
+
+def require_cache() -> None:
+    """Let Triton keep what it compiles in a folder of this process where its own cannot be made, as in a read-only home."""
+    try:
+        os.makedirs(triton.knobs.cache.dir, exist_ok=True)
+        writable = os.access(triton.knobs.cache.dir, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        folder = tempfile.mkdtemp(prefix="triton-")
+        why = f"{triton.knobs.cache.dir} cannot be written; kernels are compiled into {folder}, anew in each process"
+        warnings.warn(f"{why}. TRITON_CACHE_DIR names another folder", stacklevel=2)
+        triton.knobs.cache.dir = folder
+
+
+if not INTERPRETED:
+    require_cache()
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:

@@ -125,3 +125,36 @@ def test_dropped_graphs_give_their_memory_back(model, device):
     model.train()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(device) <= before + 2**24
+
+
+def test_a_freeze_under_another_stream(device):
+    """The constants are made there, and read here at once."""
+    torch.manual_seed(0)
+    network = build_model(NANO, num_classes=10, img_size=SIDE).to(device, torch.bfloat16).eval()
+    images, stream = draw(device), torch.cuda.Stream()
+    (expected,) = run(network, images)
+    with torch.cuda.stream(stream):
+        network.freeze()
+    require_equal(run(network, images), [expected])
+
+
+def test_training_begins_while_a_graph_runs(model, device):
+    """Which lets go of the graphs and of what they read."""
+    images = draw(device, 64)
+    expected = eager(model, images)
+    run(model, *[images] * (CALLS + 1))
+    found = run(model, images)
+    model.train()
+    torch.empty(2**28, device=device).fill_(torch.nan)  # the memory that is free now
+    require_equal(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_a_model_on_a_gpu_that_is_not_the_current_one():
+    torch.manual_seed(0)
+    network = build_model(NANO, num_classes=10, img_size=SIDE).to("cuda:1", torch.bfloat16).eval().freeze()
+    images = draw("cuda:1")
+    assert torch.cuda.current_device() == 0
+    found = run(network, *[images] * (CALLS + 2))
+    assert {out.device.index for out in found} == {1} and network.graphs.passes
+    require_equal(found, eager(network, images) * len(found))

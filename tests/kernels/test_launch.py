@@ -1,6 +1,10 @@
 """How kernels are launched where no GPU can show it: tuned or untuned."""
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +14,7 @@ import triton
 from kernels import triton_launch
 from kernels.around import triton_fwd
 from kernels.around.reference import GatedLinear
+from tests.conftest import ROOT
 from tests.kernels.compiled import KERNELS
 
 CONFIGS = [triton.Config({"BLOCK": 8}, num_warps=warps) for warps in (4, 2, 1)]
@@ -148,3 +153,17 @@ def test_what_is_ready_is_bounded(kernel, monkeypatch):
     for T in range(10):
         launch(kernel, CONFIGS[0], T=T)
         assert len(triton_launch.READY) == T % 3 + 1
+
+
+def test_a_home_that_cannot_be_written():
+    """Triton compiles into a folder of the process, and a warning says so."""
+    code = "from kernels import triton_launch; import triton; print(triton.knobs.cache.dir)"
+    given = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")} | {
+        "HOME": "/proc/none"
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=given, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    folder = Path(found.stdout.strip())
+    assert folder.is_dir() and "TRITON_CACHE_DIR" in found.stderr
+    folder.rmdir()

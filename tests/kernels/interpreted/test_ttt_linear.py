@@ -11,6 +11,7 @@ from kernels.tools import check
 from kernels.tools.ttt_linear_cases import CASES as cases
 from kernels.tools.ttt_linear_cases import Sizes, small
 from kernels.ttt_linear import triton_bwd, triton_fwd, triton_phases
+from kernels.ttt_linear.op import ttt_linear_bidir
 from tests.slow import slow
 
 arguments, draw = cases.arguments, cases.draw
@@ -154,3 +155,15 @@ def test_nan_stays_where_it_belongs():
     nan = out.isnan().any(-1)[0]  # (T,R,H)
     assert not nan[..., 0].any()
     assert not nan[:16, 0, 1].any() and nan[32:, 0, 1].all() and not nan[34:, 1, 1].any() and nan[:18, 1, 1].all()
+
+
+def test_steep_norms_stay_within_fp16():
+    """Keys whose products have a variance below the norm's eps, so that 1/σ is near its largest, and values of size ten."""
+    sizes = small(40, heads=1)
+    q, k, v, *others, dout = cases.cast(draw(0, sizes), torch.float16)
+    given = [1e-3 * q, 1e-3 * k, 10 * v, *others]
+    found, expected = (
+        ttt_linear_bidir(*(x.to(dtype) for x in given), chunk_size=sizes.chunk_size, backend=backend)
+        for dtype, backend in ((torch.float16, "triton"), (torch.float64, "reference"))
+    )
+    assert found.isfinite().all() and check.relative_error(found, expected) < 2e-3
