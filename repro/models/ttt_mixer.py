@@ -298,10 +298,3 @@ class TTTMixer(nn.Module):
         chunk_size = start.shape[1]
         delta = self.token_scale[:, :chunk_size]
         return F.relu(start + F.pad(delta, (0, chunk_size - delta.shape[1])))
-
-    @torch.no_grad()
-    def inner_losses(self, x_BTD: Tensor) -> Tensor:
-        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at its chunk's start: fp32 (B, T, R, H), by the reference."""
-        x_BTD = x_BTD.float()
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return replay_inner_learning(self._project(x_BTD)[1]).loss

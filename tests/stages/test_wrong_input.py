@@ -171,7 +171,6 @@ COMMANDS = {
     "pretrain --data folder:nowhere": "folder:nowhere",
     "pretrain --data zip:a": "zip:a folder:PATH",
     "pretrain --data digits": "--data digits folder:",
-    "pretrain --replay-bad-step x.pt --seeds 2": "--replay-bad-step --seeds",
     "tune --cell nanno": "tune.nanno 'nano'",
 }
 # a value of params.yaml -> what the line of its stage names; tests/core/test_config.py has the types and the bounds
