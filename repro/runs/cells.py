@@ -220,18 +220,21 @@ def record_speed(
     it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
-    params = cell.params
+    of = describe_speed(cell.params, split_batch(cell.params, cell.runtime, cell.ranks, cell.where)[1])
+    file = cell.paths.replications(slug) / "speed" / cell.stage / f"{cell.name}.json"
+    write_record(file, of | {"processes": cell.ranks.world_size} | dict(speed), identity, seconds)
+
+
+def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
+    """What the speed and the peak memory of a training depend on, besides its device."""
     sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
-    of = {
+    return {
         "model": params.model,
         "options": params.options,
-        "processes": cell.ranks.world_size,
-        "micro_batch": split_batch(params, cell.runtime, cell.ranks, cell.where)[1],
+        "micro_batch": micro_batch,
         "transform": {name: size for name, size in sizes.items() if size is not None},
         "keeps": {name: bool(getattr(params, name, None)) for name in _KEEPS},
     }
-    file = cell.paths.replications(slug) / "speed" / cell.stage / f"{cell.name}.json"
-    write_record(file, of | dict(speed), identity, seconds)
 
 
 def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
