@@ -121,11 +121,12 @@ class Planner:
     def find_speed(self, stage: str, cell: str | None, params: Any, images: int) -> Speed | None:
         """The speed of this cell's last run; else the slowest of the same training elsewhere in the results."""
         alike = self._list_alike(stage, params)
+        memory = max((each.memory_gib for each in alike if each.memory_gib), default=None)
         seconds, basis = self._find_run(stage, cell, params)
         if seconds:
-            memory = next((each.memory_gib for each in alike), None)
             return Speed(len(params.seeds) * params.epochs * images / seconds, memory, basis)
-        return min(alike, default=None, key=lambda each: each.img_per_s)
+        slowest = min(alike, default=None, key=lambda each: each.img_per_s)
+        return slowest and slowest._replace(memory_gib=memory)
 
     def _list_alike(self, stage: str, params: Any) -> list[Speed]:
         """What trainings on this GPU recorded, and rows of `repro efficiency --mode train` there, of the same model,
