@@ -1,4 +1,4 @@
-"""`repro data check`: check before a long run that a data set is what it should be, and that it loads fast enough."""
+"""`repro data check`: check before a long run that a data set is what it should be."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,6 @@ def check(
     full: Annotated[bool, typer.Option("--full", help="Decode every file instead of a sample.")] = False,
     sample: Annotated[int, typer.Option(min=0, help="Number of images to decode.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
-    speed: Annotated[bool, typer.Option("--speed", help="Also time the training loader (class folders only).")] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of processes; by default one per usable core.")
     ] = None,
@@ -35,4 +34,4 @@ def check(
 
     max_pixels = load_runtime(find_root()).max_pixels
     depth = Depth(full=full, sample=sample, seed=seed, workers=workers or usable_cores(), max_pixels=max_pixels)
-    run_check(kind, root, depth, speed=speed, emit=lambda line: print(line, flush=True))
+    run_check(kind, root, depth, emit=lambda line: print(line, flush=True))

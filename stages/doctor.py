@@ -1,5 +1,4 @@
-"""`repro doctor`: machine, packages, kernels, parameters, data and disk as plain text, to read and to paste into an
-issue.
+"""`repro doctor`: machine, packages, checkout, kernels, data and disk as plain text, to paste into an issue.
 
 Every line begins with its mark: `ok`; `note`, nothing to do; `warning`, works but not as intended; `error`, a command
 will fail. A warning or an error ends with its fix.
@@ -16,12 +15,10 @@ STAGE = Stage(purpose="check", records=False)
 
 def command() -> None:
     """Report what this machine has and lacks, with a fix for each problem; exit code 1 if a command would fail."""
-    sections = examine(find_root())
-    for title, lines in sections.items():
-        print(title)
-        for mark, subject, text in lines:
-            print(f"  {mark:<8} {subject}: {text}")
-    marks = [mark for lines in sections.values() for mark, _, _ in lines]
+    marks = []
+    for mark, subject, text in examine(find_root()):
+        print(f"{mark:<8} {subject}: {text}")
+        marks.append(mark)
     errors, warnings = (f"{marks.count(mark)} {mark}{'s' * (marks.count(mark) != 1)}" for mark in ("error", "warning"))
     print(f"{errors}, {warnings}")
     if "error" in marks:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.adapter import STRIDES, Pyramid, ViTAdapter
+from ..models.adapter import STRIDES, ViTAdapter
 from ..models.pyramid import build_pyramid
 from .build import fused_attention
 from .flops import Cost, OperatorCounter
@@ -43,7 +43,8 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
     """
     if any(side % STRIDES[-1] for side in image_size):
         raise ValueError(f"{image_size[0]}x{image_size[1]}: not a multiple of {STRIDES[-1]}; the adapter would pad it")
-    model, image = _build(backbone, image_size, options)
+    with fused_attention(False), torch.device("meta"):
+        model, image = build_pyramid(backbone, options=options).eval(), torch.empty(1, 3, *image_size)
     if not isinstance(model, ViTAdapter):
         raise ValueError(f"{backbone}: is not a plain backbone, so it has no adapter")
     hooked: Counter[str] = Counter()
@@ -58,27 +59,6 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
     terms = {"multiply_adds": counter.macs - counter.macs_of("vision_ttt.ms_deform_attn"), **hooked}
     _replace_uncounted(model, image, counter, terms)
     return Cost(sum(p.numel() for p in model.parameters()), counter.macs, "counter", paper_terms=terms)
-
-
-def pyramid_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Cost:
-    """Parameters and multiply-adds of the maps for dense tasks, of one (H, W) image, by any backbone with maps.
-
-    They are those of `adapted_cost` for a plain backbone, of the stages' maps and norms for a hierarchical one.
-
-    Raises:
-        ValueError: an unknown model, one without such maps, or an operator whose multiply-adds are unknown.
-    """
-    model, image = _build(backbone, image_size, options)
-    with torch.no_grad(), OperatorCounter() as counter:
-        model(image)
-    return Cost(sum(p.numel() for p in model.parameters()), counter.macs, "counter")
-
-
-def _build(
-    backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None
-) -> tuple[Pyramid, torch.Tensor]:
-    with fused_attention(False), torch.device("meta"):
-        return build_pyramid(backbone, options=options).eval(), torch.empty(1, 3, *image_size)
 
 
 def _replace_uncounted(model: ViTAdapter, image: torch.Tensor, counter: OperatorCounter, terms: dict[str, int]) -> None:

@@ -299,10 +299,3 @@ class TTTMixer(nn.Module):
         if delta.shape[1] != chunk_size:
             delta = F.pad(delta[:, :chunk_size], (0, max(0, chunk_size - delta.shape[1])))
         return F.relu(start + delta)
-
-    @torch.no_grad()
-    def inner_losses(self, x_BTD: Tensor) -> Tensor:
-        """ℓ = ½‖LN(kW + b) − (v − k)‖² of each token at its chunk's start: fp32 (B, T, R, H), by the reference."""
-        x_BTD = x_BTD.float()
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return replay_inner_learning(self._project(x_BTD)[1]).loss

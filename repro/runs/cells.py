@@ -1,12 +1,9 @@
 """Training cells: here or under torchrun, with each of their seeds, and what is recorded of them."""
 
 import contextlib
-import copy
 import dataclasses
-import functools
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -223,18 +220,21 @@ def record_speed(
     it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
-    params = cell.params
+    of = describe_speed(cell.params, split_batch(cell.params, cell.runtime, cell.ranks, cell.where)[1])
+    file = cell.paths.replications(slug) / "speed" / cell.stage / f"{cell.name}.json"
+    write_record(file, of | {"processes": cell.ranks.world_size} | dict(speed), identity, seconds)
+
+
+def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
+    """What the speed and the peak memory of a training depend on, besides its device."""
     sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
-    of = {
+    return {
         "model": params.model,
         "options": params.options,
-        "processes": cell.ranks.world_size,
-        "micro_batch": split_batch(params, cell.runtime, cell.ranks, cell.where)[1],
+        "micro_batch": micro_batch,
         "transform": {name: size for name, size in sizes.items() if size is not None},
         "keeps": {name: bool(getattr(params, name, None)) for name in _KEEPS},
     }
-    file = cell.paths.replications(slug) / "speed" / cell.stage / f"{cell.name}.json"
-    write_record(file, of | dict(speed), identity, seconds)
 
 
 def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
@@ -392,59 +392,3 @@ def print_scores(cell: Cell, metrics: Mapping[str, Any]) -> None:
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
     std, (places, unit) = metrics.get(name_statistic(key, "std")), (2, " %") if key.endswith("_percent") else (4, "")
     return f"{label} {metrics[key]:.{places}f}{'' if std is None else f' ± {std:.{places}f}'}{unit}"
-
-
-def replay(stage: str, spec: TaskSpec, file: Path, cell: str | None) -> None:
-    """Run the step of a dump again, in this process alone, and print what each layer gave.
-
-    The dump's folder says which cell and seed it is of.
-
-    Raises:
-        UserError: not a dump, or one of another model or of other data; or it is not known which cell it is of.
-    """
-    from ..training.checkpoint import set_rng_state
-    from ..training.guard import diagnose, load_dump
-
-    runs = file.absolute().parent
-    known = re.fullmatch(r"seed_(\d+)-[0-9a-f]+", runs.name)
-    if cell is None and known is None:
-        raise UserError(f"{stage}: {file} does not lie in the folder of a run; name its cell with --cell")
-    (of_cell,) = read_cells(stage, spec, cell or runs.parent.name)
-    seed = int(known[1]) if known else of_cell.params.seeds[0]
-    dump = load_dump(file)
-    for rank, seen in enumerate(dump["ranks"]):
-        job = build_job(dataclasses.replace(of_cell, ranks=Ranks(rank=rank, world_size=dump["world_size"])), seed)
-        task = job.task
-        try:
-            task.model.load_state_dict(dump["model"])
-            if "teacher" in dump:
-                task.teacher = copy.deepcopy(task.model).eval()
-                task.teacher.load_state_dict(dump["teacher"])
-        except RuntimeError:
-            raise UserError(f"{file}: was written by a different model than {of_cell.where}") from None
-        task.model.train()
-        try:
-            if task.describe(dump["epoch"], dump["number"]) != seen["batch"]:
-                raise UserError(
-                    f"{file}: its batch holds other images than {of_cell.name} has there now; the data or the seed changed"
-                )
-            batch = next(iter(task.batches(dump["epoch"], dump["number"])))
-            set_rng_state(seen["rng"])
-            autocast = functools.partial(job.params.autocast, task.device)
-            found = diagnose(task, batch, autocast, dump["accumulate"], dump["scale"])
-        finally:
-            job.close()
-        where = (
-            f"step {dump['step']}, process {rank} of {dump['world_size']}, part {found['part']} of {dump['accumulate']}"
-        )
-        print(f"{where}: loss {found['loss']}")
-        print(f"  images: {', '.join(seen['batch'][:4])}{', ...' if len(seen['batch']) > 4 else ''}")
-        print(f"  first output that is not finite: {found['first_not_finite'] or 'none'}")
-        for name, output in found["outputs"].items():
-            print(
-                f"  {name}: absmax {output['absmax']:.3g}, mean {output['mean']:.3g}, not finite {output['not_finite']}"
-            )
-        bad = [name for name, gradient in found["gradients"].items() if gradient["not_finite"]]
-        print(f"  gradients that are not finite: {', '.join(bad) or 'none'}")
-        for name, losses in found["own"].get("inner_losses", {}).items():
-            print(f"  inner loss of {name}, per direction: mean {losses['mean']}, largest {losses['largest']}")

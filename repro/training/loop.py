@@ -19,7 +19,7 @@ from ..core.errors import Interrupted, UserError
 from ..core.ranks import Ranks
 from ..core.ui import Progress
 from .checkpoint import Checkpointer, rng_state, set_rng_state
-from .guard import dump_bad_step, find_fault
+from .guard import end_run, find_fault
 from .optim import build_optimizer, build_schedule
 from .params import OptimParams, TrainParams
 from .watch import Watch, format_window
@@ -86,10 +86,6 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Numbers over the samples of a held-out split, of all ranks, by a model in eval mode."""
-
-    @abc.abstractmethod
-    def inspect(self, batch: Any) -> dict[str, Any]:
-        """What is known about a batch that went wrong, in types that `torch.load(weights_only=True)` allows."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -165,14 +161,16 @@ def fit(
             if params.teacher_from is not None and epoch >= params.teacher_from * params.epochs:
                 task.teacher = training.ema.module
             for number, batch in enumerate(watch.time_waiting(task.batches(epoch, start)), start):
-                rng = rng_state()
                 numbers = forward_backward(task, training, batch, params.optim.clip_grad_norm)
-                bad, stop = ranks.any(not all(map(math.isfinite, numbers.values())), bool(received))
+                not_finite = [name for name, value in numbers.items() if not math.isfinite(value)]
+                bad, stop = ranks.any(bool(not_finite), bool(received))
                 training.step(apply=not bad)
                 run.count(numbers, finite=not bad)
                 if run.bad_excess >= params.max_bad_steps:
-                    why = f"loss or gradient not finite, of late in {run.bad_excess} steps more than it was"
-                    dump_bad_step(checkpointer.folder, task, training, run.step, (epoch, number), batch, rng, why)
+                    of_ranks = ranks.from_first(ranks.gather(not_finite))
+                    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+                    why = f"{', '.join(names)} not finite, and of late {run.bad_excess} more such steps than others"
+                    end_run(task, run.step, why)
                 rate = training.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
                 if window := watch.step(run.step, epoch, numbers, rate, images, skipped=bad):
@@ -184,7 +182,7 @@ def fit(
                         _save(checkpointer, run, training, ranks)
                     _stop_if(stop, received, run.step)
             if epoch + 1 == params.epochs:
-                _judge_end(find_fault(run, training, steps), task, training, run, checkpointer)
+                _judge_end(find_fault(run, training, steps), task, run)
             with watch.paused():
                 evaluate = (epoch + 1) % params.evaluate_every == 0 or epoch + 1 == params.epochs
                 _end_epoch(task, run, training, evaluate)
@@ -192,7 +190,7 @@ def fit(
                     snapshot(epoch + 1, training.evaluated)
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
-        _judge_end(_find_bad_score(run), task, training, run, checkpointer)
+        _judge_end(_find_bad_score(run), task, run)
         # a call that is stopped here evaluates the last epoch again when it continues
         if task.reported_split != task.curve_split:
             with watch.paused():
@@ -200,7 +198,7 @@ def fit(
             progress.print(
                 f"{task.reported_split}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.scores.items())
             )
-            _judge_end(_find_bad_score(run), task, training, run, checkpointer)
+            _judge_end(_find_bad_score(run), task, run)
             _stop_if(ranks.any(bool(received))[0], received, run.step)
     return run, training.evaluated
 
@@ -302,15 +300,9 @@ def _find_bad_score(run: RunState) -> str | None:
     )
 
 
-def _judge_end(why: str | None, task: Task, training: TrainingState, run: RunState, checkpointer: Checkpointer) -> None:
-    """With a reason, end the run with a dump of its last batch and of the weights as they are now: a resumed run has no
-    others.
-    """
+def _judge_end(why: str | None, task: Task, run: RunState) -> None:
     if why is not None:
-        place = divmod(run.step - 1, task.steps_per_epoch)
-        task.model.train()
-        batch = next(iter(task.batches(*place)))
-        dump_bad_step(checkpointer.folder, task, training, run.step, place, batch, rng_state(), why)
+        end_run(task, run.step, why)
 
 
 def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:

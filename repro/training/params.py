@@ -96,7 +96,7 @@ class TrainParams:
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw
             weights; null for none.
         max_bad_steps: by how many the steps with a loss or gradient that is not finite may outnumber the others,
-            counted from any step on; with as many, the run stops and explains the last one. So it ends where more than
+            counted from any step on; with as many, the run stops and names the last batch. So it ends where more than
             half fail, and after as many in a row.
         optim: optimiser and schedule.
     """

@@ -11,13 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from repro.core.config import build
 from repro.core.errors import RunError, UserError
 from repro.data.ade20k import AdePairs
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
 from repro.data.check.folders import check_folder, check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
-from repro.data.check.speed import TRANSFORM, describe_speed, measure_speed
 from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection
 from repro.data.embedded.connect import write_connect
@@ -28,11 +26,9 @@ from repro.data.settings import (
     DigitsSettings,
     ExpectedCounts,
     ScenesSettings,
-    TransformSettings,
     WildDigitsSettings,
 )
 from repro.data.tree import scan_tree
-from tests.conftest import ROOT
 from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
 from tests.data_sets.made import annotation, image, picture, write_ade20k, write_coco
 
@@ -114,9 +110,8 @@ TREE_FAULTS = {
     "empty class": (lambda r: empty(r / "train" / WNIDS[1]), 3, "train/n01443537: holds no image"),
     # val has two classes instead of three and 4 of 6 images, and train has one class more
     "no class": (lambda r: shutil.rmtree(r / "val" / WNIDS[2]), 3, "class 'n01484850' is in train but not in val"),
-    "count": (lambda r: first(r, "val").unlink(), 1, "val: 5 images, 6 expected; 2 in each class, but n01440764 1;"),
+    "count": (lambda r: first(r, "val").unlink(), 1, "val: 5 images, 6 expected; complete the data"),
     "renamed": (rename_class, 2, "val/tench: is not a class"),  # one in each split
-    "misplaced": (lambda r: first(r).rename(r / "train" / WNIDS[2] / first(r).name), 1, "named as an image of n0144"),
     "wrong map": (rotate_val, 1, "val: images lie in folders of wrong classes: 0 of 6 agree with the ReaL labels"),
     "loose": (lambda r: picture(r / "train" / "a.jpg"), 1, "train: holds 1 image outside of class folders"),
     # three folders, and the counts of classes and images
@@ -213,7 +208,7 @@ def test_a_folder_of_ones_own(imagenet):
 
 
 # COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
-COUNTS = {"images": {"train": 3, "val": 2}, "instances": {"train": 4, "val": 2}, "empty_boxes": {"train": 1, "val": 0}}
+COUNTS = {"images": {"train": 3, "val": 2}, "instances": {"train": 4, "val": 2}}
 COCO_SMALL = CocoCounts(**COUNTS, category_ids=frozenset({1, 2, 90}))
 TRAIN_JSON = "annotations/instances_train2017.json"
 
@@ -287,14 +282,11 @@ COCO_FAULTS = {
     # the row, and the number of remaining images
     "image twice": (change("images", 2, id=25), 2, "images[2] has id 25, as another one has"),
     # an id of the release is missing in the file, and so is the category of an instance
-    "categories": (change("categories", 2, id=80), 2, "3 categories (unknown id 80, no id 90), 3 expected with ids of"),
+    "categories": (change("categories", 2, id=80), 2, "unknown id 80 among 3 categories, 3 expected"),
     "category of an instance": (change("annotations", 1, category_id=3), 1, "annotation 12 has category_id 3, which"),
     "no such image": (change("annotations", 1, image_id=7), 1, "annotation 12 has image_id 7, which is not in the"),
-    "box outside": (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), 1, "boxes that leave their images: 1, none"),
-    "box left of it": (change("annotations", 0, bbox=[-2, 0, 5, 5]), 1, "boxes that leave their images: 1"),
     "box is no number": (change("annotations", 0, bbox=[float("nan"), 0, 5, 5]), 1, "is not valid JSON (NaN"),
     "no box": (change("annotations", 3, bbox=None), 1, "annotations[3] is malformed, it needs id, image_id, categor"),
-    "no area": (change("annotations", 0, 1, bbox=[1, 1, 5, 0]), 1, "boxes without area: 2, 1 in the original"),
     "half a box": (change("annotations", 3, bbox=[1, 2]), 1, "annotation 14 is malformed (not enough values"),
     "no mask": (change("annotations", 3, segmentation=[]), 1, "annotation 14 has no segmentation"),
     "instance twice": (change("annotations", 3, id=13), 1, "annotations[3] has id 13, as another one has"),
@@ -305,18 +297,17 @@ COCO_FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("plant", "errors", "says"),
+    ("plant", "says"),
     [
-        (change("annotations", 0, bbox=[1.0, 1.0, 5.0, 0.0]), 0, "annotation 11: box [1.0, 1.0, 5.0, 0.0] has no area"),
-        (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), 1, "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves"),
-        (lambda r: picture(r / "val2017/stray.jpg"), 0, "val2017: has 1 image that instances_val2017.json does not"),
+        (change("annotations", 0, bbox=[1.0, 1.0, 5.0, 0.0]), "annotation 11: box [1.0, 1.0, 5.0, 0.0] has no area"),
+        (change("annotations", 0, bbox=[0.0, 0.0, 64.0, 49.5]), "annotation 11: box [0.0, 0.0, 64.0, 49.5] leaves"),
+        (lambda r: picture(r / "val2017/stray.jpg"), "val2017: has 1 image that instances_val2017.json does not"),
     ],
 )
-def test_a_warning_of_coco(coco, plant, errors, says):
-    """One box without area is in the original too."""
+def test_a_warning_of_coco(coco, plant, says):
     plant(coco)
-    lines, found, warnings = findings(check_coco, coco, expected=COCO_SMALL)
-    assert (found, warnings) == (errors, 1) and says in only(lines, "warning")[0]
+    lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
+    assert (errors, warnings) == (0, 1) and says in only(lines, "warning")[0]
 
 
 # ADE20K: 3 + 2 pairs
@@ -416,10 +407,10 @@ def read_ade20k(root):
 
 # fixture -> check, counts, faults, what training reads, and faults that it takes: a scan reads no contents, and knows
 # neither names nor counts; boxes that leave their images are clipped
-UNSEEN = ("cut", "empty file", "a web page", "count", "misplaced", "wrong map")
+UNSEEN = ("cut", "empty file", "a web page", "count", "wrong map")
 SETS = {
     "imagenet": (check_imagenet, SMALL, TREE_FAULTS, functools.partial(scan_tree, kind="imagenet"), UNSEEN),
-    "coco": (check_coco, COCO_SMALL, COCO_FAULTS, read_coco, ("box outside", "box left of it", "no area")),
+    "coco": (check_coco, COCO_SMALL, COCO_FAULTS, read_coco, ()),
     "ade": (check_ade20k, ADE_SMALL, ADE_FAULTS, read_ade20k, ()),
 }
 
@@ -467,36 +458,34 @@ def test_a_label_map_for_fewer_classes(tmp_path):
 
 
 FULL_RELEASES = [
-    ("ADE20K_2021_17_01", ["ADE20K_2021_17_01/index_ade20k.pkl"]),
-    ("index_ade20k.pkl", ["index_ade20k.pkl", "images/ADE/training/urban/street/ADE_train_00000001_seg.png"]),
-    ("index_ade20k.mat", ["index_ade20k.mat", "images/training/a/abbey/ADE_train_00000001.jpg"]),
-    ("images/ADE/", ["images/ADE/training/urban/street/ADE_train_00000001.jpg"]),
-    ("folders by scene: images/training/a/", ["images/training/a/abbey/ADE_train_00000001_seg.png"]),
-    ("_00000001_seg.png", ["images/training/ADE_train_00000001.jpg", "images/training/ADE_train_00000001_seg.png"]),
+    ["ADE20K_2021_17_01/index_ade20k.pkl"],
+    ["index_ade20k.pkl", "images/ADE/training/urban/street/ADE_train_00000001_seg.png"],
+    ["index_ade20k.mat", "images/training/a/abbey/ADE_train_00000001.jpg"],
+    ["images/training/a/abbey/ADE_train_00000001_seg.png"],
+    ["images/training/ADE_train_00000001.jpg", "images/training/ADE_train_00000001_seg.png"],
 ]
 
 
-@pytest.mark.parametrize(("evidence", "files"), FULL_RELEASES)
-def test_the_full_ade20k_is_recognised(tmp_path, files, evidence):
+@pytest.mark.parametrize("files", FULL_RELEASES)
+def test_of_the_full_ade20k_the_right_release_is_named(tmp_path, files):
     for file in files:
         (tmp_path / "set" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / file).write_bytes(b"x")
-    (line,), errors, _ = findings(check_ade20k, tmp_path / "set")
-    assert errors == 1 and f"{evidence})" in line and "take ADEChallengeData2016.zip" in line
+    lines, errors, _ = findings(check_ade20k, tmp_path / "set")
+    assert errors and any("take ADEChallengeData2016.zip" in line for line in only(lines, "error"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "root", "speed", "message"),
+    ("kind", "root", "message"),
     [
-        ("imagnet", ".", False, "kind 'imagnet': unknown; did you mean 'imagenet'"),
-        ("coco", "nowhere", False, "no such folder; give the folder that holds train2017/"),
-        ("imagenet", __file__, False, "is not a folder"),
-        ("scenes", ".", True, "--speed: times the loader of classification, not that of scenes"),
+        ("imagnet", ".", "kind 'imagnet': unknown; did you mean 'imagenet'"),
+        ("coco", "nowhere", "no such folder; give the folder that holds train2017/"),
+        ("imagenet", __file__, "is not a folder"),
     ],
 )
-def test_the_users_mistakes(tmp_path, kind, root, speed, message):
+def test_the_users_mistakes(tmp_path, kind, root, message):
     with pytest.raises(UserError, match=message):
-        run_check(kind, tmp_path / root, FULL, speed=speed)
+        run_check(kind, tmp_path / root, FULL)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -511,20 +500,6 @@ def test_each_row_of_the_table_has_its_functions(kind):
 def test_a_process_that_dies_ends_the_check_in_one_line():
     with pytest.raises(RunError, match="decoding: a process died, most likely for lack of memory; lower --workers"):
         list(run_parallel(os._exit, [3] * 40, 2, "decoding"))
-
-
-def test_speed_uses_the_papers_recipe_and_adds_up(imagenet):
-    profile = yaml.safe_load((ROOT / "profiles" / "paper.yaml").read_text())
-    recipe = profile["pretrain"]["vittt_tiny_imagenet"]["transform"]
-    assert build(TransformSettings, recipe, "transform") == TRANSFORM
-    images, *rates = measure_speed(imagenet, "imagenet", 2, batches=4, rounds=1, log=lambda line: None)
-    assert images == 8 * 12, "an epoch of 12 images is one batch, and four batches per worker are timed"
-    assert [len(each) for each in rates] == [1, 1] and min(min(each) for each in rates) > 0
-    assert describe_speed(2, 512, [90.0, 80.0, 60.0], [100.0, 101.0, 50.0])[1:] == [
-        "  loader     80.0 img/s (60.0 to 90.0), 40.0 per core",
-        "  bare loop  100.0 img/s (50.0 to 101.0), 50.0 per core, only decoding and transform",
-        "  overhead   20.0 %",
-    ]
 
 
 def test_exit_codes(tmp_path, repro_cli):

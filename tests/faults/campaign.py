@@ -34,7 +34,6 @@ from repro.core.paths import Paths
 from repro.models.checkpoints import open_weights
 from repro.models.weights import open_file
 from repro.training.checkpoint import Checkpointer
-from repro.training.guard import load_dump
 from tests.conftest import run_main
 from tests.faults.lab import PARAMS, describe_damage, flip, make_base
 from tests.stages import helpers
@@ -45,13 +44,11 @@ NANO = PARAMS["pretrain"]["nano"] | {"batch_size": 32, "steps_per_epoch": 3, "sn
 _WEIGHTS = str(helpers.WEIGHTS)
 _SECTIONS = yaml.safe_load(helpers.DENSE) | yaml.safe_load(helpers.GENERATE)
 _T5 = {"model": "t5_nano_patch4_32", "options": {"depth": 1}, "batch_size": 32, "steps_per_epoch": 3, "drop_path": 0.0}
-_DIVERGING = {"lr": 1.0e30, "lr_batch_size": 32, "warmup_epochs": 0, "clip_grad_norm": None}
 _SHORT = {"steps_per_epoch": 2, "batch_size": 2}
 CELLS: dict[str, Any] = {
     "pretrain": {
         "nano": NANO | {"options": {"depth": 4}},
         "killed": NANO,
-        "diverging": NANO | {"optim": _DIVERGING},
         "teacher": NANO | _T5 | {"model": "t5_softmax_nano_patch4_32"},
     },
     "ablate": {"killed": NANO | {"options": {"depth": 1, "design": "dual"}}},
@@ -68,7 +65,6 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "checkpoint": ("published.pth", open_file),
     "release": ("published-*.safetensors", open_file),  # whose name has the hash
     "state": (".runs/pretrain/killed/*/step_*.pt", lambda path: Checkpointer(path.parent).restore()),
-    "dump": (".runs/pretrain/diverging/*/bad_step_*.pt", load_dump),
 }
 GOOD = ("equal", "refused", "read")
 SEED = int(os.environ.get("FAULT_SEED", 0))
@@ -99,8 +95,6 @@ class Campaign:
         torch.save({"model": state}, root / "published.pth")
         save_file(state, release := root / "published.safetensors")
         release.rename(root / f"published-{hash_file(release)}.safetensors")
-        if wait(start(root, ("pretrain", "--cell", "diverging"))) != RunError.exit_code:
-            raise RunError(f"the run that must diverge did not: {' '.join(read_output(root).split())[-300:]}")
         pid = start(root, KILLED["pretrain"])
         while not list(root.glob(FILES["state"][0])):
             time.sleep(0.001)

@@ -9,7 +9,6 @@ from typing import Any
 from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
 from repro.core.config import build, load_yaml
-from repro.planning.planner import demands
 from repro.report.claims import Report
 from repro.report.paper import Paper
 from repro.report.results import Results
@@ -45,9 +44,8 @@ def load_variants(paper: Paper, cells: str) -> dict[str, ClassifierParams]:
 
 def find_keys(paper: Paper) -> Iterator[str]:
     """What the ledger asks `repro complexity` for: `model[option=value]@side`."""
-    asked = {key for places in demands(paper.ledger).values() for needed in places for _, key, _ in needed}
-    calls = [call for entry in paper.ledger.entries.values() if entry.ours for call in entry.ours.calls]
-    asked |= {str(call.args[0]) for call in calls if call.args}
+    traced = (each for entry in paper.ledger.entries.values() for each in paper.ledger.trace(entry) if each.ours)
+    asked = {str(call.args[0]) for each in traced for call in each.ours.calls if call.args}
     return (key for key in sorted(asked) if "@" in key)
 
 

@@ -1,81 +1,226 @@
-"""`repro plan`: what it prints, that it covers a whole profile, and every wrong input as one line."""
+"""`repro plan`: what it prints, that it covers a whole profile, and every time against one by hand."""
 
+import json
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from repro.bench.params import ComplexityParams
+from repro.bench.rows import write_rows
 from repro.core.config import load_section, load_yaml, params_hash
+from repro.core.errors import UserError
 from repro.core.paths import Paths
+from repro.core.ranks import Ranks
 from repro.core.record import DETAILS_FILE, read_json, write_json, write_record, write_text
 from repro.core.runtime import cpu_name
-from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
-from repro.planning.planner import Rates, plan_costs
+from repro.papers import load_papers
+from repro.planning import Planner, PlanRow, plan_rows, print_plan
+from repro.report.results import Results
+from repro.runs.cells import record_speed
 from repro.tasks.classification.spec import SPEC
 from stages import load_stages
 from tests.conftest import ROOT
 from tests.stages.helpers import NANO, edit
 
-PAPER = ROOT / "profiles" / "paper.yaml"
+
+def plan(root, params, stage="pretrain", cell="other", gpu="L40S", micro_batch=None) -> PlanRow:
+    """The row of a cell, where digits are 1438 images."""
+    data = {"digits": SimpleNamespace(kind="digits", expected=SimpleNamespace(classes=10, train=1438))}
+    results = Results(Paths(root), load_papers().values(), {})
+    return Planner(Paths(root), gpu, results, data, micro_batch).plan(stage, cell, params)
 
 
-@pytest.mark.slow
-def test_every_cell_of_the_paper_profile_is_charged(tmp_path):
-    """By hand as tests/planning has it, where nothing is prepared or measured."""
-    paper_plan = plan_costs(load_stages(), PAPER, Paths(tmp_path), [Rates()])[0]
-    expected = []
-    for stage, section in load_yaml(PAPER).items():
+def make_params(transform=None, **changes):
+    """A cell of a training stage, of which the plan reads attributes alone."""
+    shared = {"model": NANO, "options": {"depth": 1}, "data": "digits", "seeds": (0,), "epochs": 2, "batch_size": 16}
+    shared |= {"steps_per_epoch": None, "ema_decay": None, "precision": "auto"}
+    return SimpleNamespace(**shared | changes, transform=SimpleNamespace(**(transform or {"image_size": 32})))
+
+
+def record(root, stage, params, rate, gpu="NVIDIA L40S", processes=1, micro_batch=None, dtype="bf16"):
+    """Write the speed of a training as one on a GPU does, with a peak of 2 GiB."""
+    cell = SimpleNamespace(params=params, paths=Paths(root), stage=stage, name="nano", where=f"{stage}.nano")
+    cell.ranks, cell.runtime = Ranks(world_size=processes), SimpleNamespace(micro_batch=micro_batch)
+    params.needs_even_parts = False
+    speed = {"peak_memory_mib": 2048.0, "throughput_img_per_s": rate, "throughput_img_per_s_reason": "no step timed"}
+    record_speed(cell, [speed], gpu.lower().replace(" ", "_"), {"device": f"cuda: {gpu}", "dtype": dtype}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "work", "seconds"),
+    [
+        # at 100 images per second
+        ({}, "1 × 2 × 1,438", 28.76),
+        ({"seeds": (3, 5)}, "2 × 2 × 1,438", 57.52),
+        ({"epochs": 10}, "1 × 10 × 1,438", 143.8),
+        ({"seeds": (0, 1, 2), "epochs": 1}, "3 × 1 × 1,438", 43.14),
+        ({"steps_per_epoch": 719}, "1 × 2 × 11,504", 230.08),
+        ({"ema_decay": 0.9}, "1 × 2 × 1,438", 28.76),
+        ({"precision": "bf16"}, "1 × 2 × 1,438", 28.76),
+        # of no such training
+        ({"precision": "fp32"}, "1 × 2 × 1,438", None),
+        ({"options": {"depth": 2}}, "1 × 2 × 1,438", None),
+        ({"options": {}}, "1 × 2 × 1,438", None),
+        ({"model": "deit_tiny_patch16_224"}, "1 × 2 × 1,438", None),
+        ({"transform": {"image_size": 64}}, "1 × 2 × 1,438", None),
+    ],
+)
+def test_a_training_is_its_images_over_a_measured_speed(tmp_path, changes, work, seconds):
+    record(tmp_path, "pretrain", make_params(), 200.0, processes=2)
+    row = plan(tmp_path, make_params(**changes))
+    assert row.work == work
+    if seconds is None:
+        assert (row.hours, row.speed) == (None, None) and "not measured" in row.basis
+    else:
+        assert row.hours * 3600 == pytest.approx(seconds)
+        assert "results/replications/nvidia_l40s/speed/pretrain/nano.json" in row.basis
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "micro_batch", "gpu", "rate", "gib"),
+    [
+        ("pretrain", {}, 8, "L40S", 100.0, 2.0),
+        ("pretrain", {}, 8, "l40", 100.0, 2.0),
+        ("pretrain", {"batch_size": 8}, None, "L40S", 100.0, 2.0),
+        # the peak is of another number of images at once, of other copies of the weights, or of another stage
+        ("pretrain", {}, 4, "L40S", 100.0, None),
+        ("pretrain", {}, None, "L40S", 100.0, None),
+        ("pretrain", {"ema_decay": 0.9}, 8, "L40S", 100.0, None),
+        ("pretrain", {"freeze": True}, 8, "L40S", 100.0, None),
+        ("ablate", {}, 8, "L40S", 100.0, None),
+        ("pretrain_seeds", {}, 8, "L40S", 100.0, None),
+        # another GPU, none, and another task
+        ("pretrain", {}, 8, "A100", None, None),
+        ("pretrain", {}, 8, None, None, None),
+        ("detect", {}, 8, "L40S", None, None),
+    ],
+)
+def test_memory_is_known_of_the_very_training_alone(tmp_path, stage, changes, micro_batch, gpu, rate, gib):
+    record(tmp_path, "pretrain", make_params(), 200.0, processes=2, micro_batch=8)
+    speed = plan(tmp_path, make_params(**changes), stage, gpu=gpu, micro_batch=micro_batch).speed
+    assert (speed and speed.img_per_s, speed and speed.memory_gib) == (rate, gib)
+
+
+@pytest.mark.parametrize(
+    ("stage", "transform"),
+    [
+        ("detect", {"min_size": (24, 30), "max_size": 32}),
+        ("segment", {"crop_size": 32}),
+        ("generate", {"shape": (4, 8, 8)}),
+    ],
+)
+def test_other_tasks_take_the_speed_of_inputs_as_large(tmp_path, stage, transform):
+    record(tmp_path, stage, make_params(transform), 50.0)
+    assert plan(tmp_path, make_params(transform), stage).hours == pytest.approx(2 * 1438 / 50 / 3600)
+    other = {name: 2 * value if isinstance(value, int) else (*value[:-1], 99) for name, value in transform.items()}
+    assert plan(tmp_path, make_params(other), stage).hours is None
+
+
+def test_the_slowest_record_of_a_gpu_counts(tmp_path):
+    params = make_params()
+    for stage, rate, gpu in (("pretrain", 3000.0, "NVIDIA L40S"), ("ablate", 1000.0, "NVIDIA L40S")):
+        record(tmp_path, stage, params, rate, gpu)
+    record(tmp_path, "ablate", params, 1.0, "NVIDIA H200")
+    record(tmp_path, "linearize", params, None)
+    speed = plan(tmp_path, params).speed
+    assert (speed.img_per_s, speed.memory_gib) == (1000.0, 2.0), "the peak is that of its own stage"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [
+        ({}, 90.0),
+        ({"mode": "infer"}, None),
+        ({"status": "oom"}, None),
+        ({"batch_size": 8}, None),
+        ({"image_size": [64, 64]}, None),
+        ({"image_size": [32, 64]}, None),
+        ({"device": "cuda: NVIDIA A100"}, None),
+        ({"model": "deit_tiny_patch16_224"}, None),
+        ({"options": {"depth": 2}}, None),
+        ({"dtype": "fp32"}, 90.0),  # `auto` takes any
+    ],
+)
+def test_a_row_of_speed_counts_where_it_is_a_training_step_of_the_same(tmp_path, changes, rate):
+    row = {"model": NANO, "options": {"depth": 1}, "image_size": [32, 32], "batch_size": 16, "dtype": "bf16"}
+    row |= {"mode": "train", "backend": "triton", "device": "cuda: NVIDIA L40S", "status": "ok", "attention": "fused"}
+    row |= {"throughput_img_per_s": 90.0, "latency_ms": 16e3 / 90, "peak_memory_mib": 512.0, "run": 1}
+    write_rows(tmp_path / "results/speed/a_gpu.csv", [row | {"compile": False, "commit": "c0de"} | changes])
+    speed = plan(tmp_path, make_params()).speed
+    assert (speed and speed.img_per_s) == (rate and pytest.approx(rate))
+    assert speed is None or speed.memory_gib == 0.5
+
+
+def test_images_come_from_the_manifest_once_it_is_written(tmp_path):
+    split = {"images": 100, "bytes": 7_000, "folders": {}}
+    content = {"kind": "digits", "classes": {"a": 0, "b": 1, "c": 2}, "splits": {"train": split, "val": split}}
+    content |= {"departures": [], "generated": None, "hash": "x"}
+    write_text(tmp_path / "results" / "prepare_data" / "digits" / "manifest.json", json.dumps(content))
+    assert plan(tmp_path, make_params()).work == "1 × 2 × 100"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "digit"}, "pretrain.other.data: digit: .*'digits'"),
+        ({"model": "vittt_nono"}, "pretrain.other: vittt_nono: no such model"),
+    ],
+)
+def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        plan(tmp_path, make_params(**changes))
+
+
+def test_every_section_has_rows_in_the_order_of_the_file(tmp_path):
+    """By a table of made-up stages; what is free is neither listed nor read."""
+    make_stage = partial(SimpleNamespace, params=ComplexityParams, scores={})
+    stages = {name: make_stage(cells=True, purpose="graph") for name in ("many", "none")}
+    stages |= {name: make_stage(cells=False, purpose="graph") for name in ("complexity", "tune")}
+    empty = {"sizes": {}, "groups": []}
+    sections = {"runtime": {}, "other": {}, "many": {"a": empty}, "tune": {"odd": 1}}
+    file = tmp_path / "params.yaml"
+    file.write_text(json.dumps(sections | {"none": None, "complexity": empty}))
+    rows = plan_rows(stages, file, Paths(tmp_path), None)
+    expected = ["other", "many@a", "complexity"]
+    assert [row.unit for row in rows] == expected and all(row.hours is None for row in rows)
+    for wrong, message in (
+        ("many: [1]", "many: expected a mapping of cells"),
+        ("many: {a: {odd: 1}}", "many.a.odd: unknown key"),
+    ):
+        file.write_text(f"{wrong}\n")
+        with pytest.raises(UserError, match=f"^{message}"):
+            plan_rows(stages, file, Paths(tmp_path), None)
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted((ROOT / "profiles").glob("*.yaml"))])
+def test_every_cell_of_a_profile_has_a_row(tmp_path, name):
+    file, expected = ROOT / "profiles" / f"{name}.yaml", []
+    for stage, section in load_yaml(file).items():
         if stage in ("complexity", "efficiency", "visualize", "resolution"):
-            expected.append(f"dvc repro {stage}")
-        elif stage == "generate":  # by hand
-            expected += [f"repro generate --cell {cell}" for cell in section]
+            expected.append(stage)
         elif stage not in ("runtime", "tune"):
-            expected += [f"dvc repro {stage}@{cell}" for cell in section]
-    assert [each.command for each in paper_plan.rows] == expected
-    gives = frozenset().union(*(each.gives for each in paper_plan.rows))
-    dense = {name for table in VISION_TTT.compared if table.place in ("Table 3", "Table 4") for name in table.rows}
-    cells = load_yaml(ROOT / "profiles" / "digits.yaml")["ablate"]
-    assert len(VISION_TTT.variants) == 17
-    for name in VISION_TTT.variants:
-        options = cells[f"{name}_digits_7s"]["options"]
-        listed = ",".join(f"{option}={value}" for option, value in sorted(options.items()))
-        model = f"vittt_tiny_patch16_224[{listed}]" if options else "vittt_tiny_patch16_224"
-        wanted = ("imagenet", "coco", "ade20k") if name in dense else ("imagenet",)
-        assert all(("accuracy", data, model) in gives for data in wanted), name
-    drawn = [f"dvc repro prepare_data@{name}" for name in ("imagenet_latents", "connect_hard", "scenes_hard")]
-    assert {*drawn, "dvc repro visualize", "dvc repro resolution"} <= set(paper_plan.unknown)
+            expected += [f"{stage}@{cell}" for cell in section]
+    assert [row.unit for row in plan_rows(load_stages(), file, Paths(tmp_path), None)] == expected
 
 
-def test_registered_trainings_are_charged(tmp_path):
-    """And no command is named that would measure them."""
-    profile = ROOT / "profiles" / "cifar10.yaml"
-    rows = [
-        each for each in plan_costs(load_stages(), profile, Paths(tmp_path), [Rates()])[0].rows if each.measure == ""
-    ]
-    expected = [f"dvc repro pretrain_seeds@{cell}" for cell in load_yaml(profile)["pretrain_seeds"]]
-    assert [each.command for each in rows if each.basis == "5 × 6 × 45,000 images"] == expected
-
-
-def test_the_printed_plan(checkout, repro_cli):
-    """2 epochs of 1079 images at 0.01 images per second are 59.9 hours, 0.3 days on 8 GPUs."""
-    out = repro_cli.run("plan", "--gpu", "A100", "--gpus", "8", "--img-per-s", f"{NANO}=0.01", silent=True)
-    lines = [re.split(r"  +", line) for line in out.splitlines()]
-    assert lines[0] == ["planned for: A100, as asked"]
-    assert lines[1] == ["dvc repro", "A100 h", "GPU GiB", "disk GB", "basis"]
-    data, imagenet, nano, total, days = lines[2:7]
-    assert data[:4] == ["prepare_data@digits", "0", "–", "<0.01"]
-    assert imagenet == ["prepare_data@imagenet", "0", "–", "150", "CPU; size as published"]
-    assert nano[:2] == ["pretrain@nano", "59.9"] and nano[2].startswith("≥") and nano[4] == "1 × 2 × 1,079 images"
-    assert total[1:] == ["59.9", "150"] and days[1] == "0.31"
-    assert any(line.startswith("without any such number: Table 1, ") for line in out.splitlines())
-    assert not list((checkout / "results").glob("pretrain"))  # nothing was started
+def test_the_printed_table_is_narrow_and_sums(tmp_path, capsys):
+    rows = [PlanRow(unit=f"a@{hours}", hours=hours) for hours in (0.5, 1.25, None)]
+    for gpu, total in (("A100", "1.8"), (None, "105")):
+        print_plan(rows, gpu, Paths(tmp_path))
+        out = capsys.readouterr().out.splitlines()
+        assert out[4].split()[-1] == total and "1 of 3" in out[5] and max(map(len, out)) <= 120
+        assert ("GPU GiB" in out[0]) == (gpu is not None)
 
 
 def test_a_profile_is_planned_before_it_is_used(checkout, repro_cli):
     text = (checkout / "params.yaml").read_text().replace("epochs: 2", "epochs: 6", 1)
     (checkout / "profiles").unlink()
     write_text(checkout / "profiles" / "short.yaml", text)
-    out = repro_cli.run("plan", "--profile", "short", "--gpu", "H100")
-    assert out.startswith("first: repro profile use short\n") and "1 × 6 × 1,079 images" in out
+    out = repro_cli.run("plan", "--profile", "short", silent=True)
+    assert out.startswith("first: repro profile use short\n") and "1 × 6 × 1,079" in out
+    assert not (checkout / "results" / "pretrain").exists(), "nothing was started"
 
 
 @pytest.fixture
@@ -90,47 +235,32 @@ def trained(checkout):
 
 
 def plan_nano(repro_cli):
-    """The minutes of the cell, its basis, and all that is printed."""
+    """The images per second and the minutes of the cell, what they were measured on, and all that is printed."""
     out = repro_cli.run("plan", silent=True)
     (line,) = (line for line in out.splitlines() if line.startswith("pretrain@nano"))
-    _, minutes, _, basis = re.split(r"  +", line)
-    return minutes, basis, out
+    _, _, rate, minutes, basis = re.split(r"  +", line)
+    return rate, minutes, basis, out
 
 
 def test_a_cpu_is_planned_by_what_ran_on_one(checkout, trained, repro_cli):
-    """A cell of 120 seconds over 2 epochs takes 2 minutes, over 6 epochs 6 minutes; never the hours of a GPU."""
-    minutes, basis, out = plan_nano(repro_cli)
-    assert (minutes, basis) == ("2.0", "measured on this CPU") and "img/s" not in out and "GPU" not in out
+    """2158 images in 120 seconds are 18.0 a second, and three times the epochs take three times the minutes."""
+    rate, minutes, basis, out = plan_nano(repro_cli)
+    assert (rate, minutes, basis) == ("18.0", "2.0", "this CPU") and "GPU" not in out
     edit("epochs: 2", "epochs: 6")
-    assert plan_nano(repro_cli)[0] == "6.0"
+    assert plan_nano(repro_cli)[:2] == ("18.0", "6.0")
     edit("epochs: 6", "epochs: 2", "batch_size: ", "batch_size: 1")
-    minutes, basis, _ = plan_nano(repro_cli)
-    assert minutes == "unknown" and basis.startswith("not measured")
+    rate, minutes, basis, _ = plan_nano(repro_cli)
+    assert (rate, minutes) == ("–", "–") and basis.startswith("not measured")
 
 
-def test_a_fresh_clone_plans_by_committed_seconds_and_another_machines_are_an_estimate(checkout, trained, repro_cli):
+def test_a_fresh_clone_plans_by_committed_seconds_and_names_another_machine(checkout, trained, repro_cli):
     (trained / "run.json").unlink()
     file, noted = checkout / "results" / "pipeline.json", read_json(ROOT / "results" / "pipeline.json")
     write_json(file, noted | {"stages": {"pretrain@nano": 60.0}})
-    assert plan_nano(repro_cli)[:2] == ("1.0", "measured on this CPU")
+    assert plan_nano(repro_cli)[1:3] == ("1.0", "this CPU")
     details = read_json(trained / DETAILS_FILE)
     details["identity"]["machine"]["cpu"] = "another CPU"
     write_json(trained / DETAILS_FILE, details)
-    minutes, basis, _ = plan_nano(repro_cli)
-    assert minutes == "~1.0" and "another CPU" in basis
+    assert plan_nano(repro_cli)[1:3] == ("1.0", "another CPU: another CPU")
     write_json(file, noted | {"stages": {}})
-    assert plan_nano(repro_cli)[0] == "unknown"
-
-
-def test_a_profile_for_gpus_is_planned_for_three_of_them_side_by_side(checkout, repro_cli):
-    """At one share of their peaks, which are 165.2, 312 and 989.4 TFLOP/s."""
-    edit("epochs: 2", "precision: bf16\n    epochs: 3")
-    out = repro_cli.run("plan", "--utilisation", "1e-8")
-    assert max(map(len, out.splitlines())) <= 120
-    header, *lines = [re.split(r"  +", line) for line in out.splitlines()[1:]]
-    assert header[:5] == ["dvc repro", "RTX 4090 h", "A100 h", "H100 h", "GPU GiB"]
-    (nano,) = (line for line in lines if line[0] == "pretrain@nano")
-    hours = [float(cell.removeprefix("~").replace(",", "")) for cell in nano[1:4]]
-    assert [hours[0] * 165.2 / peak for peak in (312, 989.4)] == pytest.approx(hours[1:], rel=0.05)
-    out = repro_cli.run("plan", "--gpu", "H100", "--gpu", "L40S")
-    assert "dvc repro  " in out and "H100 h  L40S h" in out
+    assert plan_nano(repro_cli)[1] == "–"

@@ -149,12 +149,7 @@ COMMANDS = {
     "linearize --from softmax.safetensors --data coco:.": "--data coco:. folder:",
     "linearize --from softmax.safetensors --neighbours 4": "neighbours 4",
     "linearize --from softmax.safetensors --inner linear --dwc none --freeze": "freeze linear none",
-    "plan --gpu A100 --gpu H100 --img-per-s vittt_nano_patch16_144=5": "--gpu",
-    "plan --gpu A100 --tflops 0": "--tflops 0.0",
     "plan --gpu K80": "K80",
-    "plan --gpus 0": "--gpus 1",
-    "plan --gpus 8": "--gpu",
-    "plan --img-per-s vittt_nano_patch16=5": f"'{NANO}'",
     "plan --profile papr": "papr 'paper'",
     "predict picture.png --weights picture.png": "picture.png",
     "predict picture.png --weights unknown.safetensors": f"'{NANO}'",
@@ -171,7 +166,6 @@ COMMANDS = {
     "pretrain --data folder:nowhere": "folder:nowhere",
     "pretrain --data zip:a": "zip:a folder:PATH",
     "pretrain --data digits": "--data digits folder:",
-    "pretrain --replay-bad-step x.pt --seeds 2": "--replay-bad-step --seeds",
     "tune --cell nanno": "tune.nanno 'nano'",
 }
 # a value of params.yaml -> what the line of its stage names; tests/core/test_config.py has the types and the bounds

@@ -56,9 +56,6 @@ class Normed(Task):
         own = range(self.ranks.rank, HELD_OUT, self.ranks.world_size)
         return {"val_loss": self.ranks.sum([find_loss(model, own)])[0] / HELD_OUT}
 
-    def inspect(self, batch):
-        return {}
-
 
 def train(folder, ranks, name, ema_decay):
     task = Normed(ranks, build(name))

@@ -44,9 +44,6 @@ class Random(Task):
     def evaluate(self, model, split):
         return {}
 
-    def inspect(self, batch):
-        return {}
-
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -1,10 +1,11 @@
 """The checks of class folders and archives: ImageNet-1K, embedded digits and connect, a folder of your own."""
 
+import contextlib
 import json
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from .run import Depth, describe_extent, draw_sample, run_parallel
 
 CIFAR_IMAGES = 60_000
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
-_TRAIN_NAME = re.compile(r"(n\d{8})_")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
 _WRITE_AGAIN = "remove the folder and run `repro prepare-data` to write it again"
 # Beyer et al. 2020 relabelled the validation images; about nine tenths of the original labels are among the new ones.
@@ -31,99 +31,64 @@ _WRITE_AGAIN = "remove the folder and run `repro prepare-data` to write it again
 _AGREEMENT = 0.75
 
 
-def check_imagenet(root: Path, report: Report, depth: Depth, *, expected: ExpectedCounts = IMAGENET_1K) -> None:
-    """Check layout, class folders, class mapping, counts and files of ImageNet-1K.
+def check_tree(
+    root: Path,
+    report: Report,
+    depth: Depth,
+    *,
+    kind: str,
+    expected: ExpectedCounts | None = None,
+    images: int | None = None,
+    advice: str = _WRITE_AGAIN,
+) -> None:
+    """Check layout, class folders, counts and files of a set of class folders, and that pairs are whole.
 
-    `report` takes the findings, `depth` says how many images are decoded, `expected` has a complete set's counts.
+    Args:
+        report, depth: what takes the findings, and how many images are decoded.
+        expected, images: the counts of a complete set by split, and of all its splits together; None where unknown.
+        advice: what to do about a bad file.
 
     Raises:
         UserError: a folder that cannot be listed. RunError: a decoding process died.
     """
-    tree = scan_tree(root, "imagenet", report)
-    for split, files in tree.splits.items():
-        present = [tree.classes[target] for target in np.unique(files.targets)]
-        missing = sorted(set(list_wnids()) - set(present)) if expected.classes == len(list_wnids()) else []
-        unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
-        compare_counts(report, tree.folder(split), unit, len(present), expected.classes, "unpack the missing classes")
-        advice = _advise_count(tree, split, expected)
-        compare_counts(report, tree.folder(split), "images", len(files.names), getattr(expected, split), advice)
-    if "train" in tree.splits:
-        _check_train_names(tree, report)
-    if "val" in tree.splits:
-        _check_val_mapping(tree, report)
-    _check_files(tree, report, depth, "get it again: unpack its archive again")
-
-
-def _check_classes(root: Path, kind: str, report: Report) -> Tree:
     tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
-    expected = len(class_names()) if class_names else None
+    named = class_names() if class_names else ()
     for split, files in tree.splits.items():
-        compare_counts(report, tree.folder(split), "classes", len(np.unique(files.targets)), expected, _WRITE_AGAIN)
-        report.ok(tree.folder(split), count(len(files.names), "image"))
+        folder, present = tree.folder(split), np.unique(files.targets)
+        wanted = expected.classes if expected else len(named) or None
+        missing = sorted(set(named) - {tree.classes[target] for target in present}) if wanted == len(named) else []
+        unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
+        compare_counts(report, folder, unit, len(present), wanted, "complete the classes" if expected else advice)
+        subset = "complete the data; for a subset, change prepare_data.<cell>.expected"
+        compare_counts(report, folder, "images", len(files.names), expected and getattr(expected, split), subset)
+        if tree.kind.paired:
+            names, counts = np.unique(files.names, return_counts=True)
+            report.ok(folder, count(int((counts == 2).sum()), "pair"))
+            single = [f"{os.fsdecode(name)} is in one class alone" for name in names[counts == 1].tolist()]
+            report.errors([(folder, problem) for problem in single], advice)
     if tree.kind.other_splits and tree.splits:
         report.ok(root, describe_splits(root, tree.kind.splits))
-    return tree
-
-
-def _check_tree(
-    root: Path, report: Report, depth: Depth, *, kind: str, images: int | None = None, advice: str = _WRITE_AGAIN
-) -> None:
-    """Check classes and files, that pairs are whole, and that all splits have `images` together, if it is known."""
-    tree = _check_classes(root, kind, report)
-    if tree.kind.paired:
-        for split, files in tree.splits.items():
-            names, counts = np.unique(files.names, return_counts=True)
-            report.ok(tree.folder(split), count(int((counts == 2).sum()), "pair"))
-            single = [f"{os.fsdecode(name)} is in one class alone" for name in names[counts == 1].tolist()]
-            report.errors([(tree.folder(split), problem) for problem in single], advice)
     if images is not None and len(tree.splits) == len(tree.kind.splits):
         found = sum(len(files.names) for files in tree.splits.values())
         compare_counts(report, root, "images in all splits together", found, images, advice)
+    if kind == "imagenet" and "val" in tree.splits:
+        _check_val_mapping(tree, report)
     _check_files(tree, report, depth, advice)
 
 
-# with the arguments and errors of `check_imagenet`; splits are settings, the number of all images is not
-check_digits = partial(_check_tree, kind="digits", images=DIGITS_IMAGES)
-check_digits_wild = partial(_check_tree, kind="digits_wild")  # a setting says how often each scan is drawn
+# what `repro prepare-data` writes has splits by settings; the number of all images may be none
+check_digits = partial(check_tree, kind="digits", images=DIGITS_IMAGES)
+check_digits_wild = partial(check_tree, kind="digits_wild")  # a setting says how often each scan is drawn
 check_cifar10, check_cifar100 = (
-    partial(_check_tree, kind=kind, images=CIFAR_IMAGES) for kind in ("cifar10", "cifar100")
+    partial(check_tree, kind=kind, images=CIFAR_IMAGES) for kind in ("cifar10", "cifar100")
 )
-check_connect = partial(_check_tree, kind="connect")
-check_imagenet100 = partial(_check_tree, kind="imagenet100")
-check_folder = partial(_check_tree, kind="folder", advice="replace the file or remove it")
-
-
-def check_latents(root: Path, report: Report, depth: Depth) -> None:
-    """Check latents of a VAE as `check_imagenet`; nothing is known about their counts, and all have one shape."""
-    tree = _check_classes(root, "latents", report)
-    first = next(((split, 0) for split, files in tree.splits.items() if len(files.names)), None)
-    if first is not None:
-        try:
-            shape = read_latents(tree.source(*first)).shape[1:]
-        except UNREADABLE as error:
-            report.add([judge_error(tree.path(*first), error, "compute it again", "latents")])
-        else:
-            _check_files(tree, report, depth, "compute it again", partial(read_latents, shape=shape))
-
-
-def _advise_count(tree: Tree, split: str, expected: ExpectedCounts) -> str:
-    """What to do about missing images; each class of ImageNet's val has equally many, so that the gap has a name."""
-    advice = "complete the data; for a subset, change prepare_data.<cell>.expected"
-    each, rest = divmod(getattr(expected, split), expected.classes)
-    if split == "train" or rest:
-        return advice
-    counts = np.bincount(tree.splits[split].targets, minlength=len(tree.classes)).tolist()
-    odd = [f"{name} {count}" for name, count in zip(tree.classes, counts) if count != each]
-    return f"{each} in each class, but {show_few(odd)}; {advice}" if odd else advice
-
-
-def _check_train_names(tree: Tree, report: Report) -> None:
-    """A training image's name begins with its wnid."""
-    strangers, known = [], set(list_wnids())
-    for index, (name, wnid) in enumerate(_list_names(tree, "train")):
-        if (match := _TRAIN_NAME.match(name)) and match[1] != wnid and wnid in known:
-            strangers.append((tree.path("train", index), f"is named as an image of {match[1]}"))
-    report.errors(strangers, "move it into the folder of its class")
+check_connect = partial(check_tree, kind="connect")
+check_latents = partial(check_tree, kind="latents", advice="compute it again")
+check_imagenet100 = partial(check_tree, kind="imagenet100")
+check_folder = partial(check_tree, kind="folder", advice="replace the file or remove it")
+check_imagenet = partial(
+    check_tree, kind="imagenet", expected=IMAGENET_1K, advice="get it again: unpack its archive again"
+)
 
 
 def _check_val_mapping(tree: Tree, report: Report) -> None:
@@ -133,8 +98,9 @@ def _check_val_mapping(tree: Tree, report: Report) -> None:
     real: list[list[int]] = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     index = {wnid: number for number, wnid in enumerate(list_wnids())}
     agree = judged = 0
-    for name, wnid in _list_names(tree, "val"):
-        match = _VAL_NAME.match(name)
+    files = tree.splits["val"]
+    for name, target in zip(files.names.tolist(), files.targets.tolist(), strict=True):
+        match, wnid = _VAL_NAME.match(os.fsdecode(name)), tree.classes[target]
         if match and wnid in index and 1 <= int(match[1]) <= len(real) and (labels := real[int(match[1]) - 1]):
             judged += 1
             agree += index[wnid] in labels
@@ -152,19 +118,21 @@ def _check_val_mapping(tree: Tree, report: Report) -> None:
         )
 
 
-def _list_names(tree: Tree, split: str) -> Iterator[tuple[str, str]]:
-    """(file name, class folder) of each image of a split."""
-    files = tree.splits[split]
-    for name, target in zip(files.names.tolist(), files.targets.tolist()):
-        yield os.fsdecode(name), tree.classes[target]
+def _make_reader(tree: Tree, depth: Depth) -> Callable[[Source], Any]:
+    """What the loaders do with a file; latents must have the shape of the first ones."""
+    if tree.kind.name != "latents":
+        return partial(read_rgb, upright=tree.kind.upright, max_pixels=depth.max_pixels)
+    first = next((tree.source(split, 0) for split, files in tree.splits.items() if len(files.names)), None)
+    shape = None
+    with contextlib.suppress(*UNREADABLE):  # a finding like others
+        shape = first and read_latents(first).shape[1:]
+    return partial(read_latents, shape=shape)
 
 
-def _check_files(
-    tree: Tree, report: Report, depth: Depth, advice: str, read: Callable[[Source], Any] | None = None
-) -> None:
-    """Report empty files, and those of the sample that `read`, by default what the loaders do, cannot read."""
-    read = read or partial(read_rgb, upright=tree.kind.upright, max_pixels=depth.max_pixels)
-    judge = partial(_judge_file, read=read, advice=advice, what="latents" if tree.kind.suffixes else "image")
+def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
+    """Report empty files, and those of the sample that the loaders cannot read."""
+    what = "latents" if tree.kind.suffixes else "image"
+    judge = partial(_judge_file, read=_make_reader(tree, depth), advice=advice, what=what)
     full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
     for split, files in tree.splits.items():
         empty = np.flatnonzero(files.sizes == 0).tolist()

@@ -1,13 +1,11 @@
-"""Running a kind's check: the sample that it decodes, the processes that decode it, and the loader's speed."""
+"""Run a kind's check: the sample that it decodes, and the processes that decode it."""
 
 import contextlib
 import dataclasses
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +32,20 @@ class Depth:
     max_pixels: int = Runtime.max_pixels  # of an image
 
 
-def run_check(kind: str, root: Path, depth: Depth, *, speed: bool = False, emit: Callable[[str], None] = print) -> None:
-    """Check a data set, and with `speed` time the training loader on it. Nothing is written; `emit` takes the lines.
+def run_check(kind: str, root: Path, depth: Depth, *, emit: Callable[[str], None] = print) -> None:
+    """Check a data set. Nothing is written; `emit` takes the lines.
 
     Raises:
-        UserError: an unknown kind, no such root, or `speed` of a data set without class folders.
+        UserError: an unknown kind, or no such root.
         RunError: errors were found, or a decoding process died.
     """
     if kind not in KINDS:
         raise UserError(f"kind {kind!r}: unknown{did_you_mean(kind, KINDS)}")
     row, report = KINDS[kind], PrintAll(root, emit)
-    if speed and "folders" not in row.parts:
-        raise UserError(f"--speed: times the loader of classification, not that of {kind}; leave it out")
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "no such folder"
         raise UserError(f"{root}: {problem}; give the folder that holds {row.layout} (docs/data.md)")
     load_function(row.check)(root, report, depth)
-    if speed:
-        from .speed import describe_speed, measure_speed
-
-        try:
-            log = partial(print, file=sys.stderr, flush=True)
-            measured = measure_speed(root, kind, depth.workers, max_pixels=depth.max_pixels, log=log)
-            for line in describe_speed(depth.workers, *measured):
-                emit(line)
-        except UserError as error:
-            emit(f"speed    not measured: {error}")
     warned = count(report.num_warnings, "warning")
     if report.num_errors:
         errors = count(report.num_errors, "error")

@@ -30,7 +30,7 @@ _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
 FAR = (
     10.0  # so many points below the best record of its model and data, a model has not learnt what its figure is about
 )
-UTILISATION = 0.3  # of a GPU's peak that training reaches; `repro plan` takes the same
+UTILISATION = 0.3  # of a GPU's peak that training reaches
 TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
 NOT_SEEN = "not seen in this small model"
 # what the paper says, our numbers, whether they agree: None where nothing can be said, and `NOT_SEEN` where the small

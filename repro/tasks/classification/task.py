@@ -1,6 +1,5 @@
 """Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -68,24 +67,6 @@ class Classification(Task):
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Top-1 and top-5 in percent and the plain cross-entropy over a whole split, whatever the number of ranks."""
         return accuracy(model, self.held_out[split], self.eval_input, self.ranks)
-
-    def inspect(self, batch: Batch) -> dict[str, Any]:
-        """The inner loss of each layer that learns at test time: mean and maximum over the tokens, by direction."""
-        found: dict[str, Any] = {}
-
-        def note(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            losses = module.inner_losses(inputs[0])
-            found[name] = {"mean": losses.mean((0, 1, 3)).tolist(), "largest": losses.amax((0, 1, 3)).tolist()}
-
-        learners = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "inner_losses")]
-        hooks = [module.register_forward_pre_hook(functools.partial(note, name)) for name, module in learners]
-        try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                self.model(self.eval_input(batch[0]))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return {"inner_losses": found}
 
 
 @torch.inference_mode()

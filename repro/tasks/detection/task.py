@@ -51,13 +51,3 @@ class Detection(Task):
             metrics = coco_metrics(truth, results)
             self.confusion = count_confusion(truth, results, EXAMPLES_MIN_SCORE)
         return self.ranks.from_first(metrics) | {"held_out_images": int(self.ranks.sum([images_seen])[0])}
-
-    def inspect(self, batch: Batch) -> dict[str, Any]:
-        """The size of each image, and its boxes as the model got them."""
-        pairs = zip(*batch, strict=True)
-        return {
-            "images": [
-                {"image_id": t["image_id"], "size": list(image.shape[1:]), "boxes": t["boxes"].tolist()}
-                for image, t in pairs
-            ]
-        }

@@ -119,11 +119,6 @@ class Generation(Task):
             ]
         )
 
-    def inspect(self, batch: Batch) -> dict[str, Any]:
-        """The classes of a batch, and the range of its inputs."""
-        x_start = to_inputs(batch[0], self.device)
-        return {"classes": batch[1].tolist(), "smallest": float(x_start.min()), "largest": float(x_start.max())}
-
     def _draw_fixed(self, index: int) -> tuple[int, Tensor]:
         """The step and the noise of a held-out image, whatever its batch and rank are."""
         generator = make_generator(_HELD_OUT, index)

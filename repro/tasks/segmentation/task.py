@@ -81,11 +81,6 @@ class Segmentation(Task):
         self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
         return metrics
 
-    def inspect(self, batch: Batch) -> dict[str, Any]:
-        """The number of pixels of each label in a batch."""
-        values, counts = batch[1].unique(return_counts=True)
-        return {"pixels_of_label": dict(zip(values.tolist(), counts.tolist(), strict=True))}
-
 
 @torch.inference_mode()
 def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:

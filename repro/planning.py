@@ -1,0 +1,233 @@
+"""List what the stages of a params file would run, and how long it takes where it was measured. Nothing is started.
+
+A training is its seeds × epochs × images over the images per second that were measured of it; evaluations count where
+they were in that time. What was not measured on a device is unknown, and nothing is computed from a data sheet.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .core.config import build, load_sections, params_hash
+from .core.errors import UserError, blame
+from .core.paths import Paths
+from .core.record import read_json
+from .core.runtime import cpu_name
+from .core.ui import print_table
+from .data.cells import manifest_path, suggest_data
+from .data.manifest import read_manifest
+from .models.registry import require_known
+from .papers import load_papers
+from .report.answer import PIPELINE_FILE
+from .report.records import Source
+from .report.results import Results
+from .runs.cells import describe_speed
+
+CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")  # one speed for all of them
+FREE = ("runtime", "tune")  # sections of no work, or of work outside the pipeline
+
+
+class Speed(NamedTuple):
+    """What was measured of a training: images per second, the peak of GPU memory in GiB, and on what."""
+
+    img_per_s: float
+    memory_gib: float | None
+    basis: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """A stage or one of its cells.
+
+    Args:
+        unit: what `dvc repro` calls it.
+        work: of a training, seeds × epochs × images; empty for others.
+        speed: None where it was not measured, and for what is no training.
+        hours: of one device; None where unknown.
+        basis: what the hours are known from.
+    """
+
+    unit: str
+    work: str = ""
+    speed: Speed | None = None
+    hours: float | None = None
+    basis: str = "not measured; this command measures it"
+
+
+def plan_rows(stages: Mapping[str, Any], params_file: Path, paths: Paths, gpu: str | None) -> list[PlanRow]:
+    """A row for every section of a params file that is a stage, or for each of its cells.
+
+    Args:
+        stages: the table of stages.
+        gpu: a part of the name of a GPU; None plans for the CPU here.
+
+    Raises:
+        UserError: wrong parameters.
+    """
+    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
+    every = load_sections(params_file)
+    sections = {name: content for name, content in every.items() if name not in FREE}
+    built = {name: _build_params(stages[name], name, sections[name]) for name in sections if name in stages}
+    results = Results(paths, load_papers().values(), scores)
+    micro_batch = (every.get("runtime") or {}).get("micro_batch")
+    planner = Planner(paths, gpu, results, built.get("prepare_data", {}), micro_batch)
+    rows = []
+    for name in sections:
+        rows += [planner.plan(name, cell, params) for cell, params in built.get(name, {None: None}).items()]
+    return rows
+
+
+class Planner:
+    """Plans one stage or cell after the other.
+
+    Args:
+        gpu: a part of the name of a GPU; None for the CPU here.
+        data: cell of prepare_data -> its params.
+        micro_batch: `runtime.micro_batch`.
+    """
+
+    def __init__(
+        self, paths: Paths, gpu: str | None, results: Results, data: Mapping[str, Any], micro_batch: int | None = None
+    ):
+        self.paths, self.gpu, self.results, self.data, self.micro_batch = paths, gpu, results, data, micro_batch
+
+    def plan(self, stage: str, cell: str | None, params: Any) -> PlanRow:
+        """The row of a stage or of one of its cells; a UserError for unknown data or an unknown model."""
+        unit = f"{stage}@{cell}" if cell else stage
+        if not hasattr(params, "seeds"):
+            seconds, basis = self._find_run(stage, cell, params)
+            return PlanRow(unit=unit, hours=seconds / 3600, basis=basis) if seconds else PlanRow(unit=unit)
+        with blame(f"{stage}.{cell}", ValueError):
+            require_known(params.model)
+        images = self.count_images(stage, cell, params)
+        total = len(params.seeds) * params.epochs * images
+        row = PlanRow(unit=unit, work=f"{len(params.seeds)} × {params.epochs} × {images:,}")
+        if (speed := self.find_speed(stage, cell, params, images)) is None:
+            return row
+        return dataclasses.replace(row, speed=speed, hours=total / speed.img_per_s / 3600, basis=speed.basis)
+
+    def count_images(self, stage: str, cell: str | None, params: Any) -> int:
+        """The images of an epoch, from the manifest of a cell's data or as expected."""
+        if params.data not in self.data:
+            where = f"{stage}.{cell}.data: {params.data}"
+            raise UserError(f"{where}: prepare_data has no such cell{suggest_data(self.paths, params.data, self.data)}")
+        if params.steps_per_epoch:
+            return params.steps_per_epoch * params.batch_size
+        file = manifest_path(self.paths, params.data)
+        return read_manifest(file).splits["train"].images if file.is_file() else self.data[params.data].expected.train
+
+    def find_speed(self, stage: str, cell: str | None, params: Any, images: int) -> Speed | None:
+        """The speed of this cell's last run; else the slowest of the same training elsewhere in the results."""
+        alike = self._list_alike(stage, params)
+        memory = max((each.memory_gib for each in alike if each.memory_gib), default=None)
+        seconds, basis = self._find_run(stage, cell, params)
+        if seconds:
+            return Speed(len(params.seeds) * params.epochs * images / seconds, memory, basis)
+        slowest = min(alike, default=None, key=lambda each: each.img_per_s)
+        return slowest and slowest._replace(memory_gib=memory)
+
+    def _list_alike(self, stage: str, params: Any) -> list[Speed]:
+        """What trainings on this GPU recorded, and rows of `repro efficiency --mode train` there, of the same model,
+        input size and precision. Memory is known only where as many images were in the model, with as much beside it.
+        """
+        if self.gpu is None:
+            return []
+        found, micro_batch = [], min(self.micro_batch or params.batch_size, params.batch_size)
+        wanted = json.loads(json.dumps(describe_speed(params, micro_batch)))  # lists for tuples, as in a record
+        key = self.results.model_key(wanted, params.model)
+        near = CLASSIFIERS if stage in CLASSIFIERS else (stage,)
+        for source in self.results.sources:
+            metrics, rate = source.metrics, source.metrics.get("throughput_img_per_s")
+            # only records of the speed of a training have a transform
+            if not rate or "transform" not in metrics or not self._is_here(source.device):
+                continue
+            section, dtype = source.path.split("/")[-2], source.identity.get("dtype")
+            is_same = metrics["transform"] == wanted["transform"] and params.precision in ("auto", dtype)
+            if section in near and is_same and self.results.model_key(metrics, source.path) == key:
+                held = all(metrics[name] == wanted[name] for name in ("micro_batch", "keeps")) and section == stage
+                found.append(_measured(rate / metrics["processes"], held and metrics["peak_memory_mib"], source))
+        side = getattr(params.transform, "image_size", None)
+        for row, source in (each for rows in self.results.speed_rows.values() for each in rows):
+            if (row["mode"], row["status"], row["image_size"]) != ("train", "ok", [side, side]):
+                continue
+            is_same = row["batch_size"] == micro_batch and params.precision in ("auto", row["dtype"])
+            if is_same and self._is_here(row["device"]) and self.results.model_key(row, source.path) == key:
+                held = not any(wanted["keeps"].values())
+                found.append(_measured(row["throughput_img_per_s"], held and row["peak_memory_mib"], source))
+        return found
+
+    def _find_run(self, stage: str, cell: str | None, params: Any) -> tuple[float | None, str]:
+        """The seconds that a stage or cell takes by its last run on this device by these params, of a training also by
+        other seeds and epochs, and where it ran; None where it did not.
+        """
+        pipeline = self.paths.results / PIPELINE_FILE
+        noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
+        for source in self.results.sources:
+            is_own = (source.stage, source.cell) == (stage, cell) or source.place == f"{stage}/{cell}"
+            if params is None or not is_own or not self._is_here(source.device):
+                continue
+            run, like, times = self.paths.root / source.run_file, params, 1.0
+            if source.most_seeds:
+                seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
+                times = params.epochs * len(params.seeds) / (epochs * len(seeds))
+                like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)
+            seconds = read_json(run)["seconds"] if run.is_file() else noted.get(source.unit)
+            if seconds is not None and params_hash(like) == source.identity["params_hash"]:
+                cpu = (source.identity.get("machine") or {}).get("cpu")
+                other = f"another CPU: {cpu or source.device}" if cpu != cpu_name() else "this CPU"
+                return seconds * times, source.device if self.gpu else other
+        return None, ""
+
+    def _is_here(self, device: str) -> bool:
+        return not device.startswith("cuda") if self.gpu is None else self.gpu.lower() in device.lower()
+
+
+def list_gpus(paths: Paths, scores: Mapping[str, Any]) -> list[str]:
+    """The GPUs of which the results have a record or a row."""
+    sources = Results(paths, load_papers().values(), scores).sources
+    return sorted({each.device.removeprefix("cuda: ") for each in sources if each.device.startswith("cuda")})
+
+
+def print_plan(rows: Sequence[PlanRow], gpu: str | None, paths: Paths) -> None:
+    """Print the rows and the total, in hours for a GPU and in minutes for a CPU."""
+    unit, per_hour = ("hours", 1) if gpu else ("minutes", 60)
+    table = []
+    for row in rows:
+        rate, memory = (row.speed.img_per_s, row.speed.memory_gib) if row.speed else (None, None)
+        shown = [row.work or "–", _format(rate), _format(row.hours and row.hours * per_hour)]
+        table.append([row.unit, *shown, *([_format(memory)] if gpu else []), row.basis])
+    total = _format(sum(row.hours or 0.0 for row in rows) * per_hour)
+    table.append(["total of what was measured", "", "", total, *([""] if gpu else []), ""])
+    print_table(
+        ["dvc repro", "seeds × epochs × images", "img/s", unit, *(["GPU GiB"] if gpu else []), "measured on"], table
+    )
+    if unknown := sum(row.hours is None for row in rows):
+        print(f"not in the total: {unknown} of {len(rows)} rows, of which nothing was measured here")
+    if gpu is None and (pipeline := paths.results / PIPELINE_FILE).is_file():
+        noted = read_json(pipeline)
+        print(f"the last run of all stages: {noted['seconds'] / 60:.1f} minutes, {noted['jobs']} at once")
+
+
+def _measured(rate: float, memory_mib: float | bool | None, source: Source) -> Speed:
+    return Speed(rate, memory_mib / 1024 if memory_mib else None, f"{source.device} ({source.path})")
+
+
+def _build_params(stage: Any, name: str, content: Any) -> dict[str | None, Any]:
+    """Cell -> its params; None -> those of a stage without cells."""
+    if not stage.cells:
+        return {None: build(stage.params, content, name)}
+    cells = content or {}
+    if not isinstance(cells, Mapping):
+        raise UserError(f"{name}: expected a mapping of cells")
+    return {cell: build(stage.params, cell_content, f"{name}.{cell}") for cell, cell_content in cells.items()}
+
+
+def _format(value: float | None) -> str:
+    """About two digits."""
+    if not value:
+        return "–" if value is None else "0"
+    if value < 0.01:
+        return "<0.01"
+    return f"{value:.2f}" if value < 1 else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
