@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.report.document import make_anchor
 from repro.report.html import render_html
-from repro.report.markdown import render_markdown
+from repro.report.markdown import make_anchor
 from repro.report.pages import build_document
 from repro.report.verdicts import STATUSES
 from tests.conftest import ROOT
@@ -62,7 +61,7 @@ def pages(committed) -> tuple[str, str]:
     """tables.md and report.html of the records of this repository."""
     report = committed[0]
     document = build_document(report)
-    return render_markdown(document), render_html([(report, document)])
+    return document, render_html([(report, document)])
 
 
 def test_the_ledgers_rows_are_those_of_claims_csv(checkout):
