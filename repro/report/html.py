@@ -24,9 +24,8 @@ LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, 
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 _MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
 # a cell of the paper's number, ours and marks, or of marks alone; a lone dash is no mark, as it may stand for any value
-_CELL = re.compile(
-    rf"(?:(?P<paper>[^ →]*) ?(?P<to>→ (?P<ours>[^→]+?))?(?: |$))?(?P<marks>(?:(?:{_MARKS})(?: \([+−][\d.]+\))?(?: / | |$))*)"
-)
+_STATUS = rf"(?:{_MARKS})(?: \([+−][\d.]+\))?(?: / | |$)"
+_CELL = re.compile(rf"(?:(?P<paper>(?!{_STATUS})[^ →]*) ?(?P<to>→ (?P<ours>[^→]+?))?(?: |$))?(?P<marks>(?:{_STATUS})*)")
 
 
 def render_html(pages: Sequence[tuple[Report, str]]) -> str:
@@ -50,7 +49,7 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
     )
     first, _ = pages[0]
     environment.filters |= {"anchor": make_anchor, "delta": format_delta, "ours": format_ours}
-    parser = _make_parser(first.results.paths.results.resolve())
+    parser = make_parser(first.results.paths.results.resolve())
     prefixes = ["", *(f"{report.paper.id}-" for report, _ in pages[1:])]
     described = [_describe(*page, prefix, parser) for page, prefix in zip(pages, prefixes, strict=True)]
     return environment.get_template("template.html").render(pages=described, kinds=KINDS, statuses=STATUSES)
@@ -59,25 +58,29 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
 def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
     """What the template shows of a paper, whose ids begin with `prefix`."""
     lead, *sections = (part.partition("\n") for part in re.split(r"^##? ", page, flags=re.M)[1:])
-
-    def render(title: str, body: str) -> str:
-        tokens = parser.parse(body)
-        _adapt(tokens, title, prefix)
-        return parser.renderer.render(tokens, parser.options, {})
-
     return {
         "paper": report.paper,
         "prefix": prefix,
         "title": lead[0],
-        "lead": render(lead[0], lead[2]),
-        "sections": [(prefix + make_anchor(title), title, render(title, body)) for title, _, body in sections],
+        "lead": render_section(parser, lead[0], lead[2], prefix),
+        "sections": [
+            (prefix + make_anchor(title), title, render_section(parser, title, body, prefix))
+            for title, _, body in sections
+        ],
         "places": list(dict.fromkeys(place for verdict in report.all for place in verdict.entry.places)),
         "counts": count_statuses(report.all),
         "verdicts": [(verdict, _explain(verdict, report)) for verdict in report.all],
     }
 
 
-def _make_parser(folder: Path) -> "MarkdownIt":
+def render_section(parser: "MarkdownIt", title: str, body: str, prefix: str) -> str:
+    """The HTML of a section's Markdown; `prefix` is the beginning of its ids."""
+    tokens = parser.parse(body)
+    _adapt(tokens, title, prefix)
+    return parser.renderer.render(tokens, parser.options, {})
+
+
+def make_parser(folder: Path) -> "MarkdownIt":
     """What renders Markdown with the pictures in a folder embedded; raw HTML and `<links>` are text."""
     from markdown_it import MarkdownIt
     from markdown_it.common.utils import escapeHtml
