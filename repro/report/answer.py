@@ -13,9 +13,8 @@ from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from ..core.speeds import COMMAND, HOST, describe_time
 from .claims import Report
-from .document import Block, Bullets, Line, Link, Picture, Piece, Table, Text, code, plain, prose, strong, table
 from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
-from .markdown import render_blocks
+from .markdown import bullets, join, picture, strong, table
 from .paper import ATTENTIONS, Contest, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by
 from .results import Results
@@ -36,30 +35,30 @@ _OUTCOMES = {
     Status.NOT_MEASURED: "were not tested",
     Status.OUT_OF_SCOPE: "are out of scope",
 }
-Fact = tuple[Piece | Line, Piece, Piece | Line]  # what, ours, and what it was measured on
+Fact = tuple[str, str, str]  # what, ours, and what it was measured on
 
 
-def lead_blocks(report: Report) -> list[Block]:
+def lead_blocks(report: Report) -> str:
     """The opening of a paper's page: its claim, our verdict in sentences, a picture, and our answer in numbers."""
     paper, about = report.paper, report.paper.ledger.paper
     drawings = paper.drawings(report).items()
     drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
-    shown = _contest_picture(report) or [block for blocks in drawn for block in blocks]
-    claim = Text(about.title, "emphasis"), f", {about.version}. {paper.claim}".rstrip()
-    return [claim, *list_unlike_machines(report), *verdict_blocks(report), *shown, *answer_blocks(report)]
+    claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
+    shown = _contest_picture(report) or join(drawn)
+    return join([claim, list_unlike_machines(report), verdict_blocks(report), shown, answer_blocks(report)])
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
-    blocks = {"verdict": render_blocks(speed_blocks(first))}
-    blocks["papers"] = render_blocks([_papers_table(reports), _count_open(reports)], "results/")
+    blocks = {"verdict": speed_blocks(first)}
+    blocks["papers"] = join([_papers_table(reports), _count_open(reports)])
     pipeline = first.results.paths.results / PIPELINE_FILE
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
     command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"
     blocks["run"] = f"```\n{command}\nmake test        # the tests\n```"
     if shown := _contest_picture(first):
-        blocks["picture"] = render_blocks(shown, "results/")
+        blocks["picture"] = shown
     return blocks
 
 
@@ -71,22 +70,22 @@ def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
     return f": {noted['seconds'] / 60:.0f} minutes ({devices}{jobs})"
 
 
-def verdict_blocks(report: Report) -> list[Block]:
+def verdict_blocks(report: Report) -> str:
     """A sentence each: what reproduces, what does not, what was not tested; and a table of how fast the model is."""
-    lines: list[Line] = []
+    lines = []
     for question, verb, detail in _judge_questions(report):
         why = f": {question.why}" if question.why and verb != REPRODUCE else ""
         but = f", after {report.paper.parts[question.but](report)}" if question.but else ""
         said = f"{question.says[0].upper()}{question.says[1:]}{verb}"
-        lines.append((strong(said), f" ({detail}){but}{why}."))
-    return [Bullets(lines), *speed_blocks(report)]
+        lines.append(f"{strong(said)} ({detail}){but}{why}.")
+    return join([bullets(lines), speed_blocks(report)])
 
 
-def speed_blocks(report: Report) -> list[Block]:
+def speed_blocks(report: Report) -> str:
     """How fast the model is and what memory it takes beside the baseline; nothing where that was not measured."""
     contest = report.paper.contest
     measured = find_all_speeds(contest, report.results)
-    return _compare_speeds(contest, measured) if measured else []
+    return _compare_speeds(contest, measured) if measured else ""
 
 
 def _judge_questions(report: Report) -> list[tuple[Question, str, str]]:
@@ -139,7 +138,7 @@ def measure_deviations(own: Sequence[Verdict]) -> list[float]:
     return list(found.values())
 
 
-def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> list[Block]:
+def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> str:
     """How many times as fast as the baseline the model is and what memory it takes, a device and batch size in a row."""
     places = [(size, attention) for size in sorted(contest.sizes, reverse=True) for attention in ATTENTIONS]
     head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s, and its memory"
@@ -150,7 +149,6 @@ def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> list[Block]
         found = [[each[attention].get(size) for each in (ratios, memory)] for size, attention in places]
         rows.append([name + speeds.group.caveat, *("; ".join(filter(None, cell)) or "–" for cell in found)])
         notes.append(speeds.describe_sides(contest))
-    blocks: list[Block] = [table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows)]
     said = (
         "In parentheses: the ratios of the ends of both rows' ranges over processes. "
         + "; ".join(dict.fromkeys(notes))
@@ -159,10 +157,10 @@ def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> list[Block]
     if any(HOST in cell for row in rows for cell in row):
         grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
         said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
-    return [*blocks, prose(said)]
+    return join([table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows), said])
 
 
-def _papers_table(reports: Sequence[Report]) -> Table:
+def _papers_table(reports: Sequence[Report]) -> str:
     """A row for each paper: the verdict in a few words, and its page."""
     rows = []
     for report in reports:
@@ -170,16 +168,16 @@ def _papers_table(reports: Sequence[Report]) -> Table:
         words = "; ".join(f"{' and '.join(each.says for each, *_ in own)}{verb}" for verb, own in said.items())
         file, source = report.paper.page, report.paper.read_from
         name = f"{report.paper.name}, read from {source}" if source else report.paper.name
-        rows.append([name, words, (Link(file.rpartition("/")[2], file),)])
+        rows.append([name, words, f"[{file.rpartition('/')[2]}]({file})"])
     return table(["paper", "verdict", "page"], rows)
 
 
-def _count_open(reports: Sequence[Report]) -> Line:
+def _count_open(reports: Sequence[Report]) -> str:
     """How many of the numbers and statements of all papers have no counterpart."""
     every = [verdict for report in reports for verdict in report.all]
     unmeasured = count_statuses(every)[Status.NOT_MEASURED]
     return (
-        f"Of the {len(every):,} numbers and statements that the papers print, {unmeasured:,} have no counterpart here.",
+        f"Of the {len(every):,} numbers and statements that the papers print, {unmeasured:,} have no counterpart here."
     )
 
 
@@ -215,7 +213,7 @@ def note_pipeline(results: Results) -> None:
     write_json(file, {"seconds": round(seconds), "jobs": int(jobs), "commits": commits, "stages": stages})
 
 
-def answer_blocks(report: Report) -> tuple[Table, Line]:
+def answer_blocks(report: Report) -> str:
     """A table of facts, each with what it was measured on, and how many entries have each status."""
     paper, results = report.paper, report.results
     facts = [*(_answer(question, report) for question in paper.questions), *_orderings(report)]
@@ -224,7 +222,7 @@ def answer_blocks(report: Report) -> tuple[Table, Line]:
     if not any(source.device.startswith("cuda") for source in results.sources):
         facts.append(("anything on a GPU", strong("not measured"), "–"))
     counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
-    return table(["", "ours", "measured on"], facts), (counts,)
+    return join([table(["", "ours", "measured on"], facts), counts])
 
 
 def _answer(question: Question, report: Report) -> Fact:
@@ -242,7 +240,7 @@ def _answer(question: Question, report: Report) -> Fact:
         origin = describe_origin(sources)
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
-        ours = " / ".join(plain(format_ours(verdict)) for verdict in shown)
+        ours = " / ".join(map(format_ours, shown))
         theirs = " / ".join(verdict.entry.printed or "" for verdict in shown)
         text = f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); {text}"
     return question.label, text, origin
@@ -273,19 +271,19 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
                 ratio = f" ({contest.ours[1]} {times} as fast)" if times and times != HOST else ""
                 shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
             facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
-    return facts or [(contest.title, "not measured", prose("no record has rows of both: `repro efficiency`"))]
+    return facts or [(contest.title, "not measured", "no record has rows of both: `repro efficiency`")]
 
 
-def _contest_picture(report: Report) -> tuple[Line, Line] | None:
-    """The picture of the contest and its caption; None where its rows were not measured."""
+def _contest_picture(report: Report) -> str:
+    """The picture of the contest and its caption; empty where its rows were not measured."""
     contest = report.paper.contest
     if (speeds := find_speeds(contest, report.results)) is None:
-        return None
+        return ""
     text = f"{contest.title}: time and peak memory over the image size. {speeds.scope} ("
     crossings = speeds.describe_crossings(contest)
     end = ")." if speeds.source.stage else f", {OUTSIDE})."
-    caption = text, code(speeds.source.path), f"{end} {crossings}".rstrip()
-    return (Picture(f"figures/{contest.picture}", contest.title),), caption
+    caption = f"{text}`{speeds.source.path}`{end} {crossings}".rstrip()
+    return join([picture(f"figures/{contest.picture}", contest.title), caption])
 
 
 def _format_row(row: Mapping[str, Any] | None) -> str:

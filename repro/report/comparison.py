@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
 from .claims import Report
-from .document import Block, Comparison, Line, Link, Piece, Section, code, join, number, plain, prose, strong, table
 from .ledger import Claim, Entry
+from .markdown import code, join, make_anchor, number, strong, table
 from .records import group_by
 from .verdicts import KINDS, LEGEND, STATUSES, Status, Verdict, count_statuses, format_counts, format_ours, status_line
 
@@ -24,15 +24,15 @@ _COUNTED = {
 }
 
 
-def find_claims_files(report: Report) -> Line:
-    return prose(f"`{PurePosixPath(report.paper.claims_file).name}`")
+def find_claims_files(report: Report) -> str:
+    return code(PurePosixPath(report.paper.claims_file).name)
 
 
-def list_marks(_: Report) -> list[Block]:
-    return [table(["mark", "what it means"], LEGEND.items())]
+def list_marks(_: Report) -> str:
+    return table(["mark", "what it means"], LEGEND.items())
 
 
-def count_ways(report: Report) -> list[Block]:
+def count_ways(report: Report) -> str:
     """How many of the paper's numbers and statements are made again here, can be with its data and GPUs, or neither."""
     graph = {source.path for source in report.results.sources if source.stage is not None}
 
@@ -41,16 +41,16 @@ def count_ways(report: Report) -> list[Block]:
             return 0 if graph.issuperset(verdict.sources) else 1
         return 3 if verdict.command is None or _is_remark(verdict.command) else 2
 
-    plan = code("repro plan --profile paper"), " says the hours and the memory of GPUs"
+    plan = "`repro plan --profile paper` says the hours and the memory of GPUs"
     said = {
-        "made again by the default run": (code("make reproduce"),),
-        "made again by runs outside the pipeline": (code("make measure-cpu"), ", in hours"),
-        "can be made again with the papers' data and GPUs": ("the commands under “Not measured, and why”; ", *plan),
-        "known from the paper alone": ("–",),
+        "made again by the default run": "`make reproduce`",
+        "made again by runs outside the pipeline": "`make measure-cpu`, in hours",
+        "can be made again with the papers' data and GPUs": f"the commands under “Not measured, and why”; {plan}",
+        "known from the paper alone": "–",
     }
     counts = Counter(map(find_way, report.all))
     rows = [[way, number(counts[place]), how] for place, (way, how) in enumerate(said.items()) if counts[place]]
-    return [table(["the paper's numbers and statements", "", "how"], rows)]
+    return table(["the paper's numbers and statements", "", "how"], rows)
 
 
 def describe_speed_rule(report: Report) -> str:
@@ -63,7 +63,7 @@ def describe_speed_rule(report: Report) -> str:
     return f"Speed and memory are compared only when taken on one {conditions.speed_device} {at_batch}."
 
 
-def count_kinds(report: Report) -> list[Block]:
+def count_kinds(report: Report) -> str:
     """How many entries of each kind have each status."""
     rows = []
     for kind, label in KINDS.items():
@@ -71,7 +71,7 @@ def count_kinds(report: Report) -> list[Block]:
         rows.append([label, *(number(counts[word]) for word in STATUSES), number(counts.total())])
     counts = count_statuses(report.all)
     rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(counts.total())])
-    return [table(["entries of the ledger", *STATUSES, "all"], rows)]
+    return table(["entries of the ledger", *STATUSES, "all"], rows)
 
 
 def count_relations(report: Report, what: str) -> int:
@@ -83,14 +83,14 @@ def count_relations(report: Report, what: str) -> int:
     return {"checked": checks, "hold": checks - broken, "broken": broken}[what]
 
 
-def list_headlines(report: Report) -> list[Block]:
+def list_headlines(report: Report) -> str:
     chosen = [claim for claim in report.paper.ledger.claims if _is_headline(claim, report)]
-    return [_claim_table(chosen, report, with_reasons=True)] if report.paper.headlines else []
+    return _claim_table(chosen, report, with_reasons=True) if report.paper.headlines else ""
 
 
-def list_tables(report: Report) -> list[Section]:
+def list_tables(report: Report) -> str:
     """Every table of the paper, each number with ours."""
-    sections = []
+    sections: list[str] = []
     for about in report.paper.ledger.tables:
         header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
         records = about.records
@@ -102,13 +102,12 @@ def list_tables(report: Report) -> list[Section]:
             if agreeing := [report.plain[name] for name in names if name in report.plain]:
                 agree = f"{sum(agreeing)} of these {len(agreeing)} {column.label} agree."
                 notes.append(f"By the column's own convention, without one that was chosen for a row, {agree}")
-        text = " ".join(filter(None, notes))
-        sections.append(Section(f"{about.place}: {about.title}", [(text,), table(header, rows)]))
-    return sections
+        sections += [f"## {about.place}: {about.title}", " ".join(filter(None, notes)), table(header, rows)]
+    return join(sections)
 
 
-def shared_counts(reports: Sequence[Report]) -> list[Section]:
-    """The counts of one model that several papers print, where they print or get another number."""
+def shared_counts(reports: Sequence[Report]) -> str:
+    """The section of the counts of one model that several papers print, where they print or get another number."""
     found: dict[tuple[str, str], dict[str, Verdict]] = {}
     for report in reports:
         for verdict in report.all:
@@ -121,7 +120,7 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
     seen = {key: {(each.entry.printed, each.status) for each in own.values()} for key, own in shared.items()}
     unlike = {key: own for key, own in shared.items() if len(seen[key]) > 1}
     if not shared:
-        return []
+        return ""
     judging = [report.paper for report in reports if any(report.paper.id in own for own in unlike.values())]
     rows = []
     for (model, what), own in unlike.items():
@@ -133,17 +132,17 @@ def shared_counts(reports: Sequence[Report]) -> list[Section]:
     text = f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole "
     text += f"classifier at the image size after the @. {alike} have one number and one verdict; the others:"
     header = ["model", "count", *(p.name for p in judging), "how ours is counted"]
-    return [Section("Counts that several papers print", [(text,), table(header, rows)])]
+    return join(["## Counts that several papers print", text, table(header, rows)])
 
 
-def list_claims(report: Report) -> list[Block]:
+def list_claims(report: Report) -> str:
     """The claims of the text that are no headlines."""
-    return [_claim_table([claim for claim in report.paper.ledger.claims if not _is_headline(claim, report)], report)]
+    return _claim_table([claim for claim in report.paper.ledger.claims if not _is_headline(claim, report)], report)
 
 
-def list_contradictions(report: Report) -> list[Block]:
+def list_contradictions(report: Report) -> str:
     """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
-    return [table(_EVIDENCE, [_evidence_row(_prints(own[-1].entry), own) for own in _group_contradictions(report)])]
+    return table(_EVIDENCE, [_evidence_row(_prints(own[-1].entry), own) for own in _group_contradictions(report)])
 
 
 def _group_contradictions(report: Report) -> Iterable[Sequence[Verdict]]:
@@ -155,34 +154,34 @@ def _group_unmeasurable(report: Report) -> Iterable[Sequence[Verdict]]:
     return group_by(_find_status(report, Status.NOT_MEASURABLE), lambda each: each.evidence).values()
 
 
-def list_differences(report: Report) -> list[Block]:
+def list_differences(report: Report) -> str:
     """Every number of ours that differs, with the reason; entries of one reason share a row."""
     differing = (each for each in report.all if each.compared in (Status.EXPLAINED, Status.UNEXPLAINED))
     groups = group_by((each for each in differing if each.status != Status.INCONSISTENT), lambda each: each.explanation)
     rows = []
     for why, own in sorted(groups.items(), key=lambda item: not item[0]):
-        shown = [(f"{each.entry.printed or each.entry.says} → ", format_ours(each)) for each in own]
-        rows.append([", ".join(each.entry.id for each in own), join(shown, "; "), why or strong("unexplained")])
-    return [table(["entries", "paper → ours", "why"], rows)]
+        shown = "; ".join(f"{each.entry.printed or each.entry.says} → {format_ours(each)}" for each in own)
+        rows.append([", ".join(each.entry.id for each in own), shown, why or strong("unexplained")])
+    return table(["entries", "paper → ours", "why"], rows)
 
 
-def not_measurable(report: Report) -> list[Section]:
-    """What nobody can have measured as the paper describes it; no section without such entries."""
+def not_measurable(report: Report) -> str:
+    """The section of what nobody can have measured as the paper describes it; empty without such entries."""
     groups = _group_unmeasurable(report)
-    rows = [_evidence_row(join([_prints(each.entry) for each in alike], "; "), alike) for alike in groups]
-    return [Section("Not measurable as described", [table(_EVIDENCE, rows)])] if rows else []
+    rows = [_evidence_row("; ".join(_prints(each.entry) for each in alike), alike) for alike in groups]
+    return join(["## Not measurable as described", table(_EVIDENCE, rows)]) if rows else ""
 
 
 def _find_status(report: Report, word: str) -> list[Verdict]:
     return [verdict for verdict in report.all if verdict.status == word]
 
 
-def _evidence_row(prints: Line, alike: Sequence[Verdict]) -> list[Piece | Line]:
+def _evidence_row(prints: str, alike: Sequence[Verdict]) -> list[str]:
     """The row of verdicts that share their evidence, with what is shown of their numbers."""
     return ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
 
 
-def list_unmeasured(report: Report) -> list[Block]:
+def list_unmeasured(report: Report) -> str:
     """The reasons for which there is no number of ours, the most frequent first."""
     own = _find_status(report, Status.NOT_MEASURED)
     # what nothing would measure is apart
@@ -190,14 +189,15 @@ def list_unmeasured(report: Report) -> list[Block]:
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     commands = [_first_command([each.command for each in alike], report) for _, alike in ranked]
     rows = [[number(len(of)), reason, how] for ((reason, _), of), how in zip(ranked, commands, strict=True)]
-    return [table(["entries", "reason", "what would measure it"], rows)]
+    return table(["entries", "reason", "what would measure it"], rows)
 
 
-def _compare(verdict: Verdict) -> Piece | Line:
-    printed = verdict.entry.printed or ""
+def _compare(verdict: Verdict) -> str:
+    """The paper's number, ours (a mark where we have none) and what that comes to."""
+    printed = f"{verdict.entry.printed or ''} ".lstrip()
     if verdict.ours is not None:
-        return Comparison(printed, format_ours(verdict), status_line(verdict))
-    return (f"{printed} ", verdict.status.mark) if verdict.evidence else Comparison(printed, verdict.status.mark)
+        return f"{printed}→ {format_ours(verdict)} {status_line(verdict)}"
+    return f"{printed}{'' if verdict.evidence else '→ '}{verdict.status.mark}"
 
 
 def _is_headline(claim: Claim, report: Report) -> bool:
@@ -206,11 +206,11 @@ def _is_headline(claim: Claim, report: Report) -> bool:
     return any(entry.id.startswith(report.paper.headlines) for each in alike for entry in each.entries)
 
 
-def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> Block:
+def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> str:
     """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
     told: dict[str, Claim] = {}
 
-    def show(claim: Claim) -> tuple[str, Line, Line, Line]:
+    def show(claim: Claim) -> tuple[str, str, str, str]:
         own = [report.verdicts[entry.id] for entry in claim.entries]
         elsewhere = []
         for each in own:
@@ -221,25 +221,25 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
                 elsewhere.append(
                     _key(claim, each) + (measured if first.says == claim.says else f"as for {first.place}")
                 )
-        notes: list[Line] = [(f"elsewhere: {', '.join(elsewhere)}",)] if elsewhere else []
+        notes = [f"elsewhere: {', '.join(elsewhere)}"] if elsewhere else []
         if with_reasons:
-            notes += [(each.reason,) for each in own if each.status == Status.NOT_MEASURED and each.reason]
+            notes += [each.reason for each in own if each.status == Status.NOT_MEASURED and each.reason]
             if any(each.status == Status.INCONSISTENT for each in own):
-                notes.append((Link("⚠ why", section=CONTRADICTIONS),))
+                notes.append(f"[⚠ why](#{make_anchor(CONTRADICTIONS)})")
             if any(each.compared in (Status.EXPLAINED, Status.UNEXPLAINED) for each in own):
-                notes.append((Link("≠ why", section=DIFFERENCES),))
-            notes += [(each.evidence,) for each in own if each.status == Status.NOT_MEASURABLE and each.evidence]
-        ours, statuses = _merge([(format_ours(each),) for each in own]), _merge([status_line(each) for each in own])
-        return claim.says, ours, statuses, join(dict.fromkeys(notes), "; ")
+                notes.append(f"[≠ why](#{make_anchor(DIFFERENCES)})")
+            notes += [each.evidence for each in own if each.status == Status.NOT_MEASURABLE and each.evidence]
+        ours, statuses = (_merge(list(map(write, own))) for write in (format_ours, status_line))
+        return claim.says, ours, statuses, "; ".join(dict.fromkeys(notes))
 
     places = {row: dict.fromkeys(claim.place for claim in alike) for row, alike in group_by(claims, show).items()}
     rows = [[", ".join(of_row), *row] for row, of_row in places.items()]
     return table(["where", "the paper says", "ours", "status", "note"], rows)
 
 
-def _merge(lines: Sequence[Line]) -> Line:
-    """One line where all are the same, else all of them in order."""
-    return lines[0] if len({plain(*line) for line in lines}) == 1 else join(lines, " / ")
+def _merge(texts: Sequence[str]) -> str:
+    """One text where all are the same, else all of them in order."""
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def _key(claim: Claim, verdict: Verdict) -> str:
@@ -247,18 +247,18 @@ def _key(claim: Claim, verdict: Verdict) -> str:
     return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
 
 
-def _prints(entry: Entry) -> Line:
+def _prints(entry: Entry) -> str:
     if entry.printed is None:
-        return (entry.says,)
+        return entry.says
     printed = f"{entry.printed} {entry.unit}".strip()
-    return (number(printed),) if entry.id.startswith("table") else (strong(printed), f": {entry.says}")
+    return printed if entry.id.startswith("table") else f"{strong(printed)}: {entry.says}"
 
 
-def _first_command(commands: Iterable[str], report: Report) -> Line:
+def _first_command(commands: Iterable[str], report: Report) -> str:
     first, *more = dict.fromkeys(commands)
-    shown: Piece = first if _is_remark(first) else code(first)
+    shown = first if _is_remark(first) else code(first)
     file = PurePosixPath(report.paper.claims_file).name
-    return (shown, f" (and {len(more)} more, in {file})") if more else (shown,)
+    return f"{shown} (and {len(more)} more, in {file})" if more else shown
 
 
 def _is_remark(command: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.figures import STYLES, new_figure, save_png
 from ..core.record import CURVE_SCORES
 from .claims import Report
-from .document import Block, Bullets, Line, Piece, code, number, table
+from .markdown import bullets, code, join, number, table
 from .measured import format_scores
 from .paper import Drawings
 from .records import (
@@ -46,13 +46,13 @@ def name_first_weights(source: Source) -> str:
     return "pretrained" if source.metrics.get("init") else "random"
 
 
-def compare_without_learning(report: Report) -> list[Block]:
+def compare_without_learning(report: Report) -> str:
     """The runs on embedded data next to a method that learns nothing: who is ahead, by which score."""
     results = report.results
     runs = find_compared_runs(results)
     if not runs:
         raise Missing("nothing is recorded yet", "repro detect")
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for (stage, data, _), own in runs.items():
         labels = results.scores[stage]
         reference = own[0].metrics["without_learning"]
@@ -66,9 +66,9 @@ def compare_without_learning(report: Report) -> list[Block]:
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
         header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
         header += [*labels.values(), "measured on"]
-        against = Bullets([_against(source, reference, labels) for source in own])
-        blocks += [table(header, rows), against, *_compare_first_weights(own, labels), *_class_scores(own)]
-    return blocks
+        against = bullets(_against(source, reference, labels) for source in own)
+        blocks += [table(header, rows), against, _compare_first_weights(own, labels), _class_scores(own)]
+    return join(blocks)
 
 
 def plan_dense(report: Report) -> Drawings:
@@ -174,7 +174,7 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
     return save_png(figure, path)
 
 
-def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> Line:
+def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """By which scores a run is ahead of the method without learning."""
     m = source.metrics
     said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
@@ -184,15 +184,16 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
     joined = ((word, " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))) for word, of in said.items())
     parts = [f"{word} in {names}" for word, names in joined if names]
-    return _name(source), f", against the method without learning: {'; '.join(parts)} ({describe_seeds([source])})."
+    seeds = describe_seeds([source])
+    return f"{_name(source)}, against the method without learning: {'; '.join(parts)} ({seeds})."
 
 
-def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> list[Block]:
+def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> str:
     """What pretrained first weights gain in the first score after as many epochs; nothing without both over seeds."""
     key, label = next(iter(labels.items()))
     runs = [source for source in sources if find_score_interval(source.metrics, key)]
     by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))
-    lines: list[Line] = []
+    lines = []
     for (model, epochs), alike in sorted(by_length.items()):
         best = keep_best(alike, name_first_weights)
         found = {name_first_weights(source): source.metrics for source in best}
@@ -202,12 +203,12 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
             met = "meet" if low <= high_random and low_random <= high else "do not meet"
             gained = f"{gain:+.1f} points of {label} by pretrained first weights"
             lines.append(
-                (code(model), f" after {epochs} epochs, {describe_seeds(best)}: {gained}; the 95 % intervals {met}.")
+                f"`{model}` after {epochs} epochs, {describe_seeds(best)}: {gained}; the 95 % intervals {met}."
             )
-    return [Bullets(lines)] if lines else []
+    return bullets(lines)
 
 
-def _class_scores(sources: Sequence[Source]) -> list[Block]:
+def _class_scores(sources: Sequence[Source]) -> str:
     """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
     key = "class_iou_percent"
     found = [(source, [run[key] for run in source.metrics["by_seed"] if key in run]) for source in sources]
@@ -217,8 +218,8 @@ def _class_scores(sources: Sequence[Source]) -> list[Block]:
         names = names or [name for name in runs[0] if not name.endswith("_reason")]
         scores = [[run[name] for run in runs if isinstance(run.get(name), int | float)] for name in names]
         rows.append([_name(source), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])
-    return [table(["IoU (%) by class", *names], rows)] if rows else []
+    return table(["IoU (%) by class", *names], rows) if rows else ""
 
 
-def _name(source: Source) -> Piece:
+def _name(source: Source) -> str:
     return code(source.place)

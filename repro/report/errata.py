@@ -8,15 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from .claims import Report
-from .document import Heading, Line, Piece, Section, join, number, plain, strong, table
 from .ledger import Erratum
+from .markdown import join, strong, table
 from .verdicts import Status, Verdict, format_ours
 
-INTRO = (
-    "For the authors of the papers, whom we thank for work that can be checked equation by equation. `repro report` writes these lists from "
-    "the ledgers (`errata` in repro/papers/*/ledger.yaml), which also hold the dates and the answers. The item with most consequences comes "
-    "first."
-)
 # name of a list in a ledger -> its heading, and what its last column has
 LISTS = {
     "errors": ("Errors", "proposed correction"),
@@ -27,25 +22,26 @@ _WRONG = {Status.INCONSISTENT, Status.NOT_MEASURABLE, Status.EXPLAINED}
 Item = tuple[Erratum, Sequence[Verdict]]
 
 
-def list_errata(reports: Sequence[Report]) -> list[Section]:
-    """The page of the errata; a paper whose list is withheld has the reason, and one without any item no section."""
-    sections = [Section("Errata", [(INTRO,)])]
+def list_errata(reports: Sequence[Report]) -> str:
+    """The sections of the errata; a paper whose list is withheld has the reason, and one without any item no section."""
+    sections: list[str] = []
     for report in reports:
         about, errata = report.paper.ledger.paper, report.paper.ledger.errata
         if errata.withheld:
-            sections.append(Section(report.paper.name, [(f"{about.title}: no list, since {errata.withheld}.",)]))
+            sections += [f"## {report.paper.name}", f"{about.title}: no list, since {errata.withheld}."]
             continue
         sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
-        blocks: list = [(f"{about.title}, {about.version}. As of {errata.as_of}. {sent}",)]
+        opening = f"{about.title}, {about.version}. As of {errata.as_of}. {sent}"
+        blocks: list[str] = []
         place = 0
         for name, (title, last) in LISTS.items():
             if items := list(find_items(report, name)):
                 header = ["", "where", "it prints", "but", last, *(["the authors' answer"] if errata.answers else [])]
                 rows = [_show_item(report, rank, item) for rank, item in enumerate(items, place + 1)]
-                blocks += [Heading(title), table(header, rows)]
+                blocks += [f"### {title}", table(header, rows)]
                 place += len(items)
-        sections += [Section(report.paper.name, blocks)] if place else []
-    return sections
+        sections += [f"## {report.paper.name}", opening, *blocks] if place else []
+    return join(sections)
 
 
 def find_items(report: Report, name: str) -> Iterator[Item]:
@@ -66,10 +62,10 @@ def find_items(report: Report, name: str) -> Iterator[Item]:
                 yield Erratum(ids=(verdict.entry.id,), correction="–"), [verdict]
 
 
-def _show_item(report: Report, rank: int, item: Item) -> list[Piece | Line]:
+def _show_item(report: Report, rank: int, item: Item) -> list[str]:
     erratum, alike = item
     answers = report.paper.ledger.errata.answers
-    row: list[Piece | Line] = [number(rank), _show_places(alike), _show_printed(alike), _show_evidence(report, item)]
+    row = [str(rank), _show_places(alike), _show_printed(alike), _show_evidence(report, item)]
     said = "; ".join(dict.fromkeys(answers[each] for each in erratum.ids if each in answers))
     return [*row, erratum.correction, *([said] if answers else [])]
 
@@ -83,7 +79,7 @@ def _show_places(alike: Sequence[Verdict]) -> str:
     return "; ".join(f"{place} ({', '.join(names)})" if names else place for place, names in rows.items())
 
 
-def _show_printed(alike: Sequence[Verdict]) -> Line:
+def _show_printed(alike: Sequence[Verdict]) -> str:
     """The numbers that are printed, each once, and the sentence that has each in the text."""
     entries = [each.entry for each in alike]
     numbers = {
@@ -91,8 +87,8 @@ def _show_printed(alike: Sequence[Verdict]) -> Line:
     }
     texts = [each for each in entries if not each.id.startswith("table")]
     says = dict.fromkeys(each.says for each in texts if each.printed is None or each.says in numbers.values())
-    shown: list[Line] = [(strong(", ".join(reversed(numbers))),)] if numbers else []
-    return join([*shown, *([("; ".join(says),)] if says else [])], ": ")
+    shown = [strong(", ".join(reversed(numbers)))] if numbers else []
+    return ": ".join([*shown, *(["; ".join(says)] if says else [])])
 
 
 def _show_evidence(report: Report, item: Item) -> str:
@@ -100,7 +96,7 @@ def _show_evidence(report: Report, item: Item) -> str:
     erratum, alike = item
     reasons = dict.fromkeys(filter(None, (each.evidence or each.explanation for each in alike)))
     text = erratum.because or "; ".join(reasons)
-    counted = [plain(format_ours(each)) for each in alike if each.status == Status.EXPLAINED and each.delta is not None]
+    counted = [format_ours(each) for each in alike if each.status == Status.EXPLAINED and each.delta is not None]
     if counted:
         text += f"; we count {', '.join(counted)} {alike[0].entry.unit}".rstrip()
     if residuals := dict.fromkeys(_find_residuals(report, alike)):

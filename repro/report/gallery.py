@@ -12,7 +12,7 @@ from ..core.figures import against_resolution
 from ..core.speeds import HOST, bound_ratio
 from .claims import Report
 from .dense import plan_dense
-from .document import Block, Heading, Line, Picture, code, prose
+from .markdown import join, picture
 from .paper import ATTENTIONS, Contest, Drawings
 from .records import Source, describe_origin, group_by
 from .results import Results, SpeedGroup
@@ -20,10 +20,10 @@ from .variants import plan_figures
 from .verdicts import format_counts, format_ratio
 
 
-def list_figures(report: Report) -> list[Block]:
+def list_figures(report: Report) -> str:
     """The paper's figures and ours, and what the ledger says of each."""
     drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
-    blocks: list[Block] = []
+    blocks: list[str] = []
     drawings = list_drawings(report)
     for figure in report.paper.figures:
         if files := drawn[figure.place]:
@@ -33,27 +33,27 @@ def list_figures(report: Report) -> list[Block]:
         else:
             state = f"Not drawn yet: `{figure.command}`."
         entries = format_counts(verdict for verdict in report.all if figure.place in verdict.entry.places)
-        about = prose(f"{state} Entries: {entries or 'none'}.")
-        blocks += [Heading(figure.place), (f"The paper shows: {figure.shows}.",), about]
+        about = f"{state} Entries: {entries or 'none'}."
+        blocks += [f"### {figure.place}", f"The paper shows: {figure.shows}.", about]
         for name in files:
             # what lies elsewhere was drawn by the stage that wrote the record in its folder
             is_ours = name.startswith("figures/")
             sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
-            blocks += picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report)
-    return blocks
+            blocks.append(picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report))
+    return join(blocks)
 
 
-def list_examples(report: Report) -> list[Block]:
+def list_examples(report: Report) -> str:
     """The pictures of dense tasks: how they learn, and what they confuse."""
-    blocks: list[Block] = []
-    for name, (sources, _) in plan_dense(report).items():
-        blocks += picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), sources, report)
-    return blocks
+    drawn = plan_dense(report).items()
+    return join(
+        picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), of, report) for name, (of, _) in drawn
+    )
 
 
-def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Report) -> tuple[Line, Line]:
+def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Report) -> str:
     """A picture, and below it the device and the profile of the records that it is drawn from."""
-    return (Picture(name, alt),), (code(name), f": {describe_origin(sources)}")
+    return join([picture(name, alt), f"`{name}`: {describe_origin(sources)}"])
 
 
 def list_drawings(report: Report) -> Drawings:

@@ -2,24 +2,37 @@
 
 import base64
 import io
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from ..core.errors import UserError
-from . import document
 from .claims import Report
-from .document import Comparison, Line, Picture, Section, Table, make_anchor, plain
+from .markdown import make_anchor
 from .records import OUTSIDE, PIPELINE
 from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+
 LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
+_MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
+# a cell of the paper's number, ours and marks, or of marks alone; a lone dash is no mark, as it may stand for any value
+_STATUS = rf"(?:{_MARKS})(?: \([+−][\d.]+\))?(?: / | |$)"
+_CELL = re.compile(rf"(?:(?P<paper>(?!{_STATUS})[^ →]*) ?(?P<to>→ (?P<ours>[^→]+?))?(?: |$))?(?P<marks>(?:{_STATUS})*)")
 
 
-def render_html(pages: Sequence[tuple[Report, Sequence[Section]]]) -> str:
+def render_html(pages: Sequence[tuple[Report, str]]) -> str:
     """The page, with a tab for each paper where there are several; the primary paper comes first.
+
+    Args:
+        pages: a report, and its page in Markdown, whose links start from the checkout's root.
 
     Raises:
         UserError: a picture cannot be read.
@@ -35,29 +48,126 @@ def render_html(pages: Sequence[tuple[Report, Sequence[Section]]]) -> str:
         keep_trailing_newline=True,
     )
     first, _ = pages[0]
-    environment.filters |= {"anchor": make_anchor, "delta": format_delta, "plain": plain}
-    environment.filters["ours"] = lambda verdict: plain(format_ours(verdict))
-    environment.filters["embed"] = cache(partial(_embed, first.results.paths.results.resolve()))
-    for name in ("Heading", "Bullets", "Table", "Text", "Link", "Mark", "Comparison", "Picture"):
-        environment.tests[name] = lambda each, kind=getattr(document, name): isinstance(each, kind)
-    environment.tests |= {"prose": _is_prose, "read": _is_read}
+    environment.filters |= {"anchor": make_anchor, "delta": format_delta, "ours": format_ours}
+    parser = make_parser(first.results.paths.results.resolve())
     prefixes = ["", *(f"{report.paper.id}-" for report, _ in pages[1:])]
-    described = [_describe(*page, prefix) for page, prefix in zip(pages, prefixes, strict=True)]
+    described = [_describe(*page, prefix, parser) for page, prefix in zip(pages, prefixes, strict=True)]
     return environment.get_template("template.html").render(pages=described, kinds=KINDS, statuses=STATUSES)
 
 
-def _describe(report: Report, page: Sequence[Section], prefix: str) -> dict[str, Any]:
+def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
     """What the template shows of a paper, whose ids begin with `prefix`."""
-    lead, *sections = page
+    lead, *sections = (part.partition("\n") for part in re.split(r"^##? ", page, flags=re.M)[1:])
     return {
         "paper": report.paper,
         "prefix": prefix,
-        "lead": lead,
-        "sections": [(prefix + make_anchor(each.title), each) for each in sections],
+        "title": lead[0],
+        "lead": render_section(parser, lead[0], lead[2], prefix),
+        "sections": [
+            (prefix + make_anchor(title), title, render_section(parser, title, body, prefix))
+            for title, _, body in sections
+        ],
         "places": list(dict.fromkeys(place for verdict in report.all for place in verdict.entry.places)),
         "counts": count_statuses(report.all),
         "verdicts": [(verdict, _explain(verdict, report)) for verdict in report.all],
     }
+
+
+def render_section(parser: "MarkdownIt", title: str, body: str, prefix: str) -> str:
+    """The HTML of a section's Markdown; `prefix` is the beginning of its ids."""
+    tokens = parser.parse(body)
+    _adapt(tokens, title, prefix)
+    return parser.renderer.render(tokens, parser.options, {})
+
+
+def make_parser(folder: Path) -> "MarkdownIt":
+    """What renders Markdown with the pictures in a folder embedded; raw HTML and `<links>` are text."""
+    from markdown_it import MarkdownIt
+    from markdown_it.common.utils import escapeHtml
+
+    embed = cache(partial(_embed, folder))
+
+    def render_picture(renderer: Any, tokens: "Sequence[Token]", place: int, *_: Any) -> str:
+        alt, found = escapeHtml(tokens[place].content), embed(unquote(str(tokens[place].attrs["src"])))
+        shown = found and '<img alt="{}" width="{width}" height="{height}" src="{url}">'.format(alt, **found)
+        return f'<button type="button" class="zoom" title="Enlarge">{shown}</button>' if shown else alt
+
+    def render_table(renderer: Any, tokens: "Sequence[Token]", place: int, *_: Any) -> str:
+        about = tokens[place].meta
+        read, label = " read" * about["is_read"], escapeHtml(about["title"])
+        return f'<div class="scroll{read}" role="region" tabindex="0" aria-label="{label}, table"><table>'
+
+    parser = (
+        MarkdownIt("commonmark", {"html": False}).enable("table").disable(["autolink", "html_inline", "html_block"])
+    )
+    parser.add_render_rule("image", render_picture)
+    parser.add_render_rule("table_open", render_table)
+    parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
+    return parser
+
+
+def _adapt(tokens: "Sequence[Token]", title: str, prefix: str) -> None:
+    """Give headings their ids, links their way from results/, and the cells of tables what the style sheet asks for."""
+    table, labels, column = None, [], 0
+    for token, inside, end in zip_longest(tokens, tokens[1:], tokens[2:]):
+        for child in token.children or ():
+            if child.type == "link_open":
+                href = str(child.attrs["href"])
+                inner = href.removeprefix("results/")
+                outside = href if href.startswith("http") else f"../{href}"
+                child.attrs["href"] = f"#{prefix}{href[1:]}" if href[0] == "#" else inner if inner != href else outside
+        if token.type == "heading_open":
+            token.attrs["id"] = prefix + make_anchor(inside.content)
+        elif token.type == "table_open":
+            table, labels = token, []
+            table.meta = {"title": title, "is_read": False}
+        elif token.type == "tr_open":
+            column = 0
+        elif token.type == "th_open":
+            token.attrs["scope"] = "col"
+            labels.append(inside.content)
+        elif token.type == "td_open":
+            # where the first column has no title but others have one, its cells are the heads of the rows
+            if column == 0 and not labels[0] and any(labels):
+                token.attrs["scope"] = "row"
+                token.tag = end.tag = "th"
+            else:
+                _adapt_cell(token, inside, table, labels[column], is_first=column == 0)
+            column += 1
+
+
+def _adapt_cell(cell: "Token", inside: "Token", table: "Token", label: str, *, is_first: bool) -> None:
+    from markdown_it.token import Token
+
+    if label:
+        cell.attrs["data-label"] = label
+    text = "".join(child.content for child in inside.children or ())
+    is_plain = all(child.type == "text" for child in inside.children or ())
+    found = _CELL.fullmatch(text) if is_plain and text != "–" else None
+    if found and (found["to"] or found["marks"]):
+        inside.children = [Token("html_inline", "", 0, content=_show_compared(found))]
+    elif len(text) > PROSE and not any(child.type == "image" for child in inside.children or ()):
+        cell.attrs["class"] = "prose"
+        table.meta["is_read"] |= not is_first
+
+
+def _show_compared(found: re.Match[str]) -> str:
+    """A cell of `_CELL` as HTML."""
+    from markupsafe import escape
+
+    def show_mark(mark: re.Match[str]) -> str:
+        first, *_ = words = [status for status in STATUSES if status.mark == mark[0]]
+        said = " or ".join(words)
+        return f'<span class="mark {make_anchor(first)}" title="{said}">{mark[0]}<span class="unseen"> {said}</span></span>'
+
+    paper, to, ours, marks = (escape(found[name] or "") for name in ("paper", "to", "ours", "marks"))
+    ours, marks = (re.sub(_MARKS, show_mark, text) for text in (ours, marks))
+    if not to:
+        return f"{paper} {marks}".strip()
+    return (
+        f'<span class="compared"><span class="paper">{paper}</span><span class="to">→</span>'
+        f'<span class="ours">{ours}</span><span>{marks}</span></span>'
+    )
 
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
@@ -80,20 +190,11 @@ def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     return [(label, text) for label, text in about if text]
 
 
-def _is_prose(line: Line) -> bool:
-    return len(plain(*line)) > PROSE and not any(isinstance(piece, Picture | Comparison) for piece in line)
-
-
-def _is_read(table: Table) -> bool:
-    """Whether a cell but for the heads of the rows holds text to read."""
-    return any(_is_prose(line) for _, *rest in table.rows for line in rest)
-
-
-def _embed(folder: Path, picture: Picture) -> Mapping[str, Any] | None:
-    """A picture's size and its data; None where its file does not lie in the folder."""
+def _embed(folder: Path, name: str) -> Mapping[str, Any] | None:
+    """The size and the data of a picture, `results/<its path in the folder>`; None where it is not there."""
     from PIL import Image
 
-    file = (folder / picture.file).resolve()
+    file = (folder / name.removeprefix("results/")).resolve()
     if not (file.is_file() and file.is_relative_to(folder)):
         return None
     stream = io.BytesIO()

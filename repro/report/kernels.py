@@ -6,8 +6,7 @@ from typing import Any
 
 from ..bench.kernels import read_bench
 from ..core.paths import Paths
-from .document import Block, Table, code, number, table
-from .markdown import render_blocks
+from .markdown import join, number, table
 
 Row = Mapping[str, Any]
 PAGE, BLOCK = "results/speed.md", "kernels bench"
@@ -40,27 +39,27 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     """(page, marker, text) of the tables, from results/speed/kernels; none where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         return []
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for file in sorted(paths.speed.glob("kernels/*.csv")):
         rows = read_bench(file)
         blocks += list_tables(rows, rows[0]["device"])
-    return [(PAGE, BLOCK, render_blocks(blocks or list_tables([], NOTHING_MEASURED)))]
+    return [(PAGE, BLOCK, join(blocks or list_tables([], NOTHING_MEASURED)))]
 
 
-def list_tables(rows: Sequence[Row], label: str) -> list[Block]:
+def list_tables(rows: Sequence[Row], label: str) -> list[str]:
     """For each operator: its goals, with what was measured on `label`, then the times of its rows."""
     from kernels.tools.bench import MEMORY
 
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for name in GOALS:
         own = [row for row in rows if row["operator"] == name]
         blocks.append(tabulate_goals(name, own, label))
         if timed := [row for row in own if row["passes"] != MEMORY]:
-            blocks += [("Median milliseconds of ", code(name), ", bf16:"), tabulate_times(timed)]
+            blocks += [f"Median milliseconds of `{name}`, bf16:", tabulate_times(timed)]
     return blocks
 
 
-def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> Table:
+def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
     """An operator's goals, and what the kernels reach by its rows at their shape; a dash where one is missing."""
     from kernels.tools import bench
     from kernels.tools.operators import OPERATORS
@@ -83,7 +82,7 @@ def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> Table:
     return table([f"`{name}`, {where}", "target (H200)", label], lines)
 
 
-def tabulate_times(rows: Sequence[Row]) -> Table:
+def tabulate_times(rows: Sequence[Row]) -> str:
     """One operator's median milliseconds, a line per shape and pass, a column per implementation."""
     width = "heads" if "heads" in rows[0] else "channels"
     names = list(dict.fromkeys(row["implementation"] for row in rows))

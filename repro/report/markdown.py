@@ -1,55 +1,85 @@
-"""A page as Markdown: results/tables.md, the pages of other papers, and the blocks of README.md."""
+"""Markdown: what the functions of a page return. A link names its file by the path from the checkout's root."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from posixpath import dirname, relpath
+from typing import Any
 from urllib.parse import quote
 
-from .document import Block, Bullets, Comparison, Heading, Line, Link, Picture, Piece, Section, Table, Text
-
-_AROUND = {"code": "`", "strong": "**", "emphasis": "*", "number": ""}
-
-
-def render_markdown(page: Sequence[Section], to_results: str = "") -> str:
-    """The whole page, whose first section is its opening; `to_results` leads from its folder to results/, e.g. `../`."""
-    marks = ["#"] + ["##"] * (len(page) - 1)
-    bodies = [render_blocks(section.blocks, to_results) for section in page]
-    parts = zip(marks, page, bodies, strict=True)
-    return "\n".join(f"{mark} {section.title}\n\n{body}\n" for mark, section, body in parts)
+_CODE_OR_TAG = re.compile(r"(`[^`\n]*`)|<(?=\S)")
+LINK = re.compile(r"\]\((?!#|https?:)([^)]+)\)")
+# a cell that is right-aligned: a number with its unit, or several, with an interval or a remark in parentheses behind it
+_NUMBER = r"[<>+−-]? ?\d[\d,.]*(?:e[+-]?\d+)?[%×²]?(?: (?:%|×|ms|MiB|± [\d.]+|(?:of|or) \d+))?"
+_REST = r"(?: \[[^]]*\])?(?: \([^)]*\))?"
+_NUMERIC = re.compile(rf"\*{{0,2}}{_NUMBER}{_REST}(?:; {_NUMBER}{_REST})*\*{{0,2}}")
 
 
-def render_blocks(blocks: Iterable[Block], to_results: str = "") -> str:
-    """Blocks with empty lines between them."""
-    return "\n\n".join(_render_block(block, to_results) for block in blocks)
+def code(text: object) -> str:
+    return f"`{text}`"
 
 
-def _render_block(block: Block, to_results: str) -> str:
-    match block:
-        case Heading(title=title):
-            return f"### {title}"
-        case Bullets(lines=lines):
-            return "\n".join(f"- {_render(line, to_results)}" for line in lines)
-        case Table():
-            rows = [[_render(line, to_results) for line in row] for row in block.rows]
-            cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
-            rule = ["---:" if right else "---" for right in block.right_aligned]
-            lines = [f"| {' | '.join(block.header)} |", f"|{'|'.join(rule)}|"]
-            return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
-    return _render(block, to_results)
+def strong(text: object) -> str:
+    return f"**{text}**"
 
 
-def _render(line: Line, to_results: str) -> str:
-    return "".join(_render_piece(piece, to_results) for piece in line)
+def number(value: object, form: str = "", unit: str = "") -> str:
+    """A number as text, or formatted, and its unit; `–` where there is none."""
+    return "–" if value in (None, "–", "") else format(value, form) + unit
 
 
-def _render_piece(piece: Piece, to_results: str) -> str:
-    match piece:
-        case str():
-            return piece.replace("<", "&lt;")
-        case Text(text=text, style=style):
-            return f"{_AROUND[style]}{text}{_AROUND[style]}"
-        case Link(text=text):
-            return f"[{text}]({piece.find_target(to_results)})"
-        case Picture(file=file, text=text):
-            return f"![{text}]({to_results}{quote(file)})"
-        case Comparison(paper=paper, ours=ours, result=result):
-            return f"{paper} → {_render((ours,), to_results)}" + (f" {_render(result, to_results)}" if result else "")
-    return piece.text
+def picture(file: str, text: str) -> str:
+    """A picture by its file, relative to results/, and what it shows, in words."""
+    return f"![{text}](results/{quote(file)})"
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def join(blocks: Iterable[str]) -> str:
+    """Paragraphs, tables and lists with empty lines between them; an empty one is left out."""
+    return "\n\n".join(filter(None, blocks))
+
+
+def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table; a column of which most filled cells are numbers is aligned to the right."""
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    columns = list(zip(*cells, strict=True)) or [()] * len(header)
+    filled = ([cell for cell in column if cell not in ("", "–")] for column in columns)
+    right = [2 * sum(_NUMERIC.fullmatch(cell) is not None for cell in of) > len(of) for of in filled]
+    rule = "|".join("---:" if each else "---" for each in right)
+    return "\n".join([f"| {' | '.join(header)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def tabulate(columns: Mapping[str, Callable[[Any], object]], rows: Iterable[Any]) -> str:
+    """A table of a row for each of `rows`: title of a column -> what its cell shows of a row."""
+    return table([*columns], ([show(row) for show in columns.values()] for row in rows))
+
+
+def cross(
+    title: str,
+    cells: Mapping[tuple[str, Any], Any],
+    show: Callable[[Any], object],
+    name: Callable[[Any], str] = "{}²".format,
+) -> str:
+    """A table of (row, column) -> what `show` makes a cell of, or None where there is nothing; the columns in order."""
+    columns = sorted({column for _, column in cells})
+    heads = dict.fromkeys(row for row, _ in cells)
+    rows = ([row, *(show(cells.get((row, column))) for column in columns)] for row in heads)
+    return table([title, *map(name, columns)], rows)
+
+
+def show_interval(value: float, interval: Sequence[float] | None, form: str, unit: str = "") -> str:
+    """A value and, in brackets, the ends of its interval, where it has one."""
+    return f"{value:{form}}{unit}" + (f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")
+
+
+def make_anchor(title: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def place(text: str, page: str) -> str:
+    """The text as it stands on a page, a file relative to the checkout: links lead from there, and no `<` opens a tag."""
+    text = _CODE_OR_TAG.sub(lambda found: found[1] or "&lt;", text)
+    return LINK.sub(lambda found: f"]({relpath(found[1], dirname(page) or '.')})", text)

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.speeds import ONE_PROCESS, describe_time
 from ..core.statistics import measure_rise
 from .claims import Report
-from .document import Block, Heading, Piece, Section, code, cross, number, prose, table, tabulate
+from .markdown import code, cross, join, number, table, tabulate
 from .paper import ATTENTIONS
 from .records import Source, find_score_interval, group_by, list_all, read_curves
 from .results import Missing, Results, SpeedGroup
@@ -20,29 +20,26 @@ Rows = Sequence[tuple[Mapping[str, Any], Source]]
 RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
 
 
-def list_speeds(report: Report) -> list[Block]:
+def list_speeds(report: Report) -> str:
     """The rows of every device, and what sweeps conclude from theirs."""
     results = report.results
     if not report.paper.primary:
-        return []
+        return ""
     if not results.speed_rows:
         raise Missing("nothing is measured yet", "repro efficiency")
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for group, rows in results.speed_rows.items():
-        blocks.append(
-            Heading(
-                f"{group}, {group.mode}, commit {' and '.join(dict.fromkeys(row['commit'][:12] for row, _ in rows))}"
-            )
-        )
+        commits = " and ".join(dict.fromkeys(row["commit"][:12] for row, _ in rows))
+        blocks.append(f"### {group}, {group.mode}, commit {commits}")
         swept = [(row, source) for row, source in rows if source.stage is None]
         if listed := [row for row, source in rows if source.stage is not None]:
-            blocks += [(f"The default run: {ONE_PROCESS}.",), tabulate(_SPEEDS, listed)]
+            blocks += [f"The default run: {ONE_PROCESS}.", tabulate(_SPEEDS, listed)]
         if swept:
             blocks += _sweep(group, swept)
-    return blocks
+    return join(blocks)
 
 
-def list_spreads(report: Report) -> list[Block]:
+def list_spreads(report: Report) -> str:
     """Over how many processes the rows of each device are, and how far these lie apart."""
     rows = []
     for group, found in report.results.speed_rows.items():
@@ -52,15 +49,15 @@ def list_spreads(report: Report) -> list[Block]:
             for row, _ in found
             if row["latency_range_ms"]
         ]
-        shown = [number(f"{each(spreads):.0f} %") if spreads else "–" for each in (statistics.median, max)]
-        rows.append([f"{group}, {group.mode}", number(len(found)), number(" or ".join(map(str, counts))), *shown])
+        shown = [f"{each(spreads):.0f} %" if spreads else "–" for each in (statistics.median, max)]
+        rows.append([f"{group}, {group.mode}", len(found), " or ".join(map(str, counts)), *shown])
     if not rows:
-        return [prose("No row is measured yet: `repro efficiency`.")]
+        return "No row is measured yet: `repro efficiency`."
     header = ["rows of", "rows", "processes of a row", "slowest over fastest process: median", "largest"]
-    return [table(header, rows)]
+    return table(header, rows)
 
 
-def list_runs(report: Report) -> list[Block]:
+def list_runs(report: Report) -> str:
     """The runs that no paper's number is next to and that belong on this paper's page and to no other part of it.
 
     A page that has none says so where it is the primary paper's.
@@ -90,12 +87,12 @@ def list_runs(report: Report) -> list[Block]:
             method = "without learning: threshold, nearest example"
             rows.append([run, method, m["data"], "–", "–", images, found[1], "–", "–"])
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "curve", "device"]
-    legend = prose(
+    legend = (
         f"A curve still rises where the best score of its last quarter exceeds the best before by {RISE:.0f} point or more, "
         "as a mean over the seeds, on the split of the curve: such a run says what a model learns in so many epochs, not "
         "what it can learn. A run outside the pipeline lies in results/replications, in the folder of its device."
     )
-    return [table(header, rows), legend] if rows else []
+    return join([table(header, rows), legend]) if rows else ""
 
 
 def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
@@ -107,9 +104,9 @@ def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
     return f"{'rises' if rise >= RISE else 'flat'}, {rise:+.1f}"
 
 
-def over_resolution(report: Report) -> list[Section]:
-    """Classifiers at larger images than those of their training; no section without `repro resolution`."""
-    sections = []
+def over_resolution(report: Report) -> str:
+    """The section of classifiers at larger images than those of their training; empty without `repro resolution`."""
+    sections: list[str] = []
     for source in report.results.sources if report.paper.primary else ():
         m = source.metrics
         if "evaluated" not in m:
@@ -127,20 +124,19 @@ def over_resolution(report: Report) -> list[Section]:
             f"{m['split']} images of {m['data_set']} enlarged to other sizes; position embeddings are resampled. Whether a backbone that was "
             "trained at scale behaves likewise, these small models cannot say."
         )
-        origin = code(source.path), f": {source.device}. Top-1 (%):"
-        timed = ("Time of a forward pass for each image (ms):",)
-        blocks = [(text,), origin, accuracies, timed, times]
-        sections.append(Section("Beyond the image size of the training", blocks))
-    return sections
+        origin = f"`{source.path}`: {source.device}. Top-1 (%):"
+        timed = "Time of a forward pass for each image (ms):"
+        sections += ["## Beyond the image size of the training", text, origin, accuracies, timed, times]
+    return join(sections)
 
 
-def list_searches(report: Report) -> list[Block]:
+def list_searches(report: Report) -> str:
     """How learning rates and warm-ups were chosen, a row for each cell; nothing without `repro tune`."""
     results = report.results
     listed = list_all(results.sources)
     found = [each for each in listed if each.metrics.get("split") == "tune" and "trials" in each.metrics]
     if not found or not report.paper.primary:
-        return []
+        return ""
     rows = []
     for source in found:
         m, chosen = source.metrics, source.metrics["chosen"]
@@ -159,7 +155,7 @@ def list_searches(report: Report) -> list[Block]:
     m = found[0].metrics
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate (its best warm-up): score on tune (%)", "device"]
-    return [(rule,), table(header, rows)]
+    return join([rule, table(header, rows)])
 
 
 def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
@@ -180,29 +176,29 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
     return ", ".join(shown)
 
 
-def _sweep(group: SpeedGroup, rows: Rows) -> list[Block]:
+def _sweep(group: SpeedGroup, rows: Rows) -> list[str]:
     """Time and memory of every model over the image size, and what the sweep says of them together."""
     from ..bench.conclude import conclude  # loads numpy
 
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
-        blocks += [(f"{label}, by image size:",), cross("model", cells, partial(_cell, key=key))]
+        blocks += [f"{label}, by image size:", cross("model", cells, partial(_cell, key=key))]
     concluded = conclude(rows[0][1].metrics["rows"])
     if compared := [each for each in concluded["compared"] if SpeedGroup.of(each, group.device) == group]:
         header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
         largest = "at the largest size where both ran, and at which sizes ours is faster:"
-        blocks += [(f"Ours against each other family {largest}",), table(header, map(_compared_row, compared))]
+        blocks += [f"Ours against each other family {largest}", table(header, map(_compared_row, compared))]
     grown = [each for each in concluded["growth"] if SpeedGroup.of(each, group.device) == group]
     if grown := [each for each in grown if len(each["image_sizes"]) > 1]:
         exponents = {"multiply-adds": "macs_exponent", "time": "latency_exponent", "memory": "memory_exponent"}
         columns = {"model": _with_attention} | {name: partial(_show, key=key) for name, key in exponents.items()}
         text = "Growth with the number of tokens from 512 pixels on, as fitted exponents (1 is linear, 2 is quadratic):"
-        blocks += [(text,), tabulate(columns, grown)]
+        blocks += [text, tabulate(columns, grown)]
     return blocks
 
 
-def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
+def _cell(row: Mapping[str, Any] | None, key: str) -> str:
     if row is None:
         return "–"
     if row["status"] != "ok":
@@ -211,7 +207,7 @@ def _cell(row: Mapping[str, Any] | None, key: str) -> Piece:
     return _show(row, key, describe_time(row) if is_speed else "")
 
 
-def _show(row: Mapping[str, Any], key: str, unit: str = "") -> Piece:
+def _show(row: Mapping[str, Any], key: str, unit: str = "") -> str:
     return number(significant(row[key]), unit=unit)
 
 
@@ -219,14 +215,14 @@ def _with_attention(row: Mapping[str, Any]) -> str:
     return f"{row['model']}, {row['attention']}" if row["attention"] in ATTENTIONS else row["model"]
 
 
-def _compared_row(found: Mapping[str, Any]) -> list[Piece]:
+def _compared_row(found: Mapping[str, Any]) -> list[str]:
     if "reason" in found:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     speedup = f"no ratio: {found.get('speedup_reason')}"
     if found["speedup"] is not None:
         speedup = format_ratio(found["speedup"], found["speedup_ends"])
     memory = "–" if found["memory_saved_percent"] is None else _show(found, "memory_saved_percent", " %")
-    return [found["size"], found["against"], number(f"{found['image_size']}²"), speedup, memory, _describe_sides(found)]
+    return [found["size"], found["against"], f"{found['image_size']}²", speedup, memory, _describe_sides(found)]
 
 
 def _describe_sides(found: Mapping[str, Any]) -> str:
@@ -241,7 +237,7 @@ def _describe_sides(found: Mapping[str, Any]) -> str:
     return f"from {found['crossover_image_size']}² on: {listed}" if relation == "from" else listed
 
 
-_SPEEDS: dict[str, Callable[[Mapping[str, Any]], Piece]] = {
+_SPEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "model": lambda row: row["model"],
     "attention": lambda row: row["attention"] or "–",
     "pixels": lambda row: "{}×{}".format(*row["image_size"]),

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .document import show_interval
+from .markdown import show_interval
 from .records import find_common, keep_one_machine
 
 Word = Literal["ordering seen", "ordering contradicted", "not separated", "no power", "insufficient budget"]

@@ -11,24 +11,20 @@ from ..core.record import replace_block, sweep, write_text
 from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
 from .claims import Report
-from .document import Line, Link, Section, join
 from .errata import list_errata
 from .gallery import list_drawings
 from .html import render_html
-from .markdown import render_blocks, render_markdown
+from .markdown import place
 from .paper import Paper, list_functions
-from .prose import read_page
 from .results import Results
 from .template import render_template
 from .verdicts import STATUSES, count_statuses, export_rows
 
-PAGE = Path(__file__).with_name("page.md")
-RUNS_PAGE = Path(__file__).with_name("runs.md")
-TEMPLATE = ".j2"
+PAGE, RUNS, ERRATA = (Path(__file__).with_name(f"{name}.md") for name in ("page", "runs", "errata"))
 ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
-Built = tuple[list[tuple[Report, list[Section]]], dict[str, str], list[Passage]]
+Built = tuple[list[tuple[Report, str]], dict[str, str], list[Passage]]
 Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
 
 
@@ -75,11 +71,11 @@ def find_outdated(
 
 
 def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
-    """Judge, draw into `figures`, and build the pages for a browser, those of Markdown by file, and the passages."""
+    """Judge, draw into `figures`, and build the pages for a browser, those of Git by file, and the passages."""
     figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-    pages, documents, texts, passages = [], {}, {}, []
+    pages, documents, passages = [], {}, []
     reports = [judge(paper, results) for paper in papers]
-    parts = _find_parts(reports[0], reports) | {**reports[0].paper.parts}
+    first, *_ = reports
     # a picture that several papers show is drawn once
     drawings = {name: draw for report in reports for name, (_, draw) in list_drawings(report).items()}
     for name, draw in drawings.items():
@@ -88,21 +84,16 @@ def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figure
         paper = report.paper
         runs = build_runs(report, reports)
         page = build_document(report, reports, runs)
-        pages.append((report, [*page, *runs[1:]]))
+        pages.append((report, page + re.sub(r"^# .*?(?=^## |\Z)", "\n", runs, flags=re.M | re.S)))
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
-        for each in paper.documents:
-            if each.text.suffix == TEMPLATE:
-                texts[each.file] = render_template(each.text, reports, parts, _find_results(each.file))
-            else:
-                documents[each.file] = read_page(each.text, report, paper.parts)
+        documents |= {each.file: _render(each.text, report, reports) for each in paper.documents}
         passages += build_passages(report)
-    documents[ERRATA_PAGE] = list_errata(reports)
+    documents[ERRATA_PAGE] = _render(ERRATA, first, reports)
     passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
-    claims = reports[0].paper.ledger_file.with_name(f"claims.md{TEMPLATE}")
+    claims = first.paper.ledger_file.with_name("claims.md.j2")
     if claims.is_file():
-        passages.append(("README.md", "claims", render_template(claims, reports, parts, "results/").rstrip()))
-    texts |= {file: render_markdown(page, _find_results(file)) for file, page in documents.items()}
-    return pages, texts, passages
+        passages.append(("README.md", "claims", _render(claims, first, reports).rstrip()))
+    return pages, documents, passages
 
 
 def _write_pages(
@@ -113,11 +104,11 @@ def _write_pages(
         paper = report.paper
         write_csv(paths.root / paper.claims_file, export_rows(report.all))
     for name, text in documents.items():
-        write_text(paths.root / name, text)
+        write_text(paths.root / name, place(text, name))
     for name, marker, text in passages:
         file = paths.root / name
         if file.is_file() and f"<!-- {marker} -->\n" in file.read_text(encoding="utf-8"):
-            replace_block(file, marker, text)
+            replace_block(file, marker, place(text, name))
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
@@ -130,56 +121,48 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
     return [f"{name}, block {block}" for block, text in contents[1].items() if contents[0].get(block) != text] or [name]
 
 
-def build_document(
-    report: Report, reports: Sequence[Report] = (), runs: Sequence[Section] | None = None
-) -> list[Section]:
-    """A paper's page, its opening first; `reports` are those on all papers, to which it links, and `runs` is what
-    `build_runs` gives.
+def build_document(report: Report, reports: Sequence[Report] = (), runs: str | None = None) -> str:
+    """A paper's page; `reports` are those on all papers, to which it links, and `runs` is what `build_runs` gives.
+
+    The links of a page start from the checkout's root; see `markdown.place`.
     """
     runs = build_runs(report, reports) if runs is None else runs
-    what = Link("A page of their own", report.paper.runs_page)
-    says = " has these runs, how their learning rates were chosen, and what the models see in pictures."
-    parts = {"point_to_runs": lambda _: [(what, says)] if runs else []}
-    return read_page(PAGE, report, _find_parts(report, reports) | parts)
+    return _render(PAGE, report, reports, find_runs_page=lambda _: report.paper.runs_page if runs else "")
 
 
-def build_runs(report: Report, reports: Sequence[Report] = ()) -> list[Section]:
-    """The page of what was trained on other data than the paper's, its opening first; empty where there is nothing."""
-    opening, *sections = read_page(RUNS_PAGE, report, _find_parts(report, reports))
-    return [opening, *sections] if sections else []
+def build_runs(report: Report, reports: Sequence[Report] = ()) -> str:
+    """The page of what was trained on other data than the paper's; empty where there is nothing."""
+    page = _render(RUNS, report, reports)
+    return page if "\n## " in page else ""
 
 
-def _find_parts(report: Report, reports: Sequence[Report]) -> dict[str, Callable]:
-    """What the expressions of a paper's pages may call."""
+def _render(file: Path, report: Report, reports: Sequence[Report], **more: Callable) -> str:
+    """Fill a template with the functions of the report, of the paper and of this module."""
     paper = report.paper
-    return {
+    parts = {
         **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
         # the `places` where the paper ablates, or what its numbers are `about`, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
-        "room": lambda report: read_page(paper.text, report, paper.parts) if paper.text else [],
-        "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else [],
+        "room": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",
+        "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else "",
+        "list_errata": lambda report: list_errata(reports),
     }
+    return render_template(file, report, parts | {**paper.parts} | more)
 
 
-def _link_pages(reports: Iterable[Report]) -> Line:
+def _link_pages(reports: Iterable[Report]) -> str:
     """The links on top of each page: the front page, the page of each paper, the documentation; Git has all of them."""
     pages = {"README": "README.md"} | {each.paper.name: each.paper.page for each in reports}
     pages |= {"errata": ERRATA_PAGE, "documentation": "docs/README.md"}
-    return join([(Link(text, file),) for text, file in pages.items()], " · ")
+    return " · ".join(f"[{text}]({file})" for text, file in pages.items())
 
 
 def build_passages(report: Report) -> list[Passage]:
     """Each passage that a paper's room declares."""
     return [
-        (file, marker, render_blocks(build(report), _find_results(file)))
+        (file, marker, build(report))
         for file, passages in report.paper.passages.items()
         for marker, build in passages.items()
     ]
-
-
-def _find_results(file: str) -> str:
-    """The way from a page, a file relative to the checkout, to results/."""
-    inside = file.startswith("results/")
-    return "../" * (file.count("/") - inside) + ("" if inside else "results/")

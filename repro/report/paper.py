@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 from ..core.config import build, load_yaml
-from .document import Block
 from .ledger import Ledger, load_ledger
 
 ATTENTIONS = "unfused", "fused"  # of a baseline
@@ -118,7 +117,7 @@ class Document:
     """A further page that is written from the ledger and the records."""
 
     file: str  # relative to the checkout
-    text: Path  # a template that `repro.report.template` fills, or Markdown that `repro.report.prose` does
+    text: Path  # a template that `repro.report.template` fills
     records: str = ""  # pattern of the places of records that it shows, and the paper's main page does not
 
 
@@ -170,14 +169,13 @@ class Paper(About):
     # a table or figure that compares variants -> the beginning of its picture's name, `{name}_{data}.png`, and what
     # draws it; those that have the same name and function are panels of one picture
     pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
-    text: Path | None = None  # what its page also says: Markdown that `repro.report.prose` fills
-    # what the expressions of its texts may call, besides what those of its ledger may: functions of a
-    # `repro.report.claims.Report` and of the expression's constants
+    text: Path | None = None  # what its page also says: a template that `repro.report.template` fills
+    # what its texts may call: functions of a `repro.report.claims.Report` and of the call's arguments
     parts: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     documents: tuple[Document, ...] = ()  # further pages
     # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker
     # -->` and `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say
-    passages: Mapping[str, Mapping[str, Callable[[Any], Sequence[Block]]]] = dataclasses.field(default_factory=dict)
+    passages: Mapping[str, Mapping[str, Callable[[Any], str]]] = dataclasses.field(default_factory=dict)
 
     @property
     def page(self) -> str:
@@ -213,8 +211,8 @@ class Paper(About):
 def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
     """The paper of a room, a package with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
-    The ledger's expressions may call the functions of its module `formulas`, which loads PyTorch, and its texts also
-    those of `parts`. `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
+    The ledger's expressions may call the functions of its module `formulas`, which loads PyTorch, and its texts those of
+    `parts`. `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
     """
     room = Path(str(importlib.resources.files(package)))
     text, has_formulas = room / "page.md", (room / "formulas.py").is_file()

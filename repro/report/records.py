@@ -11,7 +11,7 @@ from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import describe_recipe, name_machine, read_record
 from ..core.statistics import clip_share, describe_sample, share_interval
-from .document import Block, show_interval, strong
+from .markdown import show_interval
 
 Item = TypeVar("Item")
 Name = TypeVar("Name", bound=Hashable)
@@ -206,13 +206,13 @@ def _widen(
     return share_interval(mean, metrics["held_out_images"]) if key in OF_IMAGES else None
 
 
-def warn_of_seeds(sources: Iterable[Source]) -> list[Block]:
-    """What a section with too few seeds for any verdict says first."""
+def warn_of_seeds(sources: Iterable[Source]) -> str:
+    """What a section with too few seeds for any verdict says first; empty where they are enough."""
     most = max((source.most_seeds for source in sources), default=0)
     if most not in (1, 2):
-        return []
-    first = strong("One seed decides nothing" if most == 1 else "Two seeds decide nothing")
-    return [(first, ": what follows describes these trainings, and ranks none.")]
+        return ""
+    first = "One seed decides nothing" if most == 1 else "Two seeds decide nothing"
+    return f"**{first}**: what follows describes these trainings, and ranks none."
 
 
 def read_curves(source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:

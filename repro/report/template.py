@@ -1,6 +1,7 @@
-"""Pages that people write as Jinja2 templates, and what they may ask of the records."""
+"""Pages that people write: Jinja2 templates in Markdown, whose functions give what the records say."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,23 @@ from typing import Any
 from .answer import judge_question
 from .claims import Report
 from .gallery import find_all_speeds
+from .results import Missing
 from .variants import judge_variants
 from .verdicts import Status, count_statuses
 
+_MARK = "\0"  # before and behind the reason for which a number is missing
+_LINE_BREAK = re.compile(r"\s*\n(?!\||- |\d+\. )\s*")  # within a paragraph or an item of a list
 
-def render_template(
-    file: Path, reports: Sequence[Report], parts: Mapping[str, Callable[..., Any]], to_results: str = ""
-) -> str:
-    """Fill a template with what the records of all papers say.
+
+def render_template(file: Path, report: Report, parts: Mapping[str, Callable[..., Any]]) -> str:
+    """Fill a template with what the records say.
+
+    Where a number is missing, its paragraph is the reason and the command that would measure it, once.
 
     Args:
-        file: Markdown in Jinja2. It may call the functions below and `parts`, each without its report. A name that is
-            not known is an error.
-        reports: the primary paper's first.
-        parts: functions of the primary paper's report.
-        to_results: leads from the folder of the page to results/, for links.
+        file: Markdown in Jinja2; a name that is not known is an error.
+        report: what the functions are called with, before their own arguments.
+        parts: the functions that the template may call besides those of this module.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -30,16 +33,30 @@ def render_template(
         loader=FileSystemLoader(file.parent),
         autoescape=False,
         undefined=StrictUndefined,
+        finalize=lambda value: f"{value:,}" if isinstance(value, int) else value,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    first, *_ = reports
     own = (judge, printed, compare_speed, compare_memory, name_device, count_pairs, count_status)
-    functions = {
-        name: partial(part, first) for name, part in ({each.__name__: each for each in own} | {**parts}).items()
-    }
-    return environment.get_template(file.name).render(**functions, reports=reports, results=to_results)
+    functions = {each.__name__: each for each in own} | {**parts}
+    environment.globals = {name: partial(_call, part, report) for name, part in functions.items()}
+    paragraphs: list[str] = []
+    for text in re.split(r"\n\s*\n", environment.get_template(file.name).render().strip()):
+        if _MARK in text:
+            text = text.split(_MARK)[1]
+        if text not in paragraphs[-1:]:
+            paragraphs.append(_LINE_BREAK.sub(" ", text))
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
+    try:
+        return part(report, *arguments)
+    except Missing as missing:
+        reason, command = missing.args
+        how = "." if command.startswith("none") else f": `{command}`."
+        return f"{_MARK}{reason[0].upper()}{reason[1:]}{how}{_MARK}"
 
 
 def judge(report: Report, says: str) -> str:
@@ -92,6 +109,6 @@ def count_pairs(report: Report, place: str, data: str) -> str:
 
 
 def count_status(report: Report, *words: str) -> int:
-    """How many entries of the ledger have one of these statuses."""
+    """How many entries of the ledger have one of these statuses; without any, how many there are."""
     counts = count_statuses(report.all)
-    return sum(counts[Status(word)] for word in words)
+    return sum(counts[Status(word)] for word in words) if words else counts.total()

@@ -9,8 +9,8 @@ from functools import cache, partial
 from typing import Any
 
 from .claims import Report
-from .document import Block, Bullets, Heading, Line, Picture, Piece, Table, code, number, strong, table
 from .ledger import Column, Ledger
+from .markdown import bullets, join, number, picture, strong, table
 from .ordering import AT_CHANCE, FEW_IMAGES, MOST_SEEDS, TOP1, Ordering, Pair, judge_ordering
 from .paper import Drawings, Paper, Suite, VariantTable
 from .records import Source, describe_seeds, group_by, list_all, rank_machine, read_curves, warn_of_seeds
@@ -171,10 +171,10 @@ def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
 
 
-def list_ablations(report: Report) -> list[Block]:
+def list_ablations(report: Report) -> str:
     """The verdicts on orderings, then every table and figure of each group; nothing where the paper ablates nothing."""
     if not report.paper.suites:
-        return []
+        return ""
     ledger, command = report.paper.ledger, report.paper.train_command
     judged = judge_variants(report)
     if not judged:
@@ -185,44 +185,42 @@ def list_ablations(report: Report) -> list[Block]:
         again = "; ".join(f"{machine}: {other.shown}, by {_count(other.pairs)}" for machine, other in others)
         rows.append([at.place, group.origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
     header = ["", "trained", "verdict", "because", "τ", "elsewhere"]
-    blocks: list[Block] = [table(header, rows)]
+    blocks = [table(header, rows)]
     drawn = _to_draw(report)
     for group, where, found in judged:
-        blocks += [Heading(f"{where.place}: {group.title}"), *warn_of_seeds(group.at(where).values())]
-        if note := report.paper.ablations.notes.get(where.place):
-            blocks.append((note,))
-        blocks.append(_rows_table(group, where, report))
+        blocks += [f"### {where.place}: {group.title}", warn_of_seeds(group.at(where).values())]
+        blocks += [report.paper.ablations.notes.get(where.place, ""), _rows_table(group, where, report)]
         first = ((name, next(iter(pairs.values()))) for name, pairs in drawn.items())
-        blocks += [(Picture(f"figures/{name}", where.place),) for name, pair in first if pair == (group, where)]
+        blocks += [picture(f"figures/{name}", where.place) for name, pair in first if pair == (group, where)]
         if absent := [name for name in where.rows if name not in group.variants]:
-            blocks.append((f"Not trained here: {', '.join(absent)}; ", code(command), " trains all."))
+            blocks.append(f"Not trained here: {', '.join(absent)}; `{command}` trains all.")
         if found.pairs and found.word != "no power":
             blocks.append(_pairs_table(where, found, ledger))
-        blocks += describe_elsewhere(group, where.rows)
-    return blocks
+        blocks.append(describe_elsewhere(group, where.rows))
+    return join(blocks)
 
 
-def list_unlike_machines(report: Report) -> list[Block]:
+def list_unlike_machines(report: Report) -> str:
     """The tables whose variants another machine judges otherwise; nothing without such tables."""
-    lines: list[Line] = []
+    lines = []
     for group, where, _ in judge_variants(report):
         for each, other, same in _judge_elsewhere(group, where, report.paper.ledger):
             if other.word != same.word:
                 about = f" of {where.place} ({group.common['data']}, {group.rates}; {_count(other.pairs)}): "
                 said = f"{same.shown} on {group.machine}, {other.shown} on {each.machine}."
-                lines.append((strong("The machine changes the verdict"), about + said))
-    return [Bullets(lines)] if lines else []
+                lines.append(f"**The machine changes the verdict**{about}{said}")
+    return bullets(lines)
 
 
-def describe_elsewhere(group: Group, names: Collection[str]) -> list[Block]:
+def describe_elsewhere(group: Group, names: Collection[str]) -> str:
     """A line for each other machine that made some of the experiments again: its accuracies of some variants."""
-    lines: list[Line] = []
+    lines = []
     for other in group.elsewhere:
         own = {name: source for name, source in other.variants.items() if name in names}
         if group.variants.keys() & own.keys():
             shown = ", ".join(f"{name} {_show_top1(source)}" for name, source in own.items())
-            lines.append((f"On {other.machine}, {describe_seeds(own.values())}: Top-1 (%) {shown}.",))
-    return [Bullets(lines)] if lines else []
+            lines.append(f"On {other.machine}, {describe_seeds(own.values())}: Top-1 (%) {shown}.")
+    return bullets(lines)
 
 
 def _judge_elsewhere(group: Group, where: VariantTable, ledger: Ledger) -> list[tuple[Group, Ordering, Ordering]]:
@@ -307,7 +305,7 @@ def _to_draw(report: Report) -> dict[str, dict[str, tuple[Group, VariantTable]]]
     return found
 
 
-def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
+def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
     """The paper's accuracy of each variant, then our numbers, with those of detectors that began from these weights."""
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
     printed_row = next((row for row in where.rows.values() if row), None)
@@ -319,7 +317,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> Table:
     printed = [key for key in asked if columns[key].kind == "accuracy" and (key == TOP1 or key in extra)]
     theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
     measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
-    rows: list[list[Piece]] = []
+    rows = []
     for name, source in members.items():
         m, scores = source.metrics, downstream[name]
         changes = ", ".join(f"{key} {value or 'all'}" for key, value in group.list_changes(name).items())
@@ -375,16 +373,16 @@ def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
     return {key: m[key] for m in began for key in keys if isinstance(m.get(key), (int, float))}
 
 
-def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> Table:
-    rows: list[list[Piece]] = []
+def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> str:
+    rows = []
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
-        theirs = "–" if where.orders is not None else number(f"{float(printed[0]) - float(printed[1]):+.1f}")
+        theirs = "–" if where.orders is not None else f"{float(printed[0]) - float(printed[1]):+.1f}"
         rows.append([pair.claim, theirs, pair.show(2), number(pair.p, ".3f"), pair.word, _show_needed(pair)])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)
 
 
-def _show_needed(pair: Pair) -> Piece:
+def _show_needed(pair: Pair) -> str:
     if pair.limit in (AT_CHANCE, FEW_IMAGES):
         return f"– ({pair.limit})"
     if pair.side:

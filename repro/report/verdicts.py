@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from .arithmetic import decimals
-from .document import Block, Bullets, Line, Mark, Piece, code, number
 from .ledger import Entry
+from .markdown import bullets
 from .results import SpeedGroup
 
 # word of a status -> a sentence for the legend
@@ -44,7 +44,7 @@ class Status(enum.StrEnum):
     def __new__(cls, word: str, mark: str) -> Self:
         status = str.__new__(cls, word)
         status._value_ = word
-        status.mark, status.means = Mark(mark, word), _MEANINGS[word]
+        status.mark, status.means = mark, _MEANINGS[word]
         return status
 
 
@@ -128,9 +128,9 @@ class Verdict:
     violations: int = 0  # how many of them do not hold
 
 
-def describe_statuses(_: object) -> list[Block]:
+def describe_statuses(_: object) -> str:
     """What an entry of a ledger can be, a sentence for each status."""
-    return [Bullets([(code(status), f": {status.means}.") for status in STATUSES])]
+    return bullets(f"`{status}`: {status.means}." for status in STATUSES)
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
@@ -143,12 +143,12 @@ def format_counts(verdicts: Iterable[Verdict]) -> str:
     return "; ".join(f"{counts[word]} {word}" for word in STATUSES if counts[word])
 
 
-def format_ours(verdict: Verdict) -> Piece:
+def format_ours(verdict: Verdict) -> str:
     """Our number, or whether the statement holds for ours."""
     ours = verdict.ours
     if ours is None:
         return "–"
-    return _format_bool(ours) if isinstance(ours, bool) else number(_format_like(ours, verdict))
+    return _format_bool(ours) if isinstance(ours, bool) else _format_like(ours, verdict)
 
 
 def format_delta(verdict: Verdict) -> str:
@@ -158,14 +158,14 @@ def format_delta(verdict: Verdict) -> str:
     return f"{'−' if verdict.delta < 0 else '+'}{_format_like(abs(verdict.delta), verdict)}"
 
 
-def status_line(verdict: Verdict) -> Line:
+def status_line(verdict: Verdict) -> str:
     """The mark of the status, and by how much ours differs; after a contradiction, also how ours compares."""
     if verdict.compared is None:
-        return (verdict.status.mark,)
-    compared: Line = (verdict.compared.mark,)
+        return verdict.status.mark
+    compared = verdict.compared.mark
     if verdict.how is None and verdict.delta is not None:
-        compared = (*compared, f" ({format_delta(verdict)})")
-    return compared if verdict.status == verdict.compared else (verdict.status.mark, " ", *compared)
+        compared += f" ({format_delta(verdict)})"
+    return compared if verdict.status == verdict.compared else f"{verdict.status.mark} {compared}"
 
 
 def significant(value: float | None) -> str:

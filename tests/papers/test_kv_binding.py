@@ -17,7 +17,6 @@ from repro.papers import load_papers
 from repro.papers.kv_binding import formulas
 from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
 from repro.papers.kv_binding.sections import CHANGES, UNLIKE, count_probed, list_changes, list_probes, weigh_learners
-from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_groups
@@ -177,7 +176,7 @@ def train(checkout, **changes: tuple[float, ...] | float) -> None:
 def test_a_change_is_said_with_its_interval(checkout):
     """Differences by hand: ascent 0.2 ± noise is not separated, plain is ten points below, in every seed."""
     train(checkout, ascent=(1.0, -1.0, 0.5, -0.5, 1.0), plain=(-9.9, -10.1, -9.9, -10.1, -10.0))
-    page = render_blocks(list_changes(judge(checkout, PAPER)), "")
+    page = list_changes(judge(checkout, PAPER))
     assert "`vittt_own` | 91.0 | – | – | – |" in page and "ViT³" not in page
     # t(4, 97.5 %) = 2.776; the standard deviation of (1, −1, .5, −.5, 1) is 0.908
     assert "`vittt_ascent` | 91.2 | +0.20 [-0.93, +1.33] |" in page and "| not separated |" in page
@@ -205,12 +204,12 @@ def test_the_choice_follows_from_accuracy_and_time(checkout, gap, milliseconds, 
         for tokens in (6400, 196)
     ]
     write_forms(checkout, [*forms(), *rows])
-    page = render_blocks(weigh_learners(judge(checkout, PAPER)), "")
+    page = weigh_learners(judge(checkout, PAPER))
     assert "1280²" in page and page.count(f"| parallel | {milliseconds / 100:.2f} | {verdict} |") == 2
 
 
 def test_without_records_the_page_says_what_would_make_them(checkout):
-    page = render_markdown(build_document(judge(checkout, PAPER)))
+    page = build_document(judge(checkout, PAPER))
     for command in ("profile use digits && dvc repro ablate`", "kernels forms`", "explain --probe steps=4"):
         assert f": `repro {command}" in page
     assert "| 256 | 100 % | < 1e-6 |" in page
@@ -245,7 +244,7 @@ def forms() -> list[dict]:
 def test_the_forms_are_told_with_crossover_and_memory(checkout):
     write_forms(checkout, forms())
     report = judge(checkout, PAPER)
-    page = render_blocks([*list_ratios(report), *compare_setting(report), *show_picture(report)], "")
+    page = "\n\n".join((list_ratios(report), compare_setting(report), show_picture(report)))
     row = (
         "| LaCT, V6 | 0.50 [0.50, 0.50] (3.0×) | 2.00 [2.00, 2.00] (3.0×) | 4.00 [4.00, 4.00] (3.0×) | ahead from 400 |"
     )
@@ -253,7 +252,7 @@ def test_the_forms_are_told_with_crossover_and_memory(checkout):
     # the paper's 89.67 and 124.6 million tokens a second beside ours
     assert "| LaCT, V6 | 89.67 | 124.6 | 1.39 | 0.250 | 0.200 | 0.80 |" in page
     assert "No row is of a GPU" in page
-    assert "| plain | parallel | 1234.0 | 99 |" in render_blocks(list_backbones(judge(checkout, PAPER)), "")
+    assert "| plain | parallel | 1234.0 | 99 |" in list_backbones(judge(checkout, PAPER))
 
 
 def test_the_table_of_learners_says_yes_where_the_code_has_a_parallel_form():
@@ -276,7 +275,7 @@ def test_probes_are_set_against_the_papers_first_figure(checkout):
         probed = {**numbers, "top1_percent": top1, "inner_loss_after": -2.0}
         checkout.record(f"replications/cpu/probes/{name}/steps4", {**about, "model": name, "probed": probed})
     report = judge(checkout, PAPER)
-    page = render_blocks(list_probes(report), "")
+    page = list_probes(report)
     assert "| `lact_nano_patch4_32` | digits, 359 of test | steps=4 | 90.00 % | 60.00 % | -1 | -2 |" in page
     assert [count_probed(report, what) for what in ("rows", "lower", "worse", "both")] == [2, 2, 1, 1]
 
@@ -288,5 +287,5 @@ def test_where_some_seeds_learn_the_page_counts_them(checkout):
         options = {} if name == "own" else {"step": name}
         place = f"replications/cpu/ablate/kv_vit3_{name}_connect_5s"
         checkout.train(place, **about, options=options, held_out_images=1000, top1=top1)
-    page = render_blocks(list_changes(judge(checkout, PAPER)), "")
+    page = list_changes(judge(checkout, PAPER))
     assert "75.0 %" in page and "`vit3_own` 2 of 3, `vit3_ascent` 1 of 3" in page

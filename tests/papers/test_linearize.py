@@ -13,7 +13,6 @@ from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
 from repro.papers.linearize.sections import weigh_inheritance
-from repro.report.markdown import render_blocks
 from repro.report.variants import find_groups
 from repro.tasks.classification.params import ClassifierParams
 from tests.papers.conftest import count_model, count_statuses, find_keys, find_statuses, judge, judge_counts, read_key
@@ -218,7 +217,7 @@ def test_a_student_stands_beside_its_model_from_random_weights(checkout):
     for name, top1, steps in (("scratch", (80.0, 80.0, 83.0), 165), ("longer", (90.0, 91.0, 92.0), 660)):
         more = shared | {"steps": steps, "recipe_hash": name}
         checkout.train(f"replications/cpu/ablate/{name}", "t5_nano_patch4_32", "digits", top1=top1, **more)
-    text = render_blocks(weigh_inheritance(judge(checkout, PAPER)))
+    text = weigh_inheritance(judge(checkout, PAPER))
     # 10, 11 and 9 points; against the longer training none
     equal, longer = text.splitlines()
     assert "+10.0 [+7.5, +12.5] points" in equal and equal.endswith("p 0.0033.")

@@ -9,7 +9,6 @@ import pytest
 from repro.models.registry import build_model
 from repro.papers import find_rooms, load_papers
 from repro.report.ledger import load_ledger
-from repro.report.markdown import render_markdown
 from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_groups, find_orders, judge_group
@@ -163,7 +162,7 @@ def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, l
     found = judge_group(group, where, paper.ledger)
     assert set(group.variants) == set(ladder)
     assert (found.word, len(found.pairs), found.tau) == ("ordering seen", pairs, 1.0)
-    page = render_markdown(build_document(JUDGE(paper, results)))
+    page = build_document(JUDGE(paper, results))
     assert "**ordering seen**" in page and page.startswith(f"# {paper.name}: ")
     # they are no variants of Vittt
     assert not [each for each in find_groups(results, checkout.paper) if len(each.variants) > 1]

@@ -14,7 +14,6 @@ from repro.data.kinds import list_wnids
 from repro.papers import load_papers
 from repro.papers.vit3 import formulas
 from repro.papers.vit3.sections import compare_losses, find_losses
-from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document, build_runs
 from repro.report.results import Missing, Results
 from repro.report.variants import find_groups, plan_figures
@@ -100,7 +99,7 @@ def test_what_the_paper_contradicts_and_what_is_shown(judged):
     assert not [v for v in judged.all if v.entry.kind in ("accuracy", "speed") and v.ours is not None]
     assert "at which batch" in speed.reason and speed.command == "none"
     assert judged.verdicts["table5.cswin_b.params_m"].reason == "CSWin is not built in this project"
-    page = render_markdown(build_document(judged))
+    page = build_document(judged)
     assert "27 of 27 match" in page and "0 of 27 match, 27 agree by a fitted convention" in page
 
 
@@ -201,7 +200,7 @@ def test_a_run_stands_on_the_pages_of_the_papers_that_name_its_family(checkout):
     results = Results(checkout.paths, [checkout.paper, PAPER], SCORES)
     listed = []
     for paper in (checkout.paper, PAPER):
-        text = render_markdown(build_runs(JUDGE(paper, results)))
+        text = build_runs(JUDGE(paper, results))
         section = text.partition("\n## Runs")[2].partition("\n## ")[0]
         listed.append(sorted(re.findall(r"(?m)^\| `pretrain/(.*?)` ", section)))
     assert listed[0] == ["resnet_nano", "vit3_nano_patch16_144", "vittt_nano_patch16_144"]
@@ -224,7 +223,7 @@ def test_the_training_loss_of_fig_3_is_tested_over_seeds(checkout, two_layers, w
     report = judge(checkout, PAPER)
     (group,) = find_groups(report.results, PAPER)
     assert find_losses(group)["fc"] == pytest.approx(dict.fromkeys(range(3), 1 + 1 / 16))
-    text = render_blocks(compare_losses(report))
+    text = compare_losses(report)
     (row,) = [line for line in text.splitlines() if line.startswith("| two layers > one layer |")]
     # t of two degrees of freedom: 4.3027 * 0.01 / sqrt(3) = 0.0248
     mean, low, high = (two_layers - 1 + half for half in (0, -0.0248, 0.0248))

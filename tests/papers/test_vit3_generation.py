@@ -8,7 +8,6 @@ import pytest
 
 from repro.papers import load_papers
 from repro.papers.vit3.sections import list_denoisers
-from repro.report.markdown import render_blocks, render_markdown
 from repro.report.pages import build_document
 from tests.papers.conftest import judge
 
@@ -35,7 +34,7 @@ def three(checkout):
 
 
 def blocks(checkout) -> str:
-    return render_blocks(list_denoisers(judge(checkout, PAPER)), "../results/")
+    return list_denoisers(judge(checkout, PAPER))
 
 
 def test_the_table_has_means_and_intervals(three):
@@ -75,7 +74,7 @@ def test_one_seed_has_no_interval_and_other_settings_are_not_compared(checkout, 
 
 
 def test_the_section_stands_on_the_papers_page(three):
-    page = render_markdown(build_document(judge(three, PAPER)), "../")
+    page = build_document(judge(three, PAPER))
     section = page.partition("\n## Generation on embedded digits\n")[2].partition("\n## ")[0]
     assert section.count("| `dit") == 3
 

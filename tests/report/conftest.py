@@ -16,7 +16,7 @@ from repro.core.record import read_json, write_json, write_record, write_run
 from repro.papers import load_papers, load_primary
 from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
-from repro.report.markdown import render_markdown
+from repro.report.markdown import place
 from repro.report.pages import build_document, build_runs
 from repro.report.paper import Paper
 from repro.report.results import Results
@@ -166,11 +166,11 @@ class Checkout:
 
     def page(self) -> str:
         """tables.md."""
-        return render_markdown(build_document(self.report()))
+        return place(build_document(self.report()), self.paper.page)
 
     def runs(self) -> str:
         """The page of the runs on other data."""
-        return render_markdown(build_runs(self.report()))
+        return place(build_runs(self.report()), self.paper.runs_page)
 
     def write(self, path: str, text: str) -> Path:
         file = self.paths.root / path

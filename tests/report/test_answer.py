@@ -12,7 +12,7 @@ from repro.core.runtime import RUN_BEGAN
 from repro.core.speeds import COMMAND, HOST, UNKNOWN
 from repro.report.answer import answer_blocks, judge_question, measure_deviations, readme_blocks, verdict_blocks
 from repro.report.gallery import find_speeds
-from repro.report.markdown import render_blocks
+from repro.report.markdown import place
 from repro.report.pages import build_passages
 from repro.report.verdicts import Status
 from tests.conftest import ROOT
@@ -42,7 +42,7 @@ def speeds(checkout, device=None, path="cpu", rows=ROWS, **more):
 
 def facts(checkout) -> dict[str, list[str]]:
     """What -> [ours, measured on] of the table on top of the page."""
-    lines = render_blocks(answer_blocks(checkout.report())).splitlines()[2:]
+    lines = answer_blocks(checkout.report()).splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
     return {row[0]: row[1:] for row in rows}
 
@@ -71,7 +71,7 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
         checkout.CPU
     )
     assert found["anything on a GPU"][0] == "**not measured**"
-    shown = render_blocks(verdict_blocks(checkout.report()))
+    shown = verdict_blocks(checkout.report())
     one = "× (one process)"
     cells = f"– | 2.50{one}; 5 % more memory | 0.500{one}; 20 % more memory | 0.250{one}; 20 % more memory |"
     assert (
@@ -82,7 +82,7 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     speeds(checkout, rows=[row for row in ROWS if row[2] == 224], ends=(0.5, 1.5))
     ours, _ = facts(checkout)["Vittt-T against DeiT-T at 224²"]
     assert "(Vittt-T 0.250× (0.0833 to 0.750) as fast)" in ours
-    assert "0.500× (0.167 to 1.50); 20 %" in render_blocks(verdict_blocks(checkout.report()))
+    assert "0.500× (0.167 to 1.50); 20 %" in verdict_blocks(checkout.report())
 
 
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
@@ -196,7 +196,7 @@ def test_every_block_that_code_writes_is_what_the_committed_records_give(committ
     blocks = [("README.md", name, block) for name, block in readme_blocks(committed).items()]
     for file, marker, text in (*blocks, *(each for report in committed for each in build_passages(report))):
         _, _, rest = (ROOT / file).read_text(encoding="utf-8").partition(f"<!-- {marker} -->\n")
-        assert rest.partition(f"\n<!-- /{marker} -->")[0] == text, (file, marker)
+        assert rest.partition(f"\n<!-- /{marker} -->")[0] == place(text, file), (file, marker)
 
 
 def verdict(status, ours=1.0, **more):
@@ -246,11 +246,11 @@ def test_a_time_of_the_host_gives_no_ratio_and_its_memory_all_the_same(checkout)
     speeds(checkout, device=checkout.H200, rows=rows)
     found = facts(checkout)
     assert all("as fast" not in found[f"Vittt-T against DeiT-T at {size}²"][0] for size in (224, 1280))
-    text = render_blocks(verdict_blocks(checkout.report()))
+    text = verdict_blocks(checkout.report())
     (row,) = [line for line in text.splitlines() if line.startswith("| NVIDIA H200")]
     assert row.count(HOST) == row.count("20 % more memory") == 4 and "×" not in row and COMMAND in text
     slow = [(*row[:3], row[3] * (row[2] // 224) ** 2, row[4]) for row in rows]
     speeds(checkout, device=checkout.H200, rows=slow)
-    text = render_blocks(verdict_blocks(checkout.report()))
+    text = verdict_blocks(checkout.report())
     (row,) = [line for line in text.splitlines() if line.startswith("| NVIDIA H200")]
     assert row.count("×") == 4 and UNKNOWN in row and COMMAND not in text

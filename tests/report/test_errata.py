@@ -4,10 +4,8 @@ import re
 
 import pytest
 
-from repro.report.document import plain
 from repro.report.errata import LISTS, find_items, list_errata
 from repro.report.ledger import load_ledger
-from repro.report.markdown import render_markdown
 from repro.report.verdicts import Status
 
 WORDS = 900  # of a paper's list: a page
@@ -42,7 +40,7 @@ def test_an_item_stands_on_a_verdict_and_a_contradiction_is_never_lost(checkout)
     assert report.verdicts["wrong"].status == Status.EXPLAINED
     found = {name: [each.ids for each, _ in find_items(report, name)] for name in LISTS}
     assert found == {"errors": [("wrong",)], "inconsistencies": [("twofold",)], "questions": [("open",)]}
-    rows = read_rows(render_markdown(list_errata([report])))
+    rows = read_rows(list_errata([report]))
     assert [row[:5] for row in rows] == [
         ["1", "Eq. 1", "the wrong one", "the reason", "four"],
         ["2", "Eq. 4", "the twofold one", "c", "–"],
@@ -52,13 +50,13 @@ def test_an_item_stands_on_a_verdict_and_a_contradiction_is_never_lost(checkout)
 
 def test_answers_and_days_stand_beside_what_they_answer(checkout):
     text = LEDGER.replace("as_of: 2026-01-02", "as_of: 2026-01-02\n  sent: 2026-01-03\n  answers: {open: eight}")
-    page = render_markdown(list_errata([checkout.report_on(text)]))
+    page = list_errata([checkout.report_on(text)])
     assert [row[5] for row in read_rows(page)] == ["", "", "eight"]
     assert "2026-01-02" in page and "2026-01-03" in page
 
 
 def test_a_list_that_is_withheld_holds_nothing_against_the_authors(checkout):
-    page = render_markdown(list_errata([checkout.report_on(LEDGER.replace("as_of: 2026-01-02", "withheld: so it is"))]))
+    page = list_errata([checkout.report_on(LEDGER.replace("as_of: 2026-01-02", "withheld: so it is"))])
     assert not read_rows(page) and "so it is" in page
 
 
@@ -94,8 +92,8 @@ def test_the_errors_have_what_a_source_or_a_computation_shows_to_be_wrong(commit
 
 
 def test_a_list_is_a_page_and_names_each_number_once(committed):
-    sections = {section.title: section for section in list_errata(committed)}
-    pages = {title: render_markdown([section]) for title, section in sections.items()}
+    sections = (part.partition("\n") for part in re.split(r"(?m)^## ", list_errata(committed))[1:])
+    pages = {title: body for title, _, body in sections}
     words = {title: len(page.replace("|", " ").split()) for title, page in pages.items()}
     assert max(words.values()) <= WORDS, words
     printed = [row[2] for row in read_rows(pages["Vision-TTT"])]
@@ -107,5 +105,5 @@ def test_the_residual_of_an_equation_that_fails_is_computed(committed):
     """As the page of the paper has it."""
     report = next(each for each in committed if each.paper.id == "kv_binding")
     formula = report.paper.formulas()["lact_error"]
-    (row,) = (row for row in read_rows(render_markdown(list_errata([report]))) if row[0] == "1")
-    assert f"{formula('coefficient'):.2f}" in plain(row[3])
+    (row,) = (row for row in read_rows(list_errata([report])) if row[0] == "1")
+    assert f"{formula('coefficient'):.2f}" in row[3]

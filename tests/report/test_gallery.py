@@ -13,7 +13,6 @@ from repro.core.figures import STYLES
 from repro.papers import load_papers, load_primary
 from repro.report import dense
 from repro.report.gallery import list_examples
-from repro.report.markdown import render_blocks
 from repro.report.results import Results
 
 from .conftest import SCORES, visualized
@@ -146,8 +145,8 @@ def test_tasks_and_families_share_a_picture_which_every_paper_of_one_of_them_sho
 
 def test_they_are_below_the_examples_with_their_records(checkout):
     detector(checkout)
-    text = render_blocks(list_examples(checkout.report()))
-    assert "](figures/learning_scenes.png)" in text
+    text = list_examples(checkout.report())
+    assert "](results/figures/learning_scenes.png)" in text
     assert f"`figures/confusion_scenes.png`: {checkout.CPU}" in text
     with checkout.edit("detect/nano_scenes/metrics.json") as record:
         record["curve"] = ["a,b", "1,2", "1,2,3,4"]

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.report.document import make_anchor
-from repro.report.html import render_html
-from repro.report.markdown import render_markdown
+from repro.report.html import make_parser, render_html, render_section
+from repro.report.markdown import make_anchor
 from repro.report.pages import build_document
 from repro.report.verdicts import STATUSES
 from tests.conftest import ROOT
@@ -62,7 +61,7 @@ def pages(committed) -> tuple[str, str]:
     """tables.md and report.html of the records of this repository."""
     report = committed[0]
     document = build_document(report)
-    return render_markdown(document), render_html([(report, document)])
+    return document, render_html([(report, document)])
 
 
 def test_the_ledgers_rows_are_those_of_claims_csv(checkout):
@@ -109,6 +108,54 @@ def test_records_cannot_write_markup(checkout):
         assert tag != "img" or attributes.get("src") != "x"
         assert not (attributes.get("href") or "").startswith("javascript")
     assert attack in "".join(text for _, _, text in elements.all("div", **{"class": "about"}))
+
+
+@pytest.mark.parametrize(
+    ("cell", "marks", "is_compared"),
+    [
+        ("7 → 6.983 ✓", "✓", True),
+        ("1.4 → 1.458 ≠ᵉ (+0.018)", "≠ᵉ", True),
+        ("77.7 → –", "–", True),
+        ("→ holds ✓", "✓", True),
+        ("4 → 4.06 ⚠ ≠ (+0.06)", "⚠≠", True),
+        ("25.1 ⚠", "⚠", False),
+        ("✓ / –", "✓–", False),
+        ("⚠ ≠ᵉ (−0.3)", "⚠≠ᵉ", False),
+        ("≈", "≈", False),
+        # a dash may stand for any value, and text is no status
+        ("–", "", False),
+        ("7.5", "", False),
+        ("ours ≠ theirs", "", False),
+        ("a → b → c", "", False),
+        ("`7 → 6.983 ✓`", "", False),
+    ],
+)
+def test_what_a_cell_compares_is_laid_out_and_its_marks_have_words(tmp_path, cell, marks, is_compared):
+    text = render_section(make_parser(tmp_path), "A", f"| | b |\n|---|---|\n| a | {cell} |\n", "")
+    elements = Elements(text)
+    marked = elements.all("span", **{"class": "mark"})
+    assert "".join(each[2].removesuffix(f" {each[1]['title']}") for each in marked) == marks
+    assert bool(elements.all("span", **{"class": "compared"})) == is_compared
+
+
+@pytest.mark.parametrize(
+    ("text", "href"),
+    [
+        ("[a](README.md)", "../README.md"),
+        ("[a](results/tables.md)", "tables.md"),
+        ("[a](results/papers/a.md)", "papers/a.md"),
+        ("[a](#why)", "#p-why"),
+        ("[a](https://b.org/c)", "https://b.org/c"),
+        ("- a\n- [a](docs/b.md)", "../docs/b.md"),
+        ("| a |\n|---|\n| [a](docs/b.md) |", "../docs/b.md"),
+        ("[a](javascript:alert(1))", None),
+        ("<https://b.org>", None),
+        ("<a href='x'>a</a>", None),
+    ],
+)
+def test_links_lead_from_the_folder_of_the_page(tmp_path, text, href):
+    elements = Elements(render_section(make_parser(tmp_path), "A", text, "p-"))
+    assert [each[1]["href"] for each in elements.all("a")] == ([href] if href else [])
 
 
 def test_the_same_records_give_the_same_bytes(checkout):

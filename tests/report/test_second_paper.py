@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from repro.report.markdown import render_markdown
 from repro.report.pages import build_runs, write_report
 from repro.report.paper import Document, Figure, Paper, Question
 from repro.report.results import Missing, Results
@@ -46,7 +45,7 @@ def second(checkout) -> Paper:
         documents=(
             Document(
                 file="docs/second.md",
-                text=checkout.write("room/second.md", "## A page of its own\n\n{first_g():.1f} G\n"),
+                text=checkout.write("room/second.md", "# A page of its own\n\n{{ first_g() }} G\n"),
                 records="second/*",
             ),
         ),
@@ -104,7 +103,7 @@ def test_what_another_page_shows_is_not_among_the_runs(checkout, second):
     own = dataclasses.replace(second, primary=True)
     for papers, is_shown in (([own], False), ([dataclasses.replace(own, documents=())], True)):
         report = JUDGE(papers[0], Results(checkout.paths, papers, SCORES))
-        assert ("87.65 %" in render_markdown(build_runs(report))) == is_shown
+        assert ("87.65 %" in build_runs(report)) == is_shown
 
 
 def test_the_page_for_a_browser_has_a_tab_for_each(reported):

@@ -1,12 +1,12 @@
 """The ablations on the page: the paper's rows next to ours, verdicts, missing variants, what is never joined, Fig. 7."""
 
+import re
+
 import pytest
 
 from repro.bench.flops import cost
 from repro.papers import load_primary
 from repro.report.answer import answer_blocks
-from repro.report.document import Heading
-from repro.report.markdown import render_blocks
 from repro.report.results import Missing
 from repro.report.variants import find_ends, find_groups, find_shown, list_ablations, plan_figures
 
@@ -43,11 +43,7 @@ def grid(checkout, step=2.0, **more):
 
 def parts(checkout) -> list[str]:
     """The head of the section, then the text below each heading, with the heading first."""
-    found = [""]
-    for block in list_ablations(checkout.report()):
-        found += [""] if isinstance(block, Heading) else []
-        found[-1] += render_blocks([block]) + "\n\n"
-    return found
+    return re.split(r"(?m)^(?=### )", list_ablations(checkout.report()))
 
 
 def part(checkout, title):
@@ -186,7 +182,7 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
         train(checkout, name, [50.0, 50.1, 50.2], cells="ablate/{}_connect_7s", data="connect", classes=2)
     for name, cell, top1 in (("chunk64", "ablate/{}_imagenet", 60.0), ("conv2d", "pretrain/vittt_tiny_imagenet", 50.0)):
         train(checkout, name, [top1, top1 + 1, top1 + 2], cells=cell, data="other")
-    page = render_blocks(answer_blocks(checkout.report())[:1])
+    page = answer_blocks(checkout.report())
     scope = f"{checkout.CPU}; outside the pipeline; 3 seeds"
     for data, counts in (
         ("connect", "Table 3: insufficient budget"),
@@ -255,6 +251,6 @@ def test_a_row_names_the_search_of_its_rate_with_its_trials_and_both_sets_are_in
     assert "rates by own searches" in text and "| pool mid, rate 0.032 | 6 trials on cpu: other |" in text
     for name, top1 in (("conv2d", 70), ("head", 77)):
         train(checkout, name, [top1, top1 + 1, top1 + 2])
-    page = render_blocks(answer_blocks(checkout.report())[:1])
+    page = answer_blocks(checkout.report())
     assert "embedded digits, rates by own searches | Table 4: 3 of 3 |" in page
     assert "embedded digits, one rate | Table 4: 0 of 1, 1 contradicted |" in page

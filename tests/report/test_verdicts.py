@@ -3,7 +3,6 @@
 import pytest
 
 from repro.report.comparison import count_kinds, count_relations, count_ways, list_differences, not_measurable
-from repro.report.markdown import render_blocks
 from repro.report.measured import format_scores
 from repro.report.verdicts import STATUSES
 
@@ -127,7 +126,7 @@ def test_a_relation_is_violated_only_where_no_rounding_explains_it(checkout, pri
     verdict = judge(checkout, base, asked)["text.x_v"]
     assert (verdict.checks, verdict.violations) == (1, int(violated))
     expected = ("paper inconsistent", "⚠") if violated else ("not measured", "–")
-    assert (verdict.status, verdict.status.mark.text) == expected
+    assert (verdict.status, verdict.status.mark) == expected
     assert (verdict.evidence or "").startswith("it is ") == violated
     # a contradiction goes before a match, which stays visible
     verdict = judge(checkout, base, claim(printed, ours=f'{printed} + 0 * params_m("{MODEL}@224")', **related))
@@ -157,8 +156,8 @@ def test_how_each_number_can_be_made_again(checkout):
         + claim(name="text.z", ours=MISSING)
         + claim(name="text.w", ours="", out_of_scope="no model of images")
     )
-    (found,) = count_ways(report)
-    assert [row[1][0].text for row in found.rows] == ["1"] * 4
+    rows = count_ways(report).splitlines()[2:]
+    assert [row.split(" | ")[1] for row in rows] == ["1"] * 4
 
 
 def test_every_status_can_be_had_and_is_counted(checkout):
@@ -179,11 +178,10 @@ def test_every_status_can_be_had_and_is_counted(checkout):
         + "explanations:\n  - {ids: [text.e_v], text: 'ours lacks {computed}', shows: 12 + 1}\n"
     )
     assert [verdict.status for verdict in report.all] == list(STATUSES)
-    text = render_blocks(count_kinds(report))
+    text = count_kinds(report)
     assert "| **all** |" + " **1** |" * 10 + " **10** |" in text
     assert [count_relations(report, what) for what in ("checked", "hold", "broken")] == [1, 0, 1]
-    rows = render_blocks(list_differences(report)).splitlines()[-2:]
+    rows = list_differences(report).splitlines()[-2:]
     assert rows == ["| text.e_v | 13.0 → 12.06 | ours lacks 13 |", "| text.f_v | 14.0 → 12.06 | **unexplained** |"]
-    (section,) = not_measurable(report)
-    assert render_blocks(section.blocks).splitlines()[-1] == "| Section 1 | **16.0**: s | no |"
-    assert not_measurable(checkout.report_on("claims:\n" + claim())) == []
+    assert not_measurable(report).splitlines()[-1] == "| Section 1 | **16.0**: s | no |"
+    assert not_measurable(checkout.report_on("claims:\n" + claim())) == ""

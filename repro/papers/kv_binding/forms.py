@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Heading, Picture, Piece, code, cross, number, prose, show_interval, table
+from ...report.markdown import cross, join, number, picture, show_interval, table
 from ...report.paper import Drawings
 from ...report.records import Source, describe_origin, group_by
 from ...report.results import Missing
@@ -47,9 +47,9 @@ def find_forms(report: Report) -> list[Source]:
     return sorted(found, key=lambda source: (not source.device.startswith("cuda"), source.device))
 
 
-def list_ratios(report: Report) -> list[Block]:
+def list_ratios(report: Report) -> str:
     """For each device and mode, the ratios over the tokens with crossover and memory."""
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for source in _require_forms(report):
         m, origin = source.metrics, describe_origin([source])
         for mode, words in MODES.items():
@@ -59,8 +59,8 @@ def list_ratios(report: Report) -> list[Block]:
                 size = f"one image, {about['heads']} heads of {about['head_dim']}"
                 chunks = f"LaCT {_chunk(m, 'lact')}, Vittt {_chunk(m, 'vittt')}"
                 title = f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"
-                blocks += [Heading(title), _ratios(rows, m)]
-    return blocks
+                blocks += [f"### {title}", _ratios(rows, m)]
+    return join(blocks)
 
 
 def find_setting(report: Report, key: str) -> int:
@@ -68,24 +68,21 @@ def find_setting(report: Report, key: str) -> int:
     return next(row for row in _require_forms(report)[0].metrics["rows"] if row["setting"] == "paper")[key]
 
 
-def show_picture(report: Report) -> list[Block]:
+def show_picture(report: Report) -> str:
     """The picture, and a sentence where no record is of a GPU."""
     sources = _require_forms(report)
-    blocks: list[Block] = [(Picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's"),)]
-    if not any(source.device.startswith("cuda") for source in sources):
-        blocks.append(
-            prose("No row is of a GPU: none was at hand. `repro kernels forms` measures the same rows there.")
-        )
-    return blocks
+    shown = picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's")
+    said = "No row is of a GPU: none was at hand. `repro kernels forms` measures the same rows there."
+    return join([shown, "" if any(source.device.startswith("cuda") for source in sources) else said])
 
 
-def list_backbones(report: Report) -> list[Block]:
+def list_backbones(report: Report) -> str:
     """Vittt-T with each learner and form: time and memory of an image at each size."""
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for source in _require_forms(report):
         rows = _list_backbone_rows(source)
         sides = sorted({row["tokens"] for row in rows})
-        body: list[list[Piece]] = []
+        body: list[list[str]] = []
         for (step, form), alike in group_by(rows, _name_backbone).items():
             of_side = {row["tokens"]: row for row in alike}
             body.append(["unchanged" if step == "own" else step, form])
@@ -101,8 +98,8 @@ def list_backbones(report: Report) -> list[Block]:
             *(text for tokens in sides for text in (f"{find_side(tokens)}² (ms)", f"{find_side(tokens)}² (MiB)")),
         ]
         origin = describe_origin([source])
-        blocks += [(f"Vittt-T, one image, fp32; {origin}.",), table(header, body)] if rows else []
-    return blocks
+        blocks += [f"Vittt-T, one image, fp32; {origin}.", table(header, body)] if rows else []
+    return join(blocks)
 
 
 def _list_backbone_rows(source: Source) -> list[Mapping[str, Any]]:
@@ -197,16 +194,16 @@ def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
     return next(row["chunk_size"] for row in rows if row["learner"].startswith(prefix))
 
 
-def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Block:
+def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
     """The ratio of each learner and length, and from how many tokens on the parallel form is ahead."""
 
-    def show(cell: Mapping[str, Any] | str | None) -> Piece:
+    def show(cell: Mapping[str, Any] | str | None) -> str:
         if cell is None or isinstance(cell, str):
             return cell or "–"
         keys = ("setting", "learner", "mode", "tokens")
         alike = {each["form"]: each for each in metrics["rows"] if all(each[key] == cell[key] for key in keys)}
         memory = alike["parallel"]["peak_memory_mib"] / alike["recurrent"]["peak_memory_mib"]
-        return number(f"{show_interval(cell['ratio'], cell['ratio_ci95'], '.2f')} ({memory:.1f}×)")
+        return f"{show_interval(cell['ratio'], cell['ratio_ci95'], '.2f')} ({memory:.1f}×)"
 
     cells: dict[tuple[str, float], Any] = {(NAMES[row["learner"]], row["tokens"]): row for row in rows}
     for learner, alike in group_by(rows, lambda row: NAMES[row["learner"]]).items():
@@ -214,13 +211,14 @@ def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Bl
     return cross("learner", cells, show, lambda tokens: "crossover" if tokens == math.inf else f"T {tokens:,}")
 
 
-def compare_setting(report: Report) -> list[Block]:
+def compare_setting(report: Report) -> str:
     """The paper's Table 2 and ours, in its setting, for each device."""
-    entries, blocks = report.paper.ledger.entries, []
+    entries = report.paper.ledger.entries
+    blocks: list[str] = []
     for source in _require_forms(report):
         rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
         ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
-        body: list[list[Piece]] = []
+        body: list[list[str]] = []
         for step in STEPS:
             row, learner = "baseline" if step == "own" else step, f"lact_{step}"
             theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in FORMS]
@@ -232,6 +230,6 @@ def compare_setting(report: Report) -> list[Block]:
             body.append([NAMES[learner], *shown, number(ratios.get(learner), ".2f")])
         names = (*(f"{form} (M/s)" for form in FORMS), "ratio")
         header = [f"{whose}: {name}" for whose in ("paper", "ours") for name in names]
-        origin = code(source.path), f": {describe_origin([source])}"
+        origin = f"`{source.path}`: {describe_origin([source])}"
         blocks += [origin, table(["", *header], body)] if rows else []
-    return blocks
+    return join(blocks)

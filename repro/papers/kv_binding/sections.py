@@ -6,8 +6,8 @@ from typing import Any
 
 from ...core.statistics import share_interval
 from ...report.claims import Report
-from ...report.document import Block, Heading, Piece, code, join, number, strong, table, tabulate
 from ...report.expressions import Call
+from ...report.markdown import code, join, number, strong, table, tabulate
 from ...report.ordering import Pair, compare_accuracies, describe_power
 from ...report.records import Source, describe_origin, describe_seeds, keep_best, warn_of_seeds
 from ...report.results import Missing
@@ -41,7 +41,7 @@ COMPILED = ("numba", "triton")  # backends whose loops are compiled; the other l
 UNLIKE = "not comparable (eager PyTorch beside compiled loops)"
 
 
-def list_residuals(report: Report) -> list[Block]:
+def list_residuals(report: Report) -> str:
     """A row for each equation of the ledger: its largest error in fp64, and that of the repaired equation."""
 
     def show(calls: Sequence[Call]) -> str:
@@ -56,26 +56,26 @@ def list_residuals(report: Report) -> list[Block]:
     columns = {
         "where": lambda row: row[0].entry.place,
         "the paper says": lambda row: row[0].entry.says,
-        "residual": lambda row: number(row[1]),
-        "repaired": lambda row: number(row[2]),
+        "residual": lambda row: row[1],
+        "repaired": lambda row: row[2],
         "status": lambda row: row[0].status,
     }
-    return [tabulate(columns, rows)]
+    return tabulate(columns, rows)
 
 
-def compare_momenta(report: Report) -> list[Block]:
+def compare_momenta(report: Report) -> str:
     """By number of chunks, the error of the momenta of the authors' parallel code and of ours."""
     find_error = report.paper.formulas()["momentum_error"]
 
-    def show_divided(chunks: int) -> Piece:
+    def show_divided(chunks: int) -> str:
         error = find_error(chunks, "divided")
-        return number(f"{100 * error:.0f} %" if error > 0.01 else "< 0.1 %" if error < 0.001 else "< 1 %")
+        return f"{100 * error:.0f} %" if error > 0.01 else "< 0.1 %" if error < 0.001 else "< 1 %"
 
-    def show_ours(chunks: int) -> Piece:
+    def show_ours(chunks: int) -> str:
         error = find_error(chunks, "ours")
-        return number("< 1e-6" if error < 1e-6 else f"{error:.0e}")
+        return "< 1e-6" if error < 1e-6 else f"{error:.0e}"
 
-    return [tabulate({"chunks": number, "by division": show_divided, "ours": show_ours}, CHUNKS)]
+    return tabulate({"chunks": number, "by division": show_divided, "ours": show_ours}, CHUNKS)
 
 
 def _find_errors(calls: Sequence[Call]) -> list[Call]:
@@ -90,16 +90,16 @@ def _show_error(report: Report, call: Call, *, named: bool) -> str:
     return f"{call.args[0]} {shown}" if named else shown
 
 
-def list_changes(report: Report) -> list[Block]:
+def list_changes(report: Report) -> str:
     """A table for each model and data set: every variant's top-1, and its difference to the unchanged model."""
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for group in _find_groups(report):
         model, top1, pairs = _find_model(group), _find_scores(group), _compare(group)
-        rows: list[list[Piece]] = []
+        rows = []
         for name in (f"{model}_own", *pairs):
             mean = number(statistics.fmean(top1[name].values()), ".1f")
             row = [CHANGES[name.removeprefix(f"{model}_")], code(name), mean]
-            said: list[Piece] = ["–", "–", "–"]
+            said = ["–", "–", "–"]
             if pair := pairs.get(name):
                 tested = [pair.show(2), number(pair.p, ".3f")] if pair.interval else ["–", "–"]
                 said = [*tested, pair.name_side("better", "worse")]
@@ -107,15 +107,14 @@ def list_changes(report: Report) -> list[Block]:
         header = ["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""]
         sources, m = group.variants.values(), group.common
         power = describe_power(list(pairs.values()), f"{describe_seeds(sources)} and {m['held_out_images']} images")
-        blocks += [Heading(f"{NAMES[model]}: {group.title}"), *([(strong(power),)] if power else [])]
-        blocks += [*warn_of_seeds(sources), table(header, rows), *_count_learners(group)]
-        blocks += describe_elsewhere(group, group.variants)
+        blocks += [f"### {NAMES[model]}: {group.title}", power and strong(power), warn_of_seeds(sources)]
+        blocks += [table(header, rows), _count_learners(group), describe_elsewhere(group, group.variants)]
         origin = describe_origin(list(group.variants.values()))
-        blocks.append((f"{group.common['held_out_images']} held-out images; {origin}.",))
-    return blocks
+        blocks.append(f"{group.common['held_out_images']} held-out images; {origin}.")
+    return join(blocks)
 
 
-def weigh_learners(report: Report) -> list[Block]:
+def weigh_learners(report: Report) -> str:
     """The learners of Vittt at the largest measured image: accuracy on embedded data against time."""
     groups = _find_groups(report, ("vittt",))
     times = {key: rows[-1] for key, rows in find_backbones(report).items()}
@@ -125,7 +124,7 @@ def weigh_learners(report: Report) -> list[Block]:
     own_ms, side = own["latency_ms"], find_side(own["tokens"])
     # an eager learner that takes longer than a compiled one says nothing of the learners
     slower = UNLIKE if own["backend"] in COMPILED else "slower"
-    rows: list[list[Piece]] = []
+    rows = []
     for step in ("plain", "dot"):
         found = [_compare(group).get(f"vittt_{step}") for group in groups]
         words = [pair and pair.name_side("better", "worse") for pair in found]
@@ -134,7 +133,7 @@ def weigh_learners(report: Report) -> list[Block]:
         verdict = f"{'faster' if ms < own_ms else slower}, {'worse' if 'worse' in words else 'not separated'}"
         rows.append([code(step), *tested, form, number(ms / own_ms, ".2f"), verdict])
     points = [f"points on {group.common['data']}" for group in groups]
-    return [table(["learner", *points, f"faster form at {side}²", "its share of the time", ""], rows)]
+    return table(["learner", *points, f"faster form at {side}²", "its share of the time", ""], rows)
 
 
 def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
@@ -166,23 +165,23 @@ def _find_scores(group: Group) -> dict[str, dict[int, float]]:
     return {name: source.by_seed(TOP1) for name, source in group.variants.items()}
 
 
-def _count_learners(group: Group) -> list[Block]:
+def _count_learners(group: Group) -> str:
     """How many of each variant's seeds passed half the way from chance to 100 %, where some did not."""
     learnt = 50 * (1 + 1 / group.common["classes"])
     scores = _find_scores(group).items()
     counts = {name: (sum(value > learnt for value in values.values()), len(values)) for name, values in scores}
     if not any(0 < passed < seeds for passed, seeds in counts.values()):
-        return []
-    shown = [(code(name), f" {passed} of {seeds}") for name, (passed, seeds) in counts.items()]
-    return [(f"Seeds above {learnt:.1f} %: ", *join(shown, ", "), ".")]
+        return ""
+    shown = ", ".join(f"`{name}` {passed} of {seeds}" for name, (passed, seeds) in counts.items())
+    return f"Seeds above {learnt:.1f} %: {shown}."
 
 
-def list_probes(report: Report) -> list[Block]:
+def list_probes(report: Report) -> str:
     """A row for each model and probe: accuracy and inner loss without and with it."""
 
     header = ["model", "data, images", "probe", "top-1", "with it"]
     header += ["inner loss after the steps", "with it", "measured on"]
-    rows: list[list[Piece]] = []
+    rows = []
     for source in _find_probes(report):
         m = source.metrics
         options = ",".join(f"{key}={value}" for key, value in m["options"].items())
@@ -192,7 +191,7 @@ def list_probes(report: Report) -> list[Block]:
         losses = [number(each["inner_loss_after"], ".3g") for each in states]
         images = f"{m['data']}, {m['unchanged']['held_out_images']} of {m['split']}"
         rows.append([model, images, m["probe"], *scores, *losses, describe_origin([source])])
-    return [table(header, rows)]
+    return table(header, rows)
 
 
 def count_probed(report: Report, what: str) -> int:
@@ -217,7 +216,7 @@ def _is_worse(metrics: Mapping[str, Any]) -> bool:
     return after[1] < before[0]
 
 
-def list_distributions(report: Report) -> list[Block]:
+def list_distributions(report: Report) -> str:
     """How well queries are told from keys and outputs from values, a row for each model, trained and untrained."""
     missing = "nothing is measured yet", "repro explain --probe distributions --weights WEIGHTS"
     found = report.results.require(lambda source: "told_apart_percent" in source.metrics, *missing)
@@ -226,10 +225,10 @@ def list_distributions(report: Report) -> list[Block]:
         "outputs and values": "outputs_values",
         "queries of two halves": "queries_queries",
     }
-    rows: list[list[Piece]] = []
+    rows = []
     for source in sorted(found, key=lambda source: [source.metrics[key] for key in ("model", "data")]):
         m = source.metrics
         for state, means in m["told_apart_percent"].items():
             shares = [number(means[pair], ".1f", " %") for pair in pairs.values()]
             rows.append([code(m["model"]), m["data"], state, *shares, describe_origin([source])])
-    return [table(["model", "data", "weights", *pairs, "measured on"], rows)]
+    return table(["model", "data", "weights", *pairs, "measured on"], rows)

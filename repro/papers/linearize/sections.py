@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.statistics import describe_sample
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Line, Piece, code, number, tabulate
+from ...report.markdown import bullets, join, number, tabulate
 from ...report.ordering import TOP1, compare_trainings
 from ...report.records import (
     Missing,
@@ -25,7 +25,7 @@ SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5
 STATES = ("teacher", "before", "after")
 
 
-def list_students(report: Report) -> list[Block]:
+def list_students(report: Report) -> str:
     """For each softmax model the accuracies of its students, best first; then the same models from random weights."""
     sources = report.results.sources
     found = report.results.require(
@@ -39,20 +39,19 @@ def list_students(report: Report) -> list[Block]:
         return _find_teacher(each), name_student(m), m.get("freeze", False), m["steps"], m["data"]
 
     best = keep_best(found, name)
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for init, alike in group_by(best, _find_teacher).items():
         students = sorted(alike, key=lambda each: -each.metrics[TOP1])
         teacher = next((source for source in sources if source.metrics.get("weights_hash") == init), None)
         m = students[0].metrics
-        known: list[Piece] = ["Students of the softmax model ", code(m["init"]["weights"])]
+        known = f"Students of the softmax model `{m['init']['weights']}`"
         if teacher is not None:
             length = f"{teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
-            known.append(f": top-1 {_show_score(teacher)} after {length}")
-        known.append(f". All on {m['data']}, {m['held_out_images']} images of {m['split']}.")
-        blocks += [*warn_of_seeds(students), tuple(known), tabulate(_list_columns(teacher, report), students)]
-        scratch = [_describe_scratch(each, report) for each in _find_scratch(students, sources)]
-        blocks += [Bullets(scratch)] if scratch else []
-    return blocks
+            known += f": top-1 {_show_score(teacher)} after {length}"
+        known += f". All on {m['data']}, {m['held_out_images']} images of {m['split']}."
+        blocks += [warn_of_seeds(students), known, tabulate(_list_columns(teacher, report), students)]
+        blocks.append(bullets(_describe_scratch(each, report) for each in _find_scratch(students, sources)))
+    return join(blocks)
 
 
 def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list[Source]:
@@ -71,31 +70,31 @@ def name_student(metrics: Mapping[str, Any]) -> str:
     return f"{chosen['inner']}, norm {chosen['key_norm']}, dwc {chosen['dwc']}{near}"
 
 
-def list_layers(report: Report) -> list[Block]:
+def list_layers(report: Report) -> str:
     """By layer of each student: the shift of its keys, its reach, its peak, and how much of it is the teacher's."""
 
-    def show(key: str, form: str, even: str | None = None, states: tuple[str, ...] = STATES) -> Callable[..., Piece]:
+    def show(key: str, form: str, even: str | None = None, states: tuple[str, ...] = STATES) -> Callable[..., str]:
         """What shows a number of a layer in each state, and what it is of a token that looks everywhere alike."""
 
-        def cell(row: tuple[Source, int]) -> Piece:
+        def cell(row: tuple[Source, int]) -> str:
             source, layer = row
             by_state = source.metrics["by_layer"].items()
             values = {state: form.format(of[key][layer]) for state, of in by_state if key in of}
             shown = "; ".join(values[state] for state in states)
-            return number(shown + (f" (even {values['even']})" if even else ""))
+            return shown + (f" (even {values['even']})" if even else "")
 
         return cell
 
     columns = {
         "student": lambda row: name_student(row[0].metrics),
-        "layer": lambda row: number(row[1] + 1),
+        "layer": lambda row: row[1] + 1,
         "shift ratio of the keys": show("shift_ratio", "{:.2f}"),
         "reach (patches)": show("reach_patches", "{:.2f}", "even"),
         "peak": show("peak_percent", "{:.1f} %"),
         "overlap with the teacher": show("overlap_percent", "{:.0f} %", "even", STATES[1:]),
         "measured on": lambda row: describe_origin([row[0]]),
     }
-    return [tabulate(columns, _find_layers(report))]
+    return tabulate(columns, _find_layers(report))
 
 
 def find_attention(report: Report, key: str) -> int | str:
@@ -125,33 +124,33 @@ def _find_teacher(source: Source) -> str:
     return source.metrics["init"]["weights_hash"]
 
 
-def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[[Source], Piece]]:
-    def share(source: Source) -> Piece:
-        return number(f"{100 * source.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %") if teacher else "–"
+def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[[Source], object]]:
+    def share(source: Source) -> str:
+        return f"{100 * source.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %" if teacher else "–"
 
-    def untrained(source: Source) -> Piece:
-        return number(f"{describe_sample([run[UNTRAINED] for run in source.metrics['by_seed']]).mean:.1f} %")
+    def untrained(source: Source) -> str:
+        return f"{describe_sample([run[UNTRAINED] for run in source.metrics['by_seed']]).mean:.1f} %"
 
     return {
         "student": lambda source: name_student(source.metrics),
         "trained": lambda source: "new weights alone" if source.metrics.get("freeze") else "all weights",
         "steps": lambda source: number(source.metrics["steps"], ","),
-        "seeds": lambda source: number(len(source.metrics["by_seed"])),
+        "seeds": lambda source: len(source.metrics["by_seed"]),
         "before training": untrained,
-        "top-1": lambda source: number(_show_score(source)),
+        "top-1": _show_score,
         "of the teacher's": share,
         "measured on": lambda source: describe_origin([source]),
     }
 
 
-def weigh_inheritance(report: Report) -> list[Block]:
+def weigh_inheritance(report: Report) -> str:
     """How far a student is from its model from random weights, a line for each such training over several seeds.
 
     The students are those of the same choices that were trained whole.
     """
     sources = report.results.sources
     students = [each for each in sources if each.most_seeds > 1 and UNTRAINED in each.metrics]
-    lines: list[Line] = []
+    lines = []
     for source, student in itertools.product(_find_scratch(students, sources), students):
         choices, theirs = [(each.metrics["model"], name_student(each.metrics)) for each in (source, student)]
         if choices != theirs or student.metrics.get("freeze"):
@@ -163,17 +162,17 @@ def weigh_inheritance(report: Report) -> list[Block]:
             (pair,) = pairs
             difference = f"{pair.show(1)} points, {pair.limit or f'p {pair.p:.2g}'}."
         found = f", trained from random weights for {length}: the student's Top-1 minus its own: {difference}"
-        lines.append((code(source.metrics["model"]), found))
+        lines.append(f"`{source.metrics['model']}`{found}")
     if not lines:
         raise Missing("no student's model was trained from random weights over several seeds", SCRATCH)
-    return [Bullets(lines)]
+    return bullets(lines)
 
 
-def _describe_scratch(source: Source, report: Report) -> Line:
+def _describe_scratch(source: Source, report: Report) -> str:
     length = f"top-1 {_show_score(source)} after {source.metrics['steps']:,} steps"
     text = f" from random weights ({name_student(source.metrics)}): {length}"
     about = f" ({describe_seeds([source])}; {describe_origin([source])})."
-    return code(source.metrics["model"]), text, about
+    return f"`{source.metrics['model']}`{text}{about}"
 
 
 def _show_score(source: Source) -> str:

@@ -18,8 +18,8 @@ from ...core.paths import Paths
 from ...core.record import read_json, unpack_hits
 from ...core.statistics import describe_sample, share_interval
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Heading, Line, Picture, Piece, number, show_interval, strong, table
 from ...report.ledger import Ledger
+from ...report.markdown import bullets, join, number, picture, show_interval, strong, table
 from ...report.ordering import ALPHA, TOP1, compare_pairs, holm, round_off
 from ...report.variants import count_macs
 
@@ -215,26 +215,24 @@ def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None
     return values[0] - values[1]
 
 
-def list_photographs(report: Report) -> list[Block]:
+def list_photographs(report: Report) -> str:
     """Accuracies of all models so far, then each question: its verdicts, or how many of its trainings are there."""
     questions = load_photographs()
     models = find_models(report.results.paths, questions)
-    blocks: list[Block] = [(count_trainings(report),), _list_accuracies(models)]
+    blocks = [count_trainings(report), _list_accuracies(models)]
     if any(is_finished(each, models, questions["seeds"]) for each in questions["questions"].values()):
-        blocks.append((Picture(f"figures/{FIGURE}", "differences of all pairs, with the paper's"),))
-    open_questions: list[Line] = []
+        blocks.append(picture(f"figures/{FIGURE}", "differences of all pairs, with the paper's"))
+    open_questions = []
     for name, question in questions["questions"].items():
         if is_finished(question, models, questions["seeds"]):
-            blocks.append(Heading(f"{name}. {question['asks']}"))
+            blocks.append(f"### {name}. {question['asks']}")
             blocks += _list_judged(question, judge_question(question, models), report.paper.ledger)
         else:
             own = {each for pair in list_pairs(question) for each in pair}
             done = sum(len(models[each].seeds) for each in own)
             asked = len(own) * len(questions["seeds"])
-            open_questions.append((f"{name}. {question['asks']} Not finished: {done} of {asked} trainings.",))
-    if open_questions:
-        blocks.append(Bullets(open_questions))
-    return blocks
+            open_questions.append(f"{name}. {question['asks']} Not finished: {done} of {asked} trainings.")
+    return join([*blocks, bullets(open_questions)])
 
 
 def find_commit(_: Report) -> str:
@@ -251,10 +249,10 @@ def count_trainings(report: Report) -> str:
     return f"{seeds} of {asked} trainings and {trials} of {searched} trials of their searches have run."
 
 
-def _list_accuracies(models: Mapping[str, Model]) -> Block:
-    rows: list[list[Piece]] = []
+def _list_accuracies(models: Mapping[str, Model]) -> str:
+    rows = []
     for name, model in models.items():
-        row: list[Piece] = [name, _show_rates(model.trials), number(len(model.trials)), number(len(model.seeds))]
+        row = [name, _show_rates(model.trials), len(model.trials), len(model.seeds)]
         if not model.seeds:
             rows.append([*row, *["–"] * 4])
             continue
@@ -263,7 +261,7 @@ def _list_accuracies(models: Mapping[str, Model]) -> Block:
         interval = sample.ci95 or share_interval(sample.mean, one["images"])
         macs = count_macs(params["model"], json.dumps(params["options"]), params["transform"]["image_size"], 10)
         hours = sum(each["core_hours"] for each in model.seeds.values())
-        row += [number(show_interval(sample.mean, interval, ".2f")), number(one["num_params"], ",")]
+        row += [show_interval(sample.mean, interval, ".2f"), number(one["num_params"], ",")]
         rows.append([*row, number(None if macs is None else 1000 * macs, ".4g"), number(hours, ".1f")])
     header = ["model", "rate (Top-1 on tune)", "trials", "seeds", "Top-1 (%) [95 %]", "parameters"]
     return table([*header, "multiply-adds (M)", "core-hours"], rows)
@@ -278,10 +276,10 @@ def _show_rates(trials: Mapping[float, float]) -> str:
     return ", ".join(f"{rate:g} ({trials[rate]:.2f})" for rate in (best, *close))
 
 
-def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: Ledger) -> list[Block]:
+def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: Ledger) -> list[str]:
     words = [f"{each.first} against {each.second}: {each.word}" for each in judged]
     says = f"After 6 epochs, at rates chosen with one seed: {'; '.join(words)}."
-    rows: list[list[Piece]] = []
+    rows = []
     has_others = "differs" in question
     for each in judged:
         differs = question["differs"].get(each.second, "") if has_others else ""
@@ -290,10 +288,10 @@ def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: 
         drawn = "[{:+.2f}, {:+.2f}]".format(*each.drawn)
         word = strong(each.word) if each.word == "contradicted" else each.word
         row = [f"{each.first} − {each.second}", number(printed, "+.1f")]
-        row.append(number(show_interval(each.difference, each.interval, "+.2f")))
-        rows.append([*row, number(drawn), number(p), word, *([differs] if has_others else [])])
+        row.append(show_interval(each.difference, each.interval, "+.2f"))
+        rows.append([*row, drawn, number(p), word, *([differs] if has_others else [])])
     header = ["", "paper, ImageNet-1K (points)", "ours (points) [95 %]", "by bootstrap", "p (Holm)", "verdict"]
-    return [(says,), table([*header, *(["what else differs"] if has_others else [])], rows)]
+    return [says, table([*header, *(["what else differs"] if has_others else [])], rows)]
 
 
 def draw_pairs(path: Path, judged: Sequence[Judged], ledger: Ledger) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.config import build, load_yaml
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Heading, Line, Piece, code, join, number, strong, table
+from ...report.markdown import bullets, code, join, number, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings, describe_power, sampling_noise
 from ...report.records import Source, describe_seeds
@@ -45,29 +45,28 @@ def load_fixed_choices() -> tuple[FixedChoice, ...]:
     return build(_File, {"choices": load_yaml(FIXED_FILE, list)}, FIXED_FILE.name).choices
 
 
-def describe_choices(report: Report) -> list[Block]:
+def describe_choices(report: Report) -> str:
     """Each choice under a heading: what the paper says, what was taken and why, and the alternatives; those with a
     switch first.
     """
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for choice in load_choices():
         others = zip(choice.alternatives, list(choice.values)[1:], strict=True)
-        shown = [(code(text), f", {choice.values[value]}") for text, value in others]
-        blocks += _describe_choice(choice, choice.values[choice.default], (*join(shown, "; "), "."))
+        shown = "; ".join(f"`{text}`, {choice.values[value]}" for text, value in others)
+        blocks += _describe_choice(choice, choice.values[choice.default], f"{shown}.")
     for fixed in load_fixed_choices():
-        same: Line = ("no switch; ", code(fixed.instead), f" comes to {fixed.means}.")
-        blocks += _describe_choice(fixed, fixed.takes, same if fixed.instead else ("no switch.",))
-    return blocks
+        same = f"no switch; `{fixed.instead}` comes to {fixed.means}."
+        blocks += _describe_choice(fixed, fixed.takes, same if fixed.instead else "no switch.")
+    return join(blocks)
 
 
-def _describe_choice(choice: Choice | FixedChoice, taken: str, instead: Line) -> list[Block]:
-    says = Bullets([(strong(place), f": {text}.") for place, text in choice.says])
+def _describe_choice(choice: Choice | FixedChoice, taken: str, instead: str) -> list[str]:
     return [
-        Heading(choice.asks),
-        says if choice.says else ("The paper says nothing.",),
-        (strong("We take"), f" {taken}. {choice.because}"),
-        (strong("Instead"), ": ", *instead),
-        (strong("Refuted by"), f" {choice.refuted_by}."),
+        f"### {choice.asks}",
+        bullets(f"{strong(place)}: {text}." for place, text in choice.says) or "The paper says nothing.",
+        f"**We take** {taken}. {choice.because}",
+        f"**Instead**: {instead}",
+        f"**Refuted by** {choice.refuted_by}.",
     ]
 
 
@@ -76,18 +75,18 @@ def describe_fitted(report: Report) -> str:
     return f"{len(BY_COUNTS)} of {len(load_choices())} documented readings, and the MLP's width, were chosen by these counts"
 
 
-def list_readings(report: Report) -> list[Block]:
+def list_readings(report: Report) -> str:
     """A row for each value of each choice: what it counts, and how accurate it is where that was trained."""
     fits, trained = _find_fits(report), find_trained(report)
     pairs = _compare_trained(trained)
     header = ["reading", "", "parameters of Vittt-T (M)", "printed counts that fit", "multiply-adds (G)", "that fit"]
     header += ["Top-1 (%)", "against ours (points)"] if trained else []
-    rows: list[list[Piece | Line]] = []
+    rows = []
     for choice in load_choices():
         for value, says in choice.values.items():
             text = "" if value == choice.default else f"{choice.switch}={value}"
             found = fits["readings"][text]
-            row: list[Piece | Line] = [(code(f"{choice.switch}={value}"), "" if text else " (ours)"), says]
+            row = [f"`{choice.switch}={value}`{'' if text else ' (ours)'}", says]
             for count, kind in (("params_m", "params"), ("macs_g", "macs")):
                 row.append(number(found[count], ".4f"))
                 row.append(number(found[f"{kind}_fit"], "", f" of {fits[f'{kind}_entries']}"))
@@ -96,7 +95,7 @@ def list_readings(report: Report) -> list[Block]:
                 row.append(number(format_scores(source.metrics, {TOP1: ""}, 1) if source else None))
                 row.append(number(f"{pair.show(1)}, p {pair.p:.2f}" if pair else None))
             rows.append(row)
-    return [table(header, rows)]
+    return table(header, rows)
 
 
 def count_fits(report: Report, what: str) -> int:
@@ -116,16 +115,16 @@ def count_fits(report: Report, what: str) -> int:
     return found[what] if what in found else ours[what]
 
 
-def name_rounded(report: Report) -> Line:
+def name_rounded(report: Report) -> str:
     """The readings by which all counts of parameters fit by rounding alone."""
     fits = _find_fits(report)
     exact = {"params_fit": fits["params_entries"], "params_truncated": 0}
     rows = {**fits["readings"], **fits["pairs"]}
     texts = [text for text, row in rows.items() if text and exact.items() <= row.items()]
-    return join([(code(text),) for text in texts], "; ") or ("none",)
+    return "; ".join(map(code, texts)) or "none"
 
 
-def describe_trained(report: Report) -> list[Block]:
+def describe_trained(report: Report) -> str:
     """What was trained, which alternatives differ, and what chance alone would make."""
     trained = find_trained(report)
     pairs = _compare_trained(trained)
@@ -139,16 +138,15 @@ def describe_trained(report: Report) -> list[Block]:
     )
     separated = [text for text, pair in pairs.items() if pair.side]
     taken = f"{describe_seeds([ours])} and {m['held_out_images']} images"
-    verdict: Line = (strong(describe_power(list(pairs.values()), taken)),)
+    verdict = strong(describe_power(list(pairs.values()), taken))
     if separated:
-        shown = [(code(text), f" ({pairs[text].difference:+.1f} points)") for text in separated]
-        said = strong(f"{len(separated)} of {len(pairs)} alternatives differ significantly from ours:")
-        verdict = (said, " ", *join(shown, "; "), ".")
+        shown = "; ".join(f"`{text}` ({pairs[text].difference:+.1f} points)" for text in separated)
+        verdict = f"**{len(separated)} of {len(pairs)} alternatives differ significantly from ours:** {shown}."
     means = [source.metrics[TOP1] for source in trained.values()]
     noise = sampling_noise(sum(means) / len(means), m["held_out_images"])
     spread = f"The means are within {max(means) - min(means):.1f} points; chance alone makes {noise:.1f} on {m['held_out_images']} images"
     spread += ", so this task cannot tell them apart." if max(means) - min(means) < noise else "."
-    return [(about,), verdict, (spread,)]
+    return join([about, verdict, spread])
 
 
 def _find_fits(report: Report) -> Mapping[str, Any]:

@@ -14,8 +14,8 @@ from ...core.csvfile import read_csv
 from ...core.figures import STYLES, new_figure, save_png
 from ...core.runtime import PEAK_TFLOPS
 from ...report.claims import Report
-from ...report.document import Block, Line, Piece, number, plain, strong, table
 from ...report.ledger import Ledger
+from ...report.markdown import join, number, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings
 from ...report.power import detectable_difference
@@ -47,14 +47,14 @@ def find_counter(_: Report, key: str, counter: str | None = None) -> int:
     return next(row[key] for row in rows if counter in (None, row["counter"]))
 
 
-def describe_models(report: Report) -> Line:
+def describe_models(report: Report) -> str:
     """The models that the figures are of: where they were trained, and how accurate they are."""
     source = _find(report)
     m = source.metrics
     fields, unlearnt = m["receptive_fields"], _find_unlearnt(report)
     trained = "; ".join(f"{name} {_accuracy(report, entry)}{unlearnt.get(name, '')}" for name, entry in fields.items())
     about = f"{m['model']} on {m['data']} ({describe_origin([source])}), {m['held_out_images']} held-out images."
-    return (f"{about} The receptive fields are of models with these accuracies: {trained}.",)
+    return f"{about} The receptive fields are of models with these accuracies: {trained}."
 
 
 def estimate_gpu_hours(report: Report) -> str:
@@ -68,18 +68,19 @@ def estimate_gpu_hours(report: Report) -> str:
     return f"{operations / (1e12 * PEAK_TFLOPS['H100'] * UTILISATION) / 3600:.0f}"
 
 
-def list_findings(report: Report) -> list[Block]:
+def list_findings(report: Report) -> str:
     """The paper's figures of interpretability as numbers of our trained models: for, against, or not seen in them."""
     m = _find(report).metrics
-    rows: list[list[Piece | Line]] = []
+    rows = []
+    counts: Counter[str] = Counter()
     of_fields = _of_fields(m, _find_unlearnt(report))
     for place, findings in (("Fig. 3, 9, 10", _of_gradients(m)), ("Fig. 8", of_fields), ("Fig. 11", _of_losses(m))):
         for says, ours, agrees in findings:
             word = _WORDS.get(agrees, agrees)
             rows.append([place, says, ours, strong(word) if agrees is False else word])
-    counts = Counter(plain(row[3]) for row in rows)
+            counts[word] += 1
     summary = "; ".join(f"{counts[word]} {word}" for word in (*_WORDS.values(), NOT_SEEN) if counts[word])
-    return [(f"Of {len(rows)} findings: {summary}.",), table(["", "the paper says", "ours", ""], rows)]
+    return join([f"Of {len(rows)} findings: {summary}.", table(["", "the paper says", "ours", ""], rows)])
 
 
 def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
@@ -183,27 +184,26 @@ def load_questions() -> dict[str, Any]:
     return load_yaml(Path(__file__).with_name("night.yaml"))
 
 
-def list_night_scores(report: Report) -> list[Block]:
+def list_night_scores(report: Report) -> str:
     """Top-1 of every model of the night on each data set; `–` for what is not trained."""
     questions = load_questions()
-    rows: list[list[Piece]] = []
+    rows = []
     for name in questions["models"]:
         found = [_find_training(report, name, data) for data in questions["data"]]
         rows.append([name, *(format_scores(each.metrics, {TOP1: ""}) if each else "–" for each in found)])
-    return [table(["Top-1 (%) on test", *(about["name"] for about in questions["data"].values())], rows)]
+    return table(["Top-1 (%) on test", *(about["name"] for about in questions["data"].values())], rows)
 
 
-def list_night_power(report: Report) -> list[Block]:
+def list_night_power(report: Report) -> str:
     """What the night can show: the smallest difference that its seeds and pairs detect, at each spread."""
     questions, rows = load_questions(), []
     for about in questions["data"].values():
         for place in about["tables"]:
             pairs = len(questions["pairs"][place])
             found = [number(detectable(about, place, spread), ".2f") for spread in questions["spreads"]]
-            rows.append([about["name"], place, number(about["seeds"]), number(pairs), *found])
+            rows.append([about["name"], place, about["seeds"], pairs, *found])
     seen = [f"seen at a spread of {spread:g}, power {questions['power']:g}" for spread in questions["spreads"]]
-    header = ["data", "", "seeds", "pairs", *seen]
-    return [table(header, rows)]
+    return table(["data", "", "seeds", "pairs", *seen], rows)
 
 
 def detectable(about: Mapping[str, Any], place: str, spread: float) -> float:
@@ -212,23 +212,23 @@ def detectable(about: Mapping[str, Any], place: str, spread: float) -> float:
     return detectable_difference(about["seeds"], len(questions["pairs"][place]), spread, power=questions["power"])
 
 
-def list_night_pairs(report: Report) -> list[Block]:
+def list_night_pairs(report: Report) -> str:
     """The pairs of each table on each data set, with their verdicts; `–` where a model of the table is not trained."""
     questions = load_questions()
-    rows: list[list[Piece]] = []
+    rows = []
     for data, about in questions["data"].items():
         for place in about["tables"]:
             pairs = questions["pairs"][place]
             judged = _judge(report, data, pairs)
             for better, worse in (*pairs, *questions["no_power"].get(place, ())):
                 pair = judged.get((better, worse))
-                said: list[Piece] = ["–", "–", "–" if [better, worse] in pairs else "no power"]
+                said = ["–", "–", "–" if [better, worse] in pairs else "no power"]
                 if pair is not None:
                     said = [pair.show(2), number(pair.p, ".3f"), pair.word]
                 printed = number(printed_difference(report.paper.ledger, better, worse), "+.1f")
                 rows.append([place, about["name"], f"{better} > {worse}", printed, *said])
     header = ["", "data", "the paper's order", "the paper's difference", "ours (points) [95 %]", "p (Holm)", "verdict"]
-    return [table(header, rows)]
+    return table(header, rows)
 
 
 def printed_difference(ledger: Ledger, better: str, worse: str) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.document import Block, Bullets, Heading, Line, code, number, show_interval, tabulate
+from ...report.markdown import bullets, code, join, number, show_interval, tabulate
 from ...report.ordering import compare_pairs, describe_power
 from ...report.records import (
     Source,
@@ -49,7 +49,7 @@ def draw_depth(path: Path, groups: Mapping[str, Group], printed: Callable[[str |
     return save_png(figure, path)
 
 
-def compare_losses(report: Report) -> list[Block]:
+def compare_losses(report: Report) -> str:
     """Whether deeper inner models end with a higher training loss, for each group that has two of them."""
     columns = {
         "the paper's order": lambda pair: f"{LAYERS[pair.better]} > {LAYERS[pair.worse]}",
@@ -57,20 +57,19 @@ def compare_losses(report: Report) -> list[Block]:
         "p (Holm)": lambda pair: number(pair.p, ".3f"),
         "": lambda pair: pair.word,
     }
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for group in find_groups(report.results, report.paper):
         losses = find_losses(group)
         orders = [(deep, shallow) for shallow, deep in itertools.combinations(losses, 2)]
         if orders:
             means = ", ".join(f"{LAYERS[name]} {statistics.mean(of.values()):.4f}" for name, of in losses.items())
-            blocks += [Heading(group.title), (f"Training loss: {means}.",)]
+            blocks += [f"### {group.title}", f"Training loss: {means}."]
             pairs = compare_pairs(losses, orders, _LEAST_SPREAD)
-            if power := describe_power(pairs, describe_seeds(group.variants.values())):
-                blocks.append((power,))
-            blocks.append(tabulate(columns, pairs) if pairs else ("No verdict: the variants have no seed in common.",))
+            blocks.append(describe_power(pairs, describe_seeds(group.variants.values())))
+            blocks.append(tabulate(columns, pairs) if pairs else "No verdict: the variants have no seed in common.")
     if not blocks:
         raise Missing("no two of these models are trained yet", report.paper.train_command)
-    return blocks
+    return join(blocks)
 
 
 def find_losses(group: Group) -> dict[str, dict[int, float]]:
@@ -79,7 +78,7 @@ def find_losses(group: Group) -> dict[str, dict[int, float]]:
     return {name: {seed: [*of.values()][-1] for seed, of in own.items()} for name, own in curves.items() if own}
 
 
-def list_denoisers(report: Report) -> list[Block]:
+def list_denoisers(report: Report) -> str:
     """For each denoiser its held-out loss and its judged samples; and which losses differ."""
 
     def name(source: Source) -> str:
@@ -91,8 +90,8 @@ def list_denoisers(report: Report) -> list[Block]:
     columns = {
         "denoiser": lambda source: code(name(source)),
         "parameters": lambda source: number(source.metrics["num_params"], ","),
-        "seeds": lambda source: number(len(source.metrics["by_seed"])),
-        "held-out MSE of the noise": lambda source: number(show_mean(source, HELD_OUT, ".4f")),
+        "seeds": lambda source: len(source.metrics["by_seed"]),
+        "held-out MSE of the noise": lambda source: show_mean(source, HELD_OUT, ".4f"),
         "samples judged as asked": lambda source: number(show_mean(source, JUDGED, ".1f", " %", is_share=True) or "–"),
         # the judge and the images are the same for all seeds
         "real images": lambda source: number(show_mean(source, REAL, ".1f", " %").partition(" [")[0] or "–"),
@@ -104,7 +103,7 @@ def list_denoisers(report: Report) -> list[Block]:
         "repro generate --cell dit3_nano_digits --seeds 3",
     )
     best = keep_best(trained, lambda source: (alike(source), name(source)))
-    blocks: list[Block] = []
+    blocks: list[str] = []
     for of_key in group_by(best, alike).values():
         group = sorted(of_key, key=lambda each: each.metrics[HELD_OUT])
         m = group[0].metrics
@@ -115,10 +114,9 @@ def list_denoisers(report: Report) -> list[Block]:
             f"samples by {sampling['steps']} steps of {sampling['sampler'].upper()} with guidance "
             f"{sampling['guidance']:g}."
         )
-        blocks += [*warn_of_seeds(group), (about,), tabulate(columns, group)]
-        if lines := [_compare(*pair, name) for pair in itertools.combinations(group, 2)]:
-            blocks.append(Bullets(lines))
-    return blocks
+        blocks += [warn_of_seeds(group), about, tabulate(columns, group)]
+        blocks.append(bullets(_compare(*pair, name) for pair in itertools.combinations(group, 2)))
+    return join(blocks)
 
 
 def _count_judged(group: Sequence[Source]) -> str:
@@ -128,16 +126,16 @@ def _count_judged(group: Sequence[Source]) -> str:
     return f", and by {' or '.join(map(str, sorted(counts)))} samples of each seed" if counts else ""
 
 
-def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> Line:
+def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> str:
     """A sentence about two losses, seed by seed: both saw the same held-out images with the same noise."""
     losses = {name(source): source.by_seed(HELD_OUT) for source in (worse, better)}
     pairs = compare_pairs(losses, [tuple(losses)], 0.0)
-    said = code(name(better)), " against ", code(name(worse))
+    said = f"{code(name(better))} against {code(name(worse))}"
     if not pairs:
-        return *said, ": no seed in common."
+        return f"{said}: no seed in common."
     (pair,) = pairs
     shown = show_interval(pair.difference, pair.interval, ".4f")
     if pair.interval is None:
-        return *said, f": the loss is lower by {shown}; one seed has no interval, and another may say otherwise."
+        return f"{said}: the loss is lower by {shown}; one seed has no interval, and another may say otherwise."
     word = "the loss is lower by" if pair.side > 0 else "the losses are not separated; they differ by"
-    return *said, f": {word} {shown} over {len(find_common(losses))} seeds."
+    return f"{said}: {word} {shown} over {len(find_common(losses))} seeds."

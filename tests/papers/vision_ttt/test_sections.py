@@ -10,8 +10,7 @@ from repro.papers.vision_ttt.readings import load_choices
 from repro.papers.vision_ttt.readings_page import BY_COUNTS, count_fits, find_trained
 from repro.papers.vision_ttt.sections import COUNTERS_FILE, NOT_SEEN, describe_models, list_findings
 from repro.report.arithmetic import agreement
-from repro.report.markdown import render_blocks, render_markdown
-from repro.report.prose import read_page
+from repro.report.template import render_template
 from tests.report.conftest import visualized
 
 AGAINST = "**against the paper**"
@@ -21,7 +20,7 @@ def findings(checkout) -> dict[str, tuple[str, str]]:
     """What the paper says -> our numbers, and for whom they speak."""
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in render_blocks(list_findings(checkout.report())).splitlines()
+        for line in list_findings(checkout.report()).splitlines()
         if "| Fig" in line
     ]
     return {says: (ours, word) for _, says, ours, word in rows}
@@ -39,7 +38,7 @@ def test_what_speaks_for_the_paper_is_said(checkout):
     )
     assert found["the reconstruction loss rises, then falls"][0] == "2.0 at epoch 0, 6.0 at epoch 3, 3.0 at epoch 12"
     report = checkout.report()
-    text = render_blocks([*list_findings(report), describe_models(report)])
+    text = list_findings(report) + describe_models(report)
     assert "Of 9 findings: 8 for the paper; 1 open." in text and "8 held-out images" in text
     assert "Vanilla TTT 97.5 %" in text and f"{checkout.CPU}; the pipeline" in text
 
@@ -85,7 +84,7 @@ def test_a_model_that_has_not_learnt_is_left_out_where_another_record_of_it_has(
     checkout.train("replications/cpu/ablate/d_224e", "deit_nano_patch16_144", "digits", top1=96.8, epochs=224)
     ours, word = findings(checkout)["DeiT, Vim and Vittt cover all pixels"]
     assert "DeiT" not in ours and word == "open"
-    assert "96.8 %" in render_blocks([describe_models(checkout.report())])
+    assert "96.8 %" in describe_models(checkout.report())
 
 
 def test_fields_that_were_not_drawn_are_no_findings(checkout):
@@ -128,7 +127,7 @@ def test_every_question_is_about_the_papers_own_model():
 def page(checkout) -> str:
     paper = checkout.paper
     (document,) = [each for each in paper.documents if each.text.name == "readings.md"]
-    return render_markdown(read_page(document.text, checkout.report(), paper.parts), "../results/")
+    return render_template(document.text, checkout.report(), paper.parts)
 
 
 def fits() -> dict:

@@ -1,26 +1,26 @@
-"""Pages that people write, passages that records give them, and tables of records."""
+"""Templates of pages, passages that records give them, and tables of records."""
 
 import dataclasses
 import re
 import types
 
+import jinja2
 import pytest
 
 from repro.report.dense import compare_without_learning
-from repro.report.document import Picture, Section, cross, number, plain, table
-from repro.report.markdown import render_blocks, render_markdown
+from repro.report.markdown import cross, number, picture, place, table
 from repro.report.measured import list_spreads
 from repro.report.pages import build_passages, write_report
 from repro.report.paper import list_functions
-from repro.report.prose import read_page
 from repro.report.records import group_by, keep_best
 from repro.report.results import Missing
+from repro.report.template import render_template
 from tests.conftest import ROOT
 
 from .conftest import JUDGE
 
 DETECTOR = {"ap_box_percent": 25.0, "ap50_box_percent": 40.0, "ap_mask_percent": 20.0, "ap50_mask_percent": 35.0}
-PRINTED = '{printed("table1.vittt_t.top1_percent")}'
+PRINTED = '{{ printed("table1.vittt_t.top1_percent") }}'
 REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0, "ap_mask_percent": 20.5, "ap50_mask_percent": 30.0}
 PAGES = sorted([*ROOT.glob("repro/papers/*/*.md"), *ROOT.glob("repro/report/*.md")])
 # digits that are part of a name: of a data set, a place in a paper, an architecture, a dtype, an interval
@@ -35,12 +35,11 @@ def lack(report):
 
 
 PARTS = {
-    "half": lambda report, value: value / 2,
-    "rows": lambda report: [table(["a"], [[number(7)]])],
-    "nothing": lambda report: [],
-    "further": lambda report: [Section("Further", [("more",)])],
+    "half": lambda report, value: value // 2,
+    "rows": lambda report: table(["a"], [[7]]),
+    "nothing": lambda report: "",
+    "further": lambda report: "## Further\n\nmore",
     "lack": lack,
-    "word": lambda report: "*ahead*",
 }
 
 
@@ -49,55 +48,111 @@ def fill(checkout, tmp_path):
     def fill(text: str) -> str:
         file = tmp_path / "page.md"
         file.write_text(text, encoding="utf-8")
-        return render_markdown(read_page(file, checkout.report(), PARTS))
+        return render_template(file, checkout.report(), PARTS)
 
     return fill
+
+
+LACKED = "No model is trained yet: `repro train`."
 
 
 @pytest.mark.parametrize(
     ("text", "page"),
     [
-        (f"Two are {{half(5) + 1}}, {{half(3e6):,d}}\nand {PRINTED}.", "Two are 3.50, 1,500,000 and 77.7."),
-        # blocks and sections take the place of their paragraph
-        ("see\n\n{rows()}\n\n{further()}", "see\n\n| a |\n|---:|\n| 7 |\n\n## Further\n\nmore"),
+        (f"Two are {{{{ half(4) }}}}, {{{{ half(3000000) }}}}\nand {PRINTED}.", "Two are 2, 1,500,000 and 77.7."),
+        # tables and sections take the place of their paragraph
+        ("see\n\n{{ rows() }}\n\n{{ further() }}", "see\n\n| a |\n|---:|\n| 7 |\n\n## Further\n\nmore"),
         ("a\n\n## B\n\n- one\n  more\n- two", "a\n\n## B\n\n- one more\n- two"),
-        # a section without anything to show is left out
-        ("a\n\n## B\n\nabout nothing\n\n{nothing()}", "a"),
+        ("a\n\n1. one\n2. two\n   more", "a\n\n1. one\n2. two more"),
+        ("a\n\n{{ nothing() }}\n\n\n\nb", "a\n\nb"),
+        ("a\n\n{% set found = nothing() %}\n{% if found %}\n## B\n\n{{ found }}\n{% endif %}\n\nb", "a\n\nb"),
         # a missing number leaves its reason and its command once
-        ("kept\n\n{lack()}\n\nIt is {lack()} of {half(2)}.", "kept\n\nNo model is trained yet: `repro train`."),
-        # what a record says is no markup
-        ("*we* are {word()}", "*we* are *ahead*"),
+        ("kept\n\n{{ lack() }}\n\nIt is {{ lack() }} of {{ half(2) }}.", f"kept\n\n{LACKED}"),
+        ("{{ lack() }}\n\nkept\n\n{{ lack() }}", f"{LACKED}\n\nkept\n\n{LACKED}"),
+        ("- {{ half(2) }}\n- {{ lack() }}", LACKED),
+        ("{% set found = lack() %}\n{% if found %}\n## B\n\n{{ found }}\n{% endif %}", f"## B\n\n{LACKED}"),
     ],
 )
-def test_placeholders_are_expressions_of_the_ledger(fill, text, page):
-    assert fill(f"## A\n\n{text}\n") == f"# A\n\n{page}\n"
+def test_a_template_is_filled_by_its_functions(fill, text, page):
+    assert fill(f"# A\n\n{text}\n") == f"# A\n\n{page}\n"
 
 
-def test_an_id_is_our_number_or_why_there_is_none(fill, checkout):
-    checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 7_654_321, 1.0))
-    assert "7.654" in fill("## A\n\n{table1.vittt_t.params_m:.3f}\n")
-    assert "ImageNet-1K" in fill("## A\n\n{table1.vittt_t.top1_percent}\n")
-
-
-@pytest.mark.parametrize("text", ["{half(}", "{unknown()}", "{half(1) if 2}"])
+@pytest.mark.parametrize("text", ["{{ half( }}", "{{ unknown() }}", "{{ unknown }}", "{% if unknown %}a{% endif %}"])
 def test_a_mistake_in_a_page_is_an_error(fill, text):
-    with pytest.raises(ValueError, match="expression of the ledger"):
-        fill(f"## A\n\n{text}\n")
+    with pytest.raises(jinja2.TemplateError):
+        fill(text)
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_no_number_is_typed_where_an_expression_could_give_it(file):
-    text = re.sub(r"\{[^{}]+\}", "", file.read_text(encoding="utf-8"))
+    text = re.sub(r"\{[{%].*?[%}]\}", "", file.read_text(encoding="utf-8"))
     assert re.findall(r".*\d.*", NAMES.sub("", text)) == []
 
 
 def test_a_crossed_table_has_its_columns_in_order_and_says_where_nothing_is():
     cells = {("b", 64): 2.0, ("a", 8): 1.0, ("b", 8): None}
     crossed = cross("model", cells, lambda cell: number(cell, ".1f", " ms"))
-    assert crossed.header == ("model", "8²", "64²")
-    rows = [[plain(*line) for line in row] for row in crossed.rows]
-    assert rows == [["b", "–", "2.0 ms"], ["a", "1.0 ms", "–"]]
-    assert crossed.right_aligned == [False, True, True]
+    assert crossed.splitlines() == [
+        "| model | 8² | 64² |",
+        "|---|---:|---:|",
+        "| b | – | 2.0 ms |",
+        "| a | 1.0 ms | – |",
+    ]
+
+
+NUMBERS = (
+    "7",
+    "-0.5",
+    "+1,024.5",
+    "78 %",
+    "1.25×",
+    "224²",
+    "9.5e-01",
+    "< 1e-12",
+    "97.03 ± 0.70",
+    "33.33 ms",
+    "4 of 24",
+)
+NUMBERS += ("50.1 [49.0, 51.2]", "13.5× (12.5 to 14.9)", "2.50× (one process)", "**12**", "9 ms", "1 or 5", "0.2; 0.3")
+TEXTS = (
+    "V6: one",
+    "2 heads of 3",
+    "`7`",
+    "a 7",
+    "7 → 6.98 ✓",
+    "holds",
+    "800x1344",
+    "3 trials",
+    "[7](b)",
+    "1. a",
+    "Δ 3 ms",
+)
+
+
+@pytest.mark.parametrize(("cell", "right"), [*((each, True) for each in NUMBERS), *((each, False) for each in TEXTS)])
+def test_a_column_of_numbers_is_aligned_to_the_right(cell, right):
+    """Cells without a number count for neither."""
+    rule = table(["a"], [[cell], ["–"], [""]]).splitlines()[1]
+    assert rule == ("|---:|" if right else "|---|")
+
+
+@pytest.mark.parametrize(
+    ("text", "page", "placed"),
+    [
+        ("[a](README.md)", "results/tables.md", "[a](../README.md)"),
+        ("[a](README.md)", "README.md", "[a](README.md)"),
+        ("[a](results/tables.md)", "results/papers/b.md", "[a](../tables.md)"),
+        ("[a](results/papers/a.md)", "results/papers/b.md", "[a](a.md)"),
+        ("[a](#b) [c](https://d.org/e)", "docs/b.md", "[a](#b) [c](https://d.org/e)"),
+        ("![a](results/c%20d.png)", "docs/deep/b.md", "![a](../../results/c%20d.png)"),
+        ("p < 0.1, `<a>`", "README.md", "p < 0.1, `<a>`"),
+        ("a <b> and </b>", "README.md", "a &lt;b> and &lt;/b>"),
+        ("<!-- a --> <x@y.z>", "README.md", "&lt;!-- a --> &lt;x@y.z>"),
+        ("`a` <b> `c`", "README.md", "`a` &lt;b> `c`"),
+    ],
+)
+def test_links_lead_from_their_page_and_nothing_opens_a_tag(text, page, placed):
+    assert place(text, page) == placed
 
 
 def test_the_first_with_the_most_seeds_is_kept_of_each_name():
@@ -114,7 +169,7 @@ def test_a_module_offers_what_it_defines_itself_and_names_in_public():
 
 
 def passage(build, checkout) -> str:
-    return render_blocks(build(checkout.report()))
+    return build(checkout.report())
 
 
 def detector(checkout, path="detect/nano_scenes", **more):
@@ -139,9 +194,10 @@ def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout)
 
 
 def test_pictures_of_a_passage_are_found_from_its_page(checkout):
-    shown = {"docs/deep/x.md": {"y": lambda report: [(Picture("figures/a.png", "a"),)]}}
+    shown = {"docs/deep/x.md": {"y": lambda report: picture("figures/a b.png", "a")}}
     checkout.paper = dataclasses.replace(checkout.paper, passages=shown)
-    assert [text for _, _, text in build_passages(checkout.report())] == ["![a](../../results/figures/a.png)"]
+    ((file, _, text),) = build_passages(checkout.report())
+    assert place(text, file) == "![a](../../results/figures/a%20b.png)"
 
 
 def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(checkout):
