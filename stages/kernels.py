@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from repro.core.errors import UserError
 from repro.core.paths import find_root
 
 from . import Stage
@@ -38,11 +39,19 @@ def bench(
         bool, typer.Option("--compared", help="Only the shape of each operator that its goals are about.")
     ] = False,
     minutes: Minutes = None,
+    base: Annotated[
+        str | None, typer.Option(help="A commit: time its kernels too, and compare ours with them.")
+    ] = None,
 ) -> None:
     """Time the kernels on the GPU: ours, the torch backend's, other projects', and a copy."""
-    from repro.bench.kernels import run_bench
+    from repro.bench.kernels import bench_against, run_bench
 
-    run_bench(find_root(), op, compared=compared, minutes=minutes)
+    if base is None:
+        run_bench(find_root(), op, compared=compared, minutes=minutes)
+    elif minutes is not None:
+        raise UserError("kernels bench: --minutes stops one call, and --base makes two; take --op or --compared")
+    else:
+        bench_against(find_root(), base, op, compared=compared)
 
 
 @app.command()

@@ -8,17 +8,23 @@ import functools
 import importlib.util
 import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core.children import ask
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.record import find_commit, installed_version
 from ..core.runtime import device_label, device_slug, usable_cores
+from ..core.ui import print_table
 from ..core.unfinished import Unfinished, read_clock
 from .lanes import run_in_lanes
 
@@ -257,6 +263,65 @@ def run_bench(
     if left:
         print(f"time is up: the next call continues with the other {left} rows")
     return not left
+
+
+def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: bool = False) -> None:
+    """Time the kernels of another commit and then those here, and print how many times as fast these are.
+
+    The other commit is checked out into a folder of its own for as long as it takes, and runs its own `kernels bench`.
+
+    Args:
+        base: a commit, branch or tag.
+        op, compared: see `run_bench`.
+
+    Raises:
+        UserError: no such commit. RunError: its kernels cannot be timed; and see `run_bench`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "base"
+        if ask(["git", "worktree", "add", "--detach", str(folder), base], paths.root) is None:
+            raise UserError(f"kernels bench: --base {base}: Git has no such commit here")
+        try:
+            own = [*(["--op", op] if op else []), *(["--compared"] if compared else [])]
+            command = [sys.executable, "-m", "repro", "kernels", "bench", *own]
+            code = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}).returncode
+            if code:
+                raise RunError(f"kernels bench: --base {base}: its own `kernels bench` ended with exit code {code}")
+            before = _read_own(Paths(folder), op)
+        finally:
+            ask(["git", "worktree", "remove", "--force", str(folder)], paths.root)
+    began = read_clock()
+    run_bench(paths, op, compared=compared, began=began)
+    after = {key: row for key, row in _read_own(paths, op).items() if _is_since(row, began)}
+    print_table(
+        ["operator, sizes, passes", f"{base}: ms (20 %, 80 %)", "here", "times as fast"],
+        [
+            [key, *map(_show_times, (before[key], row)), _compare_times(before[key], row)]
+            for key, row in after.items()
+            if key in before
+        ],
+    )
+
+
+def _read_own(paths: Paths, op: str | None) -> dict[str, Row]:
+    """What was timed -> its row, of our kernels here."""
+    import torch
+
+    rows = read_bench(paths.speed / f"kernels/{device_slug(torch.device('cuda'))}.csv")
+    mine = (
+        row for row in rows if row["implementation"] == "triton" and op in (None, row["operator"]) and row["median_ms"]
+    )
+    return {f"{row['operator']}, {_sizes(row)}, {row['passes']}": row for row in mine}
+
+
+def _show_times(row: Row) -> str:
+    return f"{row['median_ms']:.3f} ({row['p20_ms']:.3f}, {row['p80_ms']:.3f})"
+
+
+def _compare_times(before: Row, after: Row) -> str:
+    """The ratio of the medians; open where the ranges overlap."""
+    apart = before["p80_ms"] < after["p20_ms"] or after["p80_ms"] < before["p20_ms"]
+    return f"{before['median_ms'] / after['median_ms']:.2f}{'' if apart else ', open'}"
 
 
 def format_bench(row: Mapping[str, Any]) -> str:

@@ -1,7 +1,11 @@
 """`repro kernels`: what it says where it cannot run, its records, and the tables in the documentation."""
 
+import shutil
+import subprocess
+
 import pytest
 
+from kernels.tools.operators import OPERATORS
 from repro.bench import kernels
 from repro.core.csvfile import read_typed_csv
 from repro.core.errors import RunError, UserError
@@ -114,6 +118,63 @@ def test_what_a_campaign_checked_is_not_checked_again(bare_checkout, check_rows,
     for _ in range(2):
         assert kernels.run_check(find_root(), "bi_wkv", began=began)
     assert capsys.readouterr().out.count("ok: ") == 1
+
+
+TIMED = {"operator": "bi_wkv", "implementation": "triton", "passes": "forward", "dtype": "bf16", "status": "ok"}
+TIMED |= {"samples": 10, "bytes": 1, "gflop": 0.0, **vars(OPERATORS["bi_wkv"].COMPARED)}
+
+
+AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+
+
+def write_times(root, **ms):
+    """The rows of `kernels bench` in a checkout: tokens -> median, whose ranges are 10 % to both sides."""
+    rows = [
+        TIMED | {"tokens": int(name[1:]), "median_ms": x, "p20_ms": 0.9 * x, "p80_ms": 1.1 * x}
+        for name, x in ms.items()
+    ]
+    kernels._write_bench(root / "results/speed/kernels/gpu.csv", [row | {"measured": read_clock()} for row in rows])
+
+
+@pytest.fixture
+def two_commits(bare_checkout, monkeypatch):
+    """A repository whose first commit times its kernels as it says there, and a bench here that finds others."""
+    monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
+    (bare_checkout / "repro").mkdir(exist_ok=True)
+    (bare_checkout / "repro/__main__.py").write_text(
+        "import shutil, sys; print(sys.argv[1:]); shutil.copytree('kept', 'results')"
+    )
+    write_times(bare_checkout, t192=2.0, t384=2.0, t576=1.0)
+    (bare_checkout / "results").rename(bare_checkout / "kept")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run(["git", *AUTHOR, *words], cwd=bare_checkout, check=True)
+    monkeypatch.setattr(kernels, "run_bench", lambda *given, **more: write_times(bare_checkout, t192=1.0, t384=1.9))
+    return bare_checkout
+
+
+def test_another_commit_is_timed_by_its_own_code(two_commits, capfd):
+    kernels.bench_against(find_root(), "HEAD", "bi_wkv")
+    out = capfd.readouterr().out
+    assert "['kernels', 'bench', '--op', 'bi_wkv']" in out
+    lines = [line for line in out.splitlines() if line.startswith("bi_wkv")]
+    # a shape that only one of both has is left out; ranges that overlap leave it open
+    assert [("T 192" in line, line.split()[-1]) for line in lines] == [(True, "2.00"), (False, "open")]
+    left = subprocess.check_output(["git", "worktree", "list"], cwd=two_commits).splitlines()
+    assert "1.05" in lines[1] and len(left) == 1
+
+
+def test_a_commit_that_is_not_there(two_commits):
+    with pytest.raises(UserError, match="--base nothing"):
+        kernels.bench_against(find_root(), "nothing")
+
+
+def test_a_commit_whose_kernels_cannot_be_timed(two_commits):
+    """Its own code says why; ours are then not timed."""
+    shutil.rmtree(two_commits / "kept")
+    subprocess.run(["git", *AUTHOR, "commit", "-qam", "second"], cwd=two_commits, check=True)
+    with pytest.raises(RunError, match="--base HEAD"):
+        kernels.bench_against(find_root(), "HEAD")
+    assert not (two_commits / "results/speed").exists()
 
 
 def test_documented_tables_are_of_committed_records():
