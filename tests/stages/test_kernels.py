@@ -140,7 +140,9 @@ def write_times(root, **ms):
 def two_commits(bare_checkout, monkeypatch):
     """A repository whose first commit times its kernels as it says there, and a bench here that finds others."""
     monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
-    (bare_checkout / "repro").mkdir(exist_ok=True)
+    for name in ("repro", "kernels", "stages"):
+        (bare_checkout / name).unlink()  # links to this code
+    (bare_checkout / "repro").mkdir()
     (bare_checkout / "repro/__main__.py").write_text(
         "import shutil, sys; print(sys.argv[1:]); shutil.copytree('kept', 'results')"
     )
