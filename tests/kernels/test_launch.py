@@ -45,8 +45,13 @@ class Compiled:
     def __init__(self, calls, warps):
         self.calls, self.warps = calls, warps
 
+    function = packed_metadata = None
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *values):
+        self.calls.append((self.warps, (x, y, z), *values))
+
     def __getitem__(self, grid):
-        return lambda *values: self.calls.append((self.warps, grid, *values))
+        return lambda *values: self.calls.append((self.warps, "watched", *values))
 
 
 @pytest.fixture
@@ -61,6 +66,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(triton_launch, "tuned", lambda kernel, candidates, *sizes: tuned)
     monkeypatch.setattr(triton_launch, "find_gpu", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", driver)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # a training in an earlier test asks for them
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
@@ -99,6 +106,13 @@ def test_what_is_compiled_runs_again_by_itself(kernel):
     assert kernel.calls[2] == (1, (8, 2, 1), 8, 5, y, 16)
     for changed in ({"x_ptr": x[1:]}, {"x_ptr": x.bool()}, {"T": 17}):
         assert len(launch(kernel, **{"x_ptr": x, "T": 16, **changed})[-1]) == 2  # by Triton
+
+
+def test_who_watches_launches_sees_what_runs_again(kernel, monkeypatch):
+    for _ in range(2):
+        launch(kernel)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
+    assert launch(kernel)[-1] == (1, "watched", 8, 5)
 
 
 def test_a_capture_runs_what_was_chosen_before_it(kernel, monkeypatch):
