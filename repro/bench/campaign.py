@@ -27,9 +27,9 @@ from ..core.runtime import (
     usable_cores,
 )
 from ..core.unfinished import Unfinished
-from .kernels import CHECK_TYPES, run_bench, run_check
+from .kernels import CHECK_TYPES, check_kernels, run_bench
 from .lanes import run_in_lanes
-from .probe import describe_probes, run_probe
+from .probe import describe_probes, probe_device
 from .sweep import PAIR
 
 SHORTEST_S = 20.0  # with less left nothing is begun
@@ -55,7 +55,7 @@ class CampaignParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CampaignStep:
     """One step: its name, what it answers, and (paths, minutes left or None, when all began) -> whether it is complete.
 
     In a call with a time limit it has no more than `limit` minutes, so that no step takes those of all others.
@@ -118,7 +118,7 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     return True
 
 
-def sweep(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
+def sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
     """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, whatever params.yaml holds."""
     from .efficiency import run_sweep
     from .params import SweepParams
@@ -126,8 +126,8 @@ def sweep(paths: Paths, minutes: float | None, began: str, **options: Any) -> bo
     return run_sweep(SweepParams(minutes=minutes, **options), paths, Runtime(data_roots={}), began=began)
 
 
-def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> Step:
-    return Step(name, about, partial(sweep, sizes=tuple(sizes), batch_size=batch_size, **options))
+def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> CampaignStep:
+    return CampaignStep(name, about, partial(sweep_rows, sizes=tuple(sizes), batch_size=batch_size, **options))
 
 
 _compare = partial(run_bench, compared=True)
@@ -139,29 +139,33 @@ _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 # the first minutes on a GPU say what the next change to the kernels depends on, then answer the paper's claim
-STEPS = (
-    Step("environment", "the machine and its versions", record_environment),
-    Step("probe", "whether frozen models are right, and whose time a pass takes: host, kernels, graphs", run_probe),
-    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(run_check, op="ttt_linear"), 1.5),
+CAMPAIGN = (
+    CampaignStep("environment", "the machine and its versions", record_environment),
+    CampaignStep(
+        "probe", "whether frozen models are right, and whose time a pass takes: host, kernels, graphs", probe_device
+    ),
+    CampaignStep(
+        "check of TTT-Linear", "its kernels against the fp64 reference", partial(check_kernels, op="ttt_linear"), 1.5
+    ),
     *(
         _plan_sweep(f"{side}², batch {batch}{how}", about, "T", batch, image_sizes=(side,), **_CLAIMED, **options)
         for side, batch in ((1280, 64), (1280, 1), (224, 64), (224, 1))
         for how, about, options in _WAYS
     ),
-    Step("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
-    Step("check", "the kernels against the fp64 reference", run_check),
-    Step("compared", "the kernels' speed at the shapes that the goals are about", _compare),
-    Step("training", "a short training in bf16", time_training),
+    CampaignStep("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
+    CampaignStep("check", "the kernels against the fp64 reference", check_kernels),
+    CampaignStep("compared", "the kernels' speed at the shapes that the goals are about", _compare),
+    CampaignStep("training", "a short training in bf16", time_training),
     _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
     _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, compile="graphs"),
     _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
-    Step("bench", "the kernels' speed at every shape", run_bench),
+    CampaignStep("bench", "the kernels' speed at every shape", run_bench),
     _plan_sweep("batch 64, all sizes", "every family of every size at batch 64", "TSB", 64),
     _plan_sweep("batch 1, all sizes", "every family of every size at batch 1", "TSB", 1),
 )
 
 
-def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, ...] = STEPS) -> bool:
+def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[CampaignStep, ...] = CAMPAIGN) -> bool:
     """Run the steps in order until the time is up, and print what is left; return whether nothing is.
 
     A step that lacks a package is left out and named. Steps that an unfinished call completed are not taken again.
@@ -252,7 +256,7 @@ _RECORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _run_apart(step: Step, paths: Paths, minutes: float | None, began: str) -> bool:
+def _run_apart(step: CampaignStep, paths: Paths, minutes: float | None, began: str) -> bool:
     """Take a step in a process of its own."""
 
     def died(_: Any) -> bool:
@@ -262,7 +266,7 @@ def _run_apart(step: Step, paths: Paths, minutes: float | None, began: str) -> b
     return is_complete
 
 
-def _run(paths: Paths, minutes: float | None, began: str, step: Step) -> tuple[bool, bool]:
+def _run(paths: Paths, minutes: float | None, began: str, step: CampaignStep) -> tuple[bool, bool]:
     """In the process of a step, which is used no more: errors that are not ours become one line."""
     try:
         return step.run(paths, minutes=minutes, began=began), True

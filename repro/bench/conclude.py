@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.speeds import COMMAND, HOST, ONE_PROCESS, bound_ratio, find_slow_operator, mark_host, pool_runs
-from .op_rate import OPERATORS
+from .op_rate import RATED_OPERATORS
 from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows
 
 Row = Mapping[str, Any]
@@ -116,7 +116,7 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
 
 def _withhold(family: str, theirs: Sequence[Row]) -> str | None:
     """The reason why no ratio against a family may be given; None where there is none."""
-    if family in OPERATORS and all(row.get("op_share_of_copy_percent") is None for row in theirs):
+    if family in RATED_OPERATORS and all(row.get("op_share_of_copy_percent") is None for row in theirs):
         return "the speed of its operator was not measured at this batch size and dtype"
     if slow := next(filter(None, map(find_slow_operator, theirs)), None):
         return slow

@@ -80,7 +80,7 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> 
     Raises:
         ValueError: an unknown model, an image size that it refuses, or an operator whose multiply-adds are unknown.
     """
-    model = build.create(name, options, image_size, fused=False, device="meta")
+    model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
     num_params = sum(p.numel() for p in model.parameters())
     found = closed_form(model, image_size)
     if found is None:

@@ -20,7 +20,7 @@ from kernels.ttt_linear.plain import ttt_linear_plain
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError
 from ..core.paths import Paths
-from ..core.record import find_commit, installed_version
+from ..core.record import current_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..core.unfinished import Unfinished, read_clock
 from ..models.fast_weights import LADDER, find_obstacle, learn
@@ -29,7 +29,7 @@ from .memory import measure_peak_mib
 from .speed import SLOW_STEPS, RowSpec, measure, median_interval, time_in_turn
 
 Form = Literal["recurrent", "parallel"]
-BOTH: tuple[Form, ...] = ("recurrent", "parallel")
+_FORMS: tuple[Form, ...] = ("recurrent", "parallel")
 TURNS = 11
 TURN_MS = 5.0
 BACKBONE = "vittt_tiny"  # also the setting of its rows
@@ -114,7 +114,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     file, state = paths.speed / f"{name}.csv", Unfinished(paths, name)
     state.save()
     here = {"device": device_label(device, runtime.threads), "torch_version": installed_version("torch")}
-    here["commit"] = (find_commit(paths.root) or "not in Git")[:12]
+    here["commit"] = (current_commit(paths.root) or "not in Git")[:12]
     rows = {_identify(row): row for row in read_forms(file) if (row["measured"] or "") >= state.began}
 
     def add(new: Sequence[Mapping[str, Any]]) -> None:
@@ -166,7 +166,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         weights = [(draw(h, *shape) / shape[0] ** 0.5).requires_grad_() for shape in loop.shapes(d)]
         given = (None if loop.rate == "fixed" else rates[..., : len(loop.learned)], momentum if loop.momentum else None)
         run = partial(learn, loop, weights, q, k, v, (1, tokens), *given)
-        found[f"lact_{step}"] = {form: partial(run, form) for form in (BOTH[:1] if find_obstacle(loop) else BOTH)}
+        found[f"lact_{step}"] = {form: partial(run, form) for form in (_FORMS[:1] if find_obstacle(loop) else _FORMS)}
     if "vittt" in setting.chunks:
         tokens_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         chunk = {"chunk_size": setting.chunks["vittt"]}
@@ -178,7 +178,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         found["vittt_own"] = {"recurrent": partial(ttt_linear, *tokens_first, lr, scale, W0, b0, weight, bias, **chunk)}
         for name, loss in (("plain", "mse"), ("dot", "dot")):
             run = partial(ttt_linear_plain, *tokens_first, lr, scale, W0, loss=loss, **chunk)
-            found[f"vittt_{name}"] = {form: partial(run, form=form) for form in BOTH}
+            found[f"vittt_{name}"] = {form: partial(run, form=form) for form in _FORMS}
     return found
 
 

@@ -28,7 +28,7 @@ def fvcore_terms(counted: Cost, name: str, options: Mapping[str, Any], image_siz
 
     For a denoiser (H, W) is the size of its input: that of the latents, where it draws those.
     """
-    model = build.create(name, options, image_size, fused=False, device="meta")
+    model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
     return {"multiply_adds": counted.macs, **count_extras(model, image_size)}
 
 

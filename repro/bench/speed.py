@@ -267,7 +267,9 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 
     def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = build.create(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(device, dtype)
+        model = build.build_eval_model(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(
+            device, dtype
+        )
         if hasattr(model, "set_backend"):
             model.set_backend(spec.backend)
         # a compiled model takes what is frozen on a GPU only

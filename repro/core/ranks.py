@@ -93,7 +93,7 @@ class Ranks:
         return holder[0]
 
 
-def launch(processes: int, arguments: list[str]) -> None:
+def launch_ranks(processes: int, arguments: list[str]) -> None:
     """Run `repro ARGUMENTS` under torchrun in `processes` processes of this machine, and end as it ends.
 
     A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the

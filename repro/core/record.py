@@ -230,7 +230,7 @@ def make_identity(
     return {
         "command": command,
         **({} if command else {"command_reason": "made by a program of its own"}),
-        "parent_commit": find_commit(root),
+        "parent_commit": current_commit(root),
         "params_hash": params_hash(config),
         "data_manifest_hash": hash_file(data_manifest) if data_manifest else None,
         "device": device,
@@ -241,13 +241,13 @@ def make_identity(
     }
 
 
-def find_commit(root: Path) -> str | None:
+def current_commit(root: Path) -> str | None:
     """The hash of the commit that the checkout is at; None outside of Git."""
     commit = ask(["git", "rev-parse", "HEAD"], root)
     return commit and commit.strip()
 
 
-def describe_recipe(identity: Mapping[str, Any]) -> str | None:
+def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
     """How a record says that it was trained, as JSON without the machine; None for a record without a recipe."""
     if (recipe := identity.get("recipe")) is None:
         return None

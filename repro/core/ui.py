@@ -24,7 +24,7 @@ _PLAIN = str.maketrans(
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def show(text: object) -> str:
+def escape_line(text: object) -> str:
     """A text on one line as a terminal can print it: control characters and bytes that are not UTF-8 are escaped."""
 
     def escape(match: re.Match) -> str:
@@ -39,7 +39,7 @@ def print_error(error: Exception | str) -> None:
     """Print an error on stderr, if it is there, as one line; in a long one, paths begin in the working directory and
     the middle is left out.
     """
-    line = show(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
+    line = escape_line(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
     if len(line) > MOST_CHARACTERS:
         line = line.replace(f"{os.getcwd()}{os.sep}", "")
     if len(line) > MOST_CHARACTERS:
@@ -183,7 +183,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     The first column, a name or a command to copy, is never broken: on a terminal that is too narrow for it and a word
     of each other column, a row is one plain text.
     """
-    rows = [[show(cell) for cell in row] for row in rows]
+    rows = [[escape_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if sys.stdout.isatty():
         from rich.cells import cell_len

@@ -9,7 +9,17 @@ from .claims import Report
 from .ledger import Claim, Entry
 from .markdown import code, join, make_anchor, number, strong, table
 from .records import group_by
-from .verdicts import KINDS, LEGEND, STATUSES, Status, Verdict, count_statuses, format_counts, format_ours, status_line
+from .verdicts import (
+    KIND_MEANINGS,
+    LEGEND,
+    STATUSES,
+    Status,
+    Verdict,
+    count_statuses,
+    format_counts,
+    format_ours,
+    status_line,
+)
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
@@ -66,7 +76,7 @@ def describe_speed_rule(report: Report) -> str:
 def count_kinds(report: Report) -> str:
     """How many entries of each kind have each status."""
     rows = []
-    for kind, label in KINDS.items():
+    for kind, label in KIND_MEANINGS.items():
         counts = count_statuses(verdict for verdict in report.all if verdict.entry.kind == kind)
         rows.append([label, *(number(counts[word]) for word in STATUSES), number(counts.total())])
     counts = count_statuses(report.all)

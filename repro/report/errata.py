@@ -19,7 +19,7 @@ LISTS = {
     "questions": ("Questions", "what would settle it"),
 }
 _WRONG = {Status.INCONSISTENT, Status.NOT_MEASURABLE, Status.EXPLAINED}
-Item = tuple[Erratum, Sequence[Verdict]]
+_Entry = tuple[Erratum, Sequence[Verdict]]
 
 
 def list_errata(reports: Sequence[Report]) -> str:
@@ -44,7 +44,7 @@ def list_errata(reports: Sequence[Report]) -> str:
     return join(sections)
 
 
-def find_items(report: Report, name: str) -> Iterator[Item]:
+def find_items(report: Report, name: str) -> Iterator[_Entry]:
     """Each item of a list with the verdicts behind it, in the ledger's order.
 
     An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, nobody can have
@@ -62,7 +62,7 @@ def find_items(report: Report, name: str) -> Iterator[Item]:
                 yield Erratum(ids=(verdict.entry.id,), correction="–"), [verdict]
 
 
-def _show_item(report: Report, rank: int, item: Item) -> list[str]:
+def _show_item(report: Report, rank: int, item: _Entry) -> list[str]:
     erratum, alike = item
     answers = report.paper.ledger.errata.answers
     row = [str(rank), _show_places(alike), _show_printed(alike), _show_evidence(report, item)]
@@ -91,7 +91,7 @@ def _show_printed(alike: Sequence[Verdict]) -> str:
     return ": ".join([*shown, *(["; ".join(says)] if says else [])])
 
 
-def _show_evidence(report: Report, item: Item) -> str:
+def _show_evidence(report: Report, item: _Entry) -> str:
     """The erratum's own words, or else those of its verdicts, with what we count or compute instead."""
     erratum, alike = item
     reasons = dict.fromkeys(filter(None, (each.evidence or each.explanation for each in alike)))

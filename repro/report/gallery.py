@@ -22,7 +22,7 @@ from .verdicts import format_counts, format_ratio
 
 def list_figures(report: Report) -> str:
     """The paper's figures and ours, and what the ledger says of each."""
-    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
+    drawn = {each.place: list_pictures(report.results, each.files) for each in report.paper.figures}
     blocks: list[str] = []
     drawings = list_drawings(report)
     for figure in report.paper.figures:
@@ -61,7 +61,7 @@ def list_drawings(report: Report) -> Drawings:
     return {**plan_figures(report), **plan_contest(report), **plan_dense(report), **report.paper.drawings(report)}
 
 
-def find_pictures(results: Results, pattern: str) -> list[str]:
+def list_pictures(results: Results, pattern: str) -> list[str]:
     """The files of a pattern, sorted, as paths relative to results/."""
     root = results.paths.results
     return sorted(file.relative_to(root).as_posix() for file in root.glob(pattern))

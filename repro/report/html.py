@@ -14,13 +14,13 @@ from ..core.errors import UserError
 from .claims import Report
 from .markdown import make_anchor
 from .records import OUTSIDE, PIPELINE
-from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
+from .verdicts import KIND_MEANINGS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
 
-LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
+_LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 _MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
 # a cell of the paper's number, ours and marks, or of marks alone; a lone dash is no mark, as it may stand for any value
@@ -52,7 +52,7 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
     parser = make_parser(first.results.paths.results.resolve())
     prefixes = ["", *(f"{report.paper.id}-" for report, _ in pages[1:])]
     described = [_describe(*page, prefix, parser) for page, prefix in zip(pages, prefixes, strict=True)]
-    return environment.get_template("template.html").render(pages=described, kinds=KINDS, statuses=STATUSES)
+    return environment.get_template("template.html").render(pages=described, kinds=KIND_MEANINGS, statuses=STATUSES)
 
 
 def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _embed(folder: Path, name: str) -> Mapping[str, Any] | None:
         image = Image.open(file).convert("RGBA")
     except OSError as error:
         raise UserError(f"{file}: not a picture that can be read ({error}); make it again, or remove it") from None
-    image.thumbnail((LARGEST, LARGEST))
+    image.thumbnail((_LARGEST, _LARGEST))
     image.save(stream, "WEBP", quality=75)
     data = base64.b64encode(stream.getvalue()).decode()
     return {"width": image.width, "height": image.height, "url": f"data:image/webp;base64,{data}"}

@@ -9,7 +9,7 @@ from ..core.paths import Paths
 from .markdown import join, number, table
 
 Row = Mapping[str, Any]
-PAGE, BLOCK = "results/speed.md", "kernels bench"
+PAGE, _BLOCK = "results/speed.md", "kernels bench"
 NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 
 COPY = "share of the bandwidth of a copy"
@@ -42,11 +42,11 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     blocks: list[str] = []
     for file in sorted(paths.speed.glob("kernels/*.csv")):
         rows = read_bench(file)
-        blocks += list_tables(rows, rows[0]["device"])
-    return [(PAGE, BLOCK, join(blocks or list_tables([], NOTHING_MEASURED)))]
+        blocks += list_operators(rows, rows[0]["device"])
+    return [(PAGE, _BLOCK, join(blocks or list_operators([], NOTHING_MEASURED)))]
 
 
-def list_tables(rows: Sequence[Row], label: str) -> list[str]:
+def list_operators(rows: Sequence[Row], label: str) -> list[str]:
     """For each operator: its goals, with what was measured on `label`, then the times of its rows."""
     from kernels.tools.bench import MEMORY
 

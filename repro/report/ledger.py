@@ -16,7 +16,7 @@ _BECAUSE = "the paper's other numbers give {computed}"
 CHOSEN_BY_ROW = (
     "the convention of the count was chosen for this row, and the column's own does not give the printed number"
 )
-Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
+_Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
 _PLACE = re.compile(
     r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract",
     re.I,
@@ -73,7 +73,7 @@ class Entry:
     id: str  # stable, e.g. `table1.vittt_t.macs_g`
     place: str  # where the paper has it, e.g. `Table 1, row Vittt-T, column Acc.`
     says: str  # the statement; for a number of a table, the table's title
-    kind: Kind  # the sort of evidence that decides it
+    kind: _Kind  # the sort of evidence that decides it
     unit: str = ""  # the number's unit; empty for statements and pure numbers
     printed: str | None = None  # the number as printed; None for statements
     relations: tuple[Relation, ...] = ()  # a statement requires itself
@@ -108,7 +108,7 @@ class Column:
 
     label: str
     unit: str
-    kind: Kind
+    kind: _Kind
     ours: str | None = None
     by_formula: dict[str, str] = dataclasses.field(default_factory=dict)
     fitted: str | None = None
@@ -214,7 +214,7 @@ class Claim(_Answer):
     id: str
     place: str
     says: str
-    kind: Kind
+    kind: _Kind
     unit: str = ""
     about: str = ""  # which size of the model a statement is about that names none, and why
     values: dict[str, Value] = dataclasses.field(default_factory=dict)

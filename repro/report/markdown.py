@@ -79,7 +79,7 @@ def make_anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def place(text: str, page: str) -> str:
+def place_on_page(text: str, page: str) -> str:
     """The text as it stands on a page, a file relative to the checkout: links lead from there, and no `<` opens a tag."""
     text = _CODE_OR_TAG.sub(lambda found: found[1] or "&lt;", text)
     return LINK.sub(lambda found: f"]({relpath(found[1], dirname(page) or '.')})", text)

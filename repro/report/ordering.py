@@ -21,9 +21,9 @@ NOT_SEPARATED = "not separated"
 # why a pair is not separated however many seeds agree: neither is above chance, or the images are too few
 AT_CHANCE, FEW_IMAGES, TWO_SEEDS = "at chance", "images", "two seeds"
 TOP1 = "top1_percent"
-Order = tuple[str, str]  # (better, worse), or any first and second variant
+_Order = tuple[str, str]  # (better, worse), or any first and second variant
 Margins = Mapping[
-    Order, float
+    _Order, float
 ]  # (first, second) -> by how many points the first may be worse, by a claim that it is no worse
 Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
 End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
@@ -101,7 +101,7 @@ class Ordering:
 def judge_ordering(
     top1: Scores,
     ends: Mapping[str, Mapping[int, End]],
-    orders: Sequence[Order],
+    orders: Sequence[_Order],
     images: int,
     classes: int,
     margins: Margins | None = None,
@@ -133,7 +133,7 @@ def judge_ordering(
 
 
 def compare_accuracies(
-    top1: Scores, pairs: Sequence[Order], images: int, classes: int, margins: Margins | None = None
+    top1: Scores, pairs: Sequence[_Order], images: int, classes: int, margins: Margins | None = None
 ) -> tuple[Pair, ...]:
     """`compare_pairs` of accuracies in percent on so many images.
 
@@ -143,7 +143,7 @@ def compare_accuracies(
     return compare_pairs(top1, pairs, round_off(images), floor, images, margins)
 
 
-def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[Order]) -> tuple[Pair, ...]:
+def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[_Order]) -> tuple[Pair, ...]:
     """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images.
 
     The trainings are those of one machine, see `keep_one_machine`; a pair that it did not train is left out.
@@ -162,7 +162,7 @@ def round_off(images: int) -> float:
 
 def compare_pairs(
     values: Scores,
-    pairs: Sequence[Order],
+    pairs: Sequence[_Order],
     least_spread: float,
     floor: float = -math.inf,
     images: int | None = None,

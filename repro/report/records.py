@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from ..core.csvfile import parse_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import describe_recipe, name_machine, read_record
+from ..core.record import name_machine, read_record, serialise_recipe
 from ..core.statistics import clip_share, describe_sample, share_interval
 from .markdown import show_interval
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 Name = TypeVar("Name", bound=Hashable)
-Trained = TypeVar("Trained")  # has `most_seeds`
+_Trained = TypeVar("_Trained")  # has `most_seeds`
 PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # what made a record: DVC, or a person's own command
 OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
@@ -82,7 +82,7 @@ class Source:
     @property
     def recipe(self) -> str | None:
         """How it was trained, as JSON without the machine; None for a record without a recipe."""
-        return describe_recipe(self.identity)
+        return serialise_recipe(self.identity)
 
     def by_seed(self, key: str) -> dict[int, Any]:
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
@@ -176,14 +176,14 @@ def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: 
     return show_interval(sample.mean, _widen(sample.ci95, source.metrics, key, sample.mean), form, unit)
 
 
-def keep_best(found: Iterable[Trained], name: Callable[[Trained], Hashable]) -> list[Trained]:
+def keep_best(found: Iterable[_Trained], name: Callable[[_Trained], Hashable]) -> list[_Trained]:
     """The first record, or group of records, with the most seeds among those of the same name."""
     return [max(alike, key=lambda each: each.most_seeds) for alike in group_by(found, name).values()]
 
 
-def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+def group_by(items: Iterable[_Item], key: Callable[[_Item], Any]) -> dict[Any, list[_Item]]:
     """The items by their key, in the order in which the keys come first."""
-    found: dict[Any, list[Item]] = {}
+    found: dict[Any, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found

@@ -31,7 +31,7 @@ BENCHMARKS = {
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
 PROFILE = "profiles/paper.yaml"
-ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
+_ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # how multiply-adds are counted, see `repro.bench.flops`
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
 # of published scores of drawn pictures: how many are drawn, and what they are compared with
@@ -40,7 +40,7 @@ DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 Choose = Callable[[str, float, tuple[float, float] | None], float]
 # what a training must have been: its `image_size`, its `epochs`, whether the moving average of the weights taught the
 # model (`mesa`), whether a linearization left the weights of its softmax model as they are (`frozen`); or less of it
-Training = Mapping[str, Any]
+_Training = Mapping[str, Any]
 _WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
 _WORDS |= {"linearized": {"frozen": False}, "linearized, frozen": {"frozen": True}}
 # of two rows that measure the same, the one of the first backend counts, then the one over more processes
@@ -71,7 +71,7 @@ class SpeedGroup:
         return f"; {UNKNOWN}" if self.device.startswith("cuda") and not self.mode.endswith("graphs") else ""
 
 
-def parse_training(asked: Sequence[int | str]) -> Training:
+def parse_training(asked: Sequence[int | str]) -> _Training:
     """What the last arguments of `accuracy` ask: a side in pixels, `36 epochs`, or one of `_WORDS`, else ValueError."""
     found: dict[str, Any] = {}
     for each in asked:
@@ -87,7 +87,7 @@ def parse_training(asked: Sequence[int | str]) -> Training:
     return found
 
 
-def fits_training(about: Mapping[str, Any], asked: Training) -> bool:
+def fits_training(about: Mapping[str, Any], asked: _Training) -> bool:
     """Whether a record of trainings, or a cell, is of such a training; `mesa` and `freeze` are there where used."""
     said = {"epochs": about.get("epochs"), "mesa": bool(about.get("mesa"))}
     said["image_size"] = about.get("image_size", asked.get("image_size"))  # a cell may say it elsewhere
@@ -220,7 +220,7 @@ class Results:
         # the convention of a family's own authors, which nobody fitted to their rows
         if field == "macs_g_of_authors":
             field = "macs_g_paper_convention"
-            if found["model"] == ADAPTER or field not in found:
+            if found["model"] == _ADAPTER or field not in found:
                 raise Missing("nobody has written down by which convention its authors count", "none")
         if field == "macs_g_fvcore" and field not in found:
             why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
@@ -242,7 +242,7 @@ class Results:
         self.used.add(source.path)
         return source.metrics[key]
 
-    def _is_as_described(self, source: Source, benchmark: Benchmark, training: Training) -> bool:
+    def _is_as_described(self, source: Source, benchmark: Benchmark, training: _Training) -> bool:
         """Whether a record's score may be set against a paper's, as far as the model's training and evaluation go."""
         record = source.metrics
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
@@ -255,7 +255,7 @@ class Results:
         is_alike = (record.get("init") is not None) == starts_pretrained
         return fits_training(record, training) and source.stage is not None and is_alike
 
-    def _score_command(self, kind: str, model: str, training: Training) -> str:
+    def _score_command(self, kind: str, model: str, training: _Training) -> str:
         is_foreign = model.split("_")[0] not in self.families
         if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
@@ -295,7 +295,7 @@ class Results:
         file = self.paths.profiles / "paper.yaml"
         return load_yaml(file) if file.is_file() else {}
 
-    def find_cell(self, section: str, model: str, kind: str, training: Training) -> str | None:
+    def find_cell(self, section: str, model: str, kind: str, training: _Training) -> str | None:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self.paper_profile.get("prepare_data") or {}
         for name, cell in (self.paper_profile.get(section) or {}).items():

@@ -58,7 +58,7 @@ LEGEND = {
     "–": "not measured, or nobody can have measured it as described; the page says why",
     "○": "out of scope: it needs a model of another field than vision",
 }
-KINDS = {
+KIND_MEANINGS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",
     "speed": "speed, memory",

@@ -17,7 +17,7 @@ from ..core.csvfile import format_csv, parse_csv
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import find_root
-from ..core.ranks import Ranks, joined, launch
+from ..core.ranks import Ranks, joined, launch_ranks
 from ..core.record import (
     CURVE_SCORES,
     atomic,
@@ -126,7 +126,7 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for cell in cells:
             check_before_launch(cell, gpus)
-        launch(gpus, sys.argv[1:])
+        launch_ranks(gpus, sys.argv[1:])
         return
     with joined(choose_device(cells[0].runtime.device).type) as ranks:
         for cell in (dataclasses.replace(each, ranks=ranks) for each in cells):

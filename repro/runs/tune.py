@@ -20,7 +20,7 @@ from ..core.paths import Paths, find_root
 from ..core.record import make_identity, read_json, write_json, write_record
 from ..core.runtime import Runtime, load_runtime
 from ..core.ui import print_table
-from ..data.cells import find_root as find_data
+from ..data.cells import find_data_root as find_data
 from ..data.kinds import KINDS, PrepareData
 from ..tasks.spec import TaskSpec
 from ..training.params import TrainParams
@@ -143,12 +143,12 @@ def run_search(search: Search) -> None:
         for trial in search.list_trials(grid):
             if trial.name not in done:
                 done[trial.name] = _run_trial(search, trial)
-        best = choose([found["trial"] for found in done.values()], search.score)
+        best = choose_trial([found["trial"] for found in done.values()], search.score)
         if best is None or (wider := widen(grid, best, search.cell.params.epochs)) is None:
             break
         grid = wider
     trials = [found["trial"] for found in done.values()]
-    if (chosen := choose(trials, search.score)) is None:
+    if (chosen := choose_trial(trials, search.score)) is None:
         raise RunError(f"tune: every trial of {search.name} diverged; lower {SECTION}.{search.name}.lr")
     cell = search.cell
     metrics = {
@@ -201,7 +201,7 @@ def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
     return kept
 
 
-def choose(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
+def choose_trial(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
     """The trial that `RULE` chooses; None where all diverged."""
     sound = [trial for trial in trials if not trial["diverged"]]
     return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)
