@@ -1,6 +1,6 @@
-"""What a plain backbone with its ViT-Adapter costs: the two counts of Table 2, without necks and heads.
+"""Costs of a plain backbone with its ViT-Adapter: the two counts of Table 2, without necks and heads.
 
-`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; `Cost.paper_terms` add up
+`Cost.macs` follows the one convention of `flops`. The papers in Table 2 count otherwise; `Cost.paper_terms` add up
 to their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for
 every output of a convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU
 and max pooling. The samples of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of

@@ -51,7 +51,7 @@ TRAINING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignParams:
-    """What the record of the machine depends on: nothing that can be chosen."""
+    """The parameters of the machine's record: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
 
 
 def sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
-    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, whatever params.yaml holds."""
+    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, independent of params.yaml."""
     from .efficiency import run_sweep
     from .params import SweepParams
 
@@ -233,7 +233,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:
-    """What a file of results/speed has: checks by operator, or how many rows."""
+    """The content of a file of results/speed: checks by operator, or the number of rows."""
     if "checks" not in rows[0]:
         return f"{len(rows)} rows"
     listed = ", ".join(f"{row['checks']} of `{row['operator']}`" for row in rows)
@@ -267,7 +267,7 @@ def _run_apart(step: CampaignStep, paths: Paths, minutes: float | None, began: s
 
 
 def _run(paths: Paths, minutes: float | None, began: str, step: CampaignStep) -> tuple[bool, bool]:
-    """In the process of a step, which is used no more: errors that are not ours become one line."""
+    """Run a step in its own process, used once; unexpected errors become one line."""
     try:
         return step.run(paths, minutes=minutes, began=began), True
     except (UserError, RunError, ModuleNotFoundError):

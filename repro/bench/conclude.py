@@ -76,7 +76,7 @@ def exponent(values: Mapping[int, float]) -> float | None:
 
 
 def _find_saved(ours: Row, theirs: Row) -> float | None:
-    """How many percent less memory ours takes; None where a peak is not known."""
+    """Our saving of memory in percent; None where a peak is not known."""
     peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
     return 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
 

@@ -104,7 +104,7 @@ def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[di
 
 
 def _is_plain_vit(model: torch.nn.Module) -> bool:
-    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT."""
+    """Tell whether a model is a VisionTransformer of timm's with only parts that the closed form counts, as DeiT."""
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]

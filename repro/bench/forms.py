@@ -55,7 +55,7 @@ TYPES |= {"samples_ms": lambda text: [float(each) for each in text.split()]}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured alike.
+    """A setting of the measurement.
 
     Args:
         name: `vision` or `paper`.
@@ -90,7 +90,7 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormsParams:
-    """What a record answers: the settings, and the sides of the square images in pixels at which whole backbones run."""
+    """The parameters of a record: the settings, and the image sides in pixels at which whole backbones run."""
 
     settings: tuple[Setting, ...] = SETTINGS
     image_sizes: tuple[int, ...] = (224, 1280)
@@ -142,7 +142,7 @@ def read_forms(path: Path) -> list[dict[str, Any]]:
 
 
 def _identify(row: Mapping[str, Any]) -> tuple:
-    """What a row measures."""
+    """The key of a row's measurement."""
     return tuple(row[name] for name in _ROW_KEY)
 
 
@@ -214,7 +214,7 @@ def _measure_learner(
 
 
 def compare_forms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times as fast the parallel form is, for each learner with both forms.
+    """The speedup of the parallel form, for each learner with both forms.
 
     Returns:
         {setting, learner, mode, tokens, ratio, ratio_ci95} each: the median over the turns of recurrent over parallel

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels are right, and how fast they are: `repro kernels check` and `bench`.
+"""Correctness and speed of the Triton kernels: `repro kernels check` and `bench`.
 
 The rows are written as they come. A call that was cut short is continued by the next one; where all that is asked for
 is there, it is made anew.
@@ -156,7 +156,7 @@ def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterato
 
 
 def _check_one(op: str, number: int) -> tuple[Row, bool]:
-    """In the process of a lane: a row, and whether the GPU is lost to the process."""
+    """Run a check in the process of a lane: its row, and whether the GPU is lost to the process."""
     import torch
 
     from kernels import triton_launch
@@ -291,7 +291,7 @@ def _is_since(row: Row | None, since: str) -> bool:
 
 
 def _describe_place(paths: Paths, device: Any) -> Row:
-    """Where, when and by which code a row is measured."""
+    """The device, versions, commit and time of a row's measurement."""
     versions = {name: installed_version(name) for name in ("torch", "triton")}
     commit = (current_commit(paths.root) or "not in Git")[:12]
     return {"device": device_label(device), "commit": commit, **versions, "measured": read_clock()}

@@ -1,4 +1,4 @@
-"""How fast the scans of other families run, as a share of what the same machine copies at the same moment."""
+"""Bandwidth of the scans of other families, as a share of a copy's on the same machine at the same moment."""
 
 import statistics
 from collections.abc import Callable, Mapping

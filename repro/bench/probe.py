@@ -1,5 +1,5 @@
-"""What the first minutes on a GPU have to say, in one process: whether frozen models are right, how much of a pass is the
-host's, which kernels its time goes to, and what compiling gives.
+"""The first measurements on a GPU, in one process: correctness of frozen models, the host's share of a pass, its time
+by kernel, and the gain of compiling.
 
 A line is written as soon as it is measured. Each section has a time limit of its own: one that breaks, or takes too long,
 leaves a line with the reason, and the next begins.
@@ -32,7 +32,7 @@ Corner = tuple[int, int]  # pixels of a side, images
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is probed: the models, the corners of image size and batch, and the dtype of inference and of autocast."""
+    """The plan of a probe: models, corners of image size and batch, and the dtype of inference and of autocast."""
 
     model: str = "vittt_tiny_patch16_224"
     baseline: str = "deit_tiny_patch16_224"
@@ -129,7 +129,7 @@ def time_inference(probe: ProbeLines) -> None:
 
 
 def time_plain(probe: ProbeLines) -> None:
-    """The same of the model without the kernels around its scan, at the largest corner."""
+    """Time the model without the fused kernels, at the largest corner."""
     _time_inference(probe, probe.plan.model, probe.plan.corners[0], "plain")
 
 
@@ -282,7 +282,7 @@ def _find_kernels(probe: ProbeLines, step: Callable[[], Any]) -> list[tuple[str,
 
 
 def _capture(model: Any, x: Any) -> tuple[Callable[[], None], Any]:
-    """What repeats a forward pass as a CUDA graph, and its output."""
+    """Capture a forward pass as a CUDA graph: a function that replays it, and its output."""
     import torch
 
     for _ in range(3):

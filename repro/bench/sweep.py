@@ -145,7 +145,7 @@ class RowSchedule:
                 yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._rates else None
 
     def fits(self, specs: Sequence[RowSpec], end: float | None = None) -> bool:
-        """Whether rows are expected to be measured by a time of the clock, or by the limit; unknown ones always fit."""
+        """Tell whether rows are expected to be done by a time of the clock, or by the limit; unknown ones fit."""
         left_s = (self._end if end is None else end) - self._clock()
         return not (self._rates or self._statuses) or sum(map(self.expect, specs)) <= left_s
 

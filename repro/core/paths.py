@@ -33,7 +33,7 @@ class Paths:
         return self.root / "results"
 
     def find(self, given: str) -> Path:
-        """What params.yaml calls so: relative to the root, `~` for the user's home."""
+        """Resolve a path of params.yaml: relative to the root, `~` for the user's home."""
         return self.root / os.path.expanduser(given)
 
     def cell(self, stage: str, cell: str) -> Path:
@@ -78,9 +78,9 @@ class Paths:
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """What is in front of a place in a word of a command line, and the place: `--data=folder:` and `~/pets`.
+    """Split a word of a command line into a prefix and a path: `--data=folder:` and `~/pets`.
 
-    A word without one, or whose place begins like a name, is all in front.
+    A word without a path, or whose path begins like a name, is all prefix.
     """
     found = _WORD.fullmatch(word)
     return (found[1], found[2]) if found else (word, "")

@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and prints."""
+        """True in the process that writes and prints."""
         return self.rank == 0
 
     def share(self, total: int, what: str) -> int:
@@ -44,11 +44,11 @@ class Ranks:
         return total // self.world_size
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank; one exchange for all."""
+        """Combine flags over the ranks by `or`, in one exchange."""
         return [value > 0 for value in self.sum([float(flag) for flag in flags])]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """For each value, its sum over the ranks, in fp64."""
+        """Sum each value over the ranks, in fp64."""
         if self.world_size == 1:
             return list(values)
         import torch

@@ -166,14 +166,14 @@ def _write_details(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_run(file: Path, seconds: float) -> None:
-    """Write the `run.json` of a record or of a stage's rows.csv: when it was finished, by which host, in how many seconds."""
+    """Write the `run.json` of a record or of a stage's rows.csv: date, host and seconds."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json"
     write_json(file.with_name(run), {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
 
 
 def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:
-    """Whether a record is there, in the same form, that says the same of the same parameters, data and device."""
+    """Tell whether the file already has an equal record, in the same form, of the same parameters, data and device."""
     if not file.is_file() or (file.name == "metrics.json" and file.with_name(DETAILS_FILE).is_file() != bool(scores)):
         return False
     try:
@@ -214,7 +214,7 @@ def read_record(path: Path) -> Any:
 def make_identity(
     root: Path, config: Any, *, data_manifest: Path | None = None, device: str, dtype: str, backend: str
 ) -> dict:
-    """What explains a number.
+    """The provenance of a number.
 
     Args:
         config: the stage's params dataclass.
@@ -248,7 +248,7 @@ def current_commit(root: Path) -> str | None:
 
 
 def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
-    """How a record says that it was trained, as JSON without the machine; None for a record without a recipe."""
+    """The training recipe in a record's identity, as JSON without the machine; None for a record without one."""
     if (recipe := identity.get("recipe")) is None:
         return None
     precision = recipe.get("precision")
@@ -285,7 +285,7 @@ def _hide_folders(word: str, root: Path) -> str:
 
 
 def has_versions(recorded: Mapping[str, str | None]) -> bool:
-    """Whether the packages that a record names are installed here in the versions of the record."""
+    """Tell whether this environment has a record's packages in the same versions."""
     return recorded.items() <= versions().items()
 
 

@@ -1,4 +1,4 @@
-"""What the user sees of a command: one progress display, one table. Rich on a terminal, plain text elsewhere."""
+"""Output of commands for people: one progress display, one table. Rich on a terminal, plain text elsewhere."""
 
 import codecs
 import contextlib
@@ -20,7 +20,7 @@ MOST_CHARACTERS = 300  # of an error
 _PLAIN = str.maketrans(
     {"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"}
 )
-# what would move the cursor, turn the text around, or is no character
+# these move the cursor or reverse the direction of text, or are no characters
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -49,7 +49,7 @@ def print_error(error: Exception | str) -> None:
 
 
 class _Stdout(io.FileIO):
-    """What an error of writing names as its file, once: what is left is given up."""
+    """Standard output; its first write error names it as the file, and drops the rest, so no second one follows."""
 
     def write(self, content: Any) -> int | None:
         try:

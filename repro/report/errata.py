@@ -47,9 +47,9 @@ def list_errata(reports: Sequence[Report]) -> str:
 def find_items(report: Report, name: str) -> Iterator[_Entry]:
     """Each item of a list with the verdicts behind it, in the ledger's order.
 
-    An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, nobody can have
-    measured it, or ours differs and a computation or a source shows why. A question may be about any entry. A
-    contradiction that the ledger places nowhere is the last of the inconsistencies.
+    An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, the number
+    cannot have been measured, or ours differs and a computation or a source shows why. A question may be about any
+    entry. A contradiction that the ledger places nowhere is the last of the inconsistencies.
     """
     errata = report.paper.ledger.errata
     for erratum in getattr(errata, name):
@@ -71,7 +71,7 @@ def _show_item(report: Report, rank: int, item: _Entry) -> list[str]:
 
 
 def _show_places(alike: Sequence[Verdict]) -> str:
-    """Where the paper has them; the rows of one column of a table stand together."""
+    """The places in the paper; rows of one column of a table stand together."""
     rows: dict[str, list[str]] = {}
     for place in dict.fromkeys(each.entry.place for each in alike):
         found = re.fullmatch(r"(.*), row (.*)(, column .*)", place)
@@ -105,7 +105,7 @@ def _show_evidence(report: Report, item: _Entry) -> str:
 
 
 def _find_residuals(report: Report, alike: Iterable[Verdict]) -> Iterator[str]:
-    """How far the two sides of each printed equation lie apart that is computed, and fails."""
+    """The residual of each printed equation that is computed and fails."""
     for verdict in alike:
         calls = verdict.entry.ours.calls if verdict.entry.ours and verdict.ours is False else ()
         for call in (call for call in calls if call.name.endswith("_error")):

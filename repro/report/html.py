@@ -56,7 +56,7 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
 
 
 def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
-    """What the template shows of a paper, whose ids begin with `prefix`."""
+    """The template's variables for a paper; its ids begin with `prefix`."""
     lead, *sections = (part.partition("\n") for part in re.split(r"^##? ", page, flags=re.M)[1:])
     return {
         "paper": report.paper,
@@ -81,7 +81,7 @@ def render_section(parser: "MarkdownIt", title: str, body: str, prefix: str) -> 
 
 
 def make_parser(folder: Path) -> "MarkdownIt":
-    """What renders Markdown with the pictures in a folder embedded; raw HTML and `<links>` are text."""
+    """A Markdown parser that embeds the pictures of a folder; raw HTML and `<links>` are text."""
     from markdown_it import MarkdownIt
     from markdown_it.common.utils import escapeHtml
 

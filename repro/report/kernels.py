@@ -1,4 +1,4 @@
-"""What was timed of the kernels, and their goals, as tables of results/speed.md."""
+"""Times of the kernels and their goals, as tables of results/speed.md."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
 
 
 def list_operators(rows: Sequence[Row], label: str) -> list[str]:
-    """For each operator: its goals, with what was measured on `label`, then the times of its rows."""
+    """Tables by operator: its goals with the measurements on `label`, then the times of its rows."""
     from kernels.tools.bench import MEMORY
 
     blocks: list[str] = []
@@ -89,7 +89,7 @@ def tabulate_times(rows: Sequence[Row]) -> str:
     lines = []
 
     def find_line(row: Row) -> tuple:
-        """A further size that tells rows apart stands beside the one before it."""
+        """A further size that distinguishes rows follows the one before it."""
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]

@@ -35,7 +35,7 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains it."""
+    """A constraint on the number of entry `id` by the paper's other numbers; the head of a ledger explains it."""
 
     id: str
     equals: str | None = None
@@ -50,7 +50,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why our numbers of some entries differ from the paper's. Its evidence is a computation, `shows`, or a `source`."""
+    """An explanation of differences from the paper's numbers. Its evidence is a computation, `shows`, or a `source`."""
 
     ids: tuple[str, ...]
     text: str  # may contain {computed}
@@ -77,8 +77,8 @@ class Entry:
     unit: str = ""  # the number's unit; empty for statements and pure numbers
     printed: str | None = None  # the number as printed; None for statements
     relations: tuple[Relation, ...] = ()  # a statement requires itself
-    contradiction: str | None = None  # evidence that only reading shows
-    measurable: Relation | None = None  # the condition without which nobody can have measured the number as described
+    contradiction: str | None = None  # evidence in the text that no computation shows
+    measurable: Relation | None = None  # a necessary condition for a measurement as described
     explanations: tuple[Explanation, ...] = ()  # why ours may differ
     fitted: str | None = None  # what of our convention was fitted to such rows, and how often it was tried
     # our counterpart; where there is none, `reason` and `command` say why and what would show it
@@ -241,7 +241,7 @@ class Claim(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """What a paper's authors are told or asked of some entries, and what is proposed.
+    """A note or question to a paper's authors on some entries, with a proposal.
 
     Args:
         ids: the entries; they share a row.
@@ -256,10 +256,10 @@ class Erratum:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errata:
-    """What became of a paper's contradictions outside of this project.
+    """The correspondence on a paper's contradictions, outside of this project.
 
     Args:
-        as_of: the day on which somebody last compared them with the paper, e.g. `2026-11-25`.
+        as_of: the day of the last comparison with the paper, e.g. `2026-11-25`.
         sent: the day on which its authors got them; None where they did not.
         answers: id of an entry -> what the authors said.
         errors, inconsistencies, questions: what they are told and asked, in the order of its consequences.

@@ -42,7 +42,7 @@ def join(blocks: Iterable[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table; a column of which most filled cells are numbers is aligned to the right."""
+    """A table; columns whose filled cells are mostly numbers are aligned to the right."""
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     columns = list(zip(*cells, strict=True)) or [()] * len(header)
     filled = ([cell for cell in column if cell not in ("", "–")] for column in columns)

@@ -1,4 +1,4 @@
-"""What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
+"""Measurements without a counterpart in a paper: speed, memory, runs on other data; and the provenance of records."""
 
 import itertools
 import statistics
@@ -96,7 +96,7 @@ def list_runs(report: Report) -> str:
 
 
 def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
-    """Whether a score still rises at the end of a training, `flat` or `rises`, and by how many points."""
+    """`flat` or `rises` for a score at the end of a training, and the rise in points."""
     rises = [rise for rise in map(measure_rise, curves.values()) if rise is not None]
     if not rises:
         return "–"
@@ -131,7 +131,7 @@ def over_resolution(report: Report) -> str:
 
 
 def list_searches(report: Report) -> str:
-    """How learning rates and warm-ups were chosen, a row for each cell; nothing without `repro tune`."""
+    """A table of the searches for learning rates and warm-ups, a row per cell; empty without `repro tune`."""
     results = report.results
     listed = list_all(results.sources)
     found = [each for each in listed if each.metrics.get("split") == "tune" and "trials" in each.metrics]
@@ -159,7 +159,7 @@ def list_searches(report: Report) -> str:
 
 
 def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
-    """What the profiles say of the optimiser of `SECTION.NAME`; empty for a cell that is not there."""
+    """The optimiser's settings of `SECTION.NAME` in the profiles; empty for a cell that is not there."""
     section, _, name = cell.partition(".")
     return (results.profile_cells.get((section, name)) or {}).get("optim") or {}
 

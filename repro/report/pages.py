@@ -117,7 +117,7 @@ def _write_pages(
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
-    """How a file is called that is not the expected one, or those of its blocks that are not; empty where it is."""
+    """Name a file that differs from the expected one, or its blocks that differ; empty where nothing does."""
     if not found.is_file():
         return [f"{name}, which is missing"]
     if found.read_bytes() == expected.read_bytes():

@@ -1,4 +1,4 @@
-"""What the report needs of a paper: each room of `repro.papers` declares one `Paper`."""
+"""The report's interface to a paper: each room of `repro.papers` declares one `Paper`."""
 
 import dataclasses
 import fnmatch
@@ -34,7 +34,7 @@ Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Cells that are compared with each other: variants of one model, trained alike.
+    """Cells that are compared with each other: variants of one model, trained by one recipe.
 
     Args:
         cells: the places of a variant's cell, `ablate/{variant}_digits_7s`; the first that has a record counts.
@@ -75,7 +75,7 @@ class VariantTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a reader asks first: how many of some entries are matched."""
+    """A question that the report answers first: the share of some entries that are matched."""
 
     label: str  # what they are, e.g. `parameters`
     says: str = ""  # the same as the subject of a sentence of the verdict; empty where the verdict leaves them out
@@ -123,7 +123,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ablations:
-    """What the tables that compare variants say in words."""
+    """The words of the tables that compare variants."""
 
     places: str  # where they are, e.g. `Tables 3 and 4`
     about: str  # the model and the data that the paper's numbers are of
@@ -135,7 +135,7 @@ class Ablations:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What the paper.yaml of a room declares."""
+    """The content of a room's paper.yaml."""
 
     id: str  # the name of the room
     name: str  # what the paper is called for short

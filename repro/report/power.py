@@ -1,4 +1,4 @@
-"""Which difference a comparison can show, by its seeds and its pairs: asked before it runs."""
+"""Statistical power: the smallest difference that a comparison can show, by its seeds and pairs, before it runs."""
 
 import math
 

@@ -44,7 +44,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the record is called: the cell, or the stage without cells, or the name of its file."""
+        """The record's name: its cell, its stage where that has no cells, or its file."""
         path = PurePosixPath(self.path)
         return path.parent.name if path.name == "metrics.json" else path.stem
 
@@ -71,7 +71,7 @@ class Source:
 
     @property
     def unit(self) -> str:
-        """What DVC calls the stage, or the stage and the cell, that wrote it: `pretrain@nano`."""
+        """DVC's name for the stage or cell that wrote it: `pretrain@nano`."""
         return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
@@ -81,7 +81,7 @@ class Source:
 
     @property
     def recipe(self) -> str | None:
-        """How it was trained, as JSON without the machine; None for a record without a recipe."""
+        """The training recipe as JSON without the machine; None for a record without one."""
         return serialise_recipe(self.identity)
 
     def by_seed(self, key: str) -> dict[int, Any]:
@@ -116,7 +116,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     sources = [_read(paths, *each) for each in files]
 
     def name_experiment(source: Source) -> Hashable:
-        """What records of one experiment on several machines have in common; the path of what is of one alone."""
+        """The key that records of one experiment share across machines; the path for a record of one machine alone."""
         # times belong to a machine and scores do not
         is_scored = "by_seed" in source.metrics or "trials" in source.metrics
         return (source.place, source.recipe) if is_scored else source.path
@@ -136,7 +136,7 @@ def list_all(sources: Iterable[Source]) -> list[Source]:
 
 
 def rank_machine(sources: Collection[Source]) -> tuple[int, int]:
-    """How much the records of one machine say of a comparison: most records, then most seeds."""
+    """Rank a machine's records for a comparison: most records, then most seeds."""
     return len(sources), sum(each.most_seeds for each in sources)
 
 
@@ -207,7 +207,7 @@ def _widen(
 
 
 def warn_of_seeds(sources: Iterable[Source]) -> str:
-    """What a section with too few seeds for any verdict says first; empty where they are enough."""
+    """The warning before a section with too few seeds for any verdict; empty where they are enough."""
     most = max((source.most_seeds for source in sources), default=0)
     if most not in (1, 2):
         return ""

@@ -28,7 +28,7 @@ class Score(NamedTuple):
 
     @property
     def has_left(self) -> bool:
-        """Whether what was made is missing, or its interval does not meet that of what is held: one chance in 180."""
+        """True where the new score is missing, or its interval does not meet the old one's: one chance in 180."""
         if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
         (low, high), (made_low, made_high) = self.interval, self.made_interval

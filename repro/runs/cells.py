@@ -226,7 +226,7 @@ def record_speed(
 
 
 def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
-    """What the speed and the peak memory of a training depend on, besides its device."""
+    """The settings that determine a training's speed and peak memory, besides its device."""
     sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
     return {
         "model": params.model,
@@ -293,7 +293,7 @@ def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def find_place(job: Job) -> dict[str, str]:
-    """Where the steps run, and by which implementation of the kernels."""
+    """The device, the dtype and the kernels' backend of a training's steps."""
     from ..models.registry import kernel_backend
 
     network = getattr(job.task.model, "backbone", job.task.model)

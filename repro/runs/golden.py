@@ -1,6 +1,6 @@
-"""Golden losses: what ten steps of a small model of every family compute, kept in results/golden.
+"""Golden losses: the values of ten steps of a small model of every family, kept in results/golden.
 
-A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed beside the values. The
+A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed with the values. The
 recipe of golden.yaml is one in which every setting shows. A change of code that moves no value changed no training:
 dvc.yaml makes trainings depend on these files, and on no code.
 """
@@ -54,7 +54,7 @@ class _NoCheckpoints(Checkpointer):
 
 
 def folder_of(paths: Paths) -> Path:
-    """Where values and pictures lie."""
+    """The folder of values and pictures."""
     return paths.results / "golden"
 
 
@@ -234,7 +234,7 @@ def _write_lines(file: Path, lines: Mapping[str, Line]) -> None:
 
 
 def _merge(*sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings, of which a later one wins."""
+    """Merge nested mappings; a later one wins."""
     merged: dict[str, Any] = {}
     for section in sections:
         for key, value in section.items():

@@ -135,7 +135,7 @@ def train_own(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnTraining:
-    """What does not depend on the pictures.
+    """Settings of a training on own pictures that do not depend on the pictures.
 
     Args:
         data, model, init: see `TrainParams`.
@@ -152,7 +152,7 @@ class OwnTraining:
 
     @property
     def nano(self) -> bool:
-        """Whether the model is one for embedded data."""
+        """True for a model of the size for embedded data."""
         return "nano" in self.model
 
     @property
@@ -161,7 +161,7 @@ class OwnTraining:
         return 0.5 if self.flip else 0.0
 
     def choose_length(self, images: int, largest: int, passes: int, evaluations: int) -> dict[str, Any]:
-        """What all recipes share; batches have at most `largest` pictures."""
+        """The settings that all recipes share; batches have at most `largest` pictures."""
         batch_size = max(1, min(largest, images))
         steps = FEWEST_TUNING_STEPS if self.init else FEWEST_STEPS
         epochs = self.epochs or min(300, max(passes, math.ceil(steps * batch_size / images)))
@@ -245,7 +245,7 @@ def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
 
 
 def _choose_dense(start: OwnTraining, images: int, rate: float, pyramid: Any) -> dict[str, Any]:
-    """What the recipes for scenes share.
+    """The settings that the recipes for scenes share.
 
     The rate falls linearly, which needs no milestones; weights that are given learn slower in the lower layers.
     """

@@ -60,7 +60,7 @@ class TuneParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchParams:
-    """What determines the outcome of a search, for the hash in its record: the cell as its first trial has it, and the
+    """Parameters that determine a search's outcome, for the hash in its record: the cell of its first trial, and the
     search.
     """
 
@@ -78,7 +78,7 @@ class Search:
 
     @property
     def score(self) -> str:
-        """What is compared."""
+        """The name of the score that trials are compared by."""
         return next(iter(self.cell.spec.scores))
 
     def list_trials(self, grid: TuneParams) -> list[Cell]:
@@ -173,7 +173,7 @@ def run_search(search: Search) -> None:
 
 
 def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
-    """What came of a trial, {origin, place, trial}, and keep it for a call that continues; one that diverges is an
+    """Run a trial and return its outcome, {origin, place, trial}, kept for a call that continues; divergence is an
     outcome and no error.
     """
     hashes = {"params": params_hash(trial.params), "data": hash_file(trial.inputs[0])}
