@@ -1,7 +1,7 @@
 """Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
 
 Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
-nothing but itself. What a step has measured lies under results, written as it comes. A GPU that is free for some minutes
+nothing but itself. A step's measurements lie under results, written as they come. A GPU that is free for some minutes
 at a time is measured by calling the same command again: until every step is complete, a call goes on where the last one
 ended, and takes no step twice.
 """
@@ -56,7 +56,7 @@ class CampaignParams:
 
 @dataclasses.dataclass(frozen=True)
 class CampaignStep:
-    """One step: its name, what it answers, and (paths, minutes left or None, when all began) -> whether it is complete.
+    """One step: its name, its question, and (paths, minutes left or None, when all began) -> whether it is complete.
 
     In a call with a time limit it has no more than `limit` minutes, so that no step takes those of all others.
     """
@@ -68,7 +68,7 @@ class CampaignStep:
 
 
 def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
-    """results/replications/<device>/environment.json: the machine, its versions, and what is in the way of the kernels."""
+    """results/replications/<device>/environment.json: the machine, its versions, and obstacles to the kernels."""
     import torch
 
     from kernels import selected_backend
@@ -131,7 +131,7 @@ def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: A
 
 
 _compare = partial(run_bench, compared=True)
-# what the paper claims of speed, at both ends of the range of image sizes
+# the paper's claims on speed, at both ends of the range of image sizes
 _CLAIMED = {"families": PAIR}
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "Vittt-T and DeiT-T, fused and unfused", {}),
@@ -166,7 +166,7 @@ CAMPAIGN = (
 
 
 def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[CampaignStep, ...] = CAMPAIGN) -> bool:
-    """Run the steps in order until the time is up, and print what is left; return whether nothing is.
+    """Run the steps in order until the time is up, and print the steps that are left; return whether there are none.
 
     A step that lacks a package is left out and named. Steps that an unfinished call completed are not taken again.
 
@@ -210,7 +210,7 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Campai
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of results/speed.md: what is measured of each GPU in a line each, or that there is none."""
+    """(page, marker, text) of results/speed.md: a line on each GPU's measurements, or that there is none."""
     lines = ["| device | file | what it says | commit |", "|---|---|---|---|"]
     for name, describe in _RECORDS.items():
         for file in sorted(paths.results.glob(f"replications/*/{name}.json")):

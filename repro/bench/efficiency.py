@@ -57,7 +57,7 @@ def run_sweep(
     Args:
         began: rows measured since (`core.unfinished.read_clock`) are not measured again; None: since the unfinished
             sweep of before began, if there is one.
-        started: what `time.monotonic` said when the time of the call began; None: what it says now.
+        started: `time.monotonic()` at the start of the call's time; None: now.
 
     Returns:
         Whether no row was left out for want of time.

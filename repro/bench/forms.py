@@ -1,4 +1,4 @@
-"""The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro kernels forms` writes.
+"""The recurrent and the parallel form of inner learners: time and memory over the tokens, by `repro kernels forms`.
 
 Both forms of a learner run in turn, and each ratio is of one turn.
 """

@@ -31,7 +31,7 @@ BENCH_NUMBERS = ("median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "sh
 BENCH_NUMBERS += ("gflop",)
 BENCH_COLUMNS = ("operator", "implementation", "passes", "sizes", "dtype", "status", "samples", "bytes", *BENCH_NUMBERS)
 BENCH_COLUMNS += ("reason", "peer_version", *_WHERE)
-# what a row calls a size -> how a line prints it
+# key of a size in a row -> its form in a line
 _PRINTED = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk"}
 _PRINTED |= {"channels": "channels", "state_dim": "states"}
 BENCH_TYPES = dict.fromkeys(BENCH_NUMBERS, float) | {"samples": int, "bytes": int, "sizes": json.loads}
@@ -128,7 +128,7 @@ def summarise_checks(rows: Sequence[Row]) -> Row:
 
 
 def format_check(row: Mapping[str, Any]) -> str:
-    """A line for a row of `check.check_one`: the verdict, what was checked, and the error that comes nearest to its limit."""
+    """A line for a row of `check.check_one`: the verdict, the check, and the error nearest to its limit."""
     verdict = {True: "ok", False: "FAILED", None: "not run"}[row["passed"]]
     detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that broke off has no sizes
     if row.get("errors"):

@@ -45,7 +45,7 @@ class ProbeLines:
     """The lines of a probe, in a CSV file; a new probe begins with none.
 
     Args:
-        plan: what is probed.
+        plan: models and corners, see `Plan`.
         path: the CSV file.
         root: the checkout, whose commit each line names.
     """
@@ -181,7 +181,7 @@ def time_compiled_training(probe: ProbeLines) -> None:
     time_steps(probe, compiled=True)
 
 
-# name, limit in seconds, what runs: the first are those on which most depends
+# name, limit in seconds, function; the first are those on which most depends
 PROBES: tuple[tuple[str, float, Callable[[ProbeLines], None]], ...] = (
     ("right", 90, check_frozen),
     ("inference", 90, time_inference),

@@ -222,7 +222,7 @@ def _measure(
     keep_failures: bool = True,
     also: Mapping[str, Any] = {},
 ) -> None:
-    """Measure a row into the sheet with what is `also` known of it, unless the time ends before."""
+    """Measure a row into the sheet, with the fields `also`, unless the time ends before."""
     began = time.monotonic()
     try:
         row = measure(schedule.limit(spec))

@@ -272,7 +272,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         )
         if hasattr(model, "set_backend"):
             model.set_backend(spec.backend)
-        # a compiled model takes what is frozen on a GPU only
+        # a compiled model takes frozen weights on a GPU only
         if hasattr(model, "freeze") and spec.mode == "infer" and (device.type == "cuda" or not spec.compile):
             model.freeze(graphs=0)  # an eager row is the host's; `graphs` names the other
         return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
@@ -310,7 +310,7 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
     """Run two steps of a model, so that what loads at the first call is there before a baseline of memory is read.
 
     It is the code of the loops and of numba, which compiles them, and of the libraries of matrix products: over 100 MiB
-    that no model of a longer life has to itself. What the steps have taken goes back to the system.
+    that no model of a longer life has to itself. The steps' memory goes back to the system.
     """
     import torch
 

@@ -133,7 +133,7 @@ def _run_module() -> None:
     """Run the module of the command line; where torchrun says that a process of it was killed, end with a shell's code
     for that.
     """
-    # it leads its group, and what it runs has a Ctrl-C's time to save
+    # it leads its group; its children have the time of a Ctrl-C to save
     follow_parent(lambda: os.killpg(0, signal.SIGINT))
     os.environ[PARENT] = str(os.getpid())
     logging.disable(logging.INFO)  # else the last lines of a log are DVC's, about dvc.lock

@@ -222,7 +222,7 @@ def section_keys(params_path: Path, section: str) -> list[str]:
     return [str(name) for name in cells]
 
 
-DEFAULT_PROFILE = "mini"  # what params.yaml is in a fresh checkout
+DEFAULT_PROFILE = "mini"  # the profile of params.yaml in a fresh checkout
 
 
 def list_profiles(paths: Paths) -> list[str]:

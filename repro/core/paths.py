@@ -42,7 +42,7 @@ class Paths:
 
     @property
     def speed(self) -> Path:
-        """`results/speed`: what was timed and checked on a device, one CSV for each kind; never a DVC out."""
+        """`results/speed`: times and checks of a device, one CSV for each kind; never a DVC out."""
         return self.results / "speed"
 
     def replications(self, device: str) -> Path:
@@ -52,7 +52,7 @@ class Paths:
         return self.results / "replications" / device
 
     def artifacts(self, record: Path) -> Path:
-        """`artifacts/<stage>/<cell>`: what Git does not keep of a training whose record is this file of results/."""
+        """`artifacts/<stage>/<cell>`: the files outside of Git of a training with this record in results/."""
         place = record.relative_to(self.results)
         return self.root / "artifacts" / (place.parent if place.name == "metrics.json" else place.with_suffix(""))
 

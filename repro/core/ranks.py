@@ -1,4 +1,4 @@
-"""The processes of one training run, as torchrun starts them: who this one is, and what all of them agree on.
+"""The processes of one training run, as torchrun starts them: the own rank, and reductions over all.
 
 Without torchrun there is one process, nothing is initialised, and every function below is the plain thing.
 """

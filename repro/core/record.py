@@ -90,7 +90,7 @@ def format_record(value: Any, line: str = "\n") -> str:
     a seed, a machine's versions. The texts of a list, which are the lines of a curve, have a line each.
 
     Args:
-        line: what begins a line at the depth of `value`.
+        line: the beginning of a line at the depth of `value`.
     """
     is_list, inner = isinstance(value, list), f"{line} "
     held = value if is_list else value.values() if isinstance(value, dict) else ()
@@ -223,7 +223,7 @@ def make_identity(
 
     Returns:
         {command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions}; for the
-        machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
+        machine see `runtime.describe_place`. Unknown values are None, for the command with command_reason.
     """
     require_own_code(root)
     command = find_command(root, sys.argv)

@@ -1,4 +1,4 @@
-"""Seeds, determinism, device choice and the `runtime:` section: what changes how a run goes, never what comes out."""
+"""Seeds, determinism, device choice and the `runtime:` section, which changes a run's course, never its results."""
 
 import dataclasses
 import multiprocessing
@@ -204,7 +204,7 @@ def _read_cpuinfo() -> dict[str, str]:
 
 
 def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
-    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; what is unknown is None, with
+    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; unknown values are None, with
     <name>_reason.
 
     The flags are those of vector instructions, which decide rounding and speed, in alphabetical order.
@@ -253,7 +253,7 @@ def describe_place(device: str) -> dict[str, Any]:
     Returns:
         {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`; `vector` names the instructions
         that PyTorch uses, `blas` its library of matrix products. For a GPU also `gpus`, see `describe_machine`, and
-        `cuda`, the version that PyTorch was built with. What is unknown is None, with <name>_reason: torch is asked
+        `cuda`, the version that PyTorch was built with. Unknown values are None, with <name>_reason: torch is asked
         only where the process has imported it.
     """
     found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo())}

@@ -13,7 +13,7 @@ AS_LONG = 1.25  # largest factor in time at which both count as the host's
 RANGES = {"latency_ms": "latency_range_ms", "peak_memory_mib": "peak_memory_range_mib"}
 HOST = "the host's time"
 UNKNOWN = "host's share not known"
-COMMAND = "repro efficiency --graphs"  # what measures the GPU's time
+COMMAND = "repro efficiency --graphs"  # measures the GPU's time
 # the share of a copy's bandwidth that a family's operator must reach before a ratio against the family is given
 REQUIRED_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
 ONE_PROCESS = "one process, no interval"

@@ -95,7 +95,7 @@ class Progress:
     """A bar on a terminal, a line now and then in a log; a context manager.
 
     Args:
-        label, total, done: what is being done, how many units there are, and how many of them were finished before.
+        label, total, done: a name for the work, its units, and how many of these were finished before.
         unit: what is counted, e.g. `images`, for the lines of a log.
         log: takes the lines of a log.
         every_s: seconds between two lines of a log; 0 writes one at every update.

@@ -24,7 +24,7 @@ from .verdicts import Status, Verdict, count_statuses, format_counts, format_our
 PIPELINE_FILE = "pipeline.json"
 REPRODUCE = " reproduce"
 CLOSE = 0.05  # numbers that are off by no larger a share say how close they are
-# what has not matched, in the words of a sentence
+# statuses other than a match, in the words of a sentence
 _OUTCOMES = {
     Status.EXPLAINED: "do not, for a reason that is shown",
     Status.UNEXPLAINED: "do not, for no known reason",
@@ -35,7 +35,7 @@ _OUTCOMES = {
     Status.NOT_MEASURED: "were not tested",
     Status.OUT_OF_SCOPE: "are out of scope",
 }
-Fact = tuple[str, str, str]  # what, ours, and what it was measured on
+Fact = tuple[str, str, str]  # quantity, ours, and its origin
 
 
 def lead_blocks(report: Report) -> str:
@@ -71,7 +71,7 @@ def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
 
 
 def verdict_blocks(report: Report) -> str:
-    """A sentence each: what reproduces, what does not, what was not tested; and a table of how fast the model is."""
+    """A sentence for each question: it reproduces, does not, or was not tested; and a table of the model's speed."""
     lines = []
     for question, verb, detail in _judge_questions(report):
         why = f": {question.why}" if question.why and verb != REPRODUCE else ""

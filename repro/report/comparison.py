@@ -187,14 +187,14 @@ def _find_status(report: Report, word: str) -> list[Verdict]:
 
 
 def _evidence_row(prints: str, alike: Sequence[Verdict]) -> list[str]:
-    """The row of verdicts that share their evidence, with what is shown of their numbers."""
+    """The row of verdicts that share their evidence, with the displayed numbers."""
     return ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
 
 
 def list_unmeasured(report: Report) -> str:
     """The reasons for which there is no number of ours, the most frequent first."""
     own = _find_status(report, Status.NOT_MEASURED)
-    # what nothing would measure is apart
+    # numbers that no command would measure are apart
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     commands = [_first_command([each.command for each in alike], report) for _, alike in ranked]
@@ -203,7 +203,7 @@ def list_unmeasured(report: Report) -> str:
 
 
 def _compare(verdict: Verdict) -> str:
-    """The paper's number, ours (a mark where we have none) and what that comes to."""
+    """The paper's number, ours (a mark where we have none) and the status."""
     printed = f"{verdict.entry.printed or ''} ".lstrip()
     if verdict.ours is not None:
         return f"{printed}→ {format_ours(verdict)} {status_line(verdict)}"
@@ -226,7 +226,7 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
         for each in own:
             measured = ", ".join(map(str, each.elsewhere))
             if measured:
-                # what a row above has measured is not said again
+                # a measurement of a row above is not repeated
                 first = told.setdefault(measured, claim)
                 elsewhere.append(
                     _key(claim, each) + (measured if first.says == claim.says else f"as for {first.place}")

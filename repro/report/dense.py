@@ -77,7 +77,7 @@ def plan_dense(report: Report) -> Drawings:
 
     Of a model, a task and the first weights, the training with most seeds is drawn, and of these the longest.
     """
-    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> what is drawn
+    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> pictures
     confused: dict[str, list[Source]] = {}
     for (stage, data, _), runs in find_compared_runs(report.results).items():
         drawable = [source for source in runs if source.most_seeds and read_curves(source)]

@@ -12,7 +12,7 @@ from .ledger import Erratum
 from .markdown import join, strong, table
 from .verdicts import Status, Verdict, format_ours
 
-# name of a list in a ledger -> its heading, and what its last column has
+# name of a list in a ledger -> its heading, and the head of its last column
 LISTS = {
     "errors": ("Errors", "proposed correction"),
     "inconsistencies": ("Inconsistencies", "proposed correction"),

@@ -21,7 +21,7 @@ from .verdicts import format_counts, format_ratio
 
 
 def list_figures(report: Report) -> str:
-    """The paper's figures and ours, and what the ledger says of each."""
+    """The paper's figures and ours, with the ledger's words on each."""
     drawn = {each.place: list_pictures(report.results, each.files) for each in report.paper.figures}
     blocks: list[str] = []
     drawings = list_drawings(report)
@@ -36,7 +36,7 @@ def list_figures(report: Report) -> str:
         about = f"{state} Entries: {entries or 'none'}."
         blocks += [f"### {figure.place}", f"The paper shows: {figure.shows}.", about]
         for name in files:
-            # what lies elsewhere was drawn by the stage that wrote the record in its folder
+            # pictures elsewhere are drawn by the stage that wrote the record in their folder
             is_ours = name.startswith("figures/")
             sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
             blocks.append(picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report))
@@ -44,7 +44,7 @@ def list_figures(report: Report) -> str:
 
 
 def list_examples(report: Report) -> str:
-    """The pictures of dense tasks: how they learn, and what they confuse."""
+    """The pictures of dense tasks: learning curves and confusions."""
     drawn = plan_dense(report).items()
     return join(
         picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), of, report) for name, (of, _) in drawn

@@ -171,7 +171,7 @@ def _show_compared(found: re.Match[str]) -> str:
 
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
-    """(label, text) of what is shown of a verdict on demand."""
+    """(label, text) of a verdict's details on demand."""
     entry, status = verdict.entry, verdict.status
     about = [("entry", entry.id)]
     if status == Status.NOT_MEASURABLE:

@@ -60,7 +60,7 @@ def list_operators(rows: Sequence[Row], label: str) -> list[str]:
 
 
 def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
-    """An operator's goals, and what the kernels reach by its rows at their shape; a dash where one is missing."""
+    """An operator's goals, and the kernels' values by its rows at their shape; a dash where one is missing."""
     from kernels.tools import bench
     from kernels.tools.operators import OPERATORS
 

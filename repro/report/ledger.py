@@ -179,7 +179,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Our counterpart of what the text says, or why there is none and what would show it."""
+    """Our counterpart of the text's number, or the reason and the command where there is none."""
 
     ours: str | None = None
     declared: str | None = None

@@ -1,4 +1,4 @@
-"""Markdown: what the functions of a page return. A link names its file by the path from the checkout's root."""
+"""Markdown, as the functions of a page return it. A link names its file by the path from the checkout's root."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ def number(value: object, form: str = "", unit: str = "") -> str:
 
 
 def picture(file: str, text: str) -> str:
-    """A picture by its file, relative to results/, and what it shows, in words."""
+    """A picture by its file, relative to results/, with a description."""
     return f"![{text}](results/{quote(file)})"
 
 

@@ -21,7 +21,7 @@ RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
 
 
 def list_speeds(report: Report) -> str:
-    """The rows of every device, and what sweeps conclude from theirs."""
+    """The rows of every device, and the conclusions of sweeps."""
     results = report.results
     if not report.paper.primary:
         return ""
@@ -81,7 +81,7 @@ def list_runs(report: Report) -> str:
         curve = _describe_curve(read_curves(source, score))
         rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.device])
         reference = m.get("without_learning")
-        # what needs no learning is the same for all runs on the same data
+        # a baseline without learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
             unlearned.add(found)
             method = "without learning: threshold, nearest example"
@@ -177,7 +177,7 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 
 
 def _sweep(group: SpeedGroup, rows: Rows) -> list[str]:
-    """Time and memory of every model over the image size, and what the sweep says of them together."""
+    """Time and memory of every model over the image size, and the sweep's conclusions."""
     from ..bench.conclude import conclude  # loads numpy
 
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}

@@ -136,7 +136,7 @@ def build_document(report: Report, reports: Sequence[Report] = (), runs: str | N
 
 
 def build_runs(report: Report, reports: Sequence[Report] = ()) -> str:
-    """The page of what was trained on other data than the paper's; empty where there is nothing."""
+    """The page of trainings on other data than the paper's; empty where there is nothing."""
     page = _render(_RUNS, report, reports)
     return page if "\n## " in page else ""
 
@@ -147,7 +147,7 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
     parts = {
         **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
-        # the `places` where the paper ablates, or what its numbers are `about`, in words
+        # `places` of the paper's ablations, or the subject that its numbers are `about`, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
         "room": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",

@@ -1,4 +1,4 @@
-"""The records under results/, read once; what is damaged is an error of one line."""
+"""The records under results/, read once; a damaged one is an error of one line."""
 
 import dataclasses
 import statistics
@@ -16,7 +16,7 @@ from .markdown import show_interval
 _Item = TypeVar("_Item")
 Name = TypeVar("Name", bound=Hashable)
 _Trained = TypeVar("_Trained")  # has `most_seeds`
-PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # what made a record: DVC, or a person's own command
+PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # a record's origin: DVC, or a person's own command
 OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
@@ -26,12 +26,12 @@ class Missing(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One record: what `repro.core.record.write_record` wrote."""
+    """One record, as `repro.core.record.write_record` writes it."""
 
     path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    # which stage of the graph wrote it, and for which of its cells; None for what was run outside the pipeline
+    # the stage of the graph that wrote it, and its cell; None for runs outside the pipeline
     stage: str | None = None
     cell: str | None = None
     curve: tuple[str, ...] = ()  # of a training: the lines of a CSV table, a row per epoch and seed
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def place(self) -> str:
-        """`<stage>/<cell>`, or what stands for it among the records of a device."""
+        """`<stage>/<cell>`, or its counterpart among the records of a device."""
         parts = PurePosixPath(self.path).with_suffix("").parts[1:]
         return "/".join(parts[2:] if parts[0] == "replications" else parts[:-1])
 

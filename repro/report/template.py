@@ -24,7 +24,7 @@ def render_template(file: Path, report: Report, parts: Mapping[str, Callable[...
 
     Args:
         file: Markdown in Jinja2; a name that is not known is an error.
-        report: what the functions are called with, before their own arguments.
+        report: the functions' first argument.
         parts: the functions that the template may call besides those of this module.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

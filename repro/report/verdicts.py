@@ -1,4 +1,4 @@
-"""The verdict on an entry: its status, how it is written on every page, and what claims.{csv,json} hold of it."""
+"""The verdict on an entry: its status, its form on every page, and its fields in claims.{csv,json}."""
 
 import dataclasses
 import enum
@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 class Status(enum.StrEnum):
-    """A status of an entry: its word as claims.csv has it, with its mark in a table, and what it means."""
+    """A status of an entry: its word as claims.csv has it, with its mark in a table, and its meaning."""
 
     MATCHED = "matched", "✓"
     TRUNCATED = "matched, truncated", "✓"
@@ -49,7 +49,7 @@ class Status(enum.StrEnum):
 
 
 STATUSES = tuple(Status)
-# what the marks say to a reader of a page; statuses that ask nothing different of the reader share a mark
+# the meanings of the marks on a page; statuses without a difference to the reader share a mark
 LEGEND = {
     "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
     "≈": "ours agrees, and is no evidence: a convention that was fitted to such rows, or a setting that was copied from the paper",
@@ -121,7 +121,7 @@ class Verdict:
     explanation: str | None = None  # why ours differs
     evidence: str | None = None  # why the paper contradicts itself, or why the number cannot have been measured
     reason: str | None = None  # why nothing was measured
-    command: str | None = None  # what would measure it
+    command: str | None = None  # the command that would measure it
     elsewhere: tuple[Elsewhere, ...] = ()  # under other conditions than the paper's; it is shown and not compared
     sources: tuple[str, ...] = ()  # the records that ours was read from
     checks: int = 0  # how many relations to the paper's own numbers could be decided

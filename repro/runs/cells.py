@@ -1,4 +1,4 @@
-"""Training cells: here or under torchrun, with each of their seeds, and what is recorded of them."""
+"""Training cells: here or under torchrun, with each of their seeds, and their records."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ from .job import (
 )
 
 _FOLDERS = ("snapshots", "examples")  # of the first seed's files
-# of a transform: what says how large an input is
+# fields of a transform with the size of an input
 _SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
 # parameters that change what a GPU keeps besides the weights
 _KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
@@ -132,7 +132,7 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
         for cell in (dataclasses.replace(each, ranks=ranks) for each in cells):
             started, finished = time.monotonic(), find_finished_seeds(cell)
             waiting = [seed for seed in cell.params.seeds if seed not in finished]
-            if ranks.first:  # what a call left that was killed at its end
+            if ranks.first:  # a call that was killed at its end left these
                 sweep(cell.folder, *(cell.folder / part for part in _FOLDERS))
                 remove_states(cell, finished)
             outcomes: dict[int, Outcome] = {}
@@ -171,7 +171,7 @@ def record_cell(
 
     Args:
         job: one of those that gave the outcomes.
-        outcomes, finished: what each seed came to now, and the records of those that an earlier call trained.
+        outcomes, finished: the result of each seed now, and the records of those that an earlier call trained.
         started: when the call began, by `time.monotonic`.
     """
     cell = job.cell
@@ -215,7 +215,7 @@ def record_speed(
     results/replications/<slug>/speed/<section>/<cell>.json.
 
     The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
-    go through it at once, and what a GPU keeps besides the weights. The speed is that of the last of the seeds that has
+    go through it at once, and the contents of a GPU besides the weights. The speed is that of the last of the seeds that has
     one, whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
     it is not an output of the graph.
     """
@@ -261,7 +261,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
 
 
 def _announce(job: Job, seed: int, *, first: bool) -> None:
-    """Print what is about to be trained; the recipe and the load report once."""
+    """Announce the trainings; the recipe and the load report once."""
     if len(seeds := job.cell.params.seeds) > 1:
         print(f"{job.cell.name}: seed {seed}, {seeds.index(seed) + 1} of {len(seeds)}", flush=True)
     if not first:
@@ -334,7 +334,7 @@ def _round(value: float) -> float | str:
 
 
 def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: str, classes: int) -> dict[str, Any]:
-    """The metrics of a cell: what it is, and each score over its seeds.
+    """The metrics of a cell: its description, and each score over its seeds.
 
     Args:
         by_seed: seed -> its record.

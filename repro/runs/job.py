@@ -85,12 +85,12 @@ class Job:
     """A training that is ready to run.
 
     Args:
-        cell, params: what is trained; the parameters have one seed.
+        cell, params: of the training; the parameters have one seed.
         task: see `repro.training.loop.Task`.
         accumulate: parts into which a batch of a process is cut.
         data: the prepared data set.
-        described: what weights files say besides the weights, see `repro.models.weights.save_weights`.
-        load_report: what became of each key of the initial weights.
+        described: the metadata of weights files, see `repro.models.weights.save_weights`.
+        load_report: the fate of each key of the initial weights.
     """
 
     cell: Cell

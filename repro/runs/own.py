@@ -68,7 +68,7 @@ def train_own(
     gpus: int | None,
     without: dict[str, Any],
 ) -> None:
-    """Train on a set `KIND:PATH`, which is split and prepared first, and say how to use what was learned.
+    """Train on a set `KIND:PATH`, which is split and prepared first, and print the command that uses the weights.
 
     Args:
         stage, spec: the stage, and its task.
@@ -78,7 +78,7 @@ def train_own(
         epochs, seeds: instead of those of the recipe.
         flip: whether a mirrored picture means the same.
         gpus: see `train_cells`.
-        without: option -> what was given, of those that do not go with `data`.
+        without: option -> given value, of those that do not go with `data`.
 
     Raises:
         UserError: options that do not go together, another kind of data, data or weights that cannot be read, a model

@@ -1,7 +1,7 @@
 """Trainings that are registered before they run: one file for each seed of a cell, and for each trial of its search.
 
 `results/seeds/<data>/<cell>/<seed>.json` says what one training came to, in a form that never changes: the score, which
-images of the reported split were right, and what explains the number. `results/seeds/<data>/<cell>/rate_<lr>.json` is a
+images of the reported split were right, and the provenance. `results/seeds/<data>/<cell>/rate_<lr>.json` is a
 trial of the search, by its score on `tune`. A file whose hashes are those of the cell is never made again. The record of
 a cell, results/pretrain_seeds/<cell>, is made of the files of its seeds; no training reads it.
 """

@@ -39,7 +39,7 @@ class TuneParams:
     Args:
         cell: whose rate and warm-up are chosen: `pretrain.NAME`, or another section's.
         family, data: those of this cell, for DVC.
-        lr, warmup_epochs: what is tried, each with each, see `OptimParams`; of two values or more, the search goes on
+        lr, warmup_epochs: the values, each with each, see `OptimParams`; of two values or more, the search goes on
             beyond the best one if it is the first or the last. Without `warmup_epochs`, the cell's own holds.
         seed: of every trial; no seed whose results are reported.
     """
