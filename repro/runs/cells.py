@@ -215,8 +215,8 @@ def record_speed(
     results/replications/<slug>/speed/<section>/<cell>.json.
 
     The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
-    go through it at once, and the contents of a GPU besides the weights. The speed is that of the last of the seeds that has
-    one, whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
+    go through it at once, and the contents of a GPU besides the weights. The speed is that of the last seed with one,
+    whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
     it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
