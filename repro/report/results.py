@@ -34,12 +34,12 @@ PROFILE = "profiles/paper.yaml"
 _ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # how multiply-adds are counted, see `repro.bench.flops`
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
-# of published scores of drawn pictures: how many are drawn, and what they are compared with
+# published scores of drawn pictures: their number, and the reference batch
 DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its range over processes, None for one) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float] | None], float]
-# what a training must have been: its `image_size`, its `epochs`, whether the moving average of the weights taught the
-# model (`mesa`), whether a linearization left the weights of its softmax model as they are (`frozen`); or less of it
+# a filter on trainings: any of `image_size`, `epochs`, `mesa` (taught by the moving average of the weights) and `frozen`
+# (a linearization that kept the weights of its softmax model)
 _Training = Mapping[str, Any]
 _WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
 _WORDS |= {"linearized": {"frozen": False}, "linearized, frozen": {"frozen": True}}
