@@ -38,7 +38,7 @@ _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g
 DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its range over processes, None for one) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float] | None], float]
-# a filter on trainings: any of `image_size`, `epochs`, `mesa` (taught by the moving average of the weights) and `frozen`
+# a filter on trainings: any of `image_size`, `epochs`, `mesa` (taught by the moving average of weights) and `frozen`
 # (a linearization that kept the weights of its softmax model)
 _Training = Mapping[str, Any]
 _WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
