@@ -137,7 +137,7 @@ def _mask(rows, n, scale, rate, QK, A):
 
 
 @Loop
-def learn(
+def learn_forward(
     first,
     last,
     constant,
@@ -258,7 +258,7 @@ def learn_backward(
     span,
     eps,
 ):
-    """The gradients of `learn`, with its tasks: a segment's chunks once more, then back through them.
+    """The gradients of `learn_forward`, with its tasks: a segment's chunks once more, then back through them.
 
     dout, by `threads.lay_flat`, dq, dk, dv: (B,T,R,H,D). What tasks share is written apart: drate (B,T,R,H), and of each image dscale
     (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.

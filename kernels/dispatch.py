@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "triton", "numba", "torch", "reference")
-DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # imports the modules of a backend, the one with `forward` and the one with `backward`, by import statements, in which
 # code hashes find them
@@ -160,8 +160,8 @@ def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[i
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {letters}")
     if any(size < 1 for size in x.shape):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {letters} with every size at least 1")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: {name} is {x.dtype}, expected one of {', '.join(DTYPES.values())}")
+    if x.dtype not in _DTYPE_NAMES:
+        raise TypeError(f"{op}: {name} is {x.dtype}, expected one of {', '.join(_DTYPE_NAMES.values())}")
 
 
 def check_others(
@@ -187,8 +187,10 @@ def check_others(
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {shapes[name]} beside {beside}")
         allowed = (lead.dtype,) if name in same_dtype else (torch.float32, lead.dtype)
         if x.dtype not in allowed:
-            wanted = " or ".join(dict.fromkeys(DTYPES[dtype] for dtype in allowed))
-            found = DTYPES.get(x.dtype, x.dtype)
-            raise TypeError(f"{op}: {name} is {found}, expected {wanted} beside {leading} in {DTYPES[lead.dtype]}")
+            wanted = " or ".join(dict.fromkeys(_DTYPE_NAMES[dtype] for dtype in allowed))
+            found = _DTYPE_NAMES.get(x.dtype, x.dtype)
+            raise TypeError(
+                f"{op}: {name} is {found}, expected {wanted} beside {leading} in {_DTYPE_NAMES[lead.dtype]}"
+            )
         if x.device != lead.device:
             raise ValueError(f"{op}: {name} is on {x.device}, expected {leading}'s device {lead.device}")

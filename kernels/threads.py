@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cpu_loops import Loop
 
 
-def run(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[Any, ...], ...] = ()) -> None:
+def run_loop(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[Any, ...], ...] = ()) -> None:
     """Do a loop's tasks on as many threads as PyTorch has; tensors go as arrays, and tuples as what they hold."""
     import numba  # imports before torch would bring a second OpenMP
 

@@ -18,7 +18,7 @@ from .core.errors import INSTALL, UserError
 from .core.paths import Paths, describe_missing_results
 from .core.record import installed_version
 from .core.runtime import SHM, Runtime, cpu_name, gpu_names, load_runtime
-from .data.cells import find_root, find_source
+from .data.cells import find_data_root, find_source
 from .data.kinds import KINDS, PrepareData
 
 WORK_GB = 5  # with less, a run's checkpoints, snapshots and DVC cache do not fit
@@ -27,10 +27,10 @@ CLASHES = {"kernels": "-e ."}
 CLASHES |= {f"mm{end}": f"onedl-mm{end.partition('-')[0]}" for end in ("segmentation", "cv", "cv-full", "cv-lite")}
 CLASHES |= {f"mmengine{end}": "onedl-mmengine" for end in ("", "-lite")}
 # (ok, note, warning or error; the subject; what was found, with the fix if something is wrong)
-Line = tuple[str, str, str]
+_Line = tuple[str, str, str]
 
 
-def examine(paths: Paths) -> Iterator[Line]:
+def examine(paths: Paths) -> Iterator[_Line]:
     """All lines. Wrong parameters are a line too; what depends on them then takes the defaults."""
     yield "ok", "machine", f"{platform.platform()}; {cpu_name()}, {os.cpu_count()} cores"
     yield from check_packages(paths.root)
@@ -55,7 +55,7 @@ def examine(paths: Paths) -> Iterator[Line]:
         yield "warning", SHM, f"{gib:.2g} GiB are too small for {runtime.workers} workers, and {fix}"
 
 
-def check_packages(root: Path) -> Iterator[Line]:
+def check_packages(root: Path) -> Iterator[_Line]:
     """Python and the packages against pyproject.toml and requirements.lock, of extras only those that are installed."""
     from packaging.requirements import Requirement
 
@@ -90,7 +90,7 @@ def check_packages(root: Path) -> Iterator[Line]:
             yield "error", name, f"{found} takes an import name of this project: {fix}"
 
 
-def check_checkout(root: Path) -> Iterator[Line]:
+def check_checkout(root: Path) -> Iterator[_Line]:
     """Whether the code that runs is that of this folder, and what Git and DVC have of it."""
     spec = importlib.util.find_spec("kernels")
     places = {"repro": Path(__file__).parent, "kernels": Path(spec.origin).parent if spec and spec.origin else None}
@@ -108,13 +108,13 @@ def check_checkout(root: Path) -> Iterator[Line]:
     yield ("ok", "weights", f"of {weights} cells") if weights else ("note", "weights", "none; `repro run` trains them")
 
 
-def check_data(paths: Paths, runtime: Runtime) -> Iterator[Line]:
+def check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
     """For each cell of prepare_data whether its data set is in place or can be written."""
     for cell in section_keys(paths.params, "prepare_data"):
         params, subject = load_section(PrepareData, paths.params, "prepare_data", cell), f"prepare_data.{cell}"
         kind = KINDS[params.kind]
         try:
-            root, source = find_root(paths, runtime, cell, params.kind), find_source(paths, runtime, kind)
+            root, source = find_data_root(paths, runtime, cell, params.kind), find_source(paths, runtime, kind)
         except UserError as error:
             yield "error", subject, str(error)
             continue
@@ -127,7 +127,7 @@ def check_data(paths: Paths, runtime: Runtime) -> Iterator[Line]:
             yield "error", subject, f"{source if params.settings else root} does not exist: {fix}"
 
 
-def check_torch(runtime: Runtime) -> Iterator[Line]:
+def check_torch(runtime: Runtime) -> Iterator[_Line]:
     """torch, the GPUs, the compiler of Triton, and which backend of TTT-Linear runs on each device."""
     gpus = gpu_names()
     yield "ok" if gpus else "note", "GPU, driver", ", ".join(gpus) or "nvidia-smi names none; the CPU runs everything"

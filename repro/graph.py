@@ -16,7 +16,7 @@ from .core.config import load_section
 from .core.errors import RunError, UserError
 from .core.paths import Paths
 
-STATUSES = ("fresh", "interrupted", "missing", "stale")
+_STATUSES = ("fresh", "interrupted", "missing", "stale")
 _MOST_SHOWN = 2  # names or reasons on a line of the status
 
 
@@ -98,7 +98,7 @@ def join_cells(rows: Sequence[tuple[str, str, Sequence[str]]]) -> list[tuple[str
         of_stage = list(group)
         status, whys = of_stage[0][1], dict.fromkeys(why for row in of_stage for why in row[2])
         if "@" in of_stage[0][0]:
-            cells = {each: [name.partition("@")[2] for name, its, _ in of_stage if its == each] for each in STATUSES}
+            cells = {each: [name.partition("@")[2] for name, its, _ in of_stage if its == each] for each in _STATUSES}
             parts = [
                 f"{len(names)} {each}{f' ({_shorten(names)})' if each != 'fresh' else ''}"
                 for each, names in cells.items()

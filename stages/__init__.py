@@ -76,10 +76,10 @@ class Stage:
         params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None
             without a section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
-        task: of a stage that trains, its task.
-        records: whether it writes what names the code of the checkout, which must then be the code that runs.
-        alone: whether other work on the machine would change its results, since they are times.
-        hidden: whether DVC alone calls it, so that no list of verbs has it.
+        task: the task of a stage that trains.
+        records: whether its output names the checkout's commit; the code that runs must then be the checkout's.
+        alone: whether its results are times, which other work on the machine would change.
+        hidden: whether only DVC calls it; lists of verbs leave it out.
         shown: whether the report reads its records; the page of registered questions reads the files of their seeds.
     """
 
@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def scores(self) -> Mapping[str, str]:
-        """The keys of its records' metrics that say how good a model is -> what the report calls them."""
+        """Keys of scores in its records' metrics -> their labels in the report."""
         return self.task.scores if self.task else {}
 
 

@@ -1,4 +1,4 @@
-"""Stage environment: what machine and which versions this is, so that DVC never restores another machine's benchmark.
+"""Stage environment: the machine and its versions, so that DVC never restores another machine's benchmark.
 
 It always runs, takes under a second, does not import torch, and writes nothing that changes from run to run: no date,
 no host name, no commit. That is why the record is written here and not by `record.write_record`, whose identity has the

@@ -1,4 +1,4 @@
-"""`repro explain`: what a trained model looks at in your own pictures, and what its inner learner does with them."""
+"""`repro explain`: attention of a trained model on your own pictures, and the work of its inner learner."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""`repro golden`: the losses of ten steps of every family, by which the graph sees what an edit of code changes."""
+"""`repro golden`: the losses of ten steps of every family, which show the graph the effect of an edit of code."""
 
 from typing import Annotated
 

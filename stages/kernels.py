@@ -27,9 +27,9 @@ def check(op: Op = None, minutes: Minutes = None) -> None:
     """Compare outputs and all gradients with the fp64 reference; on a CPU: TRITON_INTERPRET=1 repro kernels check
     (minutes).
     """
-    from repro.bench.kernels import run_check
+    from repro.bench.kernels import check_kernels
 
-    run_check(find_root(), op, minutes)
+    check_kernels(find_root(), op, minutes)
 
 
 @app.command()

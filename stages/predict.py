@@ -1,4 +1,4 @@
-"""`repro predict`: what a trained model sees in your own pictures."""
+"""`repro predict`: predictions of a trained model on your own pictures."""
 
 from pathlib import Path
 from typing import Annotated, Literal

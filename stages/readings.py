@@ -1,4 +1,4 @@
-"""`repro readings`: what each reading of the paper does to the printed counts; the profile digits trains a nano by each."""
+"""`repro readings`: effects of each interpretation on the printed counts; the profile digits trains a nano by each."""
 
 from repro.core.paths import find_root
 

@@ -26,10 +26,10 @@ def command(
 ) -> None:
     """Compare the papers' numbers with ours: write results/tables.md, report.html and claims.csv."""
     paths = find_root()
-    run(paths, html=html, check=check)
+    report_on_papers(paths, html=html, check=check)
 
 
-def run(paths: Paths, *, html: bool = True, check: bool = False) -> None:
+def report_on_papers(paths: Paths, *, html: bool = True, check: bool = False) -> None:
     """Report on every paper that has a room; see `write_report` and, for `check`, `find_outdated` in
     `repro.report.pages`.
 
@@ -84,11 +84,11 @@ def describe_families() -> str:
     import timm
 
     import repro.models
-    from repro.models.registry import family_module, list_denoisers
+    from repro.models.registry import denoiser_names, family_module
 
     found: dict[str, dict[str, list[str]]] = {}
     order = "tiny", "small", "base", "large", "xlarge"
-    for name in sorted({*timm.list_models(), *list_denoisers()}):
+    for name in sorted({*timm.list_models(), *denoiser_names()}):
         module, size = family_module(name), re.search("|".join(reversed(order)), name)
         if module.startswith(f"{repro.models.__name__}.") and size and not re.search("_nano|_deep", name):
             sizes = found.setdefault(module, {}).setdefault(name.replace(size[0], "*"), [])

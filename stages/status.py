@@ -1,4 +1,4 @@
-"""`repro status`: what is fresh, stale, missing or interrupted, and the next command."""
+"""`repro status`: fresh, stale, missing and interrupted cells, and the next command."""
 
 from . import Stage, load_stages
 

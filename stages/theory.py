@@ -11,9 +11,9 @@ def command() -> None:
 
     from repro.core.paths import find_root
     from repro.core.record import make_identity, write_record
-    from repro.papers.vision_ttt.theorems import Sizes, measure_theorems
+    from repro.papers.vision_ttt.theorems import ExampleSizes, measure_theorems
 
-    paths, started, sizes = find_root(), time.monotonic(), Sizes()
+    paths, started, sizes = find_root(), time.monotonic(), ExampleSizes()
     theorems = measure_theorems(sizes)
     identity = make_identity(paths.root, sizes, device="cpu", dtype="fp64", backend="reference")
     write_record(

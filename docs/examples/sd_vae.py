@@ -24,7 +24,7 @@ from repro.tasks.generation.params import InputSettings
 from repro.tasks.generation.task import to_inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-ImageSize = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
+Side = Annotated[int, typer.Option(help="Side of the pictures in pixels.")]
 
 
 def open_vae(name: str) -> Any:
@@ -40,7 +40,7 @@ def encode(
     pictures: Path,
     latents: Path,
     kind: Annotated[Literal["imagenet", "folder"], typer.Option(help="How the pictures are laid out.")] = "imagenet",
-    image_size: ImageSize = 256,
+    image_size: Side = 256,
     batch_size: int = 16,
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
@@ -87,7 +87,7 @@ class Decoder(torch.nn.Module):
 
 
 @app.command()
-def decoder(vae: str, file: Path, image_size: ImageSize = 256) -> None:
+def decoder(vae: str, file: Path, image_size: Side = 256) -> None:
     """Export the decoder with torch.export, for one picture at a time; FILE ends in .pt2."""
     own = open_vae(vae)
     side = image_size // 2 ** (len(own.config.block_out_channels) - 1)

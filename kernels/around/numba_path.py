@@ -8,7 +8,7 @@ from .. import cpu_around, threads
 from ..dispatch import compute_dtype
 from .reference import ConvNorm, GatedNorm
 
-BLOCK = 64  # tokens of a task
+_BLOCK = 64  # tokens of a task
 
 
 def conv_norm(x: ConvNorm) -> Tensor:
@@ -27,7 +27,7 @@ def run_conv_norm(tokens: Tensor, taps: Tensor, gamma: Tensor, beta: Tensor, hei
     out = tokens.new_empty(2, *tokens.shape)
     arrays, width = (tokens, taps, gamma, beta, out), (False,) * tokens.shape[2]
     number = out.numpy().dtype.type(eps)
-    threads.run(cpu_around.conv_norm, len(tokens) * height, *arrays, height, number, constants=(width,))
+    threads.run_loop(cpu_around.conv_norm, len(tokens) * height, *arrays, height, number, constants=(width,))
     return out
 
 
@@ -42,5 +42,5 @@ def run_gated_norm(z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: f
     B, T, _ = gate.shape
     out = z.new_empty(gate.shape)
     rows = threads.lay_flat(z), threads.lay_flat(gate), weight, bias
-    threads.run(cpu_around.gated_norm, B * -(-T // BLOCK), BLOCK, *rows, out, out.numpy().dtype.type(eps))
+    threads.run_loop(cpu_around.gated_norm, B * -(-T // _BLOCK), _BLOCK, *rows, out, out.numpy().dtype.type(eps))
     return out

@@ -16,7 +16,7 @@ from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-TOKENS = 32  # of a program of the causal convolutions
+_LEAST_TOKENS = 32  # of a program of the causal convolutions
 
 
 @triton.jit
@@ -270,7 +270,8 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """The candidates of the causal convolutions."""
     return [
-        triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1) for tokens in (TOKENS, 2 * TOKENS)
+        triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1)
+        for tokens in (_LEAST_TOKENS, 2 * _LEAST_TOKENS)
     ]
 
 

@@ -21,7 +21,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     """out (B,T,C) in k's dtype, and states of shape `states_shape`."""
     w, u, k, v = _arrays(x)
     out, states = torch.empty_like(k), k.new_empty(states_shape(k.shape, keep_states))
-    threads.run(cpu_wkv.wkv_forward, *_tasks(k.shape), w, u, k, v, out, states)
+    threads.run_loop(cpu_wkv.wkv_forward, *_tasks(k.shape), w, u, k, v, out, states)
     return out.to(x.k.dtype), states
 
 
@@ -31,7 +31,7 @@ def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[T
     dw, du = (k.new_empty(len(k), len(w)) for _ in range(2))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dout = dout.to(k.dtype).contiguous()
-    threads.run(cpu_wkv.wkv_backward, *_tasks(k.shape), w, u, k, v, states, dout, dw, du, dk, dv)
+    threads.run_loop(cpu_wkv.wkv_backward, *_tasks(k.shape), w, u, k, v, states, dout, dw, du, dk, dv)
     return tuple(each.to(given.dtype) for each, given in zip((dw.sum(0), du.sum(0), dk, dv), x, strict=True))
 
 

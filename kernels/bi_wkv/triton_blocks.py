@@ -176,15 +176,15 @@ def nothing(BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def load_state(pointer, there, C: tl.constexpr):
+def load_sums(pointer, there, C: tl.constexpr):
     """(m, a, b) from memory, where they are C apart."""
     m = tl.load(pointer, mask=there, other=FLOOR)
     return m, tl.load(pointer + C, mask=there, other=0.0), tl.load(pointer + 2 * C, mask=there, other=0.0)
 
 
 @triton.jit
-def store_state(pointer, there, C: tl.constexpr, m, a, b):
-    """The reverse of `load_state`. Between the two, one program needs no barrier: a channel belongs to one thread."""
+def store_sums(pointer, there, C: tl.constexpr, m, a, b):
+    """The reverse of `load_sums`. Between the two, one program needs no barrier: a channel belongs to one thread."""
     tl.store(pointer, m, mask=there)
     tl.store(pointer + C, a, mask=there)
     tl.store(pointer + 2 * C, b, mask=there)
@@ -230,7 +230,7 @@ def go_back(
     at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)
-    store_state(behind_ptr + i * (3 * C), there, C, m, a, b)
+    store_sums(behind_ptr + i * (3 * C), there, C, m, a, b)
     return add_block(w, m, a, b, exponents_of(k, LOG2E, left, WHOLE), v, one)
 
 
@@ -260,7 +260,7 @@ def go_gently(
     at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)
-    m_right, a_right, b_right = load_state(behind_ptr + i * (3 * C), there, C)
+    m_right, a_right, b_right = load_sums(behind_ptr + i * (3 * C), there, C)
     k = exponents_of(k, LOG2E, left, WHOLE)
     decay = tl.exp2(-w)
 
@@ -317,7 +317,7 @@ def go_on(
     at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = exponents_of(load_rows(k_ptr + at, left, there, C, BLOCK_T), LOG2E, left)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T)
-    m_right, a_right, b_right = load_state(behind_ptr + i * (3 * C), there, C)
+    m_right, a_right, b_right = load_sums(behind_ptr + i * (3 * C), there, C)
     right = states_behind(w, m_right, a_right, b_right, k, v, one)
     for j in tl.static_range(BLOCK_T):
         own = k[j] + u

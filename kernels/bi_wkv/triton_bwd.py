@@ -29,13 +29,13 @@ from .triton_blocks import (
     LOG2E,
     add_block,
     load_decay,
-    load_state,
+    load_sums,
     load_tokens,
     nothing,
     ones,
     states_behind,
     step,
-    store_state,
+    store_sums,
 )
 
 
@@ -87,13 +87,13 @@ def backward_kernel(
     m, a, b = nothing(BLOCK_C)
     e, G, H = nothing(BLOCK_C)
     if SEGMENT:
-        m, a, b = load_state(ends_ptr + 3 * C, there, C)
-        e, G, H = load_state(adjoint_ends_ptr + 3 * C, there, C)
+        m, a, b = load_sums(ends_ptr + 3 * C, there, C)
+        e, G, H = load_sums(adjoint_ends_ptr + 3 * C, there, C)
     for done in tl.range(0, blocks):
         i = blocks - 1 - done
         to = behind_ptr + i * (6 * C)
-        store_state(to, there, C, m, a, b)
-        store_state(to + 3 * C, there, C, e, G, H)
+        store_sums(to, there, C, m, a, b)
+        store_sums(to + 3 * C, there, C, e, G, H)
         at, left = start + i * (BLOCK_T * C), T - i * BLOCK_T
         k, v, _ = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, False)
         m, a, b = add_block(w, m, a, b, k, v, one)
@@ -103,8 +103,8 @@ def backward_kernel(
     m, a, b = nothing(BLOCK_C)
     e, G, H = nothing(BLOCK_C)
     if SEGMENT:
-        m, a, b = load_state(ends_ptr, there, C)
-        e, G, H = load_state(adjoint_ends_ptr, there, C)
+        m, a, b = load_sums(ends_ptr, there, C)
+        e, G, H = load_sums(adjoint_ends_ptr, there, C)
     dw = tl.zeros((BLOCK_C,), tl.float32)
     du = tl.zeros((BLOCK_C,), tl.float32)
     for i in tl.range(0, blocks):
@@ -112,9 +112,9 @@ def backward_kernel(
         k, v, _ = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, False)
         minus_L, g, g_out = load_tokens(lse_ptr + at, dout_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, True)
         source = behind_ptr + i * (6 * C)
-        m_behind, a_behind, b_behind = load_state(source, there, C)
+        m_behind, a_behind, b_behind = load_sums(source, there, C)
         right = states_behind(w, m_behind, a_behind, b_behind, k, v, one)
-        m_behind, a_behind, b_behind = load_state(source + 3 * C, there, C)
+        m_behind, a_behind, b_behind = load_sums(source + 3 * C, there, C)
         adjoint_right = states_behind(w, m_behind, a_behind, b_behind, minus_L, g, g_out)
 
         for j in tl.static_range(BLOCK_T):
@@ -153,10 +153,10 @@ def backward(
     dw, du = (x.k.new_empty((B * segments, C), dtype=torch.float32) for _ in range(2))
     split = {"ends_ptr": lse, "adjoint_ends_ptr": lse, "SEGMENT": 0}
     if segments > 1:
-        ends = triton_fwd.find_ends(arguments, k, v, out, config)
-        adjoint = triton_fwd.find_ends(arguments, lse, dout, out, config, adjoint=True)
+        ends = triton_fwd.scan_ends(arguments, k, v, out, config)
+        adjoint = triton_fwd.scan_ends(arguments, lse, dout, out, config, adjoint=True)
         split = {"ends_ptr": ends, "adjoint_ends_ptr": adjoint, "SEGMENT": triton_fwd.SEGMENT}
     arguments |= {"dout_ptr": dout, "out_ptr": out, "lse_ptr": lse}
     arguments |= {"dw_ptr": dw, "du_ptr": du, "dk_ptr": dk, "dv_ptr": dv} | split
-    triton_fwd.run(backward_kernel, arguments, 6, x, config, segments)
+    triton_fwd.launch_segments(backward_kernel, arguments, 6, x, config, segments)
     return dw.sum(0).to(x.w.dtype), du.sum(0).to(x.u.dtype), dk, dv

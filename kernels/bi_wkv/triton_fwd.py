@@ -37,11 +37,11 @@ from .triton_blocks import (
     go_on,
     is_gentle,
     load_decay,
-    load_state,
+    load_sums,
     load_tokens,
     nothing,
     ones,
-    store_state,
+    store_sums,
     sum_rows,
 )
 
@@ -95,8 +95,8 @@ def sums_kernel(
         m, a, b = sum_rows(w, 0, k, x, y)
         m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - full * BLOCK_T * w, a, b)
     pointer = sums_ptr + (image * tl.num_programs(2) + segment) * (6 * C) + c
-    store_state(pointer, there, C, m_left, a_left, b_left)
-    store_state(pointer + 3 * C, there, C, m_right, a_right, b_right)
+    store_sums(pointer, there, C, m_left, a_left, b_left)
+    store_sums(pointer + 3 * C, there, C, m_right, a_right, b_right)
 
 
 @triton.jit
@@ -110,12 +110,12 @@ def ends_kernel(w_ptr, sums_ptr, ends_ptr, segments, C: tl.constexpr, BLOCK_C: t
     m_right, a_right, b_right = nothing(BLOCK_C)
     for i in tl.range(0, segments):
         at = start + tl.cast(i, tl.int64) * (6 * C)
-        store_state(ends_ptr + at, there, C, m_left, a_left, b_left)
-        m, x, y = load_state(sums_ptr + at, there, C)
+        store_sums(ends_ptr + at, there, C, m_left, a_left, b_left)
+        m, x, y = load_sums(sums_ptr + at, there, C)
         m_left, a_left, b_left = add_states(m_left - SEGMENT * w, a_left, b_left, m, x, y)
         at = start + tl.cast(segments - 1 - i, tl.int64) * (6 * C) + 3 * C
-        store_state(ends_ptr + at, there, C, m_right, a_right, b_right)
-        m, x, y = load_state(sums_ptr + at, there, C)
+        store_sums(ends_ptr + at, there, C, m_right, a_right, b_right)
+        m, x, y = load_sums(sums_ptr + at, there, C)
         m_right, a_right, b_right = add_states(m_right - SEGMENT * w, a_right, b_right, m, x, y)
 
 
@@ -161,7 +161,7 @@ def forward_kernel(
 
     m, a, b = nothing(BLOCK_C)
     if SEGMENT:
-        m, a, b = load_state(ends_ptr + 3 * C, there, C)
+        m, a, b = load_sums(ends_ptr + 3 * C, there, C)
     WHOLE: tl.constexpr = 2 if C % BLOCK_C == 0 else 1
     full = T // BLOCK_T
     if full < blocks:
@@ -173,7 +173,7 @@ def forward_kernel(
 
     m, a, b = nothing(BLOCK_C)
     if SEGMENT:
-        m, a, b = load_state(ends_ptr, there, C)
+        m, a, b = load_sums(ends_ptr, there, C)
     k_ptr += start
     v_ptr += start
     out_ptr += start
@@ -243,7 +243,7 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     }
 
 
-def run(
+def launch_segments(
     kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int = 1
 ) -> None:
     """Launch either kernel, with memory for `states` numbers of each block of a sequence.
@@ -261,7 +261,7 @@ def run(
     launch(kernel, configs, (x.k.dtype,), grid, arguments | {"behind_ptr": behind}, x.k.device, config)
 
 
-def find_ends(
+def scan_ends(
     arguments: dict[str, object],
     k: Tensor,
     v: Tensor,
@@ -293,8 +293,8 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
     segments = count_segments(out.shape[1])
     split = {"ends_ptr": out, "SEGMENT": 0}
     if segments > 1:
-        ends = find_ends(arguments, arguments["k_ptr"], arguments["v_ptr"], out, config)
+        ends = scan_ends(arguments, arguments["k_ptr"], arguments["v_ptr"], out, config)
         split = {"ends_ptr": ends, "SEGMENT": SEGMENT}
     given = arguments | {"out_ptr": out, "lse_ptr": states, "KEEP": keep_states} | split
-    run(forward_kernel, given, 3, x, config, segments)
+    launch_segments(forward_kernel, given, 3, x, config, segments)
     return out, states

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..triton_launch import launch, next_power_of_2
 from .reference import Arguments
-from .triton_fwd import SIZES, cell_of, load_pixel, pixel_coordinates, run_by_rows, shared_arguments
+from .triton_fwd import SIZE_NAMES, cell_of, load_pixel, pixel_coordinates, run_by_rows, shared_arguments
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def over_channels(g, v):
     return tl.sum(g * v, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "S", "Q", "cells", "bucket", *SIZES])
+@triton.jit(do_not_specialize=["rows", "S", "Q", "cells", "bucket", *SIZE_NAMES])
 def points_kernel(
     dout_ptr,
     value_ptr,

@@ -20,7 +20,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 MAX_LEVELS = 4
 MAX_HEAD_DIM = 256
-SIZES = [f"{side}{level}" for level in range(MAX_LEVELS) for side in "hw"]
+SIZE_NAMES = [f"{side}{level}" for level in range(MAX_LEVELS) for side in "hw"]
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def load_pixel(map_ptr, i, j, near, h, w, c, M: tl.constexpr, C: tl.constexpr):
     return tl.load(at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "S", "Q", "bucket", *SIZES])
+@triton.jit(do_not_specialize=["rows", "S", "Q", "bucket", *SIZE_NAMES])
 def forward_kernel(
     value_ptr,
     locations_ptr,
@@ -133,7 +133,7 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     B, Q, M, L, P = x.weights.shape
     _, S, _, C = x.value.shape
     sizes = {"rows": B * Q * M, "S": S, "Q": Q, "M": M, "C": C, "L": L, "P": P, "WIDTH": next_power_of_2(C)}
-    levels = dict(zip(SIZES, [*x.shapes, *[1] * (len(SIZES) - len(x.shapes))], strict=True))
+    levels = dict(zip(SIZE_NAMES, [*x.shapes, *[1] * (len(SIZE_NAMES) - len(x.shapes))], strict=True))
     return {
         "value_ptr": x.value.contiguous(),
         "locations_ptr": x.locations.float().contiguous(),

@@ -33,7 +33,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     for images in _blocks(shape):
         part = _Part(x, images)
         y = out[images] if out.dtype == states.dtype else states.new_empty(out[images].shape)
-        threads.run(cpu_scan.scan_forward, part.tasks, part.span, *part.arrays, y, states[images], part.back)
+        threads.run_loop(cpu_scan.scan_forward, part.tasks, part.span, *part.arrays, y, states[images], part.back)
         if out.dtype != states.dtype:
             out[images] = y
     return out, states
@@ -55,7 +55,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
         of_B, of_C = (states.new_empty((part.spans, b, T, R, N)) for _ in range(2))
         given = *part.arrays, dout[images].to(states.dtype).contiguous(), states[images], part.back
         results = of_u, of_delta, of_A, of_B, of_C, of_D, of_bias, of_z
-        threads.run(cpu_scan.scan_backward, part.tasks, part.span, *given, *results)
+        threads.run_loop(cpu_scan.scan_backward, part.tasks, part.span, *given, *results)
         du[images] = of_u if K == R else of_u.unflatten(2, (-1, K)).sum(2)
         ddelta[images], dB[images], dC[images] = of_delta, of_B.sum(0), of_C.sum(0)
         if dz is not None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..around import op, triton_bwd, triton_fwd
 from ..around.reference import ONES
 from . import cases
-from .cases import ROUNDING, TOKENS, Random, long, ragged, special
+from .cases import IMAGE_TOKENS, ROUNDING, Random, long, ragged, special
 
-WIDTHS = (192, 384, 768)  # Vittt-T, S, B
+_WIDTHS = (192, 384, 768)  # Vittt-T, S, B
 EPS = 1e-6
 
 
@@ -48,7 +48,7 @@ def make(sizes: Sizes, random: Random) -> list[Tensor]:
     return [*drawn, random.normal(*out)]
 
 
-def describe(name: str, activations: tuple[str, ...], forward: Any, backward: Any, *, loops: bool) -> cases.Cases:
+def describe_cases(name: str, activations: tuple[str, ...], forward: Any, backward: Any, *, loops: bool) -> cases.Cases:
     """The cases of the operator of that name. `forward`, `backward`: what gives the candidates of its kernels."""
     custom_op, sized = getattr(op, name.upper()), partial(Sizes, kind=name)
     plain = partial(sized, batch=2, tokens=35, height=5, channels=24)
@@ -67,7 +67,7 @@ def describe(name: str, activations: tuple[str, ...], forward: Any, backward: An
         bind=lambda sizes: partial(getattr(op, name), **sizes.options),
         # rounding of the output, of what it is computed from, and of what lies between; sums over tokens in fp32
         limit=lambda name, dtype, sizes: 1e-5 + 3 * ROUNDING[dtype],
-        configs=lambda dtype: (forward(dtype, WIDTHS[0]), backward(dtype, WIDTHS[0])),
+        configs=lambda dtype: (forward(dtype, _WIDTHS[0]), backward(dtype, _WIDTHS[0])),
         SMALL=plain(tokens=6, height=2, channels=16),
         TYPICAL=plain(tokens=196, height=14),
         CASES=[
@@ -76,15 +76,15 @@ def describe(name: str, activations: tuple[str, ...], forward: Any, backward: An
             *special("width", *(plain(channels=channels) for channels in (16, 24, 192))),
             *long(plain(batch=1, tokens=6400, height=80)),
         ],
-        SHAPES=[sized(tokens=T, height=int(T**0.5), channels=channels) for channels in WIDTHS for T in TOKENS],
+        SHAPES=[sized(tokens=T, height=int(T**0.5), channels=channels) for channels in _WIDTHS for T in IMAGE_TOKENS],
         COMPARED=sized(tokens=6400, height=80, channels=192),
     )
 
 
 FWD, BWD = triton_fwd, triton_bwd
 CASES = (
-    describe("conv_norm", ("tokens",), FWD.grid_configs, BWD.row_configs, loops=True),
-    describe("scan_convs", ("x",), FWD.block_configs, BWD.block_configs, loops=False),
-    describe("gated_norm", ("z", "gate"), FWD.row_configs, BWD.row_configs, loops=True),
-    describe("gated_linear", ("x",), FWD.product_configs, BWD.activation_configs, loops=False),
+    describe_cases("conv_norm", ("tokens",), FWD.grid_configs, BWD.row_configs, loops=True),
+    describe_cases("scan_convs", ("x",), FWD.block_configs, BWD.block_configs, loops=False),
+    describe_cases("gated_norm", ("z", "gate"), FWD.row_configs, BWD.row_configs, loops=True),
+    describe_cases("gated_linear", ("x",), FWD.product_configs, BWD.activation_configs, loops=False),
 )

@@ -28,11 +28,11 @@ FORWARD, BOTH_PASSES = "forward", "forward+backward"
 OURS = ("copy", "triton", "torch")
 MEMORY = "memory of both passes"  # the passes of a row that is not timed
 # of `planned`: the sizes, the passes, and the name of the implementation
-Step = tuple[Sizes, str, str]
+_Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 
 
-def planned(cases: Cases, compared: bool = False) -> dict[str, Step]:
+def planned(cases: Cases, compared: bool = False) -> dict[str, _Step]:
     """`step_key` -> what is timed of an operator, in order; with `compared` only at the shape of its goals."""
     shapes = [cases.COMPARED] if compared else cases.SHAPES
     return {
@@ -54,7 +54,7 @@ def row_key(cases: Cases, row: Mapping[str, Any]) -> str:
 
 
 def measure(
-    cases: Cases, device: torch.device, step: Step, find: Callable[[str], Mapping[str, Any] | None]
+    cases: Cases, device: torch.device, step: _Step, find: Callable[[str], Mapping[str, Any] | None]
 ) -> dict[str, Any]:
     """The row of one of `planned`. `find`: `step_key` -> its row, for the copy with which it is compared.
 

@@ -13,7 +13,7 @@ from .. import triton_launch
 from ..bi_wkv import bi_wkv, op
 from ..bi_wkv.triton_fwd import configs
 from . import cases
-from .cases import ROUNDING, TOKENS, Random, long, ragged, special
+from .cases import IMAGE_TOKENS, ROUNDING, Random, long, ragged, special
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,6 @@ CASES = cases.Cases(
         *long(*(Sizes(batch=1, tokens=tokens, channels=2) for tokens in (4200, 6400))),
     ],
     # VRWKV-T, S, B
-    SHAPES=[Sizes(tokens=T, channels=channels) for channels, T in itertools.product((192, 384, 768), TOKENS)],
+    SHAPES=[Sizes(tokens=T, channels=channels) for channels, T in itertools.product((192, 384, 768), IMAGE_TOKENS)],
     COMPARED=Sizes(tokens=6400, channels=192),
 )

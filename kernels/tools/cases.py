@@ -18,10 +18,10 @@ from ..dispatch import compute_dtype
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # the largest relative error of rounding a number to a dtype
 ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-BOTH = (False, True)  # directions: the first scans forward, the second backward
+BOTH_DIRECTIONS = (False, True)  # directions: the first scans forward, the second backward
 
 BATCH = 64
-TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixels a side
+IMAGE_TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixels a side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,10 +187,10 @@ class Cases:
         return None if importlib.util.find_spec(self.PEERS.package) else self.PEERS.missing
 
 
-def describe(config: Any) -> dict[str, Any]:
+def describe_config(config: Any) -> dict[str, Any]:
     """A config as results have it: its constants and what it tells the compiler; of a tuple of them, each by name."""
     if isinstance(config, tuple):
-        return {name: describe(each) for name, each in config._asdict().items()}
+        return {name: describe_config(each) for name, each in config._asdict().items()}
     return {**config.kwargs, **compiler_options(config)}
 
 

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from .. import triton_launch
-from .cases import DTYPES, Cases, Sizes, describe
+from .cases import DTYPES, Cases, Sizes, describe_config
 
 # a check: what a row says if it breaks off, the function that makes the row, its arguments and its options
 Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
@@ -97,7 +97,7 @@ def compare(
         errors = relative_errors(got, want, cases.FLOOR)
         worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
     limits = {name: cases.limit(name, DTYPES[dtype], sizes) for name in worst}
-    return make_row(cases.NAME, what, sizes, dtype, config or backward_config) | judge(worst, limits)
+    return make_row(cases.NAME, what, sizes, dtype, config or backward_config) | judge_errors(worst, limits)
 
 
 def repeat(cases: Cases, sizes: Sizes, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
@@ -131,10 +131,10 @@ def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
 def make_row(operator: str, what: str, sizes: Sizes, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
     """What every row says: {operator, check, the sizes, dtype}, and config where it is not the default one."""
     row = {"operator": operator, "check": what, **vars(sizes), "dtype": dtype}
-    return row | ({"config": describe(config)} if config else {})
+    return row | ({"config": describe_config(config)} if config else {})
 
 
-def judge(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:
+def judge_errors(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:
     """The verdict of a row: {errors, not_finite, limits, passed}."""
     return {
         "errors": {name: error for name, error in errors.items() if error < float("inf")},
@@ -151,7 +151,7 @@ def compare_peer(cases: Cases, name: str, device: Any) -> dict[str, Any]:
     if reason := cases.missing():
         return row | {"passed": None, "reason": reason}
     theirs, ours = (dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in run(cases, sizes, device))
-    return row | judge(relative_errors(theirs, ours), dict.fromkeys(ours, PEER_LIMIT))
+    return row | judge_errors(relative_errors(theirs, ours), dict.fromkeys(ours, PEER_LIMIT))
 
 
 def failure(error: Exception) -> dict[str, str]:
@@ -159,7 +159,7 @@ def failure(error: Exception) -> dict[str, str]:
     return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
-def run(
+def check_one(
     cases: Cases, what: str, check: Callable[..., dict[str, Any]], arguments: tuple, options: dict
 ) -> dict[str, Any]:
     """The row of one of `planned`.

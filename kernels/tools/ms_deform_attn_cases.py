@@ -18,7 +18,7 @@ from ..ms_deform_attn import ms_deform_attn, op, triton_bwd, triton_fwd
 from . import cases
 from .cases import ROUNDING, Random, long, ragged, special
 
-TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
+_TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
 HEADS = (6, 12)  # of 32 channels: the ViT-Adapters T and B
 
 
@@ -150,6 +150,6 @@ CASES = cases.Cases(
         *special("all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)),
         *long(*list_sizes(4200, 6400, batch=1, heads=2)),
     ],
-    SHAPES=list(itertools.chain(*(list_sizes(*TOKENS, heads=heads) for heads in HEADS))),
+    SHAPES=list(itertools.chain(*(list_sizes(*_TOKENS, heads=heads) for heads in HEADS))),
     COMPARED=Sizes(tokens=4200, heads=12),
 )

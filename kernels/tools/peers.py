@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
-KINDS = ("chunk", "fused_chunk")
+PEER_KINDS = ("chunk", "fused_chunk")
 PACKAGE = "fla"
 
 
@@ -69,7 +69,7 @@ def arguments(*inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> dict[str, 
 
 def forget_tuning() -> None:
     """Make the kernels tune again at their next call."""
-    for kind in KINDS:
+    for kind in PEER_KINDS:
         for kernel in vars(_import(f"ops.ttt.{kind}")).values():
             while kernel is not None and not isinstance(kernel, Autotuner):
                 kernel = getattr(kernel, "fn", None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..selective_scan import op, selective_scan_bidir, selective_scan_routes, triton_fwd
 from ..selective_scan.triton_fwd import configs
 from . import cases, peers
-from .cases import BOTH, ROUNDING, TOKENS, Random, long, ragged, special
+from .cases import BOTH_DIRECTIONS, IMAGE_TOKENS, ROUNDING, Random, long, ragged, special
 
 CHANNELS = (384, 768, 1536)  # Vim-T, S, B
 ACTIVATIONS = ("u", "delta", "B", "C", "z")
@@ -29,7 +29,7 @@ class Sizes(cases.Sizes):
 
     channels: int
     state_dim: int = 16
-    reverse: tuple[bool, ...] = BOTH
+    reverse: tuple[bool, ...] = BOTH_DIRECTIONS
     sequences: int = 0
     gate: bool = True
     full_precision: bool = False
@@ -72,7 +72,7 @@ def lay_out(
 
 
 def bind(sizes: Sizes) -> Callable[..., Tensor]:
-    if sizes.reverse == BOTH and not sizes.sequences:
+    if sizes.reverse == BOTH_DIRECTIONS and not sizes.sequences:
         return functools.partial(selective_scan_bidir, full_precision=sizes.full_precision)
     return functools.partial(selective_scan_routes, **sizes.options)
 
@@ -122,11 +122,11 @@ CASES = cases.Cases(
         *special("VMamba's routes", *one(1, 8, 19, **VMAMBA)),
         *special("routes that share a sequence", *one(9, channels=8, reverse=(False, True, True), sequences=1)),
         *special("MambaVision's window", *list_sizes(9, **MAMBAVISION)),
-        *special("direction", *(Sizes(batch=1, tokens=17, channels=40, reverse=(flag,)) for flag in BOTH)),
+        *special("direction", *(Sizes(batch=1, tokens=17, channels=40, reverse=(flag,)) for flag in BOTH_DIRECTIONS)),
         *long(*one(4200, 6400, channels=48)),
     ],
     SHAPES=[
-        *(Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in TOKENS),
+        *(Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in IMAGE_TOKENS),
         # VMamba-B's stages 1 and 3 at 224 pixels
         *(Sizes(tokens=tokens, channels=channels, **VMAMBA) for tokens, channels in ((3136, 256), (196, 1024))),
         Sizes(tokens=196, channels=256, **MAMBAVISION),  # MambaVision-B's stage 3, windows of 14 x 14
@@ -139,6 +139,6 @@ CASES = cases.Cases(
         prepare=prepare_mamba,
         checks={"mamba-ssm's selective_scan_fn": (TYPICAL, run_mamba)},
         missing="mamba-ssm is not installed",
-        takes=lambda sizes: sizes.reverse == BOTH,
+        takes=lambda sizes: sizes.reverse == BOTH_DIRECTIONS,
     ),
 )

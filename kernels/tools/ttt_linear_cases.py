@@ -11,11 +11,11 @@ from torch import Tensor
 from ..ttt_linear import op, triton_bwd, triton_fwd, triton_phases, ttt_linear, ttt_linear_bidir
 from ..ttt_linear.op import one_direction
 from . import cases, peers
-from .cases import BOTH, TOKENS, Random, long, ragged, special
+from .cases import BOTH_DIRECTIONS, IMAGE_TOKENS, Random, long, ragged, special
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 81, 196, 197)
 EPS = 1e-6
-WIDTHS = (3, 6, 12)  # heads of Vittt-T, S, B
+_HEADS = (3, 6, 12)  # heads of Vittt-T, S, B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Sizes(cases.Sizes):
     heads: int
     head_dim: int = 64
     chunk_size: int = 16
-    reverse: tuple[bool, ...] = BOTH
+    reverse: tuple[bool, ...] = BOTH_DIRECTIONS
     alike: bool = False
 
     @property
@@ -75,7 +75,7 @@ def lay_out(sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, lr: Tensor, *paramete
 
 def bind(sizes: Sizes) -> Callable[..., Tensor]:
     how = {"chunk_size": sizes.chunk_size, "eps": EPS}
-    if sizes.reverse == BOTH:
+    if sizes.reverse == BOTH_DIRECTIONS:
         return functools.partial(ttt_linear_bidir, **how)
 
     def run(*inputs: Tensor, backend: str) -> Tensor:
@@ -140,19 +140,19 @@ CASES = cases.Cases(
         *special("many programs", small(81, 3, batch=128, chunk_size=32), on_gpu_alone=True),
         *long(*(small(tokens, 3) for tokens in (4200, 6400))),  # 1120 × 960 and 1280 × 1280 pixels
     ],
-    SHAPES=[Sizes(tokens=tokens, heads=heads) for heads in WIDTHS for tokens in TOKENS],
+    SHAPES=[Sizes(tokens=tokens, heads=heads) for heads in _HEADS for tokens in IMAGE_TOKENS],
     COMPARED=Sizes(tokens=6400, heads=3),
     PEERS=cases.Peers(
         package=peers.PACKAGE,
         distribution="fla-core",  # the package that holds its kernels
-        names=tuple(f"fla {kind}" for kind in peers.KINDS),
+        names=tuple(f"fla {kind}" for kind in peers.PEER_KINDS),
         prepare=prepare_fla,
         checks={
             f"flash-linear-attention's {kind}_ttt_linear": (
                 Sizes(batch=2, tokens=250, heads=3, reverse=(False,)),
                 functools.partial(run_fla, kind),
             )
-            for kind in peers.KINDS
+            for kind in peers.PEER_KINDS
         },
         missing="flash-linear-attention is not installed (the extra `bench`)",
     ),

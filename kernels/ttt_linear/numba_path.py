@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import threads
-from ..cpu_learner import learn, learn_backward
+from ..cpu_learner import learn_backward, learn_forward
 from ..cpu_loops import Loop
 from ..dispatch import compute_dtype
 from .reference import Arguments, segment_length, states_shape
@@ -29,7 +29,7 @@ def run_learn(
 ) -> tuple[Tensor, Tensor]:
     """out of this shape, (B,T,R,H,D), and states of the shape `kept`, of what `_prepare` and `lay_taps` give."""
     out, states = given[3].new_empty(shape), given[3].new_empty(kept)
-    _run(learn, shape, *given, out, states, *options)
+    _run(learn_forward, shape, *given, out, states, *options)
     return out, states
 
 
@@ -78,4 +78,4 @@ def find_options(T: int, chunk_size: int, reverse: Sequence[bool], state: Tensor
 
 def _run(loop: Loop, shape: Sequence[int], *arguments: Any) -> None:
     B, _, R, H, D = shape
-    threads.run(loop, B * R * H, *arguments, constants=((False,) * D,))
+    threads.run_loop(loop, B * R * H, *arguments, constants=((False,) * D,))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-Loss = Literal["mse", "dot"]
-Form = Literal["recurrent", "parallel"]
+_Loss = Literal["mse", "dot"]
+_Form = Literal["recurrent", "parallel"]
 
 
 def ttt_linear_plain(
@@ -26,10 +26,10 @@ def ttt_linear_plain(
     token_scale: Tensor,
     W0: Tensor,
     *,
-    loss: Loss = "mse",
+    loss: _Loss = "mse",
     chunk_size: int = 16,
     reverse: bool = False,
-    form: Form = "recurrent",
+    form: _Form = "recurrent",
 ) -> Tensor:
     """The inner learner without LayerNorm and bias in one direction.
 

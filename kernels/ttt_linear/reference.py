@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 Inner = Literal["ln", "plain"]
-SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
+_SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
 
 
 class Arguments(NamedTuple):
@@ -42,7 +42,7 @@ class Arguments(NamedTuple):
 def segment_length(T: int, chunk_size: int) -> int:
     """Tokens of a segment, whole chunks; backward needs the state before each but the first. Takes symbolic sizes."""
     n = torch.sym_min(chunk_size, T)
-    return (SEGMENT + n - 1) // n * n
+    return (_SEGMENT + n - 1) // n * n
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:

@@ -1,12 +1,12 @@
-"""What a plain backbone with its ViT-Adapter costs: the two counts of Table 2, without necks and heads.
+"""Costs of a plain backbone with its ViT-Adapter: the two counts of Table 2, without necks and heads.
 
-`Cost.macs` follows the one convention of `flops`. The papers around Table 2 count otherwise; `Cost.paper_terms` add up
+`Cost.macs` follows the one convention of `flops`. The papers in Table 2 count otherwise; `Cost.paper_terms` add up
 to their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for
 every output of a convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU
 and max pooling. The samples of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of
 12 samples of N queries in the four injectors, and of 4 samples of 5.25·N queries in the first four extractors. With it,
 every row of ViT and VRWKV is the printed one to 0.06 % on the left and, by the digits printed there, to 0.25 % on the
-right. What a family's own papers count otherwise, the family says (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its
+right. A family states where its own papers count otherwise (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its
 blocks.
 """
 
@@ -23,7 +23,7 @@ from .build import fused_attention
 from .flops import Cost, OperatorCounter
 
 _SAMPLING_FIT = 660  # per patch token and channel
-# what hooks count for a module in addition to its multiply-adds
+# the count of hooks for a module in addition to its multiply-adds
 _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], int]]] = {
     nn.Conv2d: ("conv_bias", lambda module, x, out: out.numel() if module.bias is not None else 0),
     nn.ConvTranspose2d: ("conv_bias", lambda module, x, out: out.numel() if module.bias is not None else 0),
@@ -62,7 +62,7 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
 
 
 def _replace_uncounted(model: ViTAdapter, image: torch.Tensor, counter: OperatorCounter, terms: dict[str, int]) -> None:
-    """Put in the terms of what the papers count by formula: the samples, and what the backbone's family reports."""
+    """Add the terms that the papers count by formula: the samples, and those that the backbone's family reports."""
     backbone = model.backbone
     with torch.no_grad():
         tokens, grid = backbone.embed(image)

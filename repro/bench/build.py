@@ -24,7 +24,7 @@ def fused_attention(enabled: bool) -> Iterator[None]:
         set_fused_attn(before, experimental)
 
 
-def create(
+def build_eval_model(
     name: str,
     options: Mapping[str, Any],
     image_size: tuple[int, int],

@@ -1,7 +1,7 @@
 """Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
 
 Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
-nothing but itself. What a step has measured lies under results, written as it comes. A GPU that is free for some minutes
+nothing but itself. A step's measurements lie under results, written as they come. A GPU that is free for some minutes
 at a time is measured by calling the same command again: until every step is complete, a call goes on where the last one
 ended, and takes no step twice.
 """
@@ -27,9 +27,9 @@ from ..core.runtime import (
     usable_cores,
 )
 from ..core.unfinished import Unfinished
-from .kernels import CHECK_TYPES, run_bench, run_check
+from .kernels import CHECK_TYPES, check_kernels, run_bench
 from .lanes import run_in_lanes
-from .probe import describe_probes, run_probe
+from .probe import describe_probes, probe_device
 from .sweep import PAIR
 
 SHORTEST_S = 20.0  # with less left nothing is begun
@@ -51,12 +51,12 @@ TRAINING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignParams:
-    """What the record of the machine depends on: nothing that can be chosen."""
+    """The parameters of the machine's record: none."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One step: its name, what it answers, and (paths, minutes left or None, when all began) -> whether it is complete.
+class CampaignStep:
+    """One step: its name, its question, and (paths, minutes left or None, when all began) -> whether it is complete.
 
     In a call with a time limit it has no more than `limit` minutes, so that no step takes those of all others.
     """
@@ -68,7 +68,7 @@ class Step:
 
 
 def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
-    """results/replications/<device>/environment.json: the machine, its versions, and what is in the way of the kernels."""
+    """results/replications/<device>/environment.json: the machine, its versions, and obstacles to the kernels."""
     import torch
 
     from kernels import selected_backend
@@ -118,20 +118,20 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     return True
 
 
-def sweep(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
-    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, whatever params.yaml holds."""
+def sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
+    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, independent of params.yaml."""
     from .efficiency import run_sweep
     from .params import SweepParams
 
     return run_sweep(SweepParams(minutes=minutes, **options), paths, Runtime(data_roots={}), began=began)
 
 
-def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> Step:
-    return Step(name, about, partial(sweep, sizes=tuple(sizes), batch_size=batch_size, **options))
+def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> CampaignStep:
+    return CampaignStep(name, about, partial(sweep_rows, sizes=tuple(sizes), batch_size=batch_size, **options))
 
 
 _compare = partial(run_bench, compared=True)
-# what the paper claims of speed, at both ends of the range of image sizes
+# the paper's claims on speed, at both ends of the range of image sizes
 _CLAIMED = {"families": PAIR}
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "Vittt-T and DeiT-T, fused and unfused", {}),
@@ -139,30 +139,34 @@ _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 # the first minutes on a GPU say what the next change to the kernels depends on, then answer the paper's claim
-STEPS = (
-    Step("environment", "the machine and its versions", record_environment),
-    Step("probe", "whether frozen models are right, and whose time a pass takes: host, kernels, graphs", run_probe),
-    Step("check of TTT-Linear", "its kernels against the fp64 reference", partial(run_check, op="ttt_linear"), 1.5),
+CAMPAIGN = (
+    CampaignStep("environment", "the machine and its versions", record_environment),
+    CampaignStep(
+        "probe", "whether frozen models are right, and whose time a pass takes: host, kernels, graphs", probe_device
+    ),
+    CampaignStep(
+        "check of TTT-Linear", "its kernels against the fp64 reference", partial(check_kernels, op="ttt_linear"), 1.5
+    ),
     *(
         _plan_sweep(f"{side}², batch {batch}{how}", about, "T", batch, image_sizes=(side,), **_CLAIMED, **options)
         for side, batch in ((1280, 64), (1280, 1), (224, 64), (224, 1))
         for how, about, options in _WAYS
     ),
-    Step("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
-    Step("check", "the kernels against the fp64 reference", run_check),
-    Step("compared", "the kernels' speed at the shapes that the goals are about", _compare),
-    Step("training", "a short training in bf16", time_training),
+    CampaignStep("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
+    CampaignStep("check", "the kernels against the fp64 reference", check_kernels),
+    CampaignStep("compared", "the kernels' speed at the shapes that the goals are about", _compare),
+    CampaignStep("training", "a short training in bf16", time_training),
     _plan_sweep("batch 1", "every family of size T at batch 1", "T", 1),
     _plan_sweep("batch 1, graphs", "the same through CUDA graphs", "T", 1, compile="graphs"),
     _plan_sweep("batch 64", "every family of size T at batch 64", "T", 64),
-    Step("bench", "the kernels' speed at every shape", run_bench),
+    CampaignStep("bench", "the kernels' speed at every shape", run_bench),
     _plan_sweep("batch 64, all sizes", "every family of every size at batch 64", "TSB", 64),
     _plan_sweep("batch 1, all sizes", "every family of every size at batch 1", "TSB", 1),
 )
 
 
-def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, ...] = STEPS) -> bool:
-    """Run the steps in order until the time is up, and print what is left; return whether nothing is.
+def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[CampaignStep, ...] = CAMPAIGN) -> bool:
+    """Run the steps in order until the time is up, and print the steps that are left; return whether there are none.
 
     A step that lacks a package is left out and named. Steps that an unfinished call completed are not taken again.
 
@@ -206,7 +210,7 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Step, 
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of results/speed.md: what is measured of each GPU in a line each, or that there is none."""
+    """(page, marker, text) of results/speed.md: a line on each GPU's measurements, or that there is none."""
     lines = ["| device | file | what it says | commit |", "|---|---|---|---|"]
     for name, describe in _RECORDS.items():
         for file in sorted(paths.results.glob(f"replications/*/{name}.json")):
@@ -229,7 +233,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:
-    """What a file of results/speed has: checks by operator, or how many rows."""
+    """The content of a file of results/speed: checks by operator, or the number of rows."""
     if "checks" not in rows[0]:
         return f"{len(rows)} rows"
     listed = ", ".join(f"{row['checks']} of `{row['operator']}`" for row in rows)
@@ -252,7 +256,7 @@ _RECORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _run_apart(step: Step, paths: Paths, minutes: float | None, began: str) -> bool:
+def _run_apart(step: CampaignStep, paths: Paths, minutes: float | None, began: str) -> bool:
     """Take a step in a process of its own."""
 
     def died(_: Any) -> bool:
@@ -262,8 +266,8 @@ def _run_apart(step: Step, paths: Paths, minutes: float | None, began: str) -> b
     return is_complete
 
 
-def _run(paths: Paths, minutes: float | None, began: str, step: Step) -> tuple[bool, bool]:
-    """In the process of a step, which is used no more: errors that are not ours become one line."""
+def _run(paths: Paths, minutes: float | None, began: str, step: CampaignStep) -> tuple[bool, bool]:
+    """Run a step in its own process, used once; unexpected errors become one line."""
     try:
         return step.run(paths, minutes=minutes, began=began), True
     except (UserError, RunError, ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""The record of parameters and multiply-adds: what `repro complexity` writes."""
+"""The record of parameters and multiply-adds, written by `repro complexity`."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ from .fvcore import fvcore_terms
 from .params import ADAPTER, ComplexityParams, SizePair
 from .speed import row_id
 
-SAVED_AT = 1280  # the image size at which the paper states what is saved (Fig. 1)
+SAVED_AT = 1280  # the image size of the paper's statement on savings (Fig. 1)
 COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention", "macs_g_fvcore")
 
 
@@ -24,9 +24,9 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
     metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, some with further
-    counts of the same forward pass: `macs_g_paper_convention`, by which the authors of the family, or of a backbone
-    with its adapter, count (see `repro.bench.flops.Cost`), and where a group asks for it `macs_g_fvcore`, what the
-    tool fvcore counts without handlers of anybody's own (see `repro.bench.fvcore`); `saved_at_1280_percent`, the
+    counts of the same forward pass: `macs_g_paper_convention`, the count of the authors of the family, or of a backbone
+    with its adapter (see `repro.bench.flops.Cost`), and where a group asks for it `macs_g_fvcore`, the count
+    of the tool fvcore without added handlers (see `repro.bench.fvcore`); `saved_at_1280_percent`, the
     multiply-adds that a model saves against its baseline by size; `dwconv_params_m`, the parameters that the 3x3
     depth-wise convolution adds by size.
 
@@ -62,7 +62,7 @@ def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int
 
 
 def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
-    """By size: percent of multiply-adds saved, and millions of parameters of the depth-wise convolution."""
+    """The percentage of multiply-adds saved, and the parameters of the depth-wise convolution in millions, by size."""
     saved, dwconv = {}, {}
     for size, pair in sizes.items():
         ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.model, pair.baseline))

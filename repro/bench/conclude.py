@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.speeds import COMMAND, HOST, ONE_PROCESS, bound_ratio, find_slow_operator, mark_host, pool_runs
-from .op_rate import OPERATORS
+from .op_rate import RATED_OPERATORS
 from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows
 
 Row = Mapping[str, Any]
@@ -76,7 +76,7 @@ def exponent(values: Mapping[int, float]) -> float | None:
 
 
 def _find_saved(ours: Row, theirs: Row) -> float | None:
-    """How many percent less memory ours takes; None where a peak is not known."""
+    """Our saving of memory in percent; None where a peak is not known."""
     peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
     return 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
 
@@ -116,7 +116,7 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
 
 def _withhold(family: str, theirs: Sequence[Row]) -> str | None:
     """The reason why no ratio against a family may be given; None where there is none."""
-    if family in OPERATORS and all(row.get("op_share_of_copy_percent") is None for row in theirs):
+    if family in RATED_OPERATORS and all(row.get("op_share_of_copy_percent") is None for row in theirs):
         return "the speed of its operator was not measured at this batch size and dtype"
     if slow := next(filter(None, map(find_slow_operator, theirs)), None):
         return slow

@@ -57,7 +57,7 @@ def run_sweep(
     Args:
         began: rows measured since (`core.unfinished.read_clock`) are not measured again; None: since the unfinished
             sweep of before began, if there is one.
-        started: what `time.monotonic` said when the time of the call began; None: what it says now.
+        started: `time.monotonic()` at the start of the call's time; None: now.
 
     Returns:
         Whether no row was left out for want of time.
@@ -105,7 +105,7 @@ def run_sweep(
 
 
 def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: SweepParams, device_type: str) -> str:
-    """One line: the image sizes that were left out, of which families, and the command that measures them in time."""
+    """A line on the image sizes that were left out, by families, with the command that measures them in time."""
     families: dict[int, set[str]] = {}
     for spec in left_out:
         families.setdefault(spec.image_size[0], set()).add(find_family(vars(spec))[0] or spec.model)

@@ -80,7 +80,7 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> 
     Raises:
         ValueError: an unknown model, an image size that it refuses, or an operator whose multiply-adds are unknown.
     """
-    model = build.create(name, options, image_size, fused=False, device="meta")
+    model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
     num_params = sum(p.numel() for p in model.parameters())
     found = closed_form(model, image_size)
     if found is None:
@@ -104,7 +104,7 @@ def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[di
 
 
 def _is_plain_vit(model: torch.nn.Module) -> bool:
-    """Whether a model is a VisionTransformer of timm's with no more parts than the closed form counts, as DeiT."""
+    """Tell whether a model is a VisionTransformer of timm's with only parts that the closed form counts, as DeiT."""
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]

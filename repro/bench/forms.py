@@ -1,4 +1,4 @@
-"""The recurrent and the parallel form of inner learners: time and memory over the tokens. What `repro kernels forms` writes.
+"""The recurrent and the parallel form of inner learners: time and memory over the tokens, by `repro kernels forms`.
 
 Both forms of a learner run in turn, and each ratio is of one turn.
 """
@@ -20,7 +20,7 @@ from kernels.ttt_linear.plain import ttt_linear_plain
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError
 from ..core.paths import Paths
-from ..core.record import find_commit, installed_version
+from ..core.record import current_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..core.unfinished import Unfinished, read_clock
 from ..models.fast_weights import LADDER, find_obstacle, learn
@@ -29,7 +29,7 @@ from .memory import measure_peak_mib
 from .speed import SLOW_STEPS, RowSpec, measure, median_interval, time_in_turn
 
 Form = Literal["recurrent", "parallel"]
-BOTH: tuple[Form, ...] = ("recurrent", "parallel")
+_FORMS: tuple[Form, ...] = ("recurrent", "parallel")
 TURNS = 11
 TURN_MS = 5.0
 BACKBONE = "vittt_tiny"  # also the setting of its rows
@@ -55,7 +55,7 @@ TYPES |= {"samples_ms": lambda text: [float(each) for each in text.split()]}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured alike.
+    """A setting of the measurement.
 
     Args:
         name: `vision` or `paper`.
@@ -90,7 +90,7 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormsParams:
-    """What a record answers: the settings, and the sides of the square images in pixels at which whole backbones run."""
+    """The parameters of a record: the settings, and the image sides in pixels at which whole backbones run."""
 
     settings: tuple[Setting, ...] = SETTINGS
     image_sizes: tuple[int, ...] = (224, 1280)
@@ -114,7 +114,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     file, state = paths.speed / f"{name}.csv", Unfinished(paths, name)
     state.save()
     here = {"device": device_label(device, runtime.threads), "torch_version": installed_version("torch")}
-    here["commit"] = (find_commit(paths.root) or "not in Git")[:12]
+    here["commit"] = (current_commit(paths.root) or "not in Git")[:12]
     rows = {_identify(row): row for row in read_forms(file) if (row["measured"] or "") >= state.began}
 
     def add(new: Sequence[Mapping[str, Any]]) -> None:
@@ -142,7 +142,7 @@ def read_forms(path: Path) -> list[dict[str, Any]]:
 
 
 def _identify(row: Mapping[str, Any]) -> tuple:
-    """What a row measures."""
+    """The key of a row's measurement."""
     return tuple(row[name] for name in _ROW_KEY)
 
 
@@ -166,7 +166,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         weights = [(draw(h, *shape) / shape[0] ** 0.5).requires_grad_() for shape in loop.shapes(d)]
         given = (None if loop.rate == "fixed" else rates[..., : len(loop.learned)], momentum if loop.momentum else None)
         run = partial(learn, loop, weights, q, k, v, (1, tokens), *given)
-        found[f"lact_{step}"] = {form: partial(run, form) for form in (BOTH[:1] if find_obstacle(loop) else BOTH)}
+        found[f"lact_{step}"] = {form: partial(run, form) for form in (_FORMS[:1] if find_obstacle(loop) else _FORMS)}
     if "vittt" in setting.chunks:
         tokens_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         chunk = {"chunk_size": setting.chunks["vittt"]}
@@ -178,7 +178,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         found["vittt_own"] = {"recurrent": partial(ttt_linear, *tokens_first, lr, scale, W0, b0, weight, bias, **chunk)}
         for name, loss in (("plain", "mse"), ("dot", "dot")):
             run = partial(ttt_linear_plain, *tokens_first, lr, scale, W0, loss=loss, **chunk)
-            found[f"vittt_{name}"] = {form: partial(run, form=form) for form in BOTH}
+            found[f"vittt_{name}"] = {form: partial(run, form=form) for form in _FORMS}
     return found
 
 
@@ -214,7 +214,7 @@ def _measure_learner(
 
 
 def compare_forms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times as fast the parallel form is, for each learner with both forms.
+    """The speedup of the parallel form, for each learner with both forms.
 
     Returns:
         {setting, learner, mode, tokens, ratio, ratio_ci95} each: the median over the turns of recurrent over parallel

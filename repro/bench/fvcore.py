@@ -1,4 +1,4 @@
-"""`macs_g_fvcore`: multiply-adds as fvcore counts them, by which ViT³ prints the FLOPs of its own models.
+"""`macs_g_fvcore`: multiply-adds as fvcore counts them, ViT³'s convention for the FLOPs of its own models.
 
 fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or
 GroupNorm with a learned scale and 4 in one without, as in the keys' instance norm of T5, 2 in a BatchNorm at inference
@@ -28,7 +28,7 @@ def fvcore_terms(counted: Cost, name: str, options: Mapping[str, Any], image_siz
 
     For a denoiser (H, W) is the size of its input: that of the latents, where it draws those.
     """
-    model = build.create(name, options, image_size, fused=False, device="meta")
+    model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
     return {"multiply_adds": counted.macs, **count_extras(model, image_size)}
 
 

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels are right, and how fast they are: `repro kernels check` and `bench`.
+"""Correctness and speed of the Triton kernels: `repro kernels check` and `bench`.
 
 The rows are written as they come. A call that was cut short is continued by the next one; where all that is asked for
 is there, it is made anew.
@@ -22,7 +22,7 @@ from ..core.children import ask
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, UserError, did_you_mean
 from ..core.paths import Paths
-from ..core.record import find_commit, installed_version
+from ..core.record import current_commit, installed_version
 from ..core.runtime import device_label, device_slug, usable_cores
 from ..core.ui import print_table
 from ..core.unfinished import Unfinished, read_clock
@@ -37,13 +37,15 @@ BENCH_NUMBERS = ("median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "sh
 BENCH_NUMBERS += ("gflop",)
 BENCH_COLUMNS = ("operator", "implementation", "passes", "sizes", "dtype", "status", "samples", "bytes", *BENCH_NUMBERS)
 BENCH_COLUMNS += ("reason", "peer_version", *_WHERE)
-# what a row calls a size -> how a line prints it
+# key of a size in a row -> its form in a line
 _PRINTED = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk"}
 _PRINTED |= {"channels": "channels", "state_dim": "states"}
 BENCH_TYPES = dict.fromkeys(BENCH_NUMBERS, float) | {"samples": int, "bytes": int, "sizes": json.loads}
 
 
-def run_check(paths: Paths, op: str | None = None, minutes: float | None = None, *, began: str | None = None) -> bool:
+def check_kernels(
+    paths: Paths, op: str | None = None, minutes: float | None = None, *, began: str | None = None
+) -> bool:
     """Check the kernels of one operator, or of all; write a line for each to results/speed/checks/<device>.csv.
 
     Args:
@@ -108,7 +110,7 @@ def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float)
     if device.type == "cuda":
         made = _check_in_lanes(deadline, cases.NAME, todo)
     else:
-        made = ((number, check.run(cases, *planned[number])) for number in todo if _left(deadline) > 0)
+        made = ((number, check.check_one(cases, *planned[number])) for number in todo if _left(deadline) > 0)
     for number, row in made:
         rows[str(number)] = row
         state.save()
@@ -132,7 +134,7 @@ def summarise_checks(rows: Sequence[Row]) -> Row:
 
 
 def format_check(row: Mapping[str, Any]) -> str:
-    """A line for a row of `check.run`: the verdict, what was checked, and the error that comes nearest to its limit."""
+    """A line for a row of `check.check_one`: the verdict, the check, and the error nearest to its limit."""
     verdict = {True: "ok", False: "FAILED", None: "not run"}[row["passed"]]
     detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that broke off has no sizes
     if row.get("errors"):
@@ -160,7 +162,7 @@ def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterato
 
 
 def _check_one(op: str, number: int) -> tuple[Row, bool]:
-    """In the process of a lane: a row, and whether the GPU is lost to the process."""
+    """Run a check in the process of a lane: its row, and whether the GPU is lost to the process."""
     import torch
 
     from kernels import triton_launch
@@ -168,7 +170,7 @@ def _check_one(op: str, number: int) -> tuple[Row, bool]:
 
     triton_launch.KEEP_CHOICES = False
     cases, device = operators.OPERATORS[op], torch.device("cuda")
-    row = check.run(cases, *_list_checks(op)[number])
+    row = check.check_one(cases, *_list_checks(op)[number])
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
@@ -200,7 +202,7 @@ def run_bench(
 
     Args:
         compared: only the shapes that the goals are about.
-        op, minutes, began: see `run_check`.
+        op, minutes, began: see `check_kernels`.
 
     Returns:
         Whether every row that was asked for is there.
@@ -354,9 +356,9 @@ def _is_since(row: Row | None, since: str) -> bool:
 
 
 def _describe_place(paths: Paths, device: Any) -> Row:
-    """Where, when and by which code a row is measured."""
+    """The device, versions, commit and time of a row's measurement."""
     versions = {name: installed_version(name) for name in ("torch", "triton")}
-    commit = (find_commit(paths.root) or "not in Git")[:12]
+    commit = (current_commit(paths.root) or "not in Git")[:12]
     return {"device": device_label(device), "commit": commit, **versions, "measured": read_clock()}
 
 

@@ -1,6 +1,6 @@
 """Calls in processes of their own, side by side, each process replaced where its GPU is lost.
 
-An illegal address in a kernel ends every later use of the GPU in its process: what comes after would be blamed.
+An illegal address in a kernel ends every later use of the GPU in its process: later work would be blamed.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The peak memory of one computation, beyond what was there before it."""
+"""The peak memory of one computation, beyond the memory before it."""
 
 import weakref
 from collections.abc import Callable

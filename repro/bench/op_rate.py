@@ -1,4 +1,4 @@
-"""How fast the scans of other families run, as a share of what the same machine copies at the same moment."""
+"""Bandwidth of the scans of other families, as a share of a copy's on the same machine at the same moment."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -12,19 +12,19 @@ from kernels.selective_scan import selective_scan, selective_scan_bidir, selecti
 from ..core.runtime import torch_dtype
 from .speed import time_in_turn
 
-TOKENS = 6400  # 1280 x 1280 pixels
+_TOKENS = 6400  # 1280 x 1280 pixels
 REPEATS = 7
 _COPY_BYTES = 2**28  # far beyond any cache
-Case = tuple[Callable[[], Any], int]  # a step of the operator, and the bytes that it must read and write
+_Case = tuple[Callable[[], Any], int]  # a step of the operator, and the bytes that it must read and write
 
 
 def measure_share(family: str, *, batch_size: int, device: str, dtype: str) -> float:
-    """The bandwidth of a family's operator (a key of `OPERATORS`) in percent of a copy's.
+    """The bandwidth of a family's operator (a key of `RATED_OPERATORS`) in percent of a copy's.
 
     The operator's forward pass at 6400 tokens and the copy are timed in turn. The operator's tensors count once, the copy
     as read and written; rates are from median times.
     """
-    step, op_bytes = OPERATORS[family](batch_size, device, torch_dtype(dtype))
+    step, op_bytes = RATED_OPERATORS[family](batch_size, device, torch_dtype(dtype))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.inference_mode():
@@ -33,13 +33,13 @@ def measure_share(family: str, *, batch_size: int, device: str, dtype: str) -> f
     return 100 * op_rate / (2 * _COPY_BYTES / statistics.median(samples_ms["copy"]))
 
 
-def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
+def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     """Vim-T: E 384, N 16, both directions."""
     width, states = 384, 16
     draw = _make_draw(device)
-    u, delta = (draw(batch_size, TOKENS, 2, width, dtype=dtype) for _ in range(2))
-    B, C = (draw(batch_size, TOKENS, 2, states, dtype=dtype) for _ in range(2))
-    z = draw(batch_size, TOKENS, width, dtype=dtype)
+    u, delta = (draw(batch_size, _TOKENS, 2, width, dtype=dtype) for _ in range(2))
+    B, C = (draw(batch_size, _TOKENS, 2, states, dtype=dtype) for _ in range(2))
+    z = draw(batch_size, _TOKENS, width, dtype=dtype)
     A = -torch.arange(1.0, states + 1, device=device).expand(2, width, states).contiguous()
     D, bias = torch.ones(2, width, device=device), torch.full((2, width), -4.0, device=device)
     # the second u is as large as the output
@@ -47,20 +47,20 @@ def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> Ca
     return lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), moved
 
 
-def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
+def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     """VRWKV-T: C 192."""
     draw = _make_draw(device)
-    k, v = (draw(batch_size, TOKENS, 192, dtype=dtype) for _ in range(2))
-    w, u = (draw(192) / TOKENS for _ in range(2))
+    k, v = (draw(batch_size, _TOKENS, 192, dtype=dtype) for _ in range(2))
+    w, u = (draw(192) / _TOKENS for _ in range(2))
     return lambda: bi_wkv(w, u, k, v), 3 * k.numel() * k.element_size()
 
 
-def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
+def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     """VMamba-T's third stage: E 384, N 1, four routes over two sequences, with an fp32 output."""
     width, routes, sequences = 384, 4, 2
     draw = _make_draw(device)
-    u, delta = (draw(batch_size, TOKENS, count, width, dtype=dtype) for count in (sequences, routes))
-    B, C = (draw(batch_size, TOKENS, routes, 1, dtype=dtype) for _ in range(2))
+    u, delta = (draw(batch_size, _TOKENS, count, width, dtype=dtype) for count in (sequences, routes))
+    B, C = (draw(batch_size, _TOKENS, routes, 1, dtype=dtype) for _ in range(2))
     A = torch.full((routes, width, 1), -1.0, device=device)
     D, bias = torch.ones(routes, width, device=device), torch.full((routes, width), -4.0, device=device)
     moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C)) + 4 * delta.numel()
@@ -68,10 +68,10 @@ def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
     return lambda: selective_scan_routes(u, delta, A, B, C, D, None, bias, **options), moved
 
 
-def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
+def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     """MambaVision-T's third stage: E 160, N 8, in windows of 14x14 tokens."""
     width, states, window = 160, 8, 14**2
-    windows = batch_size * (TOKENS // window)
+    windows = batch_size * (_TOKENS // window)
     draw = _make_draw(device)
     u, delta = (draw(windows, window, width, dtype=dtype) for _ in range(2))
     B, C = (draw(windows, window, states, dtype=dtype) for _ in range(2))
@@ -81,8 +81,8 @@ def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> Case:
     return lambda: selective_scan(u, delta, A, B, C, D, None, bias), moved
 
 
-# family with an operator of this project's -> that operator at the smallest width of its layers, with `TOKENS` tokens
-OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], Case]] = {
+# family with an operator of this project's -> that operator at the smallest width of its layers, with `_TOKENS` tokens
+RATED_OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], _Case]] = {
     "vim": _selective_scan_case,
     "vrwkv": _bi_wkv_case,
     "vmamba": _routes_case,

@@ -105,7 +105,7 @@ class EfficiencyParams:
         return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, one image size after the other: compared rows run close in time, and drift affects them alike."""
+        """The rows, one image size after the other: compared rows run close in time, and drift affects them equally."""
         return _make_specs(self, self.models, self.image_sizes, device_type, threads)
 
 

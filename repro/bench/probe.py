@@ -1,5 +1,5 @@
-"""What the first minutes on a GPU have to say, in one process: whether frozen models are right, how much of a pass is the
-host's, which kernels its time goes to, and what compiling gives.
+"""The first measurements on a GPU, in one process: correctness of frozen models, the host's share of a pass, its time
+by kernel, and the gain of compiling.
 
 A line is written as soon as it is measured. Each section has a time limit of its own: one that breaks, or takes too long,
 leaves a line with the reason, and the next begins.
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.paths import Paths
-from ..core.record import find_commit, installed_version
+from ..core.record import current_commit, installed_version
 from ..core.runtime import device_label, device_slug
 from ..core.unfinished import read_clock
 from . import build
@@ -32,7 +32,7 @@ Corner = tuple[int, int]  # pixels of a side, images
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is probed: the models, the corners of image size and batch, and the dtype of inference and of autocast."""
+    """The plan of a probe: models, corners of image size and batch, and the dtype of inference and of autocast."""
 
     model: str = "vittt_tiny_patch16_224"
     baseline: str = "deit_tiny_patch16_224"
@@ -41,11 +41,11 @@ class Plan:
     device: str = "cuda"
 
 
-class Probe:
+class ProbeLines:
     """The lines of a probe, in a CSV file; a new probe begins with none.
 
     Args:
-        plan: what is probed.
+        plan: models and corners, see `Plan`.
         path: the CSV file.
         root: the checkout, whose commit each line names.
     """
@@ -53,7 +53,7 @@ class Probe:
     def __init__(self, plan: Plan, path: Path, root: Path):
         self.plan, self._path, self._section = plan, path, ""
         self.lines: list[dict[str, Any]] = []
-        here = {"device": device_label(plan.device), "commit": (find_commit(root) or "not in Git")[:12]}
+        here = {"device": device_label(plan.device), "commit": (current_commit(root) or "not in Git")[:12]}
         self._here = here | {name: installed_version(name) for name in ("torch", "triton")}
 
     def say(self, measure: str, value: float | None, **about: Any) -> None:
@@ -85,12 +85,12 @@ class Probe:
             signal.signal(signal.SIGALRM, before)
 
 
-def run_probe(paths: Paths, minutes: float | None, began: str, plan: Plan | None = None) -> bool:
+def probe_device(paths: Paths, minutes: float | None, began: str, plan: Plan | None = None) -> bool:
     """Write results/speed/probe/<device>.csv, and return whether the time was enough for all sections."""
     plan = plan or Plan()
-    probe = Probe(plan, paths.speed / "probe" / f"{device_slug(plan.device)}.csv", paths.root)
+    probe = ProbeLines(plan, paths.speed / "probe" / f"{device_slug(plan.device)}.csv", paths.root)
     end = None if minutes is None else time.monotonic() + 60 * minutes
-    for name, limit_s, run in SECTIONS:
+    for name, limit_s, run in PROBES:
         left_s = limit_s if end is None else min(limit_s, end - time.monotonic())
         if left_s <= 0:
             return False
@@ -99,7 +99,7 @@ def run_probe(paths: Paths, minutes: float | None, began: str, plan: Plan | None
     return True
 
 
-def check_frozen(probe: Probe) -> None:
+def check_frozen(probe: ProbeLines) -> None:
     """Errors of a frozen model against the plain path, in several calls, after another image size, and as a graph."""
     import torch
 
@@ -121,19 +121,19 @@ def check_frozen(probe: Probe) -> None:
         _say(probe, "equal_bits", float(all(torch.equal(out, outs[0]) for out in outs)), probe.plan.model, corner)
 
 
-def time_inference(probe: Probe) -> None:
+def time_inference(probe: ProbeLines) -> None:
     """At each corner, of both models: eager, with the host's share and the slowest kernels, and as a graph."""
     for corner in probe.plan.corners:
         for name in (probe.plan.model, probe.plan.baseline):
             _time_inference(probe, name, corner, "eager")
 
 
-def time_plain(probe: Probe) -> None:
-    """The same of the model without the kernels around its scan, at the largest corner."""
+def time_plain(probe: ProbeLines) -> None:
+    """Time the model without the fused kernels, at the largest corner."""
     _time_inference(probe, probe.plan.model, probe.plan.corners[0], "plain")
 
 
-def time_reduced(probe: Probe) -> None:
+def time_reduced(probe: ProbeLines) -> None:
     """Inference under `torch.compile(mode="reduce-overhead")`, but for the largest corner."""
     import torch
 
@@ -150,7 +150,7 @@ def time_reduced(probe: Probe) -> None:
                 )
 
 
-def time_training(probe: Probe, *, compiled: bool = False) -> None:
+def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
     """A step of training in autocast, at the smallest image size and the largest batch: time, host, memory, kernels."""
     import torch
     import torch.nn.functional as F
@@ -176,23 +176,23 @@ def time_training(probe: Probe, *, compiled: bool = False) -> None:
             _say(probe, "peak_memory_mib", torch.cuda.max_memory_allocated() / 2**20, name, corner, mode)
 
 
-def time_compiled_training(probe: Probe) -> None:
+def time_compiled_training(probe: ProbeLines) -> None:
     """The same under `torch.compile`."""
-    time_training(probe, compiled=True)
+    time_steps(probe, compiled=True)
 
 
-# name, limit in seconds, what runs: the first are those on which most depends
-SECTIONS: tuple[tuple[str, float, Callable[[Probe], None]], ...] = (
+# name, limit in seconds, function; the first are those on which most depends
+PROBES: tuple[tuple[str, float, Callable[[ProbeLines], None]], ...] = (
     ("right", 90, check_frozen),
     ("inference", 90, time_inference),
     ("plain block", 30, time_plain),
-    ("training", 60, time_training),
+    ("training", 60, time_steps),
     ("training, compiled", 100, time_compiled_training),
     ("reduce-overhead", 100, time_reduced),
 )
 
 
-def _time_inference(probe: Probe, name: str, corner: Corner, mode: str) -> None:
+def _time_inference(probe: ProbeLines, name: str, corner: Corner, mode: str) -> None:
     import torch
 
     model, x = _build(probe, corner[0], name, plain=mode == "plain"), _draw(probe, corner)
@@ -207,7 +207,7 @@ def _time_inference(probe: Probe, name: str, corner: Corner, mode: str) -> None:
             _say(probe, "latency_ms", None, name, corner, graph, reason="a CPU has no CUDA graphs")
 
 
-def _say_times(probe: Probe, step: Callable[[], Any], name: str, corner: Corner, mode: str) -> None:
+def _say_times(probe: ProbeLines, step: Callable[[], Any], name: str, corner: Corner, mode: str) -> None:
     """The time of a step, how much of it the host took to launch it, and its slowest kernels."""
     latency_ms, host_ms = _time(probe, step)
     _say(probe, "latency_ms", latency_ms, name, corner, mode)
@@ -217,23 +217,23 @@ def _say_times(probe: Probe, step: Callable[[], Any], name: str, corner: Corner,
 
 
 def _say(
-    probe: Probe, measure: str, value: float | None, name: str, corner: Corner, mode: str = "", **more: Any
+    probe: ProbeLines, measure: str, value: float | None, name: str, corner: Corner, mode: str = "", **more: Any
 ) -> None:
     side, batch_size = corner
     probe.say(measure, value, model=name, image_size=side, batch_size=batch_size, mode=mode or None, **more)
 
 
-def _build(probe: Probe, side: int, name: str = "", *, plain: bool = False, dtype: Any = None) -> Any:
+def _build(probe: ProbeLines, side: int, name: str = "", *, plain: bool = False, dtype: Any = None) -> Any:
     import torch
 
     torch.manual_seed(0)
-    model = build.create(name or probe.plan.model, {}, (side, side), fused=True)
+    model = build.build_eval_model(name or probe.plan.model, {}, (side, side), fused=True)
     for block in model.blocks if plain else ():
         block.is_fusible = False
     return model.to(probe.plan.device, dtype or getattr(torch, probe.plan.dtype)).eval()
 
 
-def _draw(probe: Probe, corner: Corner, dtype: Any = None) -> Any:
+def _draw(probe: ProbeLines, corner: Corner, dtype: Any = None) -> Any:
     import torch
 
     side, batch_size = corner
@@ -241,7 +241,7 @@ def _draw(probe: Probe, corner: Corner, dtype: Any = None) -> Any:
     return torch.randn(batch_size, 3, side, side, device=probe.plan.device, dtype=dtype)
 
 
-def _time(probe: Probe, step: Callable[[], Any]) -> tuple[float, float]:
+def _time(probe: ProbeLines, step: Callable[[], Any]) -> tuple[float, float]:
     """The median milliseconds of a step, and those after which the host had launched it."""
     import torch
 
@@ -262,7 +262,7 @@ def _time(probe: Probe, step: Callable[[], Any]) -> tuple[float, float]:
     return 1e3 * statistics.median(taken), 1e3 * statistics.median(host)
 
 
-def _find_kernels(probe: Probe, step: Callable[[], Any]) -> list[tuple[str, int, float]]:
+def _find_kernels(probe: ProbeLines, step: Callable[[], Any]) -> list[tuple[str, int, float]]:
     """(name, calls, milliseconds) of the slowest kernels of a step; on a CPU, of its operations."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -282,7 +282,7 @@ def _find_kernels(probe: Probe, step: Callable[[], Any]) -> list[tuple[str, int,
 
 
 def _capture(model: Any, x: Any) -> tuple[Callable[[], None], Any]:
-    """What repeats a forward pass as a CUDA graph, and its output."""
+    """Capture a forward pass as a CUDA graph: a function that replays it, and its output."""
     import torch
 
     for _ in range(3):

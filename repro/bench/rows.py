@@ -11,10 +11,10 @@ from typing import Any
 
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, blame
-from ..core.record import find_commit, installed_version
+from ..core.record import current_commit, installed_version
 from ..core.unfinished import read_clock
 from .flops import cost
-from .op_rate import OPERATORS, measure_share
+from .op_rate import RATED_OPERATORS, measure_share
 from .speed import RowSpec, measure, unmeasured_row
 from .sweep import BASIS, RowSchedule, find_family, row_key
 
@@ -84,7 +84,7 @@ class Sheet:
 
     def __init__(self, path: Path, root: Path, device: str, began: str):
         self.path, self.began = path, began
-        commit = (find_commit(root) or "not in Git")[:12]
+        commit = (current_commit(root) or "not in Git")[:12]
         self._here = {"device": device, "commit": commit, "torch_version": installed_version("torch")}
         self.rows = read_rows(path)
 
@@ -189,7 +189,7 @@ def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str],
 
     @cache
     def find_share(family: str) -> float | None:
-        if family not in OPERATORS:
+        if family not in RATED_OPERATORS:
             return None
         share = measure_share(family, batch_size=batch_size, dtype=dtype, device=device)
         print(f"the operator of {family}: {share:.0f} % of the bandwidth of a copy", flush=True)
@@ -222,7 +222,7 @@ def _measure(
     keep_failures: bool = True,
     also: Mapping[str, Any] = {},
 ) -> None:
-    """Measure a row into the sheet with what is `also` known of it, unless the time ends before."""
+    """Measure a row into the sheet, with the fields `also`, unless the time ends before."""
     began = time.monotonic()
     try:
         row = measure(schedule.limit(spec))

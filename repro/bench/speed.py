@@ -38,7 +38,7 @@ _OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """What one row measures; the values are checked where they enter, in params.yaml or on the command line.
+    """The specification of one row; the values are checked where they enter, in params.yaml or on the command line.
 
     Args:
         model: a name that timm knows after `import repro.models`.
@@ -130,7 +130,7 @@ def measure(spec: RowSpec) -> dict[str, Any]:
 
 
 def _open_context(device: str) -> BaseContext:
-    """What starts the process of a row: on a CPU under Linux one to fork it from, with the environment of the first row."""
+    """The context of a row's process: on a CPU under Linux a fork server, with the environment of the first row."""
     if device != "cpu" or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     forkserver.set_forkserver_preload(["repro.bench.speed", "repro.bench.flops", "repro.models"])
@@ -172,7 +172,7 @@ def read_load() -> dict[str, Any]:
 
 
 def describe_samples(samples: list[float]) -> dict[str, Any]:
-    """What milliseconds of single steps say: {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
+    """Summarise the milliseconds of single steps: {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
     interval = median_interval(samples)
     row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval and list(interval)}
     row["samples_ms"] = [round(sample, 4) for sample in samples]
@@ -185,7 +185,7 @@ def describe_samples(samples: list[float]) -> dict[str, Any]:
 def time_in_turn(
     steps: Mapping[str, Callable[[], Any]], device: str, turns: int, *, turn_ms: float = 0.0, fewest: int | None = None
 ) -> dict[str, list[float]]:
-    """Run the steps one after the other, turn by turn, so that a drifting clock or a busy machine affects all alike.
+    """Run the steps one after the other, turn by turn, so that a drifting clock or a busy machine affects all equally.
 
     Args:
         steps: name -> step; each runs twice untimed before the first turn.
@@ -218,7 +218,7 @@ def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], r
 
 
 def _blank_row(spec: RowSpec) -> dict[str, Any]:
-    """What is known of a row without its measurement: the spec and the counts."""
+    """A row before its measurement: the spec and the counts."""
     from . import flops
 
     copied = ("model", "options", "attention", "batch_size", "dtype", "device", "backend", "mode", "compile")
@@ -267,10 +267,12 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 
     def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = build.create(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(device, dtype)
+        model = build.build_eval_model(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(
+            device, dtype
+        )
         if hasattr(model, "set_backend"):
             model.set_backend(spec.backend)
-        # a compiled model takes what is frozen on a GPU only
+        # a compiled model takes frozen weights on a GPU only
         if hasattr(model, "freeze") and spec.mode == "infer" and (device.type == "cuda" or not spec.compile):
             model.freeze(graphs=0)  # an eager row is the host's; `graphs` names the other
         return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
@@ -308,7 +310,7 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
     """Run two steps of a model, so that what loads at the first call is there before a baseline of memory is read.
 
     It is the code of the loops and of numba, which compiles them, and of the libraries of matrix products: over 100 MiB
-    that no model of a longer life has to itself. What the steps have taken goes back to the system.
+    that no model of a longer life has to itself. The steps' memory goes back to the system.
     """
     import torch
 

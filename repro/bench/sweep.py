@@ -94,14 +94,14 @@ class RowSchedule:
     """Says which rows fit into a time limit, by what the rows before them took.
 
     Once a row has shown how long one takes, the rows of an image size are begun only if all of them are expected to fit
-    into the time that is left; otherwise they are left out together, so that what is measured can be compared. A row
+    into the time that is left; otherwise they are left out together, so that the measured rows can be compared. A row
     under way at `_GRACE` times the limit is stopped, and left out too.
 
     Args:
         macs_g: spec -> multiply-adds of one image in units of 1e9.
         budget_s: the limit in seconds.
         clock: seconds that only grow.
-        started: what the clock said when the time began; None: what it says now.
+        started: the clock at the start of the time; None: now.
 
     Attributes:
         left_out: the rows that did not fit, once for each pass.
@@ -145,7 +145,7 @@ class RowSchedule:
                 yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._rates else None
 
     def fits(self, specs: Sequence[RowSpec], end: float | None = None) -> bool:
-        """Whether rows are expected to be measured by a time of the clock, or by the limit; unknown ones always fit."""
+        """Tell whether rows are expected to be done by a time of the clock, or by the limit; unknown ones fit."""
         left_s = (self._end if end is None else end) - self._clock()
         return not (self._rates or self._statuses) or sum(map(self.expect, specs)) <= left_s
 
@@ -184,7 +184,7 @@ class RowSchedule:
         work = self._macs_g(spec) * spec.batch_size
         if own := self._rates.get(model):
             rate = own[min(own, key=lambda known: abs(math.log(known / work)))]
-        elif model in self._statuses or not self._rates:  # what failed is expected to fail as early
+        elif model in self._statuses or not self._rates:  # a failed row is expected to fail as early
             return spec.budget_s if self._statuses.get(model) == "timeout" else start_s
         else:
             rate = max(each for known in self._rates.values() for each in known.values())

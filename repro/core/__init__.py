@@ -1,1 +1,1 @@
-"""What every stage needs and what knows nothing of models: parameters, paths, records, seeds, devices, errors."""
+"""The base of every stage, independent of models: parameters, paths, records, seeds, devices, errors."""

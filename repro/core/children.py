@@ -1,6 +1,6 @@
-"""Processes that end with the one that started them, signals, exit codes, and what other programs answer.
+"""Processes that end with the one that started them, signals, exit codes, and the output of other programs.
 
-Nobody can pass a SIGKILL on. So a process that starts others gives them its number in the environment, and they wait
+A SIGKILL cannot be passed on. So a process that starts others gives them its number in the environment, and they wait
 for its end. `python -m repro.core.children MODULE ...` runs a module that knows nothing of this, and passes the number
 on to what the module starts.
 """
@@ -50,7 +50,7 @@ def follow_parent(end: Callable[[], None] = end_in_order) -> None:
 
 
 def leave_with_parent() -> None:
-    """End this process of `multiprocessing` once the one that started it is gone, whatever this one does then."""
+    """End this process of `multiprocessing` once its parent is gone, even in the middle of other work."""
 
     def wait() -> None:
         multiprocessing.parent_process().join()
@@ -121,7 +121,7 @@ def describe_death(code: int) -> str | None:
 
 
 def ask(command: Sequence[str], folder: Path | None = None) -> str | None:
-    """What a program of the system prints; None where it is missing, fails, or says nothing for 20 seconds."""
+    """Run a program of the system and return its output; None where it is missing, fails, or takes 20 seconds."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -133,7 +133,7 @@ def _run_module() -> None:
     """Run the module of the command line; where torchrun says that a process of it was killed, end with a shell's code
     for that.
     """
-    # it leads its group, and what it runs has a Ctrl-C's time to save
+    # it leads its group; its children have the time of a Ctrl-C to save
     follow_parent(lambda: os.killpg(0, signal.SIGINT))
     os.environ[PARENT] = str(os.getpid())
     logging.disable(logging.INFO)  # else the last lines of a log are DVC's, about dvc.lock

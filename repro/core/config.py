@@ -37,14 +37,14 @@ class _TextLoader(yaml.CSafeLoader):
     yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile(r"^<<$"))]}
 
     def get_single_node(self):
-        """The tree of the file, of which aliases share parts: written out, those may be endless, or too many."""
+        """Return the file's tree, and refuse aliases whose expansion is endless or too large."""
         root = super().get_single_node()
         if root is not None:
             self._count_nodes(root, {})
         return root
 
     def construct_object(self, node, deep=False):
-        """The value of a node; whatever Python raises on an odd scalar is an error of its line."""
+        """Return a node's value; any exception on an odd scalar becomes an error with its line."""
         try:
             value = super().construct_object(node, deep=deep)
             if isinstance(value, str):
@@ -56,7 +56,7 @@ class _TextLoader(yaml.CSafeLoader):
         return value
 
     def construct_mapping(self, node, deep=False):
-        """A mapping, each key of which may be there once."""
+        """Return a mapping; a repeated key is an error."""
         seen = set()
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -70,8 +70,8 @@ class _TextLoader(yaml.CSafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def _count_nodes(self, node, counts: dict[int, int]) -> int:
-        """How many nodes there are from this one on; `counts` has those of finished nodes, and 0 for those that are
-        being counted.
+        """Count the nodes of this subtree, aliases expanded; `counts` has those of finished nodes, and 0 for those
+        that are being counted.
         """
         if id(node) not in counts:
             counts[id(node)] = 0
@@ -86,7 +86,7 @@ class _TextLoader(yaml.CSafeLoader):
 
 
 class _Loader(_TextLoader):
-    """YAML 1.2 reading of numbers, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string)."""
+    """A loader with the numbers of YAML 1.2, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string)."""
 
     yaml_implicit_resolvers = yaml.CSafeLoader.yaml_implicit_resolvers
 
@@ -222,7 +222,7 @@ def section_keys(params_path: Path, section: str) -> list[str]:
     return [str(name) for name in cells]
 
 
-DEFAULT_PROFILE = "mini"  # what params.yaml is in a fresh checkout
+DEFAULT_PROFILE = "mini"  # the profile of params.yaml in a fresh checkout
 
 
 def list_profiles(paths: Paths) -> list[str]:
@@ -239,7 +239,7 @@ def find_profile(paths: Paths, name: str) -> Path:
 
 
 def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
-    """The profile whose values params.yaml holds `besides` some sections, whatever its order; None where the values
+    """The profile with the values of params.yaml, in any order, except in the sections `besides`; None where values
     were edited.
     """
 

@@ -1,4 +1,4 @@
-"""Writing rows to a CSV file and reading them back."""
+"""Rows of CSV files: writing and reading."""
 
 import csv
 import io

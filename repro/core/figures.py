@@ -44,7 +44,7 @@ def against_resolution(
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
     A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with
-    what happened. The band around a time or a peak is its range over the processes, where there are several; a time that
+    the reason. The band around a time or a peak is its range over the processes, where there are several; a time that
     is the host's, or perhaps so, is hollow.
 
     Args:

@@ -18,7 +18,7 @@ def short_hash(content: bytes | memoryview | str) -> str:
 
 
 def hash_file(path: Path, digits: int = DIGITS, *, blank: int | None = None) -> str:
-    """The short hash of a file's content, or more of its 64 digits; raises OSError as reading does.
+    """The first digits of a file's SHA-256; raises OSError where it cannot be read.
 
     With `blank`, zeros stand for the 64 digits that begin at this byte: where a file keeps its own hash.
     """

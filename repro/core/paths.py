@@ -33,7 +33,7 @@ class Paths:
         return self.root / "results"
 
     def find(self, given: str) -> Path:
-        """What params.yaml calls so: relative to the root, `~` for the user's home."""
+        """Resolve a path of params.yaml: relative to the root, `~` for the user's home."""
         return self.root / os.path.expanduser(given)
 
     def cell(self, stage: str, cell: str) -> Path:
@@ -42,7 +42,7 @@ class Paths:
 
     @property
     def speed(self) -> Path:
-        """`results/speed`: what was timed and checked on a device, one CSV for each kind; never a DVC out."""
+        """`results/speed`: times and checks of a device, one CSV for each kind; never a DVC out."""
         return self.results / "speed"
 
     def replications(self, device: str) -> Path:
@@ -52,7 +52,7 @@ class Paths:
         return self.results / "replications" / device
 
     def artifacts(self, record: Path) -> Path:
-        """`artifacts/<stage>/<cell>`: what Git does not keep of a training whose record is this file of results/."""
+        """`artifacts/<stage>/<cell>`: the files outside of Git of a training with this record in results/."""
         place = record.relative_to(self.results)
         return self.root / "artifacts" / (place.parent if place.name == "metrics.json" else place.with_suffix(""))
 
@@ -78,9 +78,9 @@ class Paths:
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """What is in front of a place in a word of a command line, and the place: `--data=folder:` and `~/pets`.
+    """Split a word of a command line into a prefix and a path: `--data=folder:` and `~/pets`.
 
-    A word without one, or whose place begins like a name, is all in front.
+    A word without a path, or whose path begins like a name, is all prefix.
     """
     found = _WORD.fullmatch(word)
     return (found[1], found[2]) if found else (word, "")

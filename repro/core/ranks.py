@@ -1,4 +1,4 @@
-"""The processes of one training run, as torchrun starts them: who this one is, and what all of them agree on.
+"""The processes of one training run, as torchrun starts them: the own rank, and reductions over all.
 
 Without torchrun there is one process, nothing is initialised, and every function below is the plain thing.
 """
@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and prints."""
+        """True in the process that writes and prints."""
         return self.rank == 0
 
     def share(self, total: int, what: str) -> int:
@@ -44,11 +44,11 @@ class Ranks:
         return total // self.world_size
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank; one exchange for all."""
+        """Combine flags over the ranks by `or`, in one exchange."""
         return [value > 0 for value in self.sum([float(flag) for flag in flags])]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """For each value, its sum over the ranks, in fp64."""
+        """Sum each value over the ranks, in fp64."""
         if self.world_size == 1:
             return list(values)
         import torch
@@ -93,7 +93,7 @@ class Ranks:
         return holder[0]
 
 
-def launch(processes: int, arguments: list[str]) -> None:
+def launch_ranks(processes: int, arguments: list[str]) -> None:
     """Run `repro ARGUMENTS` under torchrun in `processes` processes of this machine, and end as it ends.
 
     A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the

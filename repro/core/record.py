@@ -90,7 +90,7 @@ def format_record(value: Any, line: str = "\n") -> str:
     a seed, a machine's versions. The texts of a list, which are the lines of a curve, have a line each.
 
     Args:
-        line: what begins a line at the depth of `value`.
+        line: the beginning of a line at the depth of `value`.
     """
     is_list, inner = isinstance(value, list), f"{line} "
     held = value if is_list else value.values() if isinstance(value, dict) else ()
@@ -166,14 +166,14 @@ def _write_details(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_run(file: Path, seconds: float) -> None:
-    """Write the `run.json` of a record or of a stage's rows.csv: when it was finished, by which host, in how many seconds."""
+    """Write the `run.json` of a record or of a stage's rows.csv: date, host and seconds."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json"
     write_json(file.with_name(run), {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
 
 
 def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:
-    """Whether a record is there, in the same form, that says the same of the same parameters, data and device."""
+    """Tell whether the file already has an equal record, in the same form, of the same parameters, data and device."""
     if not file.is_file() or (file.name == "metrics.json" and file.with_name(DETAILS_FILE).is_file() != bool(scores)):
         return False
     try:
@@ -214,7 +214,7 @@ def read_record(path: Path) -> Any:
 def make_identity(
     root: Path, config: Any, *, data_manifest: Path | None = None, device: str, dtype: str, backend: str
 ) -> dict:
-    """What explains a number.
+    """The provenance of a number.
 
     Args:
         config: the stage's params dataclass.
@@ -223,14 +223,14 @@ def make_identity(
 
     Returns:
         {command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions}; for the
-        machine see `runtime.describe_place`. What is unknown is None, for the command with command_reason.
+        machine see `runtime.describe_place`. Unknown values are None, for the command with command_reason.
     """
     require_own_code(root)
     command = find_command(root, sys.argv)
     return {
         "command": command,
         **({} if command else {"command_reason": "made by a program of its own"}),
-        "parent_commit": find_commit(root),
+        "parent_commit": current_commit(root),
         "params_hash": params_hash(config),
         "data_manifest_hash": hash_file(data_manifest) if data_manifest else None,
         "device": device,
@@ -241,14 +241,14 @@ def make_identity(
     }
 
 
-def find_commit(root: Path) -> str | None:
+def current_commit(root: Path) -> str | None:
     """The hash of the commit that the checkout is at; None outside of Git."""
     commit = ask(["git", "rev-parse", "HEAD"], root)
     return commit and commit.strip()
 
 
-def describe_recipe(identity: Mapping[str, Any]) -> str | None:
-    """How a record says that it was trained, as JSON without the machine; None for a record without a recipe."""
+def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
+    """The training recipe in a record's identity, as JSON without the machine; None for a record without one."""
     if (recipe := identity.get("recipe")) is None:
         return None
     precision = recipe.get("precision")
@@ -285,7 +285,7 @@ def _hide_folders(word: str, root: Path) -> str:
 
 
 def has_versions(recorded: Mapping[str, str | None]) -> bool:
-    """Whether the packages that a record names are installed here in the versions of the record."""
+    """Tell whether this environment has a record's packages in the same versions."""
     return recorded.items() <= versions().items()
 
 

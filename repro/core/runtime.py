@@ -1,4 +1,4 @@
-"""Seeds, determinism, device choice and the `runtime:` section: what changes how a run goes, never what comes out."""
+"""Seeds, determinism, device choice and the `runtime:` section, which changes a run's course, never its results."""
 
 import dataclasses
 import multiprocessing
@@ -42,7 +42,7 @@ class Runtime:
             choice.
         micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is
             larger is cut into parts whose gradients are averaged, so that the total batch is the one of the section
-            whatever the GPUs are.
+            on any number of GPUs.
         compile: `torch.compile` for training. channels_last: memory format of the model's weights.
         peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the
             share out.
@@ -127,7 +127,7 @@ def measure_shared_memory() -> int:
 
 
 def choose_workers(wanted: int) -> int:
-    """How many processes to start of those that are wanted: none, which is said, where there is no shared memory."""
+    """The number of processes to start: `wanted`, or 0 with a message where there is no shared memory."""
     if wanted and measure_shared_memory() < 2**20:  # a lock takes a page, and there are a dozen of them and more
         print(f"{SHM}: no shared memory; this process does the work of {wanted} workers", file=sys.stderr, flush=True)
         return 0
@@ -163,7 +163,7 @@ def share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
 
 
 def device_label(device: Any, threads: int | None = None) -> str:
-    """What a result says of its device: `cuda: NVIDIA L40S` or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
+    """The name of a device in results: `cuda: NVIDIA L40S` or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -181,7 +181,7 @@ def device_slug(device: Any) -> str:
 
 
 def cpu_name(cpuinfo: Mapping[str, str] | None = None) -> str:
-    """What tells a processor from others: `AMD EPYC family 25 model 17`, without importing torch.
+    """The name of the processor's model: `AMD EPYC family 25 model 17`, without importing torch.
 
     A virtual machine may give processors of several generations one name, which family and model tell apart.
 
@@ -196,7 +196,7 @@ def cpu_name(cpuinfo: Mapping[str, str] | None = None) -> str:
 
 
 def _read_cpuinfo() -> dict[str, str]:
-    """What the system says of its first processor; empty where there is no /proc/cpuinfo."""
+    """The fields of the first processor in /proc/cpuinfo; empty where there is no such file."""
     file = Path("/proc/cpuinfo")  # on Linux
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
@@ -204,10 +204,10 @@ def _read_cpuinfo() -> dict[str, str]:
 
 
 def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
-    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; what is unknown is None, with
+    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; unknown values are None, with
     <name>_reason.
 
-    The flags are those of vector instructions, by which sums are rounded and products are fast, in alphabetical order.
+    The flags are those of vector instructions, which decide rounding and speed, in alphabetical order.
     Processors of one name may differ in both.
     """
     numbers = [cpuinfo.get(field) for field in ("cpu family", "model", "stepping")]
@@ -224,8 +224,8 @@ def gpu_names() -> list[str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What benchmark numbers depend on: {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}; no
-    torch is imported.
+    """The hardware of benchmarks: {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}; no torch
+    is imported.
 
     For the processor, see `describe_cpu`. `usable_cores` counts the CPUs that this process may run on. `gpus` has name
     and driver of each NVIDIA GPU. Memory is in whole GiB, so that a kernel update which reserves a little more changes
@@ -245,7 +245,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_place(device: str) -> dict[str, Any]:
-    """What the numbers of a record that this process made on a device depend on, besides versions.
+    """The hardware and settings that determine this process's numbers on a device, besides versions.
 
     Args:
         device: the record's device, see `device_label`.
@@ -253,7 +253,7 @@ def describe_place(device: str) -> dict[str, Any]:
     Returns:
         {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`; `vector` names the instructions
         that PyTorch uses, `blas` its library of matrix products. For a GPU also `gpus`, see `describe_machine`, and
-        `cuda`, the version that PyTorch was built with. What is unknown is None, with <name>_reason: torch is asked
+        `cuda`, the version that PyTorch was built with. Unknown values are None, with <name>_reason: torch is asked
         only where the process has imported it.
     """
     found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo())}

@@ -1,4 +1,4 @@
-"""What rows of speed say together: the processes of one measurement, whose time a step is, and ratios of two rows."""
+"""Rows of speed combined: the processes of one measurement, host time against device time, and ratios of two rows."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,22 +7,20 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 # rows that share these differ in their image and batch size alone
 _ALIKE = ("model", "options", "attention", "dtype", "mode", "compile", "device", "backend")
-MORE_WORK = 8.0  # how many times the work of a row, pixels times batch, another one has at least that is set beside it
-AS_LONG = 1.25  # how many times as long it takes at most where both times are the host's
+MORE_WORK = 8.0  # least factor in work, pixels times batch, between two rows that are compared for `mark_host`
+AS_LONG = 1.25  # largest factor in time at which both count as the host's
 # quantity of a row -> its least and largest value over the processes, in a row of `pool_runs`
 RANGES = {"latency_ms": "latency_range_ms", "peak_memory_mib": "peak_memory_range_mib"}
 HOST = "the host's time"
 UNKNOWN = "host's share not known"
-COMMAND = "repro efficiency --graphs"  # what measures the GPU's time
+COMMAND = "repro efficiency --graphs"  # measures the GPU's time
 # the share of a copy's bandwidth that a family's operator must reach before a ratio against the family is given
 REQUIRED_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
 ONE_PROCESS = "one process, no interval"
 
 
 class Ratio(NamedTuple):
-    """How many times as fast one row is as another: at their medians, and at the ends of both ranges where they have
-    them.
-    """
+    """The speedup of one row over another: by their medians, and by the ends of both ranges where they have them."""
 
     times: float
     ends: tuple[float, float] | None
@@ -69,8 +67,8 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
 def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The same rows, each with `host`: empty for a time of the device itself, else `HOST` or `UNKNOWN`.
 
-    On a GPU a step may take as long as its host needs to launch the kernels, whatever their work is. The time of a row is
-    the host's where a row of the same model and conditions has `MORE_WORK` or as much less, and neither takes over
+    On a GPU a step may take as long as its host needs to launch the kernels, however small that is. The time of a row
+    is the host's where a row of the same model and conditions has `MORE_WORK` or as much less, and neither takes over
     `AS_LONG` times as long as the other. Of another row on a GPU the host's share is not known, but for one through CUDA
     graphs, whose launches cost nothing.
     """
@@ -79,8 +77,8 @@ def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def bound_ratio(ours: Row, theirs: Row, key: str = "latency_ms") -> Ratio | None:
-    """How many times as fast one row of `mark_host` is as another, or how many times as little of another key of
-    `RANGES` it takes; None where one has no such number, or the host's time.
+    """The speedup of one row of `mark_host` over another, or the saving by another key of `RANGES`; None where one has
+    no such number, or the host's time.
     """
     if not (ours[key] and theirs[key]) or (key == "latency_ms" and HOST in (ours["host"], theirs["host"])):
         return None
@@ -92,7 +90,7 @@ def bound_ratio(ours: Row, theirs: Row, key: str = "latency_ms") -> Ratio | None
 
 
 def find_slow_operator(row: Row) -> str | None:
-    """Why a row gives no ratio: an operator of ours that is slower than it could be would make the family slow. Else None."""
+    """The reason to give no ratio, or None: our operator is slower than it could be, which makes its family slow."""
     share, required = row.get("op_share_of_copy_percent"), REQUIRED_SHARE_PERCENT[row["device"].partition(":")[0]]
     if share is None or share >= required:
         return None
@@ -100,7 +98,7 @@ def find_slow_operator(row: Row) -> str | None:
 
 
 def describe_time(row: Row) -> str:
-    """What stands behind the time of a marked row in a table: ` (host)`, ` (host?)`, or nothing."""
+    """The suffix of a marked row's time in a table: ` (host)`, ` (host?)`, or nothing."""
     return {HOST: " (host)", UNKNOWN: " (host?)"}.get(row.get("host", ""), "")
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """What a sample says of its mean; `std` and `ci95` (low, high; Student's t) are None for a single value."""
+    """A mean with its uncertainty; `std` and `ci95` (low, high; Student's t) are None for a single value."""
 
     mean: float
     std: float | None
@@ -32,7 +32,7 @@ def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sampl
 
 
 def measure_rise(curve: Mapping[int, float]) -> float | None:
-    """By how much the best score of the last quarter of a curve exceeds the best before; None where either is empty.
+    """The best score of a curve's last quarter minus the best before; None where either part is empty.
 
     Args:
         curve: epoch -> score.

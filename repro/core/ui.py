@@ -1,4 +1,4 @@
-"""What the user sees of a command: one progress display, one table. Rich on a terminal, plain text elsewhere."""
+"""Output of commands for people: one progress display, one table. Rich on a terminal, plain text elsewhere."""
 
 import codecs
 import contextlib
@@ -20,11 +20,11 @@ MOST_CHARACTERS = 300  # of an error
 _PLAIN = str.maketrans(
     {"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"}
 )
-# what would move the cursor, turn the text around, or is no character
+# these move the cursor or reverse the direction of text, or are no characters
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def show(text: object) -> str:
+def escape_line(text: object) -> str:
     """A text on one line as a terminal can print it: control characters and bytes that are not UTF-8 are escaped."""
 
     def escape(match: re.Match) -> str:
@@ -39,7 +39,7 @@ def print_error(error: Exception | str) -> None:
     """Print an error on stderr, if it is there, as one line; in a long one, paths begin in the working directory and
     the middle is left out.
     """
-    line = show(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
+    line = escape_line(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
     if len(line) > MOST_CHARACTERS:
         line = line.replace(f"{os.getcwd()}{os.sep}", "")
     if len(line) > MOST_CHARACTERS:
@@ -49,7 +49,7 @@ def print_error(error: Exception | str) -> None:
 
 
 class _Stdout(io.FileIO):
-    """What an error of writing names as its file, once: what is left is given up."""
+    """Standard output; its first write error names it as the file, and drops the rest, so no second one follows."""
 
     def write(self, content: Any) -> int | None:
         try:
@@ -95,7 +95,7 @@ class Progress:
     """A bar on a terminal, a line now and then in a log; a context manager.
 
     Args:
-        label, total, done: what is being done, how many units there are, and how many of them were finished before.
+        label, total, done: a name for the work, its units, and how many of these were finished before.
         unit: what is counted, e.g. `images`, for the lines of a log.
         log: takes the lines of a log.
         every_s: seconds between two lines of a log; 0 writes one at every update.
@@ -183,7 +183,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     The first column, a name or a command to copy, is never broken: on a terminal that is too narrow for it and a word
     of each other column, a row is one plain text.
     """
-    rows = [[show(cell) for cell in row] for row in rows]
+    rows = [[escape_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if sys.stdout.isatty():
         from rich.cells import cell_len

@@ -1,4 +1,4 @@
-"""A measurement that takes several calls: when it began, and what it has so far."""
+"""Measurements that take several calls: their start and their rows so far."""
 
 import contextlib
 import datetime
@@ -15,13 +15,13 @@ def read_clock() -> str:
 
 
 class Unfinished:
-    """What lies in `.runs/measuring/<name>.json` from a call that was stopped, until `finish`.
+    """The state of an interrupted measurement in `.runs/measuring/<name>.json`, until `finish`.
 
     So a call after an interruption goes on, and one after a complete measurement measures anew.
 
     Attributes:
-        began: when the measurement began, see `read_clock`; what was measured before does not count.
-        kept: what it has so far besides the rows that it wrote, as JSON.
+        began: when the measurement began, see `read_clock`; earlier rows do not count.
+        kept: its state besides the rows that it wrote, as JSON.
     """
 
     def __init__(self, paths: Paths, name: str):

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from .findings import RAISE_FIRST, BadData, Finding, Report
+from .findings import RAISE_FIRST, BadData, Finding, Reporter
 from .manifest import Folder
 from .pixels import MAX_PIXELS, explain_error, read_labelled
 from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark, or correct your own files (docs/data.md)"
-CLASSES = "classes.txt"  # of one's own set
+CLASSES_FILE = "classes.txt"  # of one's own set
 _SURVEYED = 500  # pairs, enough for the share of each class
 
 
@@ -35,7 +35,7 @@ class AdePairs:
             for files that are not images.
     """
 
-    def __init__(self, root: Path, split: str, report: Report = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS):
+    def __init__(self, root: Path, split: str, report: Reporter = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS):
         base, self._max_pixels = find_base(root), max_pixels
         self.classes = _read_names(base, report)
         self._images, self._labels = (base / part / FOLDERS[split] for part in ("images", "annotations"))
@@ -100,7 +100,7 @@ def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
     return np.array(sizes, dtype=np.int64).reshape(-1, 2), counts[1:]
 
 
-def read_classes(root: Path, splits: Sequence[str], report: Report = RAISE_FIRST) -> tuple[str, ...]:
+def read_classes(root: Path, splits: Sequence[str], report: Reporter = RAISE_FIRST) -> tuple[str, ...]:
     """The names of the classes 1..K; judges the pairs of these splits, and raises UserError as `AdePairs` does."""
     return [AdePairs(root, split, report).classes for split in splits][-1]
 
@@ -120,15 +120,15 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
     return [Folder(prefix + name, base / name, record_folder(base / name, with_contents)) for name in names]
 
 
-def _read_names(base: Path, report: Report) -> tuple[str, ...]:
+def _read_names(base: Path, report: Reporter) -> tuple[str, ...]:
     """The names of classes 1..K from objectInfo<K>.txt or classes.txt; none where reading goes on after an error."""
     files = sorted(base.glob("objectInfo*.txt"))
-    if not files and (base / CLASSES).is_file():
-        return _read_own(base / CLASSES, report)
+    if not files and (base / CLASSES_FILE).is_file():
+        return _read_own(base / CLASSES_FILE, report)
     if len(files) != 1:
         report.error(
             base,
-            f"expected one file objectInfo<K>.txt with the names of the classes, or {CLASSES}, found {len(files)}",
+            f"expected one file objectInfo<K>.txt with the names of the classes, or {CLASSES_FILE}, found {len(files)}",
             RELEASE,
         )
         return ()
@@ -145,7 +145,7 @@ def _read_names(base: Path, report: Report) -> tuple[str, ...]:
     return tuple(row[-1].strip() for row in rows)
 
 
-def _read_own(file: Path, report: Report) -> tuple[str, ...]:
+def _read_own(file: Path, report: Reporter) -> tuple[str, ...]:
     if (lines := _read_lines(file, report)) is None:
         return ()
     names = [line.strip() for line in lines]
@@ -157,7 +157,7 @@ def _read_own(file: Path, report: Report) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _read_lines(file: Path, report: Report) -> list[str] | None:
+def _read_lines(file: Path, report: Reporter) -> list[str] | None:
     """The lines of a text in UTF-8, with a byte order mark or without; None where it is no such text."""
     try:
         if "\0" not in (text := file.read_bytes().decode("utf-8-sig")):
@@ -169,7 +169,7 @@ def _read_lines(file: Path, report: Report) -> list[str] | None:
     return None
 
 
-def _list_stems(folder: Path, report: Report) -> dict[str, str] | None:
+def _list_stems(folder: Path, report: Reporter) -> dict[str, str] | None:
     """Stem -> file name of the images in a folder; None where there is no folder."""
     if (names := list_images(folder, report, RELEASE)) is None:
         return None

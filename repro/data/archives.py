@@ -5,14 +5,14 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .findings import Report
+from .findings import Reporter
 from .kinds import OWN_KINDS, Kind, list_wnids
 from .pictures import EXTENSIONS, is_left_out, is_picture, may_be_picture
 
 _MOST_LINKS = 40  # as many as Linux follows
 
 
-def list_members(path: Path, report: Report, kind: Kind, others: list[str]) -> Iterator[tuple[str, bytes, int, int]]:
+def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) -> Iterator[tuple[str, bytes, int, int]]:
     """(class, file name, bytes, first byte) of each image of an archive, as if it were unpacked.
 
     `report` takes what is wrong; `others` takes the names of files that may be pictures and are not read.
@@ -69,7 +69,7 @@ def list_members(path: Path, report: Report, kind: Kind, others: list[str]) -> I
     report.errors(unlabelled, "give each key one .cls, or pack the images in a folder for each class")
 
 
-def _read_label(place: tuple[int, int], path: Path, name: str, report: Report, kind: Kind) -> str:
+def _read_label(place: tuple[int, int], path: Path, name: str, report: Reporter, kind: Kind) -> str:
     """The class that a .cls file names by its index: a wnid, in a set of one's own the number with four digits."""
     with open(path, "rb") as stream:
         stream.seek(place[0])

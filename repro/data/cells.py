@@ -89,7 +89,7 @@ def manifest_path(paths: Paths, name: str) -> Path:
     return paths.cell("prepare_data", name) / "manifest.json"
 
 
-def find_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
+def find_data_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
     """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises
     UserError where there is neither. A set `KIND:PATH` says it itself.
     """
@@ -138,7 +138,7 @@ def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
     elif not file.is_file() and name not in (known := section_keys(paths.params, "prepare_data")):
         raise UserError(f"{name}: prepare_data in params.yaml has no such cell{suggest_data(paths, name, known)}")
     manifest = read_manifest(file)
-    root = find_root(paths, runtime, name, manifest.kind)
+    root = find_data_root(paths, runtime, name, manifest.kind)
     source = None if root.exists() else find_source(paths, runtime, KINDS[manifest.kind])
     return DataCell(
         name=own.name if own else name,

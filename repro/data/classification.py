@@ -22,7 +22,7 @@ from ..core.errors import UserError
 from .loader import make_marks, own_randomness
 from .pixels import MAX_PIXELS, UNREADABLE, decode_rgb, lift_limit
 from .settings import TransformSettings
-from .tree import Source, Tree
+from .tree import ImageBytes, Tree
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # images (B, 3, H, W), targets (B,)
 
@@ -122,7 +122,7 @@ class ImageFolder(Dataset):
         with own_randomness(self.seed, *key), lift_limit():
             return self.transform(image), int(self._targets[found])
 
-    def read(self, source: Source) -> Any:
+    def read(self, source: ImageBytes) -> Any:
         """What the transform takes of a file; raises `UNREADABLE` where it cannot be read."""
         return read_rgb(source, self.tree.kind.upright, self.tree.max_pixels)
 
@@ -166,7 +166,7 @@ class ImageFolder(Dataset):
         raise UserError(f"{self.tree.folder(self.split)}: none of the {len(self)} images can be read; get them again")
 
 
-def read_rgb(source: Source, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def read_rgb(source: ImageBytes, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read an image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raise `UNREADABLE`."""
     return decode_rgb(source.read(), source.file, max_pixels, upright=upright)
 

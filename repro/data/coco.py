@@ -22,7 +22,7 @@ import numpy as np
 from pycocotools import mask as rle
 
 from ..core.hashing import short_hash
-from .findings import RAISE_FIRST, BadData, Finding, Report, count
+from .findings import RAISE_FIRST, BadData, Finding, Reporter, count
 from .manifest import ClassRecord, Folder
 from .masks import check_mask, encode_mask
 from .pixels import MAX_PIXELS, explain_error, read_pixels
@@ -43,7 +43,7 @@ _FAULTS = {
 ANNOTATION = np.dtype(
     [("image", "i8"), ("label", "i8"), ("box", "f8", 4), ("area", "f8"), ("ignored", "?"), ("target", "?")]
 )
-Row = dict[str, Any]
+_Row = dict[str, Any]
 Box = tuple[float, float, float, float]  # corners
 Faults = dict[str, list[str]]  # sort -> descriptions
 
@@ -95,7 +95,12 @@ class Instances:
 
 
 def read_instances(
-    root: Path, split: str, report: Report = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS, boxes_as_masks: bool = False
+    root: Path,
+    split: str,
+    report: Reporter = RAISE_FIRST,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    boxes_as_masks: bool = False,
 ) -> Instances | None:
     """Read and judge the annotations of a split, and see that their images are there.
 
@@ -164,7 +169,7 @@ def read_instances(
 
 
 def read_classes(
-    root: Path, splits: Sequence[str], report: Report = RAISE_FIRST, *, boxes_as_masks: bool = False
+    root: Path, splits: Sequence[str], report: Reporter = RAISE_FIRST, *, boxes_as_masks: bool = False
 ) -> tuple[str, ...]:
     """The names of the categories in the order of their ids; judges these splits.
 
@@ -176,7 +181,7 @@ def read_classes(
     return found[0].classes
 
 
-def compare_categories(splits: Sequence[Instances], report: Report) -> None:
+def compare_categories(splits: Sequence[Instances], report: Reporter) -> None:
     """Report splits whose categories are not those of the first one."""
     for other in splits[1:]:
         if (splits[0].category_ids, splits[0].classes) != (other.category_ids, other.classes):
@@ -225,9 +230,9 @@ def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = 
 
 
 def _judge(
-    row: Row,
-    images: Mapping[int, Row],
-    categories: Mapping[int, Row],
+    row: _Row,
+    images: Mapping[int, _Row],
+    categories: Mapping[int, _Row],
     boxes_as_masks: bool,
     faults: Faults,
     left_out: Counter[str],
@@ -283,7 +288,7 @@ def _judge(
     return values, (left, top, right, bottom), segmentation or []
 
 
-def _read_json(file: Path, report: Report) -> dict[str, Any] | None:
+def _read_json(file: Path, report: Reporter) -> dict[str, Any] | None:
     """The three lists of an annotation file; None if one is missing."""
     try:
         content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
@@ -337,8 +342,8 @@ def _is_side(value: Any) -> bool:
 
 
 def _index_rows(
-    content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Report
-) -> dict[int, Row]:
+    content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Reporter
+) -> dict[int, _Row]:
     """The rows of a list by id; those without these columns, or with another row's id, are errors and left out."""
     rules = {
         "id": _is_id,
@@ -347,7 +352,7 @@ def _index_rows(
         "height": _is_side,
         "width": _is_side,
     }
-    found: dict[int, Row] = {}
+    found: dict[int, _Row] = {}
     malformed, twice = [], []
     for place, row in enumerate(content[key]):
         given = row if isinstance(row, dict) else {}
@@ -366,7 +371,7 @@ def _index_rows(
     return found
 
 
-def _find_images(folder: Path, file: Path, names: Sequence[str], report: Report) -> None:
+def _find_images(folder: Path, file: Path, names: Sequence[str], report: Reporter) -> None:
     """Report images that are missing, empty or in no annotation file."""
     elsewhere, advice = folder.parent / "images" / folder.name, f"add the file, or correct {file.name}"
     if folder.name.endswith("2017"):

@@ -1,4 +1,4 @@
-"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Report`:
+"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Reporter`:
 training raises the first error, `repro data check` prints everything and reads on.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import UserError
-from ..core.ui import show, track
+from ..core.ui import escape_line, track
 
 _MOST_SHOWN = 10
 
@@ -24,7 +24,7 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        return show(f"{self.place}: {self.problem}" + (f"; {self.advice}" if self.advice else ""))
+        return escape_line(f"{self.place}: {self.problem}" + (f"; {self.advice}" if self.advice else ""))
 
 
 class BadData(UserError):
@@ -36,7 +36,7 @@ class BadData(UserError):
         return self.args[0]
 
 
-class Report(abc.ABC):
+class Reporter(abc.ABC):
     """Takes the findings of a reader, and with `progress` shows the progress of what takes long."""
 
     def __init__(self, *, progress: bool = False):
@@ -77,7 +77,7 @@ class Report(abc.ABC):
         return track(items, label) if self.progress else items
 
 
-class RaiseFirst(Report):
+class RaiseFirst(Reporter):
     """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown.
 
     With `progress`, what it is told is printed.
@@ -98,7 +98,7 @@ class RaiseFirst(Report):
 RAISE_FIRST = RaiseFirst()
 
 
-class PrintAll(Report):
+class PrintAll(Reporter):
     """The report of `repro data check`: a line for each finding, but at most ten of one sort; the rest are counted.
 
     `emit` takes a line, whose first word is the severity. Places are shown relative to `root`.
@@ -128,7 +128,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def compare_counts(report: Report, place: Path, unit: str, found: int, expected: int | None, advice: str) -> None:
+def compare_counts(report: Reporter, place: Path, unit: str, found: int, expected: int | None, advice: str) -> None:
     """Report a count of `unit`; it is an error where another one was expected."""
     if expected is None or found == expected:
         report.ok(place, f"{found:,} {unit}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .classification import ImageFolder
-from .tree import Source, Tree
+from .tree import ImageBytes, Tree
 
 
 class LatentFolder(ImageFolder):
@@ -34,7 +34,7 @@ class LatentFolder(ImageFolder):
         super().__init__(tree, split, self._choose, **shared)
         self.shape, self.scale, self.hflip = tuple(shape), scale, hflip
 
-    def read(self, source: Source) -> torch.Tensor:
+    def read(self, source: ImageBytes) -> torch.Tensor:
         """(1 or 2, K, h, w) fp32, without the scale; raises `UNREADABLE`."""
         return read_latents(source, self.shape)
 
@@ -43,7 +43,7 @@ class LatentFolder(ImageFolder):
         return self.scale * latents[int(mirrored)]
 
 
-def read_latents(source: Source, shape: Sequence[int] | None = None) -> torch.Tensor:
+def read_latents(source: ImageBytes, shape: Sequence[int] | None = None) -> torch.Tensor:
     """A file's latents, (1 or 2, K, h, w) fp32; ValueError or OSError for anything else, or another (K, h, w)."""
     found = np.load(io.BytesIO(source.read()), allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.dtype not in (np.float16, np.float32):

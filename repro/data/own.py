@@ -24,7 +24,7 @@ from .findings import RaiseFirst
 from .kinds import OWN_KINDS
 from .pictures import EXTENSIONS, find_splits, is_left_out, is_picture, list_classes
 
-HELD_OUT = 5  # one picture in this many is held out
+_HELD_OUT = 5  # one picture in this many is held out
 MOST_BYTES = 255  # of a name on a disk
 _MOST_IN_RESULTS = 100  # bytes of a set's name, to which the names of records add
 
@@ -193,4 +193,4 @@ def _draw(file: str) -> bytes:
 
 
 def _is_held_out(file: str) -> bool:
-    return int.from_bytes(_draw(file)[:8]) % HELD_OUT == 0
+    return int.from_bytes(_draw(file)[:8]) % _HELD_OUT == 0

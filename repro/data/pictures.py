@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import UserError
-from .findings import RAISE_FIRST, Report, count
+from .findings import RAISE_FIRST, Reporter, count
 
 # of the formats that `pixels.open_image` decodes
 EXTENSIONS = (".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".webp")
@@ -52,7 +52,9 @@ def is_picture(name: str, suffixes: tuple[str, ...] = EXTENSIONS) -> bool:
     return name.lower().endswith(suffixes)
 
 
-def list_entries(folder: Path, report: Report | None = RAISE_FIRST, suffixes: tuple[str, ...] = EXTENSIONS) -> Entries:
+def list_entries(
+    folder: Path, report: Reporter | None = RAISE_FIRST, suffixes: tuple[str, ...] = EXTENSIONS
+) -> Entries:
     """List a folder, whose `images` have one of the suffixes; raises UserError where it cannot be read.
 
     A broken link is an error of the report, where there is one.
@@ -80,7 +82,7 @@ def list_entries(folder: Path, report: Report | None = RAISE_FIRST, suffixes: tu
     return Entries(sorted(images), sorted(folders), sorted(others), sorted(broken))
 
 
-def list_classes(root: Path, report: Report) -> dict[str, list[str]]:
+def list_classes(root: Path, report: Reporter) -> dict[str, list[str]]:
     """Class -> its pictures as paths below `root`, for class folders with pictures at any depth, links followed.
 
     The report takes broken links, and is told of what is not read: other files, pictures outside of class folders,
@@ -161,7 +163,7 @@ def describe_splits(root: Path, splits: Sequence[str]) -> str:
     return text + (f"; {show_folders(idle)} {'is' if len(idle) == 1 else 'are'} not read" if idle else "")
 
 
-def tell_unread(place: Path, others: Iterable[str], report: Report) -> None:
+def tell_unread(place: Path, others: Iterable[str], report: Reporter) -> None:
     """Tell the report how many files, of those with other suffixes, may be pictures that nothing reads."""
     suffixes = Counter(os.path.splitext(name)[1].lower() or "without suffix" for name in others if may_be_picture(name))
     if suffixes:

@@ -13,8 +13,8 @@ from ..core.paths import Paths
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
-from .cells import find_root, find_source, manifest_path, write_embedded
-from .findings import RAISE_FIRST, RaiseFirst, Report
+from .cells import find_data_root, find_source, manifest_path, write_embedded
+from .findings import RAISE_FIRST, RaiseFirst, Reporter
 from .kinds import KINDS, Kind, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
 from .own import claim_name, parse_own, split_own
@@ -33,7 +33,7 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
         UserError: the data set is missing, badly laid out or not what `expected` says.
     """
     started = time.monotonic()
-    kind, root = KINDS[params.kind], find_root(paths, runtime, cell, params.kind)
+    kind, root = KINDS[params.kind], find_data_root(paths, runtime, cell, params.kind)
     if kind.embedded:
         write_embedded(kind, root, params.settings, find_source(paths, runtime, kind))
     manifest = scan_manifest(root, params.kind, params.settings, RaiseFirst(progress=True))
@@ -138,7 +138,7 @@ def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
     return dict(zip(pairs.classes, counts.tolist()))
 
 
-def scan_manifest(root: Path, kind: str, generated: object = None, report: Report = RAISE_FIRST) -> Manifest:
+def scan_manifest(root: Path, kind: str, generated: object = None, report: Reporter = RAISE_FIRST) -> Manifest:
     """The manifest of the data set at `root`, annotations and pairs judged as in training; `generated`: its settings.
 
     Raises:

@@ -25,7 +25,7 @@ from ..core.hashing import hash_file, short_hash
 from ..core.record import atomic
 from ..core.runtime import Runtime
 from .archives import list_members
-from .findings import RAISE_FIRST, Report, count
+from .findings import RAISE_FIRST, Reporter, count
 from .kinds import KINDS, Kind, load_function
 from .manifest import ClassRecord, Folder, record_files
 from .pictures import EXTENSIONS, Entries, find_splits, list_entries, may_be_picture, tell_unread
@@ -37,10 +37,10 @@ _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012"
 # the listing of archives is kept in their folder: to read 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
 _RULES = 2  # of what is listed; a listing by other ones is made again
-Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
+_Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
 
 
-class Source(NamedTuple):
+class ImageBytes(NamedTuple):
     """The bytes of an image: a whole file, or `size` bytes of it from `offset` on."""
 
     file: str
@@ -103,15 +103,15 @@ class Tree:
         files, source = self.splits[split], self.source(split, index)
         return Path(source.file) if files.archives is None else Path(source.file, os.fsdecode(files.names[index]))
 
-    def source(self, split: str, index: int) -> Source:
+    def source(self, split: str, index: int) -> ImageBytes:
         """Where the bytes of one sample are."""
         # strings instead of Path objects, which are slow to join: this runs for every image
         files = self.splits[split]
         folder = os.path.join(self.root, files.folder or split)
         if files.archives is None:
-            return Source(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
+            return ImageBytes(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
         archive = os.fsdecode(files.archives.files[files.archives.number[index]])
-        return Source(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
+        return ImageBytes(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
     def list_folders(self, split: str, with_contents: bool) -> list[Folder]:
         """What a split holds, by class; an archived split has the same records as its folders would have.
@@ -131,7 +131,7 @@ class Tree:
 
 
 def scan_tree(
-    root: Path, kind: str | Kind, report: Report = RAISE_FIRST, tune: TuneSplitSettings | None = None
+    root: Path, kind: str | Kind, report: Reporter = RAISE_FIRST, tune: TuneSplitSettings | None = None
 ) -> Tree:
     """Read the names and sizes of all images below `root`, which holds <split>/<class>/ for every split of the kind.
 
@@ -187,7 +187,7 @@ def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
     )
 
 
-def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | None:
+def list_images(folder: Path, report: Reporter, advice: str) -> dict[str, int] | None:
     """File name -> bytes of the images in a folder that must hold some; None where there is no such folder.
 
     The report takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
@@ -210,7 +210,7 @@ def list_images(folder: Path, report: Report, advice: str) -> dict[str, int] | N
     return sizes
 
 
-def _warn_of_others(folder: Path, others: Sequence[str], report: Report) -> None:
+def _warn_of_others(folder: Path, others: Sequence[str], report: Reporter) -> None:
     tell_unread(folder, others, report)
     if notes := [name for name in others if not may_be_picture(name)]:
         report.warning(folder, f"holds {count(len(notes), 'other file')} ({show_few(notes)})", "nothing reads them")
@@ -221,7 +221,7 @@ def show_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _read_split(folder: Path, kind: Kind, report: Report) -> tuple[tuple[str, ...], Split] | None:
+def _read_split(folder: Path, kind: Kind, report: Reporter) -> tuple[tuple[str, ...], Split] | None:
     """The sorted classes and the files of a split's folder; None where there is nothing to read."""
     root = folder.parent
     if not folder.is_dir():
@@ -253,7 +253,7 @@ def _suffixes_of(kind: Kind) -> tuple[str, ...]:
     return kind.suffixes or EXTENSIONS
 
 
-def _read_folders(folder: Path, entries: Entries, report: Report, suffixes: tuple[str, ...]) -> Split:
+def _read_folders(folder: Path, entries: Entries, report: Reporter, suffixes: tuple[str, ...]) -> Split:
     """The files of class folders."""
     names, sizes, counts, empty, too_deep = [], [], [], [], []
     others = [name for name in entries.others if not name.lower().endswith(_ARCHIVES)]
@@ -274,7 +274,7 @@ def _read_folders(folder: Path, entries: Entries, report: Report, suffixes: tupl
     return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
 
 
-def _read_archives(archives: list[Path], report: Report, kind: Kind) -> tuple[tuple[str, ...], Split] | None:
+def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[tuple[str, ...], Split] | None:
     """The sorted classes and the files of a split of archives; None where there is no image.
 
     A listing without errors is kept in `.shards.npz` in their folder, where it can be written.
@@ -324,9 +324,9 @@ def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndar
     return kept if same else None
 
 
-def _list_rows(archives: list[Path], report: Report, kind: Kind, others: list[str]) -> list[Row]:
+def _list_rows(archives: list[Path], report: Reporter, kind: Kind, others: list[str]) -> list[_Row]:
     """A sorted row for each image; `others` takes the names of files that may be pictures and are not read."""
-    rows: list[Row] = []
+    rows: list[_Row] = []
     for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
         rows += [
             (name, file, size, place, offset) for name, file, size, offset in list_members(path, report, kind, others)
@@ -350,7 +350,7 @@ def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
     return dataclasses.replace(tree, splits=splits, kind=dataclasses.replace(tree.kind, splits=tuple(splits)))
 
 
-def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Report) -> None:
+def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Reporter) -> None:
     """Report class folders that the kind does not have: each would shift the index of every class behind it."""
     if kind.class_names is None:
         return

@@ -180,7 +180,7 @@ def _distances(grid: Grid, like: Tensor) -> Tensor:
     return torch.cdist(places[choose_tokens(grid)], places)
 
 
-IMAGES, SHOWN, SEED = 32, 3, 0
+_IMAGES, _SHOWN, _SEED = 32, 3, 0
 _CHOICES = ("inner", "key_norm", "dwc", "neighbours")  # of a linearised model
 TEACHER, BEFORE, AFTER = "teacher", "before", "after"
 
@@ -220,7 +220,7 @@ def explain_attention(
             raise UserError(f"{classifier.checkpoint.where}: {error}; use --map erf") from None
     numbers = summarise_looks(looks, TEACHER if teacher else None)
     # images of a data set are in the order of classes
-    shown = torch.linspace(0, len(images) - 1, min(SHOWN, len(images))).round().long()
+    shown = torch.linspace(0, len(images) - 1, min(_SHOWN, len(images))).round().long()
     pictures = list(images[shown].permute(0, 2, 3, 1).numpy())
     shares = {state: look.share.cpu()[:, shown] for state, look in looks.items()}
     grid = next(iter(looks.values())).grid
@@ -235,12 +235,12 @@ def measure_on_data(
     """`explain_attention` of 32 images of the reported split, recorded in results/replications/<device>/attention."""
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
-    images = classifier.read_images(subsample(tree, IMAGES, SEED))
+    images = classifier.read_images(subsample(tree, _IMAGES, _SEED))
     caption = f"{classifier.name}, {len(images)} images of {cell.name}; {device_label(device)}"
     numbers = explain_attention(classifier, images, teacher, output, caption)
     teacher_hash = open_weights(teacher).hash if teacher else None
     hashes = {"weights_hash": classifier.checkpoint.hash, "teacher_hash": teacher_hash}
-    params = AttentionParams(model=classifier.name, images=len(images), seed=SEED, **hashes)
+    params = AttentionParams(model=classifier.name, images=len(images), seed=_SEED, **hashes)
     about = {
         "model": classifier.checkpoint.model,
         "data": cell.name,
@@ -258,7 +258,7 @@ def measure_on_data(
     file = paths.replications(device_slug(device)) / "attention" / f"{name}.json"
     write_record(file, about | {"by_layer": numbers}, identity, time.monotonic() - started)
     print(
-        f"{output}: {min(SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"
+        f"{output}: {min(_SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"
     )
 
 
@@ -271,7 +271,7 @@ def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
         )
     model = checkpoint.build(classifier.transform.image_size).to(classifier.device)
     shell = read_shell(model, str(teacher))
-    seed_everything(SEED)
+    seed_everything(_SEED)
     before = build_model(classifier.checkpoint.model, **classifier.checkpoint.options)
     inherit(before, shell, f"{teacher} as {classifier.checkpoint.model}")
     return {TEACHER: model, BEFORE: before.to(classifier.device).eval()}

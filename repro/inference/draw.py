@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from ..core.figures import save_png
 from .erf import FieldShape, describe_field
 
-WIDTH = 9.0  # inches, of every figure
+_WIDTH = 9.0  # inches, of every figure
 DECADES = 4  # in the colours of a receptive field
 MARK = np.array([0.90, 0.35, 0.0])
 # Okabe and Ito's palette, which most people with colour blindness can tell apart
@@ -37,7 +37,7 @@ def draw_gradients(
     maps = {state: np.asarray(found) for state, found in maps.items()}
     layers = next(iter(maps.values())).shape[1]
     rows, columns = len(pictures) * len(maps), layers + 4
-    side = (WIDTH - 0.9) / columns
+    side = (_WIDTH - 0.9) / columns
     figure, axes = _figure(rows, columns, rows * side + 1.0)
     relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
     relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
@@ -74,7 +74,7 @@ def draw_fields(
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
-    figure, (upper, lower) = _subfigures((0.4 + rows * (min(4.0, WIDTH / columns) + 0.4), 3.4))
+    figure, (upper, lower) = _subfigures((0.4 + rows * (min(4.0, _WIDTH / columns) + 0.4), 3.4))
     axes = upper.subplots(rows, columns, squeeze=False)
     for panel in axes.flat[len(fields) :]:
         panel.remove()
@@ -159,7 +159,7 @@ def draw_attention(
     shares = {state: np.asarray(found).mean(2) for state, found in shares.items()}
     layers = next(iter(shares.values())).shape[0]
     token = tokens[len(tokens) // 2]
-    rows, side = len(pictures) * len(shares), (WIDTH - 0.9) / max(layers + 1, 8)
+    rows, side = len(pictures) * len(shares), (_WIDTH - 0.9) / max(layers + 1, 8)
     labels = {"shift_ratio": "shift ratio of the keys", "reach_patches": "reach (patches)", "peak_percent": "peak (%)"}
     labels |= (
         {"overlap_percent": "overlap with the teacher (%)"}
@@ -207,14 +207,14 @@ def draw_attention(
 def _subfigures(heights: Sequence[float]) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     return figure, figure.subfigures(len(heights), 1, height_ratios=heights)
 
 
 def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 

@@ -18,7 +18,7 @@ from . import draw, erf, inner
 from .attention import explain_attention
 from .classifier import Classifier, load_classifier
 
-BATCH_SIZE = 64
+_BATCH_SIZE = 64
 Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 

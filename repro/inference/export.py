@@ -23,18 +23,18 @@ from ..core.record import atomic, write_json
 from ..models.checkpoints import open_own
 from ..models.weights import METADATA_KEY, save_weights
 
-Format = Literal["safetensors", "onnx", "torch_export"]
-Classify = Callable[[Tensor], Tensor]  # images (B, 3, S, S) -> logits (B, classes)
-SUFFIXES: dict[Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export": ".pt2"}
+_Format = Literal["safetensors", "onnx", "torch_export"]
+_Classify = Callable[[Tensor], Tensor]  # images (B, 3, S, S) -> logits (B, classes)
+SUFFIXES: dict[_Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export": ".pt2"}
 # largest difference of a logit from the eager model's, as a share of the largest logit; the same code on the same
 # weights gives 0
-TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
+TOLERANCES: dict[_Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
 CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class in each line, in the order of the logits
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def export(
-    weights: Path, format: Format, output: Path | None, image_size: int | None, verify: bool, any_size: bool = False
+    weights: Path, format: _Format, output: Path | None, image_size: int | None, verify: bool, any_size: bool = False
 ) -> None:
     """Write a classifier as one file (for `safetensors` a folder, see `_write_timm`), whole or not at all.
 
@@ -96,7 +96,7 @@ def _new_folder(path: Path) -> Iterator[Path]:
         os.rename(folder, path)
 
 
-def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callable[[], Classify]:
+def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callable[[], _Classify]:
     """Write what `timm.create_model("local-dir:...", pretrained=True)` reads: config.json, a file of ours, and a map."""
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
@@ -146,14 +146,14 @@ def _one_line_errors(facts: dict[str, Any], option: str = "") -> Iterator[None]:
         ) from error
 
 
-def _write_torch_export(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
+def _write_torch_export(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], _Classify]:
     extra = {f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)}
     with open(file, "wb") as stream:  # given a name, it would insist on one that ends in .pt2
         torch.export.save(_trace(model, facts), stream, extra_files=extra)
     return lambda: torch.export.load(file.open("rb")).module()
 
 
-def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], Classify]:
+def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], _Classify]:
     import onnxscript.optimizer
 
     program = _trace(model, facts)
@@ -167,7 +167,7 @@ def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable
     onnx.model.metadata_props[METADATA_KEY] = json.dumps(facts, sort_keys=True)
     onnx.save(file)
 
-    def load() -> Classify:
+    def load() -> _Classify:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -178,7 +178,7 @@ def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable
     return load
 
 
-def _compare(model: Classify, loaded: Classify, facts: dict[str, Any], tolerance: float, path: Path) -> str:
+def _compare(model: _Classify, loaded: _Classify, facts: dict[str, Any], tolerance: float, path: Path) -> str:
     """Compare logits over batches of several lengths and sides: say their largest difference, or raise a RunError where
     it is more than `tolerance`, a share of the model's largest logit.
     """

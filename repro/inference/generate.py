@@ -26,15 +26,23 @@ from ..tasks.generation.data import open_denoiser, open_split, save_grid
 from ..tasks.generation.diffusion import Diffusion
 from ..tasks.generation.params import InputSettings, LatentSettings, SamplingParams
 from ..tasks.generation.reference import SUFFIX, ReferenceBatch
-from ..tasks.generation.scores import INCEPTION_SHA256, Inception, Judge, Tally, compare, load_exported, load_script
+from ..tasks.generation.scores import (
+    INCEPTION_SHA256,
+    Inception,
+    Judge,
+    Tally,
+    compare_tallies,
+    load_exported,
+    load_script,
+)
 from ..tasks.generation.task import draw_samples, to_pictures
 from .params import DrawnParams, DrawRequest
 
 OF_EACH, MOST_BY_DEFAULT = 8, 80  # pictures, where no number is given
-COLUMNS, MOST_IN_GRID = 10, 100
-GRID = "grid.png"
-BATCH = 64  # real pictures that are looked at at once
-LABELS = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "precision", "recall": "recall"}
+_COLUMNS, _MOST_IN_GRID = 10, 100
+_GRID = "grid.png"
+_BATCH = 64  # real pictures that are looked at at once
+_LABELS = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "precision", "recall": "recall"}
 RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
 
 
@@ -92,9 +100,9 @@ def draw_pictures(request: DrawRequest) -> None:
             for place, picture in enumerate(batch.cpu(), tally.seen):
                 with atomic(request.output / names[place]) as temporary:
                     to_pil_image(picture).save(temporary, "PNG")
-                shown += [picture] if place < MOST_IN_GRID else []
+                shown += [picture] if place < _MOST_IN_GRID else []
             tally.add(batch, own)
-    save_grid(torch.stack(shown), len(asked) if 1 < len(asked) <= COLUMNS else OF_EACH, request.output / GRID)
+    save_grid(torch.stack(shown), len(asked) if 1 < len(asked) <= _COLUMNS else OF_EACH, request.output / _GRID)
     about = {
         "model": drawer.name,
         "weights": request.weights.name,
@@ -114,7 +122,7 @@ def draw_pictures(request: DrawRequest) -> None:
         about |= {"reference_hash": reference.hash} if reference else {}
         about |= {"judge_hash": judge.weights_hash} if judge else {}
         about |= {"inception_hash": inception.hash, **_name_protocol(inception, reference)} if inception else {}
-        about |= compare(tally, real)
+        about |= compare_tallies(tally, real)
         _record(paths, request, drawer, asked, about, device, time.monotonic() - started)
     write_json(request.output / "samples.json", about)
     print("; ".join([f"{count} picture{'s' if count > 1 else ''} in {request.output}", *_describe(about)]), flush=True)
@@ -225,7 +233,7 @@ def _open_folder(folder: Path, names: Sequence[str]) -> None:
     """Make a folder for pictures; raises UserError where it is none, or holds others than those that will be written."""
     if any(place.exists() and not place.is_dir() for place in (folder, *folder.parents)):
         raise UserError(f"--output {folder}: is a file or lies in one; name a folder")
-    others = {file.name for file in folder.glob("*.png")} - {GRID, *names}
+    others = {file.name for file in folder.glob("*.png")} - {_GRID, *names}
     if others:
         raise UserError(
             f"--output {folder}: holds {len(others)} other pictures, e.g. {min(others)}; name another folder, or remove it"
@@ -251,7 +259,7 @@ def _describe(about: Mapping[str, Any]) -> list[str]:
     words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
     words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
     return [" ".join(words)] * bool(words) + [
-        f"{label} {about[name]:.2f}" for name, label in LABELS.items() if about.get(name) is not None
+        f"{label} {about[name]:.2f}" for name, label in _LABELS.items() if about.get(name) is not None
     ]
 
 
@@ -286,7 +294,8 @@ def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tall
         raise UserError(f"generate: --data {cell.name}: holds no pictures of the classes that the denoiser knows")
     wanted = torch.tensor(asked)
     loader = EvalLoader(
-        open_split(tree, cell.row.reported_split, dataclasses.replace(drawer.transform, latents=None)), batch_size=BATCH
+        open_split(tree, cell.row.reported_split, dataclasses.replace(drawer.transform, latents=None)),
+        batch_size=_BATCH,
     )
     try:
         for pictures, labels in loader:

@@ -15,7 +15,7 @@ from ..core.hashing import short_hash
 from ..core.paths import find_root
 from ..core.record import atomic, read_json, write_json
 from ..core.runtime import choose_device, load_runtime
-from ..core.ui import print_error, print_table, show
+from ..core.ui import escape_line, print_error, print_table
 from ..data.findings import RaiseFirst
 from ..data.pictures import EXTENSIONS, is_picture, list_entries, tell_unread
 from ..data.pixels import read_pixels
@@ -62,7 +62,7 @@ def predict_pictures(
             if not predictor.draws and sys.stdout.isatty():
                 rows.append([path.name, *sight.line.split(", ")])
             else:
-                print(show(f"{path}: {sight.line}"), flush=True)
+                print(escape_line(f"{path}: {sight.line}"), flush=True)
             if sight.drawing is not None:
                 with atomic(output / f"{path.stem}.png") as temporary:
                     sight.drawing.save(temporary, "PNG")

@@ -30,7 +30,7 @@ from ..models.registry import build_model
 from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 
-KNOWN = "steps=K, ascent, q_is_k, distributions"
+_KNOWN = "steps=K, ascent, q_is_k, distributions"
 # kind -> what it changes besides the number of steps, and what Liu et al. report
 _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "steps": (
@@ -52,7 +52,7 @@ def parse_probe(name: str) -> tuple[str, int]:
     """The kind of a probe, and its inner steps; a ValueError for an unknown name."""
     kind, _, count = name.partition("=")
     if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
-        raise ValueError(f"probe {name}: no such probe; known: {KNOWN}")
+        raise ValueError(f"probe {name}: no such probe; known: {_KNOWN}")
     return kind, int(count or 1)
 
 

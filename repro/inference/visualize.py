@@ -24,7 +24,7 @@ from .params import VisualizeParams
 from .probes import run_probe
 
 PROFILE_STEP_PX = 16  # between the radii whose shares are recorded
-INK = 0.5  # mean brightness, as a share of the full one, from which on a patch of a digit counts as ink
+_INK = 0.5  # mean brightness, as a share of the full one, from which on a patch of a digit counts as ink
 
 
 def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
@@ -114,7 +114,7 @@ def _compare_gradients(
 
 def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
     """The patches of digits that are ink: images (N,3,H,W) -> mask (N,h,w)."""
-    return F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, grid)[:, 0] >= INK
+    return F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, grid)[:, 0] >= _INK
 
 
 def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, ink: Tensor | None) -> dict[str, Any]:

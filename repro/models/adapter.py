@@ -46,7 +46,7 @@ class AdapterSize:
     ffn_ratio: float = 0.25  # hidden width of the convolutional FFN as a multiple of D
 
 
-SIZES = {
+_SIZES = {
     64: AdapterSize(num_heads=4, prior_channels=16, num_points=2),
     192: AdapterSize(num_heads=6),
     384: AdapterSize(num_heads=6),
@@ -286,7 +286,7 @@ class ViTAdapter(Pyramid):
             pretrained backbone can be so large that the prior's detail drowns in them.
         drop_path_rate: of every extractor's FFN; the backbone's blocks have their own.
         freeze_backbone: see `Pyramid`.
-        size: hyper-parameters; the default is the entry of SIZES for the backbone's width.
+        size: hyper-parameters; the default is the entry of `_SIZES` for the backbone's width.
 
     Raises:
         ValueError: a backbone that does not fit, or whose width is not in SIZES while `size` is None.
@@ -303,7 +303,7 @@ class ViTAdapter(Pyramid):
         size: AdapterSize | None = None,
     ):
         dim, depth = backbone.embed_dim, len(backbone.blocks)
-        size = size or SIZES.get(dim)
+        size = size or _SIZES.get(dim)
         if size is None:
             raise ValueError(f"no adapter is configured for width {dim}; pass its size")
         if backbone.patch_size != 16 or depth % INTERACTIONS:

@@ -14,10 +14,10 @@ from kernels.custom_op import NAMESPACE
 from kernels.ttt_linear.op import forward_flops
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-Run = Callable[[Tensor, list[Tensor], int, list[float]], Tensor]
+_Run = Callable[[Tensor, list[Tensor], int, list[float]], Tensor]
 
 
-def define_operator(name: str, run: Run, measure: Callable[[list[Any]], tuple[int, int, int]]) -> Any:
+def define_operator(name: str, run: _Run, measure: Callable[[list[Any]], tuple[int, int, int]]) -> Any:
     """Define `vision_ttt::<name>`: (tokens (B,T,D), constants, height of the grid, eps) -> (B,T,D).
 
     Args:

@@ -24,7 +24,7 @@ from .weights import adapt_to_size, classifier_names, load_state, open_file, tra
 # options that depend on the data and the training and are not part of the architecture; no weight depends on
 # MambaVision's windows
 _OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate", "windows"}
-Size = int | tuple[int, int]
+_Size = int | tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Checkpoint:
             raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
         return self
 
-    def build(self, image_size: Size | None = None) -> nn.Module:
+    def build(self, image_size: _Size | None = None) -> nn.Module:
         """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
 
         The default is the size of the training; for another one, positions of a model built for one size are resampled.
@@ -108,7 +108,7 @@ class Checkpoint:
         error = f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}"
         load_state(model, self.state, error)
 
-    def _build_own(self, image_size: Size | None) -> nn.Module:
+    def _build_own(self, image_size: _Size | None) -> nn.Module:
         self.require_classifier()
         try:
             model = build_model(self.model, **self.options)
@@ -123,7 +123,7 @@ class Checkpoint:
                 raise UserError(f"{self.name}: does not take images of {height}x{width} pixels: {error}") from None
         return model
 
-    def _build_official(self, image_size: Size) -> nn.Module:
+    def _build_official(self, image_size: _Size) -> nn.Module:
         if self.num_classes is None:
             own = build_model(self.model).state_dict()
             # names of another model say more than the missing head

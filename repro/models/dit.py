@@ -295,7 +295,7 @@ def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-SIZES = {
+_SIZES = {
     "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
     "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
@@ -307,5 +307,5 @@ PATCHES = {"small": (8, 4, 2), "base": (8, 4, 2), "large": (2,), "xlarge": (2,),
 
 for _family, _mixer in (("dit", "softmax"), ("dit3", "ttt"), ("dit5", "t5")):
     for _size, _patches in PATCHES.items():
-        _named = {f"{_family}_{_size}_patch{p}": {"patch_size": p, "mixer": _mixer, **SIZES[_size]} for p in _patches}
+        _named = {f"{_family}_{_size}_patch{p}": {"patch_size": p, "mixer": _mixer, **_SIZES[_size]} for p in _patches}
         register_denoisers(Denoiser, _named)

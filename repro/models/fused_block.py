@@ -29,7 +29,7 @@ from kernels.dispatch import compute_dtype
 
 from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
-from .fused_launches import LaunchConstants, Masks, Weights, arrange, lay_taps, run_launches
+from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, run_launches
 from .fused_loops import LoopConstants, run_loops
 from .fused_training import run_node
 
@@ -239,7 +239,7 @@ def freeze(block: Any, tokens: int) -> None:
         if chosen == "numba":
             kept: Any = make_loop_constants(block, tokens)
         else:
-            kept = lay_taps(make_constants(block, tokens))
+            kept = arrange_taps(make_constants(block, tokens))
         block.frozen = Frozen(block, kept._make(x.data for x in kept))  # no views: a weight of one cannot be swapped
 
 
@@ -248,7 +248,7 @@ def make_constants(block: Any, tokens: int) -> LaunchConstants:
     return arrange(read_weights(block, tokens))
 
 
-def read_weights(block: Any, tokens: int) -> Weights:
+def read_weights(block: Any, tokens: int) -> BlockWeights:
     mixer, mlp = block.mixer, block.mlp
     scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / mixer.head_dim)
     norm1, post_norm, norm2 = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm, block.norm2))
@@ -256,7 +256,7 @@ def read_weights(block: Any, tokens: int) -> Weights:
     learner = *rates, *convs[0], *convs[1], scale, *_state(mixer)
     layers = ((each.weight, each.bias) for each in (mlp.fc1_g, mlp.fc1_x, mlp.fc2))
     before, after = (block.dwconv.weight, *norm1, mixer.in_proj.weight), (*post_norm, mixer.out_proj.weight, *norm2)
-    return Weights(*before, *learner, *after, *(each for pair in layers for each in pair))
+    return BlockWeights(*before, *learner, *after, *(each for pair in layers for each in pair))
 
 
 def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:

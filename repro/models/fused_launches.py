@@ -24,7 +24,7 @@ from .block_operator import define_operator
 Masks = tuple[Tensor, Tensor] | None
 
 
-class Weights(NamedTuple):
+class BlockWeights(NamedTuple):
     """A block's weights as its layers have them.
 
     grid_weight (D,1,3,3), in_weight (5D,D), rates_weight (H,D), k_weight and q_weight (2D,1,4), out_weight (D,D);
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
 
 
 class LaunchConstants(NamedTuple):
-    """What the launches take of a block's `Weights`, each made once for these.
+    """What the launches take of a block's `BlockWeights`, each made once for these.
 
     in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
     d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
@@ -94,7 +94,7 @@ class LaunchConstants(NamedTuple):
     norm2_bias: Tensor
 
 
-def arrange(weights: Weights) -> LaunchConstants:
+def arrange(weights: BlockWeights) -> LaunchConstants:
     """Make what the launches take."""
     w, missing = weights, -(len(weights.in_weight) + len(weights.rates_weight)) % weights.b0.shape[-1]
     in_weight = F.pad(torch.cat([w.in_weight, w.rates_weight]), (0, 0, 0, missing))
@@ -108,7 +108,7 @@ def arrange(weights: Weights) -> LaunchConstants:
     return LaunchConstants(*made, w.k_bias, w.q_bias, *norms, w.out_weight, w.norm2_weight, w.norm2_bias)
 
 
-def lay_taps(known: LaunchConstants) -> LaunchConstants:
+def arrange_taps(known: LaunchConstants) -> LaunchConstants:
     """The same with the weights of the convolutions as their kernels read them."""
     grid = known.grid_weight.flatten(1).T.contiguous().T.unflatten(1, (3, 3))
     k, q = torch.stack([known.k_weight.T, known.q_weight.T]).mT

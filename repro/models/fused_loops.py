@@ -16,7 +16,7 @@ from kernels.ttt_linear.reference import states_shape
 
 from .block_operator import define_operator
 
-ROWS = 512  # tokens that are taken together after the scan
+_ROWS = 512  # tokens that are taken together after the scan
 
 
 class LoopConstants(NamedTuple):
@@ -71,7 +71,7 @@ def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: lis
     options = learner.find_options(T, known.token_scale.shape[1], (False, True), known.state, learner_eps)
     z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
     y = around.run_gated_norm(z.flatten(3), gate, known.post_norm_weight, known.post_norm_bias, post_eps)
-    for tokens, part in zip(stream.flatten(0, 1).split(ROWS), y.flatten(0, 1).split(ROWS), strict=True):
+    for tokens, part in zip(stream.flatten(0, 1).split(_ROWS), y.flatten(0, 1).split(_ROWS), strict=True):
         tokens.addmm_(part, known.out_weight.T)
         x = F.layer_norm(tokens, (D,), known.norm2_weight, known.norm2_bias, eps2)
         hidden, linear = F.linear(x, known.up_weight, known.up_bias).chunk(2, -1)

@@ -18,7 +18,7 @@ from kernels.around.reference import ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from kernels.dispatch import no_autocast
 from kernels.ttt_linear.reference import Arguments
 
-from .fused_launches import LaunchConstants, Masks, Weights, arrange, lay_taps, run_launches
+from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, run_launches
 
 
 class _Kept(NamedTuple):
@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
 
 
 def run_node(
-    tokens_BTD: Tensor, weights: Weights, height: int, eps: Sequence[float], dtype: torch.dtype, masks: Masks
+    tokens_BTD: Tensor, weights: BlockWeights, height: int, eps: Sequence[float], dtype: torch.dtype, masks: Masks
 ) -> Tensor:
     """Compute a block that autograd knows as one node.
 
@@ -59,11 +59,11 @@ def run_node(
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
-        count = len(Weights._fields)
+        count = len(BlockWeights._fields)
         height, eps, dtype, masks, tokens = given[:-count]
-        weights, keep = Weights(*given[-count:]), any(ctx.needs_input_grad)
+        weights, keep = BlockWeights(*given[-count:]), any(ctx.needs_input_grad)
         with no_autocast(tokens.device.type):
-            known = _cast(lay_taps(arrange(weights)), dtype)
+            known = _cast(arrange_taps(arrange(weights)), dtype)
             out, kept = run_forward(tokens, known, height, eps, masks, keep)
         if keep:
             ctx.settings = height, eps
@@ -74,7 +74,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tokens, *saved = ctx.saved_tensors
         parts: list[Any] = []
-        for kind in (Weights, LaunchConstants, _Kept):
+        for kind in (BlockWeights, LaunchConstants, _Kept):
             parts.append(kind(*saved[: len(kind._fields)]))
             saved = saved[len(kind._fields) :]
         weights, known, kept = parts
@@ -129,7 +129,7 @@ def run_forward(
 def run_backward(
     g: Tensor,
     tokens: Tensor,
-    weights: Weights,
+    weights: BlockWeights,
     known: LaunchConstants,
     height: int,
     eps: Sequence[float],
@@ -169,7 +169,7 @@ def run_backward(
     before = grid.T.view_as(weights.grid_weight), *norm1.unbind(0), in_weight, rates_weight, drates[..., :H].sum((0, 1))
     convs = k_taps.T[:, None], k_bias, q_taps.T[:, None], q_bias
     after = *post_norm.unbind(0), out_weight, *norm2.unbind(0), *gates, *values, down[:, :units], down[:, units]
-    found = Weights(*before, *convs, *learner, *after)
+    found = BlockWeights(*before, *convs, *learner, *after)
     return dtokens, *(each.to(weight.dtype) for each, weight in zip(found, weights, strict=True))
 
 

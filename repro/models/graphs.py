@@ -71,7 +71,7 @@ class Cuda:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-class Watch:
+class _Watch:
     """All that a captured pass depends on, of a model: its tensors, and the attributes of its modules."""
 
     def __init__(self, model: nn.Module):
@@ -113,7 +113,7 @@ class Graphs:
         self.limit, self.calls, self.driver = limit, CALLS, driver or Cuda()
         self.passes: dict[tuple, Pass] = {}
         self.seen: dict[tuple, int] = {}
-        self._watch: Watch | None = None
+        self._watch: _Watch | None = None
         self._pools: dict[int, Any] = {}  # one a stream: passes of one stream run one after the other
         self._owner, self._lock = weakref.ref(model), threading.RLock()
 
@@ -187,7 +187,7 @@ class Graphs:
             run(given)  # what is compiled for tensors where these lie
             if not _is_settled(model):  # the pass has seen another weight
                 return None
-            self._watch = self._watch or Watch(model)
+            self._watch = self._watch or _Watch(model)
             pool = self._pools.setdefault(key[0], self.driver.make_pool())
             try:
                 found = self.passes[key] = self.driver.capture(run, given, pool)

@@ -23,7 +23,7 @@ from .shell import build_cpe
 from .vit3 import InnerTraining, Rotation
 
 EPS = 1e-5  # of the LayerNorms
-BASE = 10000.0  # of the rotations' frequencies
+_ROTARY_BASE = 10000.0  # of the rotations' frequencies
 
 
 def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device) -> Rotation:
@@ -34,7 +34,7 @@ def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device)
     second half the column.
     """
     (h, w), m = grid, dim // 4
-    theta = BASE ** (-torch.arange(m, dtype=dtype, device=device) / m)
+    theta = _ROTARY_BASE ** (-torch.arange(m, dtype=dtype, device=device) / m)
     rows, columns = (torch.arange(n, dtype=dtype, device=device)[:, None] * theta for n in grid)
     cos, sin = (
         torch.cat((turn(rows)[:, None].expand(h, w, m), turn(columns).expand(h, w, m)), dim=-1).flatten(0, 1)

@@ -18,7 +18,7 @@ from torch.nn.grad import conv2d_weight
 from .image_model import Grid
 
 Weights = Sequence[Tensor]
-Pair = tuple[Any, Tensor]
+_Pair = tuple[Any, Tensor]
 
 
 class Size(Protocol):
@@ -49,7 +49,7 @@ class InnerModel:
     shapes: Callable[[Size, int], list[tuple[int, ...]]]
     prepare: Callable[[Weights, Tensor, Grid], tuple]
     read: Callable[[Weights, tuple], Tensor]
-    pull: Callable[[Weights, tuple, Tensor], Iterable[Pair]]
+    pull: Callable[[Weights, tuple, Tensor], Iterable[_Pair]]
     join: Callable[[Any, Tensor], Tensor] = lambda x, e: x.mT @ e
     norm_axes: tuple[int, ...] = (-2,)
     on_grid: bool = False
@@ -84,7 +84,7 @@ def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
     return inputs, pre
 
 
-def _mlp_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[Pair]:
+def _mlp_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
     inputs, pre = prepared
     yield inputs[-1], e
     for weight, x, z in zip(reversed(W[1:]), reversed(inputs[:-1]), reversed(pre), strict=True):
@@ -108,7 +108,7 @@ def _swiglu_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
     return [(d, hidden), (d, hidden), (hidden, d)]
 
 
-def _swiglu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[Pair]:
+def _swiglu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
     x, z1, z2, gate, a = prepared
     yield a, e
     back = e @ W[2].mT
@@ -121,7 +121,7 @@ def _glu_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
     return x, x @ W[0], z2, F.silu(z2)
 
 
-def _glu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[Pair]:
+def _glu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
     x, z1, z2, gate = prepared
     yield x, e * z1 * _silu_slope(z2)
     yield x, e * gate

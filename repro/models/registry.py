@@ -22,7 +22,7 @@ def register_denoisers(model_class: type[nn.Module], sizes: Mapping[str, Mapping
     _DENOISERS.update({name: partial(model_class, **options) for name, options in sizes.items()})
 
 
-def list_denoisers() -> list[str]:
+def denoiser_names() -> list[str]:
     """The names of all denoisers."""
     return list(_DENOISERS)
 

@@ -18,7 +18,7 @@ from .shell import require_choice
 from .vittt import Vittt
 from .vittt_block import EPS, Pool
 
-Kind = Literal["vittt", "deit"]
+_Kind = Literal["vittt", "deit"]
 _OF_LEARNER = ("design", "chunk_size", "w0", "reading", "step")  # Vittt's options without a meaning here
 _LEARNER_TERMS = ("conv1d", "learning_rate", "inner_state", "inner_bias_and_norm", "token_scale", "inner_learner")
 
@@ -73,8 +73,8 @@ class SoftVittt(Vittt):
         ValueError: an option of the inner learner, an unknown block or pool, or sizes that do not fit.
     """
 
-    def __init__(self, *, num_heads: int = 1, block: Kind = "vittt", pool: Pool = "mean", **kwargs: Any):
-        require_choice("block", block, get_args(Kind))
+    def __init__(self, *, num_heads: int = 1, block: _Kind = "vittt", pool: Pool = "mean", **kwargs: Any):
+        require_choice("block", block, get_args(_Kind))
         if given := [name for name in _OF_LEARNER if name in kwargs]:
             raise ValueError(f"{given[0]}: belongs to the inner learner, which this model does without; leave it out")
         super().__init__(num_heads=num_heads, pool=pool, **kwargs)

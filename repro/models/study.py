@@ -15,7 +15,7 @@ from .inner_mixer import STARTS, InnerMixer, Start
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, Positions, SoftmaxMixer, require_choice
 
 Mixer = Literal["inner", "softmax"]
-OPTIONS = ("model", "width", "depth", "loss", "lr", "rate", "epochs", "batches", "damping")
+_OPTIONS = ("model", "width", "depth", "loss", "lr", "rate", "epochs", "batches", "damping")
 
 
 class Study(ClassFreeViT):
@@ -26,7 +26,7 @@ class Study(ClassFreeViT):
         mixer: `inner` for an inner learner, or `softmax`.
         positions: `table` is added to the patches, `block_table` in every block, or `none`; see `ClassFreeViT`.
         inner_start: `random`, or `identity` for the last inner weight.
-        kwargs: `inner_model` and the like for the `OPTIONS` of `InnerLoop`; else see `ClassFreeViT`.
+        kwargs: `inner_model` and the like for the `_OPTIONS` of `InnerLoop`; else see `ClassFreeViT`.
 
     A choice that is not known, or one of the inner learner without effect, is a ValueError.
     """
@@ -42,7 +42,7 @@ class Study(ClassFreeViT):
     ):
         require_choice("mixer", mixer, get_args(Mixer))
         require_choice("inner_start", inner_start, STARTS)
-        chosen = {name: kwargs.pop(f"inner_{name}") for name in OPTIONS if f"inner_{name}" in kwargs}
+        chosen = {name: kwargs.pop(f"inner_{name}") for name in _OPTIONS if f"inner_{name}" in kwargs}
         loop = InnerLoop(**chosen)
         if mixer == "softmax" and (loop != InnerLoop() or inner_start != "random"):
             raise ValueError("mixer softmax: has no inner learner, so leave its options out")

@@ -16,9 +16,9 @@ from .backbone import register_sizes, rename_keys, rename_prefixes
 from .inner_mixer import KEY_NORMS, InnerMixer, KeyNormKind
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, SoftmaxMixer, build_cpe, require_choice
 
-Inner = Literal["softmax", "linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
-Convolution = Literal["none", "cpe", "v", "qk"]
-CHOICES = {"inner": get_args(Inner), "key_norm": KEY_NORMS, "dwc": get_args(Convolution)}
+_Inner = Literal["softmax", "linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
+_Convolution = Literal["none", "cpe", "v", "qk"]
+CHOICES = {"inner": get_args(_Inner), "key_norm": KEY_NORMS, "dwc": get_args(_Convolution)}
 
 
 class T5(ClassFreeViT):
@@ -39,9 +39,9 @@ class T5(ClassFreeViT):
         self,
         *,
         num_heads: int = 3,
-        inner: Inner = "swiglu",
+        inner: _Inner = "swiglu",
         key_norm: KeyNormKind = "instance",
-        dwc: Convolution = "qk",
+        dwc: _Convolution = "qk",
         neighbours: int = 0,
         **kwargs: Any,
     ):

@@ -12,13 +12,13 @@ OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
 NO_DEPARTURE = "the recipe is the paper's (where it is silent: Swin's defaults)"
 TRAIN_IMAGES = 1_281_167  # of ImageNet-1K
 EXEMPT = "1-D parameters, biases, and what the model's no_weight_decay() names"
-RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
+_RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 LINEARIZE = ("freeze", "new_lr_factor", "decay_all")  # settings of a linearisation alone
-PAPER = "the paper has {}"  # a source, see `Printed`
+PAPER_HAS = "the paper has {}"  # a source, see `Printed`
 # choices of this project -> the values with which one is made
 NO_REPEATS = "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not"
 BF16 = "bf16 autocast: Swin's default is fp16 autocast"
-CHOICES: dict[str, dict[str, Any]] = {NO_REPEATS: {}, BF16: {"precision": "bf16"}}
+OWN_CHOICES: dict[str, dict[str, Any]] = {NO_REPEATS: {}, BF16: {"precision": "bf16"}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Printed:
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
     said: Mapping[str, Mapping[str, Any]]
-    choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: CHOICES)
+    choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: OWN_CHOICES)
 
     def find_values(self, model: str) -> dict[str, tuple[Any, str]]:
         """Key path -> the value of a model, and its source."""
@@ -144,7 +144,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
         found.append(f"transform.crop_padding: {ours['transform.crop_padding']}, the paper crops by scale and ratio")
     others = [key for key in ours if options and key.startswith("options.") and key not in options]
     found += [f"{key}: {format_value(ours[key])}, the paper has the model's own" for key in others]
-    compared, rates = dict(ours), [key for key in RATES if key in wanted]
+    compared, rates = dict(ours), [key for key in _RATES if key in wanted]
     stated, (batch, _) = ours["optim.lr_batch_size"], wanted.get("optim.lr_batch_size", (None, ""))
     if not all(_same(ours[key], wanted[key][0]) for key in rates):
         # rates mean something together with their batch only: 5e-4 at 512 is 1e-3 at 1024
@@ -152,7 +152,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     skipped = {*resolved["inactive"], *(key for choice in resolved["choices"] for key in printed.choices[choice])}
     for key, (value, source) in wanted.items():
         if key not in skipped and not _same(compared[key], value):
-            here, there = (f" at batch {stated}", f" at batch {batch}") if key in RATES else ("", "")
+            here, there = (f" at batch {stated}", f" at batch {batch}") if key in _RATES else ("", "")
             found.append(f"{key}: {format_value(ours[key])}{here}, {source.format(format_value(value) + there)}")
     return found
 

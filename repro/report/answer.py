@@ -1,4 +1,4 @@
-"""The opening of a page, part of which README also shows: the verdict in sentences, pictures, and the facts."""
+"""The opening of a page, shown in README in part: the verdict in sentences, pictures, and the facts."""
 
 import datetime
 import os
@@ -24,7 +24,7 @@ from .verdicts import Status, Verdict, count_statuses, format_counts, format_our
 PIPELINE_FILE = "pipeline.json"
 REPRODUCE = " reproduce"
 CLOSE = 0.05  # numbers that are off by no larger a share say how close they are
-# what has not matched, in the words of a sentence
+# statuses other than a match, in the words of a sentence
 _OUTCOMES = {
     Status.EXPLAINED: "do not, for a reason that is shown",
     Status.UNEXPLAINED: "do not, for no known reason",
@@ -35,7 +35,7 @@ _OUTCOMES = {
     Status.NOT_MEASURED: "were not tested",
     Status.OUT_OF_SCOPE: "are out of scope",
 }
-Fact = tuple[str, str, str]  # what, ours, and what it was measured on
+Fact = tuple[str, str, str]  # quantity, ours, and its origin
 
 
 def lead_blocks(report: Report) -> str:
@@ -63,7 +63,7 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
 
 
 def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
-    """How long all stages took, on which processor, and how many ran at once."""
+    """The time of all stages, the processor, and the number of stages at once."""
     own = (source.device.partition(", ")[0] for source in results.sources if source.stage and source.most_seeds)
     devices = " and ".join(device.partition(": ")[2] for device in dict.fromkeys(own))
     jobs = f", {noted['jobs']} at once" if noted["jobs"] > 1 else ""
@@ -71,7 +71,7 @@ def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
 
 
 def verdict_blocks(report: Report) -> str:
-    """A sentence each: what reproduces, what does not, what was not tested; and a table of how fast the model is."""
+    """A sentence for each question: it reproduces, does not, or was not tested; and a table of the model's speed."""
     lines = []
     for question, verb, detail in _judge_questions(report):
         why = f": {question.why}" if question.why and verb != REPRODUCE else ""
@@ -82,7 +82,7 @@ def verdict_blocks(report: Report) -> str:
 
 
 def speed_blocks(report: Report) -> str:
-    """How fast the model is and what memory it takes beside the baseline; nothing where that was not measured."""
+    """The model's speed and memory against the baseline's; empty without measurements."""
     contest = report.paper.contest
     measured = find_all_speeds(contest, report.results)
     return _compare_speeds(contest, measured) if measured else ""
@@ -98,14 +98,14 @@ def _find_own(question: Question, report: Report) -> list[Verdict]:
 
 
 def _count_matches(own: Sequence[Verdict], by_truncation: str = "") -> str:
-    """How many match, and how many agree by a fitted convention, where some do."""
+    """The count of matches, and of agreements by a fitted convention where there are any."""
     counts = count_statuses(own)
     fitted = f", {counts[Status.FITTED]} agree by a fitted convention" if counts[Status.FITTED] else ""
     return f"{counts[Status.MATCHED] + counts[Status.TRUNCATED]} of {len(own)} match{by_truncation}{fitted}"
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
-    """What entries come to: how a sentence about them ends, and their numbers.
+    """Judge the entries of a question: the end of a sentence about them, and their numbers.
 
     Numbers that all lie close to the paper's say how close. Else `mostly` is three quarters or more, and less is a count
     of what holds, with all outcomes.
@@ -129,7 +129,7 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
 
 
 def measure_deviations(own: Sequence[Verdict]) -> list[float]:
-    """By which share of itself each different number of the paper is off from ours; empty where one is no number."""
+    """The relative deviation of each different number of the paper from ours; empty where one is no number."""
     found = {}
     for verdict in own:
         if verdict.delta is None or not verdict.ours or not (printed := float(verdict.entry.printed or 0)):
@@ -139,7 +139,7 @@ def measure_deviations(own: Sequence[Verdict]) -> list[float]:
 
 
 def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> str:
-    """How many times as fast as the baseline the model is and what memory it takes, a device and batch size in a row."""
+    """A table of speedups and memory against the baseline, a row per device and batch size."""
     places = [(size, attention) for size in sorted(contest.sizes, reverse=True) for attention in ATTENTIONS]
     head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s, and its memory"
     rows, notes = [], []
@@ -173,7 +173,7 @@ def _papers_table(reports: Sequence[Report]) -> str:
 
 
 def _count_open(reports: Sequence[Report]) -> str:
-    """How many of the numbers and statements of all papers have no counterpart."""
+    """The number of entries of all papers without a counterpart."""
     every = [verdict for report in reports for verdict in report.all]
     unmeasured = count_statuses(every)[Status.NOT_MEASURED]
     return (
@@ -226,7 +226,7 @@ def answer_blocks(report: Report) -> str:
 
 
 def _answer(question: Question, report: Report) -> Fact:
-    """How many of a question's verdicts match, after the numbers that it shows."""
+    """The answer to a question: its numbers, then the count of matches."""
     own = _find_own(question, report)
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
@@ -247,7 +247,7 @@ def _answer(question: Question, report: Report) -> Fact:
 
 
 def _orderings(report: Report) -> list[Fact]:
-    """How many of the paper's ordered pairs are seen, by data set and way to choose rates; the most seeds of each."""
+    """Counts of the paper's ordered pairs that are seen, by data set and choice of rates; the most seeds of each."""
     facts: list[Fact] = []
     judged = judge_variants(report)
     for (data, rates), alike in group_by(judged, lambda each: (each[0].common["data"], each[0].rates)).items():
@@ -275,7 +275,7 @@ def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
 
 
 def _contest_picture(report: Report) -> str:
-    """The picture of the contest and its caption; empty where its rows were not measured."""
+    """The picture of the baseline comparison and its caption; empty where its rows were not measured."""
     contest = report.paper.contest
     if (speeds := find_speeds(contest, report.results)) is None:
         return ""

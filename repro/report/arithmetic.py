@@ -9,7 +9,7 @@ Number = int | float | Fraction
 
 
 def agreement(ours: Number, printed: str, *, exact: bool = False) -> str | None:
-    """How a number of ours equals a printed one: by `rounding`, by `truncation`, or None where it does not.
+    """The kind of agreement of our number with a printed one: `rounding`, `truncation`, or None.
 
     Args:
         ours: the number at full precision.
@@ -28,7 +28,7 @@ def agreement(ours: Number, printed: str, *, exact: bool = False) -> str | None:
 
 
 def decimals(printed: str) -> int:
-    """How many digits follow the point in a printed number: 2 for `1.44`, 3 for `1e-3`."""
+    """Count the decimals of a printed number: 2 for `1.44`, 3 for `1e-3`."""
     return max(-int(Decimal(printed).as_tuple().exponent), 0)
 
 
@@ -38,12 +38,12 @@ def divide(a: Number, b: Number) -> Number:
 
 
 def saved(ours: Number, baseline: Number) -> Number:
-    """By how many percent `ours` lies below `baseline`."""
+    """The reduction from `baseline` to `ours` in percent."""
     return 100 * (1 - divide(ours, baseline))
 
 
 def near(a: Number, b: Number, percent: Number) -> bool:
-    """Whether a differs from b by at most so many percent of b."""
+    """Tell whether a differs from b by at most `percent` percent of b."""
     return abs(a - b) <= abs(b) * percent / 100
 
 

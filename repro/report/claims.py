@@ -129,7 +129,7 @@ class _Judge:
         return self._evaluate_ours(entry.declared, self.paper_group), True
 
     def _compare(self, entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
-        """What ours comes to against the paper's; only independent numbers can match."""
+        """The status of our value against the paper's; only independent numbers can match."""
         if how is None:
             return Status.EXPLAINED if explanation else Status.UNEXPLAINED
         parts = list(self.ledger.trace(entry))
@@ -142,7 +142,7 @@ class _Judge:
         return Status.TRUNCATED if how == "truncation" else Status.MATCHED
 
     def _explain(self, entry: Entry) -> str | None:
-        """Why ours differs, with its evidence; None where no explanation is confirmed by its computation."""
+        """The confirmed explanation of a difference, with its evidence; None where no computation confirms one."""
         for explanation in entry.explanations:
             if explanation.source is not None:
                 return f"{explanation.text} ({explanation.source})"
@@ -179,7 +179,7 @@ class _Judge:
         return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1))
 
     def _is_explained_by_rounding(self, expression: Expression, satisfies: Callable[[Any], bool]) -> bool:
-        """Whether some operands that round or truncate to the printed ones satisfy, tried at their extremes."""
+        """Tell whether operands that round or truncate to the printed ones can satisfy it, tried at their extremes."""
         printed = {name: self.entries[name].printed for name in expression.references}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
             units = (shift / 10 ** decimals(digits) for shift, digits in zip(shifts, printed.values(), strict=True))
@@ -214,7 +214,7 @@ class _Judge:
             raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
-        """What the entry comes to on each other group of rows that has some of what it needs."""
+        """Evaluate the entry on each other group of rows that has some of its inputs."""
         if not _calls(entry, _SPEEDS):
             return
         parts = entry.ours.conjuncts
@@ -228,7 +228,7 @@ class _Judge:
                 yield Elsewhere(group, *_join(values), *of_fused, *about)
 
     def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[list[Number | bool]]:
-        """For each part for which everything was measured, its values; see `_spread`."""
+        """The values of each part that is measured completely; see `_spread`."""
         values = []
         for part in parts:
             with contextlib.suppress(Missing):
@@ -271,7 +271,7 @@ def _raise_missing(reason: str, command: str) -> Callable:
 
 
 def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
-    """What the values of each part, see `_spread`, say together: a quantity and its ends, or a statement's word.
+    """Combine the values of the parts, see `_spread`: a quantity and its ends, or a statement's word.
 
     A statement holds if all its parts do at every speed; it does not if one of them never does.
     """

@@ -1,4 +1,4 @@
-"""What sets a paper next to ours: counts, tables, claims, contradictions, and what is missing."""
+"""The comparison of a paper with ours: counts, tables, claims, contradictions, and missing numbers."""
 
 import itertools
 from collections import Counter
@@ -9,7 +9,17 @@ from .claims import Report
 from .ledger import Claim, Entry
 from .markdown import code, join, make_anchor, number, strong, table
 from .records import group_by
-from .verdicts import KINDS, LEGEND, STATUSES, Status, Verdict, count_statuses, format_counts, format_ours, status_line
+from .verdicts import (
+    KIND_MEANINGS,
+    LEGEND,
+    STATUSES,
+    Status,
+    Verdict,
+    count_statuses,
+    format_counts,
+    format_ours,
+    status_line,
+)
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
@@ -33,7 +43,7 @@ def list_marks(_: Report) -> str:
 
 
 def count_ways(report: Report) -> str:
-    """How many of the paper's numbers and statements are made again here, can be with its data and GPUs, or neither."""
+    """Count the paper's entries that are reproduced here, that need its data and GPUs, and the rest."""
     graph = {source.path for source in report.results.sources if source.stage is not None}
 
     def find_way(verdict: Verdict) -> int:
@@ -64,9 +74,9 @@ def describe_speed_rule(report: Report) -> str:
 
 
 def count_kinds(report: Report) -> str:
-    """How many entries of each kind have each status."""
+    """Count entries by kind and status."""
     rows = []
-    for kind, label in KINDS.items():
+    for kind, label in KIND_MEANINGS.items():
         counts = count_statuses(verdict for verdict in report.all if verdict.entry.kind == kind)
         rows.append([label, *(number(counts[word]) for word in STATUSES), number(counts.total())])
     counts = count_statuses(report.all)
@@ -75,7 +85,7 @@ def count_kinds(report: Report) -> str:
 
 
 def count_relations(report: Report, what: str) -> int:
-    """How many relations are `checked`, `hold` or are `broken`; how many entries are `unmeasured` or `consistent`."""
+    """Count relations, `checked`, `hold` or `broken`, or entries, `unmeasured` or `consistent`."""
     own = _find_status(report, Status.NOT_MEASURED)
     if what in ("unmeasured", "consistent"):
         return len(own) if what == "unmeasured" else sum(bool(each.checks) and not each.violations for each in own)
@@ -141,7 +151,7 @@ def list_claims(report: Report) -> str:
 
 
 def list_contradictions(report: Report) -> str:
-    """What contradicts itself, with the evidence; entries with the same number and the same evidence share a row."""
+    """A table of contradictions with their evidence; entries with the same number and the same evidence share a row."""
     return table(_EVIDENCE, [_evidence_row(_prints(own[-1].entry), own) for own in _group_contradictions(report)])
 
 
@@ -166,7 +176,7 @@ def list_differences(report: Report) -> str:
 
 
 def not_measurable(report: Report) -> str:
-    """The section of what nobody can have measured as the paper describes it; empty without such entries."""
+    """A table of numbers that cannot have been measured as described; empty without such entries."""
     groups = _group_unmeasurable(report)
     rows = [_evidence_row("; ".join(_prints(each.entry) for each in alike), alike) for alike in groups]
     return join(["## Not measurable as described", table(_EVIDENCE, rows)]) if rows else ""
@@ -177,14 +187,14 @@ def _find_status(report: Report, word: str) -> list[Verdict]:
 
 
 def _evidence_row(prints: str, alike: Sequence[Verdict]) -> list[str]:
-    """The row of verdicts that share their evidence, with what is shown of their numbers."""
+    """The row of verdicts that share their evidence, with the displayed numbers."""
     return ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
 
 
 def list_unmeasured(report: Report) -> str:
     """The reasons for which there is no number of ours, the most frequent first."""
     own = _find_status(report, Status.NOT_MEASURED)
-    # what nothing would measure is apart
+    # numbers that no command would measure are apart
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     commands = [_first_command([each.command for each in alike], report) for _, alike in ranked]
@@ -193,7 +203,7 @@ def list_unmeasured(report: Report) -> str:
 
 
 def _compare(verdict: Verdict) -> str:
-    """The paper's number, ours (a mark where we have none) and what that comes to."""
+    """The paper's number, ours (a mark where we have none) and the status."""
     printed = f"{verdict.entry.printed or ''} ".lstrip()
     if verdict.ours is not None:
         return f"{printed}→ {format_ours(verdict)} {status_line(verdict)}"
@@ -201,7 +211,7 @@ def _compare(verdict: Verdict) -> str:
 
 
 def _is_headline(claim: Claim, report: Report) -> bool:
-    """Whether it is of the claims that are shown first, or repeats one of them."""
+    """True for a claim that is shown first, or repeats one of these."""
     alike = (each for each in report.paper.ledger.claims if each.says == claim.says)
     return any(entry.id.startswith(report.paper.headlines) for each in alike for entry in each.entries)
 
@@ -216,7 +226,7 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
         for each in own:
             measured = ", ".join(map(str, each.elsewhere))
             if measured:
-                # what a row above has measured is not said again
+                # a measurement of a row above is not repeated
                 first = told.setdefault(measured, claim)
                 elsewhere.append(
                     _key(claim, each) + (measured if first.says == claim.says else f"as for {first.place}")
@@ -243,7 +253,7 @@ def _merge(texts: Sequence[str]) -> str:
 
 
 def _key(claim: Claim, verdict: Verdict) -> str:
-    """What tells the number of a claim from its other numbers, e.g. `T `."""
+    """A prefix that distinguishes the numbers of a claim, e.g. `T `."""
     return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
 
 
@@ -262,5 +272,5 @@ def _first_command(commands: Iterable[str], report: Report) -> str:
 
 
 def _is_remark(command: str) -> bool:
-    """Whether it is no command: `none`, and what may follow it."""
+    """True for a note in place of a command: `none` and a reason."""
     return command.startswith("none")

@@ -42,12 +42,12 @@ def find_compared_runs(results: Results) -> Runs:
 
 
 def name_first_weights(source: Source) -> str:
-    """Whether a training began with pretrained or with random weights."""
+    """`pretrained` or `random`, by a training's initial weights."""
     return "pretrained" if source.metrics.get("init") else "random"
 
 
 def compare_without_learning(report: Report) -> str:
-    """The runs on embedded data next to a method that learns nothing: who is ahead, by which score."""
+    """A table of the runs on embedded data against a method that learns nothing, by score."""
     results = report.results
     runs = find_compared_runs(results)
     if not runs:
@@ -77,7 +77,7 @@ def plan_dense(report: Report) -> Drawings:
 
     Of a model, a task and the first weights, the training with most seeds is drawn, and of these the longest.
     """
-    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> what is drawn
+    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> pictures
     confused: dict[str, list[Source]] = {}
     for (stage, data, _), runs in find_compared_runs(report.results).items():
         drawable = [source for source in runs if source.most_seeds and read_curves(source)]
@@ -175,7 +175,7 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
 
 
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """By which scores a run is ahead of the method without learning."""
+    """The scores in which a run is ahead of the method without learning, behind it, or undecided."""
     m = source.metrics
     said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
     for key, label in labels.items():
@@ -189,7 +189,7 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
 
 
 def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> str:
-    """What pretrained first weights gain in the first score after as many epochs; nothing without both over seeds."""
+    """The gain of pretrained initial weights in the first score at equal epochs; empty without both over seeds."""
     key, label = next(iter(labels.items()))
     runs = [source for source in sources if find_score_interval(source.metrics, key)]
     by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))

@@ -12,14 +12,14 @@ from .ledger import Erratum
 from .markdown import join, strong, table
 from .verdicts import Status, Verdict, format_ours
 
-# name of a list in a ledger -> its heading, and what its last column has
+# name of a list in a ledger -> its heading, and the head of its last column
 LISTS = {
     "errors": ("Errors", "proposed correction"),
     "inconsistencies": ("Inconsistencies", "proposed correction"),
     "questions": ("Questions", "what would settle it"),
 }
 _WRONG = {Status.INCONSISTENT, Status.NOT_MEASURABLE, Status.EXPLAINED}
-Item = tuple[Erratum, Sequence[Verdict]]
+_Entry = tuple[Erratum, Sequence[Verdict]]
 
 
 def list_errata(reports: Sequence[Report]) -> str:
@@ -44,12 +44,12 @@ def list_errata(reports: Sequence[Report]) -> str:
     return join(sections)
 
 
-def find_items(report: Report, name: str) -> Iterator[Item]:
+def find_items(report: Report, name: str) -> Iterator[_Entry]:
     """Each item of a list with the verdicts behind it, in the ledger's order.
 
-    An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, nobody can have
-    measured it, or ours differs and a computation or a source shows why. A question may be about any entry. A
-    contradiction that the ledger places nowhere is the last of the inconsistencies.
+    An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, the number
+    cannot have been measured, or ours differs and a computation or a source shows why. A question may be about any
+    entry. A contradiction that the ledger places nowhere is the last of the inconsistencies.
     """
     errata = report.paper.ledger.errata
     for erratum in getattr(errata, name):
@@ -62,7 +62,7 @@ def find_items(report: Report, name: str) -> Iterator[Item]:
                 yield Erratum(ids=(verdict.entry.id,), correction="–"), [verdict]
 
 
-def _show_item(report: Report, rank: int, item: Item) -> list[str]:
+def _show_item(report: Report, rank: int, item: _Entry) -> list[str]:
     erratum, alike = item
     answers = report.paper.ledger.errata.answers
     row = [str(rank), _show_places(alike), _show_printed(alike), _show_evidence(report, item)]
@@ -71,7 +71,7 @@ def _show_item(report: Report, rank: int, item: Item) -> list[str]:
 
 
 def _show_places(alike: Sequence[Verdict]) -> str:
-    """Where the paper has them; the rows of one column of a table stand together."""
+    """The places in the paper; rows of one column of a table stand together."""
     rows: dict[str, list[str]] = {}
     for place in dict.fromkeys(each.entry.place for each in alike):
         found = re.fullmatch(r"(.*), row (.*)(, column .*)", place)
@@ -91,7 +91,7 @@ def _show_printed(alike: Sequence[Verdict]) -> str:
     return ": ".join([*shown, *(["; ".join(says)] if says else [])])
 
 
-def _show_evidence(report: Report, item: Item) -> str:
+def _show_evidence(report: Report, item: _Entry) -> str:
     """The erratum's own words, or else those of its verdicts, with what we count or compute instead."""
     erratum, alike = item
     reasons = dict.fromkeys(filter(None, (each.evidence or each.explanation for each in alike)))
@@ -105,7 +105,7 @@ def _show_evidence(report: Report, item: Item) -> str:
 
 
 def _find_residuals(report: Report, alike: Iterable[Verdict]) -> Iterator[str]:
-    """How far the two sides of each printed equation lie apart that is computed, and fails."""
+    """The residual of each printed equation that is computed and fails."""
     for verdict in alike:
         calls = verdict.entry.ours.calls if verdict.entry.ours and verdict.ours is False else ()
         for call in (call for call in calls if call.name.endswith("_error")):

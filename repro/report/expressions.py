@@ -42,7 +42,7 @@ class Expression:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """An expression from its text, which may be broken into lines; a `ValueError` names what is not understood."""
+        """Parse an expression, which may be broken into lines; a `ValueError` names the part that is not understood."""
         try:
             return cls(ast.parse(" ".join(text.split()), mode="eval").body)
         except SyntaxError:
@@ -101,7 +101,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _compile(node: ast.expr) -> Callable[[Functions], Any]:
-    """A function that evaluates the node; what the ledger does not need is refused here."""
+    """A function that evaluates the node; other syntax than a ledger's is refused here."""
     if name := _id_of(node):
         return lambda functions: functions["entry"](name)
     match node:

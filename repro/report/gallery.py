@@ -21,8 +21,8 @@ from .verdicts import format_counts, format_ratio
 
 
 def list_figures(report: Report) -> str:
-    """The paper's figures and ours, and what the ledger says of each."""
-    drawn = {each.place: find_pictures(report.results, each.files) for each in report.paper.figures}
+    """The paper's figures and ours, with the ledger's words on each."""
+    drawn = {each.place: list_pictures(report.results, each.files) for each in report.paper.figures}
     blocks: list[str] = []
     drawings = list_drawings(report)
     for figure in report.paper.figures:
@@ -36,7 +36,7 @@ def list_figures(report: Report) -> str:
         about = f"{state} Entries: {entries or 'none'}."
         blocks += [f"### {figure.place}", f"The paper shows: {figure.shows}.", about]
         for name in files:
-            # what lies elsewhere was drawn by the stage that wrote the record in its folder
+            # pictures elsewhere are drawn by the stage that wrote the record in their folder
             is_ours = name.startswith("figures/")
             sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
             blocks.append(picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report))
@@ -44,7 +44,7 @@ def list_figures(report: Report) -> str:
 
 
 def list_examples(report: Report) -> str:
-    """The pictures of dense tasks: how they learn, and what they confuse."""
+    """The pictures of dense tasks: learning curves and confusions."""
     drawn = plan_dense(report).items()
     return join(
         picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), of, report) for name, (of, _) in drawn
@@ -61,7 +61,7 @@ def list_drawings(report: Report) -> Drawings:
     return {**plan_figures(report), **plan_contest(report), **plan_dense(report), **report.paper.drawings(report)}
 
 
-def find_pictures(results: Results, pattern: str) -> list[str]:
+def list_pictures(results: Results, pattern: str) -> list[str]:
     """The files of a pattern, sorted, as paths relative to results/."""
     root = results.paths.results
     return sorted(file.relative_to(root).as_posix() for file in root.glob(pattern))
@@ -79,7 +79,7 @@ _BACKENDS = {"numba": ["compiled loops"], "triton": ["compiled kernels"]}
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rows of one record in which the model and the baseline of a contest meet."""
+    """The rows of one record of the model and its baseline under equal conditions."""
 
     group: SpeedGroup
     source: Source
@@ -107,8 +107,8 @@ class Speeds:
         return found
 
     def describe_crossings(self, contest: Contest) -> str:
-        """From which image sizes on the model's line lies surely below the baseline's, in words: between which measured
-        sizes the two cross, or that they do not. Empty where too few sizes have ranges over processes.
+        """The crossing of the model's line below the baseline's beyond doubt, in words: the measured sizes on
+        either side of it, or that there is none. Empty where too few sizes have ranges over processes.
         """
         said = []
         for key, name in {"latency_ms": "in time", "peak_memory_mib": "in memory"}.items():
@@ -124,7 +124,7 @@ class Speeds:
         return f"{line}, by more than processes differ: {'; '.join(said)}." if said else ""
 
     def describe_sides(self, contest: Contest) -> str:
-        """What of either side is compiled or frozen, in words, and on which device."""
+        """The state of either side, compiled, frozen or neither, and the device, in words."""
         said = []
         for (name, label), is_frozen in ((contest.ours, contest.frozen), (contest.theirs, False)):
             row = next(row for (of, *_), row in self.rows.items() if of == name)
@@ -151,7 +151,7 @@ class Speeds:
 
 
 def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
-    """Where ours is below, in words, by the least and the largest ratio at each image size; None for too few sizes."""
+    """The crossing in words, by the least and the largest ratio at each image size; None for too few sizes."""
     from ..bench.conclude import crossover  # loads numpy
 
     verdict, start = crossover(ends)
@@ -162,7 +162,7 @@ def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
 
 
 def plan_contest(report: Report) -> Drawings:
-    """The picture of a paper's contest, if its rows were measured."""
+    """The picture of a paper's baseline comparison, if its rows were measured."""
     contest = report.paper.contest
     if (speeds := find_speeds(contest, report.results)) is None:
         return {}
@@ -184,7 +184,7 @@ def find_speeds(contest: Contest | None, results: Results) -> Speeds | None:
 def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
     """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
 
-    The best has most of the contest's image sizes; among equals, most rows.
+    The best has most of the comparison's image sizes; among equals, most rows.
     """
     if contest is None:
         return []

@@ -14,13 +14,13 @@ from ..core.errors import UserError
 from .claims import Report
 from .markdown import make_anchor
 from .records import OUTSIDE, PIPELINE
-from .verdicts import KINDS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
+from .verdicts import KIND_MEANINGS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
 
-LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
+_LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
 PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 _MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
 # a cell of the paper's number, ours and marks, or of marks alone; a lone dash is no mark, as it may stand for any value
@@ -52,11 +52,11 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
     parser = make_parser(first.results.paths.results.resolve())
     prefixes = ["", *(f"{report.paper.id}-" for report, _ in pages[1:])]
     described = [_describe(*page, prefix, parser) for page, prefix in zip(pages, prefixes, strict=True)]
-    return environment.get_template("template.html").render(pages=described, kinds=KINDS, statuses=STATUSES)
+    return environment.get_template("template.html").render(pages=described, kinds=KIND_MEANINGS, statuses=STATUSES)
 
 
 def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
-    """What the template shows of a paper, whose ids begin with `prefix`."""
+    """The template's variables for a paper; its ids begin with `prefix`."""
     lead, *sections = (part.partition("\n") for part in re.split(r"^##? ", page, flags=re.M)[1:])
     return {
         "paper": report.paper,
@@ -81,7 +81,7 @@ def render_section(parser: "MarkdownIt", title: str, body: str, prefix: str) -> 
 
 
 def make_parser(folder: Path) -> "MarkdownIt":
-    """What renders Markdown with the pictures in a folder embedded; raw HTML and `<links>` are text."""
+    """A Markdown parser that embeds the pictures of a folder; raw HTML and `<links>` are text."""
     from markdown_it import MarkdownIt
     from markdown_it.common.utils import escapeHtml
 
@@ -171,7 +171,7 @@ def _show_compared(found: re.Match[str]) -> str:
 
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
-    """(label, text) of what is shown of a verdict on demand."""
+    """(label, text) of a verdict's details on demand."""
     entry, status = verdict.entry, verdict.status
     about = [("entry", entry.id)]
     if status == Status.NOT_MEASURABLE:
@@ -202,7 +202,7 @@ def _embed(folder: Path, name: str) -> Mapping[str, Any] | None:
         image = Image.open(file).convert("RGBA")
     except OSError as error:
         raise UserError(f"{file}: not a picture that can be read ({error}); make it again, or remove it") from None
-    image.thumbnail((LARGEST, LARGEST))
+    image.thumbnail((_LARGEST, _LARGEST))
     image.save(stream, "WEBP", quality=75)
     data = base64.b64encode(stream.getvalue()).decode()
     return {"width": image.width, "height": image.height, "url": f"data:image/webp;base64,{data}"}

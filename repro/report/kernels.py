@@ -1,4 +1,4 @@
-"""What was timed of the kernels, and their goals, as tables of results/speed.md."""
+"""Times of the kernels and their goals, as tables of results/speed.md."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from ..core.paths import Paths
 from .markdown import join, number, table
 
 Row = Mapping[str, Any]
-PAGE, BLOCK = "results/speed.md", "kernels bench"
+PAGE, _BLOCK = "results/speed.md", "kernels bench"
 NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 
 COPY = "share of the bandwidth of a copy"
@@ -42,12 +42,12 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     blocks: list[str] = []
     for file in sorted(paths.speed.glob("kernels/*.csv")):
         rows = read_bench(file)
-        blocks += list_tables(rows, rows[0]["device"])
-    return [(PAGE, BLOCK, join(blocks or list_tables([], NOTHING_MEASURED)))]
+        blocks += list_operators(rows, rows[0]["device"])
+    return [(PAGE, _BLOCK, join(blocks or list_operators([], NOTHING_MEASURED)))]
 
 
-def list_tables(rows: Sequence[Row], label: str) -> list[str]:
-    """For each operator: its goals, with what was measured on `label`, then the times of its rows."""
+def list_operators(rows: Sequence[Row], label: str) -> list[str]:
+    """Tables by operator: its goals with the measurements on `label`, then the times of its rows."""
     from kernels.tools.bench import MEMORY
 
     blocks: list[str] = []
@@ -60,7 +60,7 @@ def list_tables(rows: Sequence[Row], label: str) -> list[str]:
 
 
 def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
-    """An operator's goals, and what the kernels reach by its rows at their shape; a dash where one is missing."""
+    """An operator's goals, and the kernels' values by its rows at their shape; a dash where one is missing."""
     from kernels.tools import bench
     from kernels.tools.operators import OPERATORS
 
@@ -89,7 +89,7 @@ def tabulate_times(rows: Sequence[Row]) -> str:
     lines = []
 
     def find_line(row: Row) -> tuple:
-        """A further size that tells rows apart stands beside the one before it."""
+        """A further size that distinguishes rows follows the one before it."""
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]

@@ -16,7 +16,7 @@ _BECAUSE = "the paper's other numbers give {computed}"
 CHOSEN_BY_ROW = (
     "the convention of the count was chosen for this row, and the column's own does not give the printed number"
 )
-Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
+_Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
 _PLACE = re.compile(
     r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract",
     re.I,
@@ -35,7 +35,7 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """What the number of entry `id` must satisfy by the paper's other numbers; the head of a ledger explains it."""
+    """A constraint on the number of entry `id` by the paper's other numbers; the head of a ledger explains it."""
 
     id: str
     equals: str | None = None
@@ -50,7 +50,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why our numbers of some entries differ from the paper's. Its evidence is a computation, `shows`, or a `source`."""
+    """An explanation of differences from the paper's numbers. Its evidence is a computation, `shows`, or a `source`."""
 
     ids: tuple[str, ...]
     text: str  # may contain {computed}
@@ -73,12 +73,12 @@ class Entry:
     id: str  # stable, e.g. `table1.vittt_t.macs_g`
     place: str  # where the paper has it, e.g. `Table 1, row Vittt-T, column Acc.`
     says: str  # the statement; for a number of a table, the table's title
-    kind: Kind  # the sort of evidence that decides it
+    kind: _Kind  # the sort of evidence that decides it
     unit: str = ""  # the number's unit; empty for statements and pure numbers
     printed: str | None = None  # the number as printed; None for statements
     relations: tuple[Relation, ...] = ()  # a statement requires itself
-    contradiction: str | None = None  # evidence that only reading shows
-    measurable: Relation | None = None  # the condition without which nobody can have measured the number as described
+    contradiction: str | None = None  # evidence in the text that no computation shows
+    measurable: Relation | None = None  # a necessary condition for a measurement as described
     explanations: tuple[Explanation, ...] = ()  # why ours may differ
     fitted: str | None = None  # what of our convention was fitted to such rows, and how often it was tried
     # our counterpart; where there is none, `reason` and `command` say why and what would show it
@@ -108,7 +108,7 @@ class Column:
 
     label: str
     unit: str
-    kind: Kind
+    kind: _Kind
     ours: str | None = None
     by_formula: dict[str, str] = dataclasses.field(default_factory=dict)
     fitted: str | None = None
@@ -179,7 +179,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Our counterpart of what the text says, or why there is none and what would show it."""
+    """Our counterpart of the text's number, or the reason and the command where there is none."""
 
     ours: str | None = None
     declared: str | None = None
@@ -214,7 +214,7 @@ class Claim(_Answer):
     id: str
     place: str
     says: str
-    kind: Kind
+    kind: _Kind
     unit: str = ""
     about: str = ""  # which size of the model a statement is about that names none, and why
     values: dict[str, Value] = dataclasses.field(default_factory=dict)
@@ -241,7 +241,7 @@ class Claim(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """What a paper's authors are told or asked of some entries, and what is proposed.
+    """A note or question to a paper's authors on some entries, with a proposal.
 
     Args:
         ids: the entries; they share a row.
@@ -256,10 +256,10 @@ class Erratum:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errata:
-    """What became of a paper's contradictions outside of this project.
+    """The correspondence on a paper's contradictions, outside of this project.
 
     Args:
-        as_of: the day on which somebody last compared them with the paper, e.g. `2026-11-25`.
+        as_of: the day of the last comparison with the paper, e.g. `2026-11-25`.
         sent: the day on which its authors got them; None where they did not.
         answers: id of an entry -> what the authors said.
         errors, inconsistencies, questions: what they are told and asked, in the order of its consequences.

@@ -1,4 +1,4 @@
-"""Markdown: what the functions of a page return. A link names its file by the path from the checkout's root."""
+"""Markdown, as the functions of a page return it. A link names its file by the path from the checkout's root."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ def number(value: object, form: str = "", unit: str = "") -> str:
 
 
 def picture(file: str, text: str) -> str:
-    """A picture by its file, relative to results/, and what it shows, in words."""
+    """A picture by its file, relative to results/, with a description."""
     return f"![{text}](results/{quote(file)})"
 
 
@@ -42,7 +42,7 @@ def join(blocks: Iterable[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table; a column of which most filled cells are numbers is aligned to the right."""
+    """A table; columns whose filled cells are mostly numbers are aligned to the right."""
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     columns = list(zip(*cells, strict=True)) or [()] * len(header)
     filled = ([cell for cell in column if cell not in ("", "–")] for column in columns)
@@ -79,7 +79,7 @@ def make_anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def place(text: str, page: str) -> str:
+def place_on_page(text: str, page: str) -> str:
     """The text as it stands on a page, a file relative to the checkout: links lead from there, and no `<` opens a tag."""
     text = _CODE_OR_TAG.sub(lambda found: found[1] or "&lt;", text)
     return LINK.sub(lambda found: f"]({relpath(found[1], dirname(page) or '.')})", text)

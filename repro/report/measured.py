@@ -1,4 +1,4 @@
-"""What we measured and compare with no paper: speed and memory, runs on other data; and where each record comes from."""
+"""Measurements without a counterpart in a paper: speed, memory, runs on other data; and the provenance of records."""
 
 import itertools
 import statistics
@@ -21,7 +21,7 @@ RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
 
 
 def list_speeds(report: Report) -> str:
-    """The rows of every device, and what sweeps conclude from theirs."""
+    """The rows of every device, and the conclusions of sweeps."""
     results = report.results
     if not report.paper.primary:
         return ""
@@ -81,7 +81,7 @@ def list_runs(report: Report) -> str:
         curve = _describe_curve(read_curves(source, score))
         rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.device])
         reference = m.get("without_learning")
-        # what needs no learning is the same for all runs on the same data
+        # a baseline without learning is the same for all runs on the same data
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
             unlearned.add(found)
             method = "without learning: threshold, nearest example"
@@ -96,7 +96,7 @@ def list_runs(report: Report) -> str:
 
 
 def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
-    """Whether a score still rises at the end of a training, `flat` or `rises`, and by how many points."""
+    """`flat` or `rises` for a score at the end of a training, and the rise in points."""
     rises = [rise for rise in map(measure_rise, curves.values()) if rise is not None]
     if not rises:
         return "–"
@@ -131,7 +131,7 @@ def over_resolution(report: Report) -> str:
 
 
 def list_searches(report: Report) -> str:
-    """How learning rates and warm-ups were chosen, a row for each cell; nothing without `repro tune`."""
+    """A table of the searches for learning rates and warm-ups, a row per cell; empty without `repro tune`."""
     results = report.results
     listed = list_all(results.sources)
     found = [each for each in listed if each.metrics.get("split") == "tune" and "trials" in each.metrics]
@@ -159,7 +159,7 @@ def list_searches(report: Report) -> str:
 
 
 def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
-    """What the profiles say of the optimiser of `SECTION.NAME`; empty for a cell that is not there."""
+    """The optimiser's settings of `SECTION.NAME` in the profiles; empty for a cell that is not there."""
     section, _, name = cell.partition(".")
     return (results.profile_cells.get((section, name)) or {}).get("optim") or {}
 
@@ -177,7 +177,7 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 
 
 def _sweep(group: SpeedGroup, rows: Rows) -> list[str]:
-    """Time and memory of every model over the image size, and what the sweep says of them together."""
+    """Time and memory of every model over the image size, and the sweep's conclusions."""
     from ..bench.conclude import conclude  # loads numpy
 
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}

@@ -1,4 +1,4 @@
-"""Is the paper's order of variants seen in ours? Paired differences over seeds, and Holm's correction.
+"""Tests of the paper's order of variants on our runs: paired differences over seeds, and Holm's correction.
 
 Why paired: a seed gives every variant the same order and augmentation of the images, so accuracies of one seed are not
 independent. The differences of a pair are, over the seeds; with n seeds Student's t has n − 1 degrees of freedom.
@@ -21,9 +21,9 @@ NOT_SEPARATED = "not separated"
 # why a pair is not separated however many seeds agree: neither is above chance, or the images are too few
 AT_CHANCE, FEW_IMAGES, TWO_SEEDS = "at chance", "images", "two seeds"
 TOP1 = "top1_percent"
-Order = tuple[str, str]  # (better, worse), or any first and second variant
+_Order = tuple[str, str]  # (better, worse), or any first and second variant
 Margins = Mapping[
-    Order, float
+    _Order, float
 ]  # (first, second) -> by how many points the first may be worse, by a claim that it is no worse
 Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
 End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
@@ -40,7 +40,7 @@ class Pair:
     p: float = 1.0  # two-sided, after Holm's correction over the pairs
     # 1 where first + margin is above the second beyond chance, −1 where it is below, 0 where they are not separated
     side: int = 0
-    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `TWO_SEEDS`, with each of which nothing is separated
+    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `TWO_SEEDS`: nothing is separated then
     # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
     needed: int | None = None
     margin: float = 0.0  # see `Margins`
@@ -58,7 +58,7 @@ class Pair:
 
     @property
     def reverse(self) -> str:
-        """What is the case where the paper's order is contradicted."""
+        """The verdict where the paper's order is contradicted."""
         if self.margin:
             return f"{self.better} below {self.worse} by more than {self.margin:g}"
         return f"{self.worse} above {self.better}"
@@ -91,7 +91,7 @@ class Ordering:
 
     @property
     def counted(self) -> str:
-        """How many pairs are seen and contradicted, or that nothing can be."""
+        """The counts of pairs seen and contradicted, or the reason why there can be none."""
         if self.word in ("insufficient budget", "no power"):
             return self.shown
         seen, contradicted = (sum(pair.side == side for pair in self.pairs) for side in (1, -1))
@@ -101,7 +101,7 @@ class Ordering:
 def judge_ordering(
     top1: Scores,
     ends: Mapping[str, Mapping[int, End]],
-    orders: Sequence[Order],
+    orders: Sequence[_Order],
     images: int,
     classes: int,
     margins: Margins | None = None,
@@ -133,7 +133,7 @@ def judge_ordering(
 
 
 def compare_accuracies(
-    top1: Scores, pairs: Sequence[Order], images: int, classes: int, margins: Margins | None = None
+    top1: Scores, pairs: Sequence[_Order], images: int, classes: int, margins: Margins | None = None
 ) -> tuple[Pair, ...]:
     """`compare_pairs` of accuracies in percent on so many images.
 
@@ -143,7 +143,7 @@ def compare_accuracies(
     return compare_pairs(top1, pairs, round_off(images), floor, images, margins)
 
 
-def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[Order]) -> tuple[Pair, ...]:
+def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[_Order]) -> tuple[Pair, ...]:
     """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images.
 
     The trainings are those of one machine, see `keep_one_machine`; a pair that it did not train is left out.
@@ -162,7 +162,7 @@ def round_off(images: int) -> float:
 
 def compare_pairs(
     values: Scores,
-    pairs: Sequence[Order],
+    pairs: Sequence[_Order],
     least_spread: float,
     floor: float = -math.inf,
     images: int | None = None,
@@ -173,7 +173,7 @@ def compare_pairs(
     Args:
         least_spread: the standard deviation of differences that are closer to each other than the values are written.
         floor: the mean that one variant of a pair must reach before they can be separated.
-        images: of which the values are shares in percent; None for other values.
+        images: the denominator of values in percent; None for other values.
         margins: of the pairs whose test is of first + margin − second.
     """
     from scipy.stats import t as student
@@ -229,7 +229,7 @@ def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
 
 
 def sampling_noise(percent: float, images: int) -> float:
-    """By how many points two accuracies near `percent` on `images` images differ by chance at most (binomial, 95 %)."""
+    """The largest chance difference in points of accuracies near `percent` on `images` images (binomial, 95 %)."""
     share = percent / 100
     return 100 * 1.96 * math.sqrt(2 * share * (1 - share) / images)
 

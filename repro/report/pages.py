@@ -14,22 +14,27 @@ from .claims import Report
 from .errata import list_errata
 from .gallery import list_drawings
 from .html import render_html
-from .markdown import place
+from .markdown import place_on_page
 from .paper import Paper, list_functions
 from .results import Results
 from .template import render_template
 from .verdicts import STATUSES, count_statuses, export_rows
 
-PAGE, RUNS, ERRATA = (Path(__file__).with_name(f"{name}.md") for name in ("page", "runs", "errata"))
+_PAGE, _RUNS, _ERRATA = (Path(__file__).with_name(f"{name}.md") for name in ("page", "runs", "errata"))
 ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
-Built = tuple[list[tuple[Report, str]], dict[str, str], list[Passage]]
-Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
+_Built = tuple[list[tuple[Report, str]], dict[str, str], list[Passage]]
+_Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
 
 
 def write_report(
-    papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = (), with_html: bool = True
+    papers: Sequence[Paper],
+    results: Results,
+    judge: _Judge,
+    *,
+    passages: Iterable[Passage] = (),
+    with_html: bool = True,
 ) -> str:
     """Judge the ledgers of all papers, the primary one first, and write pages, claims, figures and passages.
 
@@ -55,7 +60,7 @@ def write_report(
 
 
 def find_outdated(
-    papers: Sequence[Paper], results: Results, judge: Judge, *, passages: Iterable[Passage] = ()
+    papers: Sequence[Paper], results: Results, judge: _Judge, *, passages: Iterable[Passage] = ()
 ) -> list[str]:
     """The pages and the blocks of pages that `write_report` would change, but for pictures; nothing is written."""
     with TemporaryDirectory() as folder:
@@ -70,7 +75,7 @@ def find_outdated(
         return [each for name in names for each in _compare_files(results.paths.root / name, written.root / name, name)]
 
 
-def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figures: Path) -> Built:
+def _build_pages(papers: Sequence[Paper], results: Results, judge: _Judge, figures: Path) -> _Built:
     """Judge, draw into `figures`, and build the pages for a browser, those of Git by file, and the passages."""
     figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
     pages, documents, passages = [], {}, []
@@ -88,7 +93,7 @@ def _build_pages(papers: Sequence[Paper], results: Results, judge: Judge, figure
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
         documents |= {each.file: _render(each.text, report, reports) for each in paper.documents}
         passages += build_passages(report)
-    documents[ERRATA_PAGE] = _render(ERRATA, first, reports)
+    documents[ERRATA_PAGE] = _render(_ERRATA, first, reports)
     passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
     claims = first.paper.ledger_file.with_name("claims.md.j2")
     if claims.is_file():
@@ -104,15 +109,15 @@ def _write_pages(
         paper = report.paper
         write_csv(paths.root / paper.claims_file, export_rows(report.all))
     for name, text in documents.items():
-        write_text(paths.root / name, place(text, name))
+        write_text(paths.root / name, place_on_page(text, name))
     for name, marker, text in passages:
         file = paths.root / name
         if file.is_file() and f"<!-- {marker} -->\n" in file.read_text(encoding="utf-8"):
-            replace_block(file, marker, place(text, name))
+            replace_block(file, marker, place_on_page(text, name))
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
-    """How a file is called that is not the expected one, or those of its blocks that are not; empty where it is."""
+    """Name a file that differs from the expected one, or its blocks that differ; empty where nothing does."""
     if not found.is_file():
         return [f"{name}, which is missing"]
     if found.read_bytes() == expected.read_bytes():
@@ -124,15 +129,15 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
 def build_document(report: Report, reports: Sequence[Report] = (), runs: str | None = None) -> str:
     """A paper's page; `reports` are those on all papers, to which it links, and `runs` is what `build_runs` gives.
 
-    The links of a page start from the checkout's root; see `markdown.place`.
+    The links of a page start from the checkout's root; see `markdown.place_on_page`.
     """
     runs = build_runs(report, reports) if runs is None else runs
-    return _render(PAGE, report, reports, find_runs_page=lambda _: report.paper.runs_page if runs else "")
+    return _render(_PAGE, report, reports, find_runs_page=lambda _: report.paper.runs_page if runs else "")
 
 
 def build_runs(report: Report, reports: Sequence[Report] = ()) -> str:
-    """The page of what was trained on other data than the paper's; empty where there is nothing."""
-    page = _render(RUNS, report, reports)
+    """The page of trainings on other data than the paper's; empty where there is nothing."""
+    page = _render(_RUNS, report, reports)
     return page if "\n## " in page else ""
 
 
@@ -142,7 +147,7 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
     parts = {
         **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
-        # the `places` where the paper ablates, or what its numbers are `about`, in words
+        # `places` of the paper's ablations, or the subject that its numbers are `about`, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
         "room": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",

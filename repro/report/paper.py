@@ -1,4 +1,4 @@
-"""What the report needs of a paper: each room of `repro.papers` declares one `Paper`."""
+"""The report's interface to a paper: each room of `repro.papers` declares one `Paper`."""
 
 import dataclasses
 import fnmatch
@@ -20,21 +20,21 @@ class Figure:
     """A figure of the paper that has something to measure here."""
 
     place: str  # e.g. `Fig. 7a`
-    shows: str  # what the paper shows there
+    shows: str  # the paper's content there
     files: str  # pattern of our pictures, relative to results/
-    command: str = ""  # what draws them
+    command: str = ""  # draws them
     shared_with: str | None = None  # the figure whose pictures show this one too
 
 
 # draws a picture: (path, table or figure -> the trained variants, the printed number of a row and column) -> path
 DrawVariants = Callable[[Path, Mapping[str, Any], Callable[[str | None, str], str]], Path]
-# name of a picture under results/figures -> the records that it shows, and what draws it at a path
+# name of a picture under results/figures -> the records that it shows, and a function that draws it at a path
 Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Cells that are compared with each other: variants of one model, trained alike.
+    """Cells that are compared with each other: variants of one model, trained by one recipe.
 
     Args:
         cells: the places of a variant's cell, `ablate/{variant}_digits_7s`; the first that has a record counts.
@@ -75,15 +75,15 @@ class VariantTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a reader asks first: how many of some entries are matched."""
+    """A question that the report answers first: the share of some entries that are matched."""
 
-    label: str  # what they are, e.g. `parameters`
+    label: str  # a name for them, e.g. `parameters`
     says: str = ""  # the same as the subject of a sentence of the verdict; empty where the verdict leaves them out
     why: str = ""  # a clause that says why they do not match, or were not tested
-    but: str = ""  # a function of the paper's `parts` that says in a clause what was chosen by these numbers
+    but: str = ""  # a function of the paper's `parts`: a clause on the choices that were made by these numbers
     entries: tuple[str, ...]  # patterns of ids
     shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown before the count; they have one unit
-    shown_label: str = ""  # what these numbers are of
+    shown_label: str = ""  # a name for these numbers
 
     def find(self, ledger: Ledger) -> list[str]:
         """The ids that the patterns name, in the ledger's order."""
@@ -123,11 +123,11 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ablations:
-    """What the tables that compare variants say in words."""
+    """The words of the tables that compare variants."""
 
     places: str  # where they are, e.g. `Tables 3 and 4`
     about: str  # the model and the data that the paper's numbers are of
-    label: str = ""  # what the plain model is called; empty for the paper's model
+    label: str = ""  # the plain model's name; empty for the paper's model
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # place -> a sentence below its heading
     # place -> which of the ledger's columns are shown; all where it is not there
     columns: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -135,20 +135,20 @@ class Ablations:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What the paper.yaml of a room declares."""
+    """The content of a room's paper.yaml."""
 
     id: str  # the name of the room
-    name: str  # what the paper is called for short
-    model: str  # what its model is called
+    name: str  # the paper's short name
+    model: str  # its model's name
     primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
-    claim: str = ""  # what it claims, in two sentences
-    read_from: str = ""  # what its text at hand is, where it is not the paper itself
+    claim: str = ""  # its claim in two sentences
+    read_from: str = ""  # the source of its text, where that is not the paper itself
     baseline: str = "baseline"  # the model with softmax attention that its claims on speed are about
     # families of models (the first word of a registered name) that this project builds for it -> the options that are
     # their defaults and so do not name a variant
     families: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
-    questions: tuple[Question, ...] = ()  # what its page answers first
+    questions: tuple[Question, ...] = ()  # the questions that its page answers first
     contest: Contest | None = None
     ablations: Ablations | None = None
     figures: tuple[Figure, ...] = ()  # in the paper's order
@@ -156,10 +156,10 @@ class About:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper(About):
-    """One paper: what its room declares, and what code does for it."""
+    """One paper: the declarations of its room, and its functions."""
 
     ledger_file: Path  # its ledger.yaml
-    # gives the functions that its ledger's expressions may call, by name; it may load what is heavy
+    # gives the functions of its ledger's expressions by name; it may import heavy packages
     formulas: Callable[[], Mapping[str, Callable]] = dict
     # of a `repro.report.claims.Report`: further pictures
     drawings: Callable[[Any], Drawings] = lambda _: {}
@@ -169,8 +169,8 @@ class Paper(About):
     # a table or figure that compares variants -> the beginning of its picture's name, `{name}_{data}.png`, and what
     # draws it; those that have the same name and function are panels of one picture
     pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
-    text: Path | None = None  # what its page also says: a template that `repro.report.template` fills
-    # what its texts may call: functions of a `repro.report.claims.Report` and of the call's arguments
+    text: Path | None = None  # the rest of its page: a template that `repro.report.template` fills
+    # callable in its texts: functions of a `repro.report.claims.Report` and of the call's arguments
     parts: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     documents: tuple[Document, ...] = ()  # further pages
     # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker

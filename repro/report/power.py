@@ -1,4 +1,4 @@
-"""Which difference a comparison can show, by its seeds and its pairs: asked before it runs."""
+"""Statistical power: the smallest difference that a comparison can show, by its seeds and pairs, before it runs."""
 
 import math
 
@@ -29,7 +29,7 @@ def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float
     from scipy.stats import t as student
 
     limit = student.isf(ALPHA / pairs / 2, seeds - 1)
-    # what the spread over the seeds may come out as, in units of the true one; SciPy's noncentral t has holes here
+    # possible spreads over the seeds, in units of the true one; SciPy's noncentral t has holes here
     seen = chi.ppf((np.arange(_POINTS) + 0.5) / _POINTS, seeds - 1) / math.sqrt(seeds - 1)
 
     def miss(shift: float) -> float:

@@ -1,4 +1,4 @@
-"""The records under results/, read once; what is damaged is an error of one line."""
+"""The records under results/, read once; a damaged one is an error of one line."""
 
 import dataclasses
 import statistics
@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from ..core.csvfile import parse_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import describe_recipe, name_machine, read_record
+from ..core.record import name_machine, read_record, serialise_recipe
 from ..core.statistics import clip_share, describe_sample, share_interval
 from .markdown import show_interval
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 Name = TypeVar("Name", bound=Hashable)
-Trained = TypeVar("Trained")  # has `most_seeds`
-PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # what made a record: DVC, or a person's own command
+_Trained = TypeVar("_Trained")  # has `most_seeds`
+PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # a record's origin: DVC, or a person's own command
 OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
@@ -26,12 +26,12 @@ class Missing(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One record: what `repro.core.record.write_record` wrote."""
+    """One record, as `repro.core.record.write_record` writes it."""
 
     path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    # which stage of the graph wrote it, and for which of its cells; None for what was run outside the pipeline
+    # the stage of the graph that wrote it, and its cell; None for runs outside the pipeline
     stage: str | None = None
     cell: str | None = None
     curve: tuple[str, ...] = ()  # of a training: the lines of a CSV table, a row per epoch and seed
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the record is called: the cell, or the stage without cells, or the name of its file."""
+        """The record's name: its cell, its stage where that has no cells, or its file."""
         path = PurePosixPath(self.path)
         return path.parent.name if path.name == "metrics.json" else path.stem
 
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def place(self) -> str:
-        """`<stage>/<cell>`, or what stands for it among the records of a device."""
+        """`<stage>/<cell>`, or its counterpart among the records of a device."""
         parts = PurePosixPath(self.path).with_suffix("").parts[1:]
         return "/".join(parts[2:] if parts[0] == "replications" else parts[:-1])
 
@@ -71,7 +71,7 @@ class Source:
 
     @property
     def unit(self) -> str:
-        """What DVC calls the stage, or the stage and the cell, that wrote it: `pretrain@nano`."""
+        """DVC's name for the stage or cell that wrote it: `pretrain@nano`."""
         return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
@@ -81,8 +81,8 @@ class Source:
 
     @property
     def recipe(self) -> str | None:
-        """How it was trained, as JSON without the machine; None for a record without a recipe."""
-        return describe_recipe(self.identity)
+        """The training recipe as JSON without the machine; None for a record without one."""
+        return serialise_recipe(self.identity)
 
     def by_seed(self, key: str) -> dict[int, Any]:
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
@@ -116,7 +116,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     sources = [_read(paths, *each) for each in files]
 
     def name_experiment(source: Source) -> Hashable:
-        """What records of one experiment on several machines have in common; the path of what is of one alone."""
+        """The key that records of one experiment share across machines; the path for a record of one machine alone."""
         # times belong to a machine and scores do not
         is_scored = "by_seed" in source.metrics or "trials" in source.metrics
         return (source.place, source.recipe) if is_scored else source.path
@@ -136,7 +136,7 @@ def list_all(sources: Iterable[Source]) -> list[Source]:
 
 
 def rank_machine(sources: Collection[Source]) -> tuple[int, int]:
-    """How much the records of one machine say of a comparison: most records, then most seeds."""
+    """Rank a machine's records for a comparison: most records, then most seeds."""
     return len(sources), sum(each.most_seeds for each in sources)
 
 
@@ -176,14 +176,14 @@ def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: 
     return show_interval(sample.mean, _widen(sample.ci95, source.metrics, key, sample.mean), form, unit)
 
 
-def keep_best(found: Iterable[Trained], name: Callable[[Trained], Hashable]) -> list[Trained]:
+def keep_best(found: Iterable[_Trained], name: Callable[[_Trained], Hashable]) -> list[_Trained]:
     """The first record, or group of records, with the most seeds among those of the same name."""
     return [max(alike, key=lambda each: each.most_seeds) for alike in group_by(found, name).values()]
 
 
-def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+def group_by(items: Iterable[_Item], key: Callable[[_Item], Any]) -> dict[Any, list[_Item]]:
     """The items by their key, in the order in which the keys come first."""
-    found: dict[Any, list[Item]] = {}
+    found: dict[Any, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
@@ -207,7 +207,7 @@ def _widen(
 
 
 def warn_of_seeds(sources: Iterable[Source]) -> str:
-    """What a section with too few seeds for any verdict says first; empty where they are enough."""
+    """The warning before a section with too few seeds for any verdict; empty where they are enough."""
     most = max((source.most_seeds for source in sources), default=0)
     if most not in (1, 2):
         return ""

@@ -1,4 +1,4 @@
-"""The scores that this machine made against those that a commit holds: what `make reproduce` ends with."""
+"""This machine's scores against those of a commit, the last step of `make reproduce`."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from .records import find_score_interval
 
 
 class Score(NamedTuple):
-    """A score in percent of one record: what the commit holds and what this machine made, None where it is missing.
+    """A score of one record in percent: the commit's and this machine's, None where it is missing.
 
     The 95 % intervals are over the seeds; with one seed, of a share of the held-out images (Wilson), or None.
     """
@@ -28,7 +28,7 @@ class Score(NamedTuple):
 
     @property
     def has_left(self) -> bool:
-        """Whether what was made is missing, or its interval does not meet that of what is held: one chance in 180."""
+        """True where the new score is missing, or its interval does not meet the old one's: one chance in 180."""
         if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
         (low, high), (made_low, made_high) = self.interval, self.made_interval

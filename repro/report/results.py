@@ -1,4 +1,4 @@
-"""What we measured: the functions through which the expressions of a ledger read the records."""
+"""Our results, by the functions through which a ledger's expressions access the records."""
 
 import dataclasses
 import re
@@ -31,16 +31,16 @@ BENCHMARKS = {
     "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
 PROFILE = "profiles/paper.yaml"
-ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
+_ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # how multiply-adds are counted, see `repro.bench.flops`
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
-# of published scores of drawn pictures: how many are drawn, and what they are compared with
+# published scores of drawn pictures: their number, and the reference batch
 DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its range over processes, None for one) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float] | None], float]
-# what a training must have been: its `image_size`, its `epochs`, whether the moving average of the weights taught the
-# model (`mesa`), whether a linearization left the weights of its softmax model as they are (`frozen`); or less of it
-Training = Mapping[str, Any]
+# a filter on trainings: any of `image_size`, `epochs`, `mesa` (taught by the moving average of weights) and `frozen`
+# (a linearization that kept the weights of its softmax model)
+_Training = Mapping[str, Any]
 _WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
 _WORDS |= {"linearized": {"frozen": False}, "linearized, frozen": {"frozen": True}}
 # of two rows that measure the same, the one of the first backend counts, then the one over more processes
@@ -67,12 +67,12 @@ class SpeedGroup:
 
     @property
     def caveat(self) -> str:
-        """What is said behind a number of the times of these rows, of which those that are the host's give none."""
+        """The suffix of a number from these rows' times; times of the host give no number."""
         return f"; {UNKNOWN}" if self.device.startswith("cuda") and not self.mode.endswith("graphs") else ""
 
 
-def parse_training(asked: Sequence[int | str]) -> Training:
-    """What the last arguments of `accuracy` ask: a side in pixels, `36 epochs`, or one of `_WORDS`, else ValueError."""
+def parse_training(asked: Sequence[int | str]) -> _Training:
+    """Parse the last arguments of `accuracy`: a side in pixels, `36 epochs`, or one of `_WORDS`, else ValueError."""
     found: dict[str, Any] = {}
     for each in asked:
         if isinstance(each, int):
@@ -87,8 +87,8 @@ def parse_training(asked: Sequence[int | str]) -> Training:
     return found
 
 
-def fits_training(about: Mapping[str, Any], asked: Training) -> bool:
-    """Whether a record of trainings, or a cell, is of such a training; `mesa` and `freeze` are there where used."""
+def fits_training(about: Mapping[str, Any], asked: _Training) -> bool:
+    """Tell whether a record or a cell matches a filter on trainings; `mesa` and `freeze` are there where used."""
     said = {"epochs": about.get("epochs"), "mesa": bool(about.get("mesa"))}
     said["image_size"] = about.get("image_size", asked.get("image_size"))  # a cell may say it elsewhere
     said["frozen"] = None if about.get("init") is None else bool(about.get("freeze"))
@@ -134,7 +134,7 @@ class Results:
         return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
 
     def functions(self) -> dict[str, Callable]:
-        """What an expression may call that depends neither on a device nor on the paper."""
+        """Functions for expressions that depend neither on a device nor on the paper."""
         return {
             "params_m": lambda row: self._count(row, "num_params") / 1e6,
             **{field: partial(self._count, field=field) for field in _CONVENTIONS},
@@ -170,7 +170,7 @@ class Results:
         return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
 
     def stands_on(self, paper: Paper, model: str) -> bool:
-        """Whether runs of a model stand on a paper's page; of no paper's family, on the primary one's."""
+        """Tell whether a paper's page shows a model's runs; a family of no paper is shown by the primary one."""
         family = model.split("_")[0]
         return family in paper.families or (paper.primary and family not in self.families)
 
@@ -185,7 +185,7 @@ class Results:
         return f"{model}[{','.join(shown)}]" if shown else model
 
     def is_full(self, source: Source) -> bool:
-        """Whether it was scored on the whole validation split of a benchmark, and on no other of the same size."""
+        """Tell whether the score is on a benchmark's whole validation split, and on no other of the same size."""
         benchmark, m = BENCHMARKS.get(source.metrics["kind"]), source.metrics
         return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
 
@@ -217,10 +217,10 @@ class Results:
             raise Missing(absent if self.counts else "not counted yet", "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
-        # the convention of a family's own authors, which nobody fitted to their rows
+        # the convention of a family's own authors, which is not fitted to their rows
         if field == "macs_g_of_authors":
             field = "macs_g_paper_convention"
-            if found["model"] == ADAPTER or field not in found:
+            if found["model"] == _ADAPTER or field not in found:
                 raise Missing("nobody has written down by which convention its authors count", "none")
         if field == "macs_g_fvcore" and field not in found:
             why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
@@ -242,8 +242,8 @@ class Results:
         self.used.add(source.path)
         return source.metrics[key]
 
-    def _is_as_described(self, source: Source, benchmark: Benchmark, training: Training) -> bool:
-        """Whether a record's score may be set against a paper's, as far as the model's training and evaluation go."""
+    def _is_as_described(self, source: Source, benchmark: Benchmark, training: _Training) -> bool:
+        """Tell whether a record's training and evaluation allow a comparison with a paper's score."""
         record = source.metrics
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
             return False
@@ -255,7 +255,7 @@ class Results:
         is_alike = (record.get("init") is not None) == starts_pretrained
         return fits_training(record, training) and source.stage is not None and is_alike
 
-    def _score_command(self, kind: str, model: str, training: Training) -> str:
+    def _score_command(self, kind: str, model: str, training: _Training) -> str:
         is_foreign = model.split("_")[0] not in self.families
         if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
@@ -265,7 +265,7 @@ class Results:
         return f"none: {PROFILE} has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:
-        """In what percentage of the probed models the steps of a probe raise the inner loss."""
+        """The percentage of probed models whose inner loss rises by the steps of a probe."""
         missing = f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
         found = self.require(lambda source: source.metrics.get("probe") == probe, *missing)
         self.used.update(source.path for source in found)
@@ -295,7 +295,7 @@ class Results:
         file = self.paths.profiles / "paper.yaml"
         return load_yaml(file) if file.is_file() else {}
 
-    def find_cell(self, section: str, model: str, kind: str, training: Training) -> str | None:
+    def find_cell(self, section: str, model: str, kind: str, training: _Training) -> str | None:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
         prepared = self.paper_profile.get("prepare_data") or {}
         for name, cell in (self.paper_profile.get(section) or {}).items():
@@ -307,7 +307,7 @@ class Results:
         return None
 
     def _state(self, absent: str, *path: str | None) -> Any:
-        """What profiles/paper.yaml states at a key path; `Missing` where it states nothing, for a reason in words."""
+        """The value in profiles/paper.yaml at a key path; `Missing` with a reason where there is none."""
         value: Any = self.paper_profile
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None

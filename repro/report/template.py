@@ -24,7 +24,7 @@ def render_template(file: Path, report: Report, parts: Mapping[str, Callable[...
 
     Args:
         file: Markdown in Jinja2; a name that is not known is an error.
-        report: what the functions are called with, before their own arguments.
+        report: the functions' first argument.
         parts: the functions that the template may call besides those of this module.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -60,7 +60,7 @@ def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
 
 
 def judge(report: Report, says: str) -> str:
-    """How a question of the verdict is answered, in words, with its numbers."""
+    """The answer to a question of the verdict in words, with its numbers."""
     (question,) = (each for each in report.paper.questions if each.says == says)
     own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
     verb, detail = judge_question(own)
@@ -73,12 +73,12 @@ def printed(report: Report, name: str) -> str:
 
 
 def compare_speed(report: Report, kind: str, size: int, attention: str) -> str:
-    """How many times as fast as the baseline the model is on a `GPU` or a `CPU` at an image size, with its interval."""
+    """The speedup over the baseline on a `GPU` or a `CPU` at an image size, with its interval."""
     return _compare(report, kind, "find_ratios", size, attention)
 
 
 def compare_memory(report: Report, kind: str, size: int, attention: str) -> str:
-    """How much more or less memory than the baseline the model takes on a `GPU` or a `CPU`."""
+    """The difference in memory to the baseline on a `GPU` or a `CPU`."""
     return _compare(report, kind, "find_memory", size, attention)
 
 
@@ -100,7 +100,7 @@ def _find_speeds(report: Report, kind: str) -> Any:
 
 
 def count_pairs(report: Report, place: str, data: str) -> str:
-    """How many pairs of a table or figure are seen on a data set, for each way to choose rates; with seeds and images."""
+    """The count of pairs of a table or figure seen on a data set, by choice of rates; with seeds and images."""
     found = {}
     for group, where, ordering in judge_variants(report):
         if where.place == place and group.common["data"] == data:
@@ -109,6 +109,6 @@ def count_pairs(report: Report, place: str, data: str) -> str:
 
 
 def count_status(report: Report, *words: str) -> int:
-    """How many entries of the ledger have one of these statuses; without any, how many there are."""
+    """Count the ledger's entries with one of these statuses, or all entries."""
     counts = count_statuses(report.all)
     return sum(counts[Status(word)] for word in words) if words else counts.total()

@@ -32,7 +32,7 @@ class Group:
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """What the records have in common, as one of them says it."""
+        """The metrics that the records have in common, from one of them."""
         return next(iter(self.variants.values())).metrics
 
     @property
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def rates(self) -> str:
-        """Whether its variants were trained at one rate."""
+        """The choice of rates: one for all variants, or one each."""
         if not self.has_own_rates:
             return "one rate"
         searched = self.searches.keys() == self.variants.keys()
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What was trained, and how long."""
+        """The model, the data and the length of the training."""
         m, seeds = self.common, describe_seeds(self.variants.values())
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
         return f"{m['model']} on {m['data']}, {length}, {self.rates}"
@@ -73,7 +73,7 @@ class Group:
         return read_curves(self.variants[name], key) if name in self.variants else {}
 
     def list_changes(self, name: str) -> dict[str, Any]:
-        """What tells a variant from the others: options of the model, and whether inherited weights stay."""
+        """The settings that distinguish a variant: options of the model, and whether inherited weights stay."""
 
         def list_choices(source: Source) -> dict[str, Any]:
             return {**source.metrics["options"], **({"freeze": True} if source.metrics.get("freeze") else {})}
@@ -130,7 +130,7 @@ def _read_rate(source: Source) -> float:
 
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
-    """Whether the paper's ordering of a table or figure is seen; see `ordering.judge_ordering`."""
+    """Test the paper's ordering of a table or figure; see `ordering.judge_ordering`."""
     members, m = group.at(where), group.common
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
     runs = {name: source.metrics["by_seed"] for name, source in members.items()}
@@ -148,7 +148,7 @@ def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
 def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
     """(better, worse) for each two variants that the paper orders, by its text or by its printed Top-1.
 
-    Two of which it says that one is no worse are not ordered.
+    Pairs of `margins`, by which the paper calls one no worse, are left out.
     """
     if where.orders is not None:
         return [(better, worse) for better, others in where.orders.items() for worse in others]
@@ -159,7 +159,7 @@ def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
 
 
 def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
-    """What the paper prints in a row and a column; `–` where it prints nothing."""
+    """The paper's number in a row and a column; `–` where it prints nothing."""
     entry = ledger.entries.get(f"{row}.{column}")
     return "–" if entry is None else entry.printed or "–"
 
@@ -268,7 +268,7 @@ def find_shown(report: Report) -> set[str]:
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
-    """Each group with each table of which it has two variants, unless another one says all that, and more."""
+    """Pair each group with each table that has two of its variants, unless another group says all that, and more."""
     pairs = _list_pairs(report)
     rivals = group_by(pairs, lambda pair: pair[1].place)
     return [pair for pair in pairs if not any(_surpasses(other, *pair) for other, _ in rivals[pair[1].place])]
@@ -281,7 +281,7 @@ def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
-    """Whether another group has all of a group's variants by the same written recipes with more seeds."""
+    """Tell whether another group has all of a group's variants by the same written recipes with more seeds."""
     if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
         return False
     ours, theirs = group.at(where), other.at(where)
@@ -313,7 +313,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
     downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
     asked = [key for key in columns if key in paper.ablations.columns.get(where.place, columns)]
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
-    # the paper's sizes and speeds are beside ours in its own table
+    # its own table already compares the paper's sizes and speeds with ours
     printed = [key for key in asked if columns[key].kind == "accuracy" and (key == TOP1 or key in extra)]
     theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
     measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
@@ -339,7 +339,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
 
 
 def _describe_search(group: Group, name: str) -> str:
-    """Of which search the rate of a variant is, and of how many trials that was."""
+    """The search behind a variant's rate, and its number of trials."""
     search = group.searches.get(name)
     if search is None:
         return "no search on record"

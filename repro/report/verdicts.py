@@ -1,4 +1,4 @@
-"""The verdict on an entry: its status, how it is written on every page, and what claims.{csv,json} hold of it."""
+"""The verdict on an entry: its status, its form on every page, and its fields in claims.{csv,json}."""
 
 import dataclasses
 import enum
@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 class Status(enum.StrEnum):
-    """A status of an entry: its word as claims.csv has it, with its mark in a table, and what it means."""
+    """A status of an entry: its word as claims.csv has it, with its mark in a table, and its meaning."""
 
     MATCHED = "matched", "✓"
     TRUNCATED = "matched, truncated", "✓"
@@ -49,7 +49,7 @@ class Status(enum.StrEnum):
 
 
 STATUSES = tuple(Status)
-# what the marks say to a reader of a page; statuses that ask nothing different of the reader share a mark
+# the meanings of the marks on a page; statuses without a difference to the reader share a mark
 LEGEND = {
     "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
     "≈": "ours agrees, and is no evidence: a convention that was fitted to such rows, or a setting that was copied from the paper",
@@ -58,7 +58,7 @@ LEGEND = {
     "–": "not measured, or nobody can have measured it as described; the page says why",
     "○": "out of scope: it needs a model of another field than vision",
 }
-KINDS = {
+KIND_MEANINGS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",
     "speed": "speed, memory",
@@ -73,7 +73,7 @@ OPEN = "not separated"  # of a statement that the ranges of its speeds neither c
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """What a claim on speed or memory comes to on another device, or under other conditions, than the paper's."""
+    """A claim on speed or memory, evaluated on another device, or under other conditions, than the paper's."""
 
     group: SpeedGroup  # the rows that it was taken from
     # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
@@ -107,7 +107,7 @@ class Elsewhere:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What code found out about one entry."""
+    """The verdict on one entry of a ledger."""
 
     entry: Entry
     status: Status  # a contradiction of the paper goes before what `compared` says
@@ -119,9 +119,9 @@ class Verdict:
     how: str | None = None
     delta: float | None = None  # ours − paper; None for statements and where nothing was measured
     explanation: str | None = None  # why ours differs
-    evidence: str | None = None  # why the paper contradicts itself, or why nobody can have measured it
+    evidence: str | None = None  # why the paper contradicts itself, or why the number cannot have been measured
     reason: str | None = None  # why nothing was measured
-    command: str | None = None  # what would measure it
+    command: str | None = None  # the command that would measure it
     elsewhere: tuple[Elsewhere, ...] = ()  # under other conditions than the paper's; it is shown and not compared
     sources: tuple[str, ...] = ()  # the records that ours was read from
     checks: int = 0  # how many relations to the paper's own numbers could be decided
@@ -129,7 +129,7 @@ class Verdict:
 
 
 def describe_statuses(_: object) -> str:
-    """What an entry of a ledger can be, a sentence for each status."""
+    """The statuses of a ledger's entries, a sentence each."""
     return bullets(f"`{status}`: {status.means}." for status in STATUSES)
 
 
@@ -177,7 +177,7 @@ def significant(value: float | None) -> str:
 
 
 def format_ratio(times: float, ends: Sequence[float] | None) -> str:
-    """How many times as much, with the ends of its range over processes where it has one."""
+    """Format a factor, with the ends of its range over processes where it has one."""
     return f"{significant(times)}×" + (
         f" ({significant(ends[0])} to {significant(ends[1])})" if ends else " (one process)"
     )

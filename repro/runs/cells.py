@@ -1,4 +1,4 @@
-"""Training cells: here or under torchrun, with each of their seeds, and what is recorded of them."""
+"""Training cells: here or under torchrun, with each of their seeds, and their records."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from ..core.csvfile import format_csv, parse_csv
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import find_root
-from ..core.ranks import Ranks, joined, launch
+from ..core.ranks import Ranks, joined, launch_ranks
 from ..core.record import (
     CURVE_SCORES,
     atomic,
@@ -46,7 +46,7 @@ from .job import (
 )
 
 _FOLDERS = ("snapshots", "examples")  # of the first seed's files
-# of a transform: what says how large an input is
+# fields of a transform with the size of an input
 _SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
 # parameters that change what a GPU keeps besides the weights
 _KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
@@ -126,13 +126,13 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for cell in cells:
             check_before_launch(cell, gpus)
-        launch(gpus, sys.argv[1:])
+        launch_ranks(gpus, sys.argv[1:])
         return
     with joined(choose_device(cells[0].runtime.device).type) as ranks:
         for cell in (dataclasses.replace(each, ranks=ranks) for each in cells):
             started, finished = time.monotonic(), find_finished_seeds(cell)
             waiting = [seed for seed in cell.params.seeds if seed not in finished]
-            if ranks.first:  # what a call left that was killed at its end
+            if ranks.first:  # a call that was killed at its end left these
                 sweep(cell.folder, *(cell.folder / part for part in _FOLDERS))
                 remove_states(cell, finished)
             outcomes: dict[int, Outcome] = {}
@@ -171,7 +171,7 @@ def record_cell(
 
     Args:
         job: one of those that gave the outcomes.
-        outcomes, finished: what each seed came to now, and the records of those that an earlier call trained.
+        outcomes, finished: the result of each seed now, and the records of those that an earlier call trained.
         started: when the call began, by `time.monotonic`.
     """
     cell = job.cell
@@ -215,8 +215,8 @@ def record_speed(
     results/replications/<slug>/speed/<section>/<cell>.json.
 
     The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
-    go through it at once, and what a GPU keeps besides the weights. The speed is that of the last of the seeds that has
-    one, whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
+    go through it at once, and the contents of a GPU besides the weights. The speed is that of the last seed with one,
+    whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
     it is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
@@ -226,7 +226,7 @@ def record_speed(
 
 
 def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
-    """What the speed and the peak memory of a training depend on, besides its device."""
+    """The settings that determine a training's speed and peak memory, besides its device."""
     sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
     return {
         "model": params.model,
@@ -261,7 +261,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
 
 
 def _announce(job: Job, seed: int, *, first: bool) -> None:
-    """Print what is about to be trained; the recipe and the load report once."""
+    """Announce the trainings; the recipe and the load report once."""
     if len(seeds := job.cell.params.seeds) > 1:
         print(f"{job.cell.name}: seed {seed}, {seeds.index(seed) + 1} of {len(seeds)}", flush=True)
     if not first:
@@ -293,7 +293,7 @@ def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def find_place(job: Job) -> dict[str, str]:
-    """Where the steps run, and by which implementation of the kernels."""
+    """The device, the dtype and the kernels' backend of a training's steps."""
     from ..models.registry import kernel_backend
 
     network = getattr(job.task.model, "backbone", job.task.model)
@@ -334,7 +334,7 @@ def _round(value: float) -> float | str:
 
 
 def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: str, classes: int) -> dict[str, Any]:
-    """The metrics of a cell: what it is, and each score over its seeds.
+    """The metrics of a cell: its description, and each score over its seeds.
 
     Args:
         by_seed: seed -> its record.

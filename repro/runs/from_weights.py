@@ -17,7 +17,7 @@ from ..tasks.linearization.params import LinearizeParams
 from ..tasks.linearization.spec import SPEC
 from .job import Cell, Recipe, describe_init
 
-STAGE = "linearize"
+_STAGE = "linearize"
 _VITS = {"timm.models.vision_transformer", "timm.models.deit"}
 
 
@@ -86,8 +86,8 @@ def make_cell(
     parts = [stem, *(f"{key}_{value}" for key, value in options.items()), own.name if own else params.data]
     parts += (["frozen"] if freeze else []) + ([f"{epochs}epochs"] if epochs else [])
     cell = "-".join(parts).replace(".", "_")
-    measured = paths.replications(device_slug(choose_device(runtime.device))) / STAGE
-    about = {"stage": STAGE, "name": cell, "spec": SPEC, "recipe": recipe}
+    measured = paths.replications(device_slug(choose_device(runtime.device))) / _STAGE
+    about = {"stage": _STAGE, "name": cell, "spec": SPEC, "recipe": recipe}
     # the sets of one's own have a folder each, where the models are next to `data`
     record = manifest_path(paths, data).parents[1] / cell / "metrics.json" if own else measured / f"{cell}.json"
     return Cell(**about, params=params, paths=paths, runtime=runtime, record=record)
@@ -96,8 +96,8 @@ def make_cell(
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
     """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
     if data is not None:
-        require_data(paths, STAGE, data)
-    cells = [load_section(LinearizeParams, paths.params, STAGE, cell) for cell in section_keys(paths.params, STAGE)]
+        require_data(paths, _STAGE, data)
+    cells = [load_section(LinearizeParams, paths.params, _STAGE, cell) for cell in section_keys(paths.params, _STAGE)]
     if not cells:
         raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")
     return next((params for params in cells if params.data == data), cells[0])

@@ -1,6 +1,6 @@
-"""Golden losses: what ten steps of a small model of every family compute, kept in results/golden.
+"""Golden losses: the values of ten steps of a small model of every family, kept in results/golden.
 
-A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed beside the values. The
+A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed with the values. The
 recipe of golden.yaml is one in which every setting shows. A change of code that moves no value changed no training:
 dvc.yaml makes trainings depend on these files, and on no code.
 """
@@ -36,7 +36,7 @@ from ..training.watch import Watch
 from .job import Cell, build_job
 
 SPECS = {spec.name: spec for spec in (CLASSIFY, LINEARIZE, GENERATE, DETECT, SEGMENT)}
-PICTURES = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> the kind of data set
+PICTURE_KINDS = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> the kind of data set
 # relative; two instruction sets and one or two threads agree to 4e-7
 TOLERANCE = 2e-6
 PARTS = ("loss", "grad_norm", "scores")
@@ -54,7 +54,7 @@ class _NoCheckpoints(Checkpointer):
 
 
 def folder_of(paths: Paths) -> Path:
-    """Where values and pictures lie."""
+    """The folder of values and pictures."""
     return paths.results / "golden"
 
 
@@ -93,7 +93,7 @@ def train_line(
     if params.init is not None:
         init = dataclasses.replace(params.init, sha256=hash_file(root / params.init.weights, digits=64))
         params = dataclasses.replace(params, init=init)
-    roots = {data: str(root / "pictures" / data) for data in PICTURES}
+    roots = {data: str(root / "pictures" / data) for data in PICTURE_KINDS}
     runtime = Runtime(device="cpu", threads=1, data_roots=roots)
     record = paths.results / "golden" / "line.json"
     cell = Cell(stage="golden", name="line", params=params, spec=spec, paths=paths, runtime=runtime, record=record)
@@ -128,7 +128,7 @@ def scratch_checkout(paths: Paths) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "pictures").symlink_to(folder_of(paths) / "pictures")
-        for data, kind in PICTURES.items():
+        for data, kind in PICTURE_KINDS.items():
             write_manifest(
                 Paths(root).cell("prepare_data", data) / "manifest.json", scan_manifest(root / "pictures" / data, kind)
             )
@@ -171,7 +171,7 @@ def run_families(
             yield (family, {name: train_line(root, f"{family}.{name}", *line, prepare) for name, line in lines.items()})
 
 
-def compare(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> list[str]:
+def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> list[str]:
     """A sentence for each line that is new, is gone, or differs by more than rounding does."""
     problems = [f"{family}: {name}: has no stored values" for name in found if name not in kept]
     problems += [f"{family}: {name}: is stored and no longer trained" for name in kept if name not in found]
@@ -214,13 +214,13 @@ def update_families(families: Sequence[str], *, check: bool = False) -> list[str
     for family, found in run_families(paths, families):
         file = folder_of(paths) / f"{family}.json"
         kept = read_json(file) if file.is_file() else {}
-        different = compare(family, found, kept)
+        different = compare_lines(family, found, kept)
         print(f"{family}: {len(found)} lines, {'differs' if different else 'holds'}", flush=True)
         if different and not check:
             hold = {
                 name
                 for name in found.keys() & kept.keys()
-                if not compare(family, {name: found[name]}, {name: kept[name]})
+                if not compare_lines(family, {name: found[name]}, {name: kept[name]})
             }
             _write_lines(file, {name: kept[name] if name in hold else line for name, line in found.items()})
         problems += different
@@ -234,7 +234,7 @@ def _write_lines(file: Path, lines: Mapping[str, Line]) -> None:
 
 
 def _merge(*sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings, of which a later one wins."""
+    """Merge nested mappings; a later one wins."""
     merged: dict[str, Any] = {}
     for section in sections:
         for key, value in section.items():

@@ -51,12 +51,12 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Where its weights, curve and pictures go, which Git does not keep."""
+        """The folder of its weights, curve and pictures, outside of Git."""
         return self.paths.artifacts(self.record)
 
     @property
     def is_of_graph(self) -> bool:
-        """Whether DVC runs it: its record is that of a cell of params.yaml, and is made again by every run."""
+        """True for a cell of the pipeline: DVC runs it, and its record is made again by every run."""
         return self.record == self.paths.cell(self.stage, self.name) / "metrics.json"
 
     @property
@@ -76,9 +76,7 @@ class Cell:
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
-        """Where the state of a run waits; other parameters have another folder, so that no run continues a different
-        one.
-        """
+        """The folder of a run's saved state; it depends on the parameters, so that no run continues a different one."""
         return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
 
 
@@ -87,12 +85,12 @@ class Job:
     """A training that is ready to run.
 
     Args:
-        cell, params: what is trained; the parameters have one seed.
+        cell, params: of the training; the parameters have one seed.
         task: see `repro.training.loop.Task`.
         accumulate: parts into which a batch of a process is cut.
         data: the prepared data set.
-        described: what weights files say besides the weights, see `repro.models.weights.save_weights`.
-        load_report: what became of each key of the initial weights.
+        described: the metadata of weights files, see `repro.models.weights.save_weights`.
+        load_report: the fate of each key of the initial weights.
     """
 
     cell: Cell
@@ -116,7 +114,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a training leaves on rank 0.
+    """The results of a training on rank 0.
 
     Args:
         metrics: the record of this seed.
@@ -269,7 +267,7 @@ def hash_golden(paths: Paths, params: TrainParams) -> str | None:
 
 
 def describe_init(paths: Paths, file: Path) -> InitParams:
-    """What a training from this file starts from; below the project's root the record names it by its place there."""
+    """The `init` section for a weights file; a file below the project's root is named relative to it."""
     file = file.resolve()
     named = file.relative_to(paths.root.resolve()) if file.is_relative_to(paths.root.resolve()) else file
     return InitParams(weights=str(named), sha256=hash_file(file, digits=64))

@@ -33,8 +33,8 @@ from .job import Cell, describe_init
 
 NANO = "vittt_nano_patch16_144"
 SMALL = 20_000  # training pictures below which a set is small
-STEPS = 1500  # at least, of a training from random weights
-TUNED_STEPS = 400  # at least, from given weights
+FEWEST_STEPS = 1500  # at least, of a training from random weights
+FEWEST_TUNING_STEPS = 400  # at least, from given weights
 _RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # of DeiT
 _KINDS = {"pretrain": ("folder",), "detect": ("coco", "boxes"), "segment": ("ade20k",)}
 _SHORT_PX = (128, 512)  # bounds of the short side of scenes
@@ -68,7 +68,7 @@ def train_own(
     gpus: int | None,
     without: dict[str, Any],
 ) -> None:
-    """Train on a set `KIND:PATH`, which is split and prepared first, and say how to use what was learned.
+    """Train on a set `KIND:PATH`, which is split and prepared first, and print the command that uses the weights.
 
     Args:
         stage, spec: the stage, and its task.
@@ -78,7 +78,7 @@ def train_own(
         epochs, seeds: instead of those of the recipe.
         flip: whether a mirrored picture means the same.
         gpus: see `train_cells`.
-        without: option -> what was given, of those that do not go with `data`.
+        without: option -> given value, of those that do not go with `data`.
 
     Raises:
         UserError: options that do not go together, another kind of data, data or weights that cannot be read, a model
@@ -114,7 +114,7 @@ def train_own(
         prepare_own(data, paths, runtime)
     images = read_manifest(manifest_path(paths, data)).splits["train"].images
     model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else NANO)
-    start = Start(data=data, model=model, init=init, flip=flip, epochs=epochs)
+    start = OwnTraining(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
         params = choose_recipe(start, images, size or get_pretrained_cfg_value(model, "input_size")[-1])
     elif stage == "detect":
@@ -134,14 +134,14 @@ def train_own(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
-    """What does not depend on the pictures.
+class OwnTraining:
+    """Settings of a training on own pictures that do not depend on the pictures.
 
     Args:
         data, model, init: see `TrainParams`.
         flip: whether to mirror half of the pictures.
-        epochs: instead of those that give `STEPS` steps and 30 passes at least, 12 of scenes; from given weights,
-            `TUNED_STEPS` steps and 10 passes, 6 of scenes.
+        epochs: instead of those that give `FEWEST_STEPS` steps and 30 passes at least, 12 of scenes; from given weights,
+            `FEWEST_TUNING_STEPS` steps and 10 passes, 6 of scenes.
     """
 
     data: str
@@ -152,7 +152,7 @@ class Start:
 
     @property
     def nano(self) -> bool:
-        """Whether the model is one for embedded data."""
+        """True for a model of the size for embedded data."""
         return "nano" in self.model
 
     @property
@@ -161,9 +161,9 @@ class Start:
         return 0.5 if self.flip else 0.0
 
     def choose_length(self, images: int, largest: int, passes: int, evaluations: int) -> dict[str, Any]:
-        """What all recipes share; batches have at most `largest` pictures."""
+        """The settings that all recipes share; batches have at most `largest` pictures."""
         batch_size = max(1, min(largest, images))
-        steps = TUNED_STEPS if self.init else STEPS
+        steps = FEWEST_TUNING_STEPS if self.init else FEWEST_STEPS
         epochs = self.epochs or min(300, max(passes, math.ceil(steps * batch_size / images)))
         return {
             "model": self.model,
@@ -176,7 +176,7 @@ class Start:
         }
 
 
-def choose_recipe(start: Start, images: int, image_size: int) -> ClassifierParams:
+def choose_recipe(start: OwnTraining, images: int, image_size: int) -> ClassifierParams:
     """The recipe for this many training pictures; `image_size` is the side of the model's input in pixels."""
     small, nano, init = images < SMALL, start.nano, start.init
     largest = 32 if small else 256
@@ -194,7 +194,7 @@ def choose_recipe(start: Start, images: int, image_size: int) -> ClassifierParam
     )
 
 
-def choose_detector(start: Start, instances: Any) -> DetectParams:
+def choose_detector(start: OwnTraining, instances: Any) -> DetectParams:
     """The recipe for training on these annotated objects, the `repro.data.coco.Instances` of `train`.
 
     Raises:
@@ -220,7 +220,7 @@ def choose_detector(start: Start, instances: Any) -> DetectParams:
     )
 
 
-def choose_segmenter(start: Start, pairs: Any) -> SegmentParams:
+def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
     """The recipe for training on these `repro.data.ade20k.AdePairs` of `train`. Raises as `choose_detector`."""
     from ..data.ade20k import survey
 
@@ -244,8 +244,8 @@ def choose_segmenter(start: Start, pairs: Any) -> SegmentParams:
     )
 
 
-def _choose_dense(start: Start, images: int, rate: float, pyramid: Any) -> dict[str, Any]:
-    """What the recipes for scenes share.
+def _choose_dense(start: OwnTraining, images: int, rate: float, pyramid: Any) -> dict[str, Any]:
+    """The settings that the recipes for scenes share.
 
     The rate falls linearly, which needs no milestones; weights that are given learn slower in the lower layers.
     """

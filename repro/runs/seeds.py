@@ -1,7 +1,7 @@
 """Trainings that are registered before they run: one file for each seed of a cell, and for each trial of its search.
 
 `results/seeds/<data>/<cell>/<seed>.json` says what one training came to, in a form that never changes: the score, which
-images of the reported split were right, and what explains the number. `results/seeds/<data>/<cell>/rate_<lr>.json` is a
+images of the reported split were right, and the provenance. `results/seeds/<data>/<cell>/rate_<lr>.json` is a
 trial of the search, by its score on `tune`. A file whose hashes are those of the cell is never made again. The record of
 a cell, results/pretrain_seeds/<cell>, is made of the files of its seeds; no training reads it.
 """
@@ -34,10 +34,10 @@ SECTION = "pretrain_seeds"
 RATES = (5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3)  # tried for every cell; an optimum at an edge widens them for all, once
 SEARCH_SEED = 100  # never reported
 SEARCH_EPOCHS = 2
-# seconds for an image of a training that was never run here, and by which a known one may be exceeded
+# seconds an image for a training without a measured time, and the safety factor on a measured one
 UNKNOWN_S, MARGIN = 0.02, 1.3
 SCORE = next(iter(SPEC.scores))
-# what the file of a seed has, by types; of these, what explains the number and does not describe the training
+# keys of a seed's file by type; `EXPLAINS` are those of provenance, which do not describe the training
 FORM = {
     **dict.fromkeys(("seed", "images", "num_params", "skipped_steps", "epochs", "train_images"), int),
     **dict.fromkeys(("rate", SCORE, "core_hours"), float | int),
@@ -58,14 +58,14 @@ class Training:
 
     @property
     def file(self) -> Path:
-        """Where its result lies."""
+        """The path of its result."""
         params = self.cell.params
         name = f"{params.seeds[0]}.json" if self.rate is None else f"rate_{self.rate:g}.json"
         return self.cell.paths.results / "seeds" / params.data / self.cell.name.removesuffix(f"_{params.data}") / name
 
     @property
     def is_done(self) -> bool:
-        """Whether its file is there and was made of these parameters and data; raises UserError on one of others."""
+        """True if its file exists; raises UserError if that was made with other parameters or data."""
         if not self.file.is_file():
             return False
         recorded = read_json(self.file)
@@ -205,7 +205,7 @@ def collect(cell: str, trainings: Sequence[Training]) -> None:
         identity[named] = values[0]
         if any(value != values[0] for value in values):
             identity |= {named: None, f"{named}_reason": "differs", f"{named}_by_seed": values}
-    whole.record.unlink(missing_ok=True)  # else one of the same numbers is left as it is, whatever else it says
+    whole.record.unlink(missing_ok=True)  # a record with equal numbers would stay, even where the rest differs
     seconds = 3600 * sum(found["core_hours"] for found in files)
     write_record(whole.record, metrics, identity, seconds, scores=SPEC.scores)
     print_scores(whole, metrics)
@@ -230,14 +230,14 @@ def read_seed(file: Path) -> dict[str, Any]:
 
 
 def _name_device(machine: dict[str, Any]) -> str:
-    """What `device_label` called the device that `describe_place` described."""
+    """Rebuild the label of `device_label` from the description by `describe_place`."""
     if "cuda" in machine:
         return f"cuda: {(machine['gpus'] or ['unknown'])[0]}"
     return f"cpu: {machine['cpu']}, {count(machine['threads'], 'thread')}"
 
 
 def find_hits(weights: Path, data: DataCell, split: str, params: ClassifierParams) -> list[bool]:
-    """Whether each image of a split is classified rightly by saved weights, in the order of its classes and files."""
+    """Classify a split by saved weights: True for each right image, in the order of classes and files."""
     import torch
 
     from ..data.classification import ImageFolder, ToInput, eval_transform
@@ -268,7 +268,7 @@ def choose_rate(trials: Sequence[dict[str, Any]]) -> float:
 
 
 def expect_seconds(training: Training, trainings: Sequence[Training]) -> float:
-    """How long a training will take, by those of the same cell that are done."""
+    """Estimate a training's seconds from the finished ones of its cell."""
     images = training.cell.params.epochs * 50_000
     done = [read_json(each.file) for each in trainings if each.cell.name == training.cell.name and each.file.is_file()]
     known = [3600 * each["core_hours"] / (each["epochs"] * each["train_images"]) for each in done]

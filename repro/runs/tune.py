@@ -20,7 +20,7 @@ from ..core.paths import Paths, find_root
 from ..core.record import make_identity, read_json, write_json, write_record
 from ..core.runtime import Runtime, load_runtime
 from ..core.ui import print_table
-from ..data.cells import find_root as find_data
+from ..data.cells import find_data_root as find_data
 from ..data.kinds import KINDS, PrepareData
 from ..tasks.spec import TaskSpec
 from ..training.params import TrainParams
@@ -39,7 +39,7 @@ class TuneParams:
     Args:
         cell: whose rate and warm-up are chosen: `pretrain.NAME`, or another section's.
         family, data: those of this cell, for DVC.
-        lr, warmup_epochs: what is tried, each with each, see `OptimParams`; of two values or more, the search goes on
+        lr, warmup_epochs: the values, each with each, see `OptimParams`; of two values or more, the search goes on
             beyond the best one if it is the first or the last. Without `warmup_epochs`, the cell's own holds.
         seed: of every trial; no seed whose results are reported.
     """
@@ -60,7 +60,7 @@ class TuneParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchParams:
-    """What determines the outcome of a search, for the hash in its record: the cell as its first trial has it, and the
+    """Parameters that determine a search's outcome, for the hash in its record: the cell of its first trial, and the
     search.
     """
 
@@ -78,7 +78,7 @@ class Search:
 
     @property
     def score(self) -> str:
-        """What is compared."""
+        """The name of the score that trials are compared by."""
         return next(iter(self.cell.spec.scores))
 
     def list_trials(self, grid: TuneParams) -> list[Cell]:
@@ -143,12 +143,12 @@ def run_search(search: Search) -> None:
         for trial in search.list_trials(grid):
             if trial.name not in done:
                 done[trial.name] = _run_trial(search, trial)
-        best = choose([found["trial"] for found in done.values()], search.score)
+        best = choose_trial([found["trial"] for found in done.values()], search.score)
         if best is None or (wider := widen(grid, best, search.cell.params.epochs)) is None:
             break
         grid = wider
     trials = [found["trial"] for found in done.values()]
-    if (chosen := choose(trials, search.score)) is None:
+    if (chosen := choose_trial(trials, search.score)) is None:
         raise RunError(f"tune: every trial of {search.name} diverged; lower {SECTION}.{search.name}.lr")
     cell = search.cell
     metrics = {
@@ -173,7 +173,7 @@ def run_search(search: Search) -> None:
 
 
 def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
-    """What came of a trial, {origin, place, trial}, and keep it for a call that continues; one that diverges is an
+    """Run a trial and return its outcome, {origin, place, trial}, kept for a call that continues; divergence is an
     outcome and no error.
     """
     hashes = {"params": params_hash(trial.params), "data": hash_file(trial.inputs[0])}
@@ -201,7 +201,7 @@ def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
     return kept
 
 
-def choose(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
+def choose_trial(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
     """The trial that `RULE` chooses; None where all diverged."""
     sound = [trial for trial in trials if not trial["diverged"]]
     return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)

@@ -95,7 +95,7 @@ class RunState:
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
     epoch_steps: int = 0  # finite steps summed so far
-    # by how many steps the bad ones outnumber the others, counted from the step that makes it largest
+    # CUSUM of steps that are not finite: +1 for a bad one, −1, not below 0, for a good one
     bad_excess: int = 0
     bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from repro.bench import campaign
-from repro.bench.campaign import STEPS, Step, run_campaign
+from repro.bench.campaign import CAMPAIGN, CampaignStep, run_campaign
 from repro.bench.params import SweepParams
 from repro.core.errors import RunError, UserError
 from repro.core.paths import Paths, find_root
@@ -39,7 +39,7 @@ def act(name, paths, minutes, began):
 
 
 def make_steps(*names):
-    return tuple(Step(name, "a test", partial(act, name)) for name in names)
+    return tuple(CampaignStep(name, "a test", partial(act, name)) for name in names)
 
 
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
@@ -69,7 +69,7 @@ def note(folder, paths, minutes, began):
 
 
 def test_all_calls_of_a_campaign_are_told_one_time_since_which_rows_count(tmp_path):
-    steps = tuple(Step(name, "a test", partial(note, tmp_path)) for name in ("one", "another"))
+    steps = tuple(CampaignStep(name, "a test", partial(note, tmp_path)) for name in ("one", "another"))
     assert not run_campaign(Paths(tmp_path), steps=steps)
     assert run_campaign(Paths(tmp_path), steps=steps)
     told = (tmp_path / "began.txt").read_text().splitlines()
@@ -84,10 +84,10 @@ def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
 
 def test_the_first_steps_answer_what_the_paper_claims():
     """After a probe TTT-Linear is checked, and Vittt and DeiT are raced, eagerly and by graphs, before all else."""
-    names = [each.name for each in STEPS]
+    names = [each.name for each in CAMPAIGN]
     assert names[:5] == ["environment", "probe", "check of TTT-Linear", "1280², batch 64", "1280², batch 64, graphs"]
     assert len(names) == len(set(names))
-    for place, each in enumerate(STEPS[3:11]):
+    for place, each in enumerate(CAMPAIGN[3:11]):
         params = SweepParams(**each.run.keywords).with_defaults("cuda")
         rows = {(row.model, row.attention, row.compile) for block in params.plan("cuda") for row in block}
         vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
@@ -99,7 +99,7 @@ def test_no_step_takes_the_time_of_all_others(tmp_path, monkeypatch):
     """Each has its own limit where the call has one, or what is left of the call."""
     given = []
     monkeypatch.setattr(campaign, "_run_apart", lambda step, paths, minutes, began: given.append(minutes) or True)
-    steps = [Step(str(limit), "", run_campaign, limit) for limit in (0.5, 100.0)]
+    steps = [CampaignStep(str(limit), "", run_campaign, limit) for limit in (0.5, 100.0)]
     run_campaign(Paths(tmp_path), 2.0, steps=steps)
     first, second = given
     assert first == 0.5 and 1.0 < second <= 2.0
@@ -130,7 +130,7 @@ def checkout(bare_checkout):
 def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    chosen = tuple(step for step in STEPS if step.name in ("environment", "check", "compared", "training"))
+    chosen = tuple(step for step in CAMPAIGN if step.name in ("environment", "check", "compared", "training"))
     with pytest.raises(RunError, match="3 of 4 steps failed") as error:
         run_campaign(checkout, steps=chosen)
     assert str(error.value).count("CUDA device") == 3

@@ -20,7 +20,7 @@ VALUES = 3 * 8 * 12  # of an input of the layers that fvcore counts
 
 def torch_macs(name, options, resolution, backend=None):
     """Half of what FlopCounterMode counts in a real forward pass."""
-    model = build.create(name, options, resolution, fused=False)
+    model = build.build_eval_model(name, options, resolution, fused=False)
     if backend:
         model.set_backend(backend)
     counter = FlopCounterMode(display=False)
@@ -83,7 +83,9 @@ def test_equation_14():
 def test_closed_forms_equal_the_operators(name, options, resolution):
     counted = cost(name, options, resolution)
     assert counted.method == "analytic"
-    assert counted.macs == counted_macs(build.create(name, options, resolution, fused=False, device="meta"), resolution)
+    assert counted.macs == counted_macs(
+        build.build_eval_model(name, options, resolution, fused=False, device="meta"), resolution
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_attention_switch_is_put_back():
     for fused in (True, False):
         with build.fused_attention(fused):
             assert use_fused_attn() == fused
-            assert build.create(DEIT, {}, (32, 32), fused=not fused).blocks[0].attn.fused_attn != fused
+            assert build.build_eval_model(DEIT, {}, (32, 32), fused=not fused).blocks[0].attn.fused_attn != fused
             assert use_fused_attn() == fused
     assert use_fused_attn() == before
 

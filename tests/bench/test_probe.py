@@ -5,7 +5,7 @@ import time
 import pytest
 
 from repro.bench import probe
-from repro.bench.probe import Plan, Probe, describe_probes, run_probe
+from repro.bench.probe import Plan, ProbeLines, describe_probes, probe_device
 from repro.core.csvfile import read_typed_csv
 from repro.core.paths import Paths
 
@@ -32,9 +32,9 @@ def read_only(folder):
 
 def test_what_runs_without_a_gpu_is_measured(tmp_path, quick, monkeypatch):
     """Each line has a value or a reason, and graphs, which a CPU has not, the reason."""
-    chosen = [each for each in probe.SECTIONS if each[0] in ("right", "inference", "plain block", "training")]
-    monkeypatch.setattr(probe, "SECTIONS", chosen)
-    assert run_probe(Paths(tmp_path), None, "", NANO)
+    chosen = [each for each in probe.PROBES if each[0] in ("right", "inference", "plain block", "training")]
+    monkeypatch.setattr(probe, "PROBES", chosen)
+    assert probe_device(Paths(tmp_path), None, "", NANO)
     lines = read_only(tmp_path)
     assert all((line["value"] is None) == (line["reason"] is not None) for line in lines)
     assert {line["measure"] for line in lines if line["value"] is None} == {"latency_ms"}
@@ -62,8 +62,8 @@ def test_a_section_that_breaks_or_takes_too_long_costs_nothing_but_itself(tmp_pa
     def say(found):
         found.say("latency_ms", 1.5, model="a model")
 
-    monkeypatch.setattr(probe, "SECTIONS", [("waits", 0.05, wait), ("breaks", 9.0, refuse), ("works", 9.0, say)])
-    assert run_probe(Paths(tmp_path), None, "", NANO)
+    monkeypatch.setattr(probe, "PROBES", [("waits", 0.05, wait), ("breaks", 9.0, refuse), ("works", 9.0, say)])
+    assert probe_device(Paths(tmp_path), None, "", NANO)
     found = {line["section"]: (line["measure"], line["value"], line["reason"]) for line in read_only(tmp_path)}
     assert found["works"] == ("latency_ms", 1.5, None)
     assert found["waits"][:2] == found["breaks"][:2] == ("complete", None)
@@ -71,13 +71,13 @@ def test_a_section_that_breaks_or_takes_too_long_costs_nothing_but_itself(tmp_pa
 
 
 def test_what_has_no_time_left_is_not_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "SECTIONS", [("never", 9.0, lambda _: pytest.fail("was begun"))])
-    assert not run_probe(Paths(tmp_path), 0.0, "", NANO)
+    monkeypatch.setattr(probe, "PROBES", [("never", 9.0, lambda _: pytest.fail("was begun"))])
+    assert not probe_device(Paths(tmp_path), 0.0, "", NANO)
 
 
 def test_the_page_shows_eager_and_graph_apart(tmp_path):
     assert "make measure-gpu" in describe_probes(tmp_path)
-    lines, about = Probe(NANO, tmp_path / "a.csv", tmp_path), {"model": "m", "image_size": 224, "batch_size": 1}
+    lines, about = ProbeLines(NANO, tmp_path / "a.csv", tmp_path), {"model": "m", "image_size": 224, "batch_size": 1}
     lines.say("latency_ms", 3.0, mode="eager", **about)
     lines.say("host_ms", 2.5, mode="eager", **about)
     lines.say("kernel_ms", 0.5, mode="eager", kernel="largest", calls=12, **about)

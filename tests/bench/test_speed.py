@@ -14,7 +14,7 @@ import torch
 
 import repro
 from repro.bench import speed
-from repro.bench.build import create
+from repro.bench.build import build_eval_model
 from repro.bench.memory import measure_peak_mib
 from repro.bench.speed import RowSpec, measure, median_interval
 
@@ -200,7 +200,7 @@ def test_what_loads_at_the_first_call_is_no_memory_of_the_model():
     spec = make_spec(backend="numba", image_size=(144, 144))
 
     def build_and_run():
-        model = create(spec.model, {}, spec.image_size)
+        model = build_eval_model(spec.model, {}, spec.image_size)
         model.set_backend("numba")
         with torch.inference_mode():
             model(torch.randn(1, 3, *spec.image_size))

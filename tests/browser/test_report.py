@@ -15,7 +15,7 @@ from repro.report.pages import write_report
 from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import STATUSES
-from stages.report import run
+from stages.report import report_on_papers
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.browser
@@ -31,7 +31,7 @@ def folder(tmp_path_factory) -> Path:
     shutil.copytree(ROOT / "profiles", root / "profiles")
     for name in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / name, root / name)
-    run(Paths(root))
+    report_on_papers(Paths(root))
     return root / "results"
 
 

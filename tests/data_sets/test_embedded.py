@@ -15,7 +15,7 @@ from repro.data.cells import write_embedded
 from repro.data.embedded import digits, digits_wild
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.digits import write_digits
-from repro.data.embedded.digits_wild import draw, write_digits_wild
+from repro.data.embedded.digits_wild import draw_image, write_digits_wild
 from repro.data.embedded.scenes import write_scenes
 from repro.data.kinds import KINDS
 from repro.data.settings import ConnectSettings, DigitsSettings, ScenesSettings, WildDigitsSettings
@@ -124,7 +124,7 @@ def test_the_digit_lies_wholly_inside_and_has_the_contrast_of_the_settings():
     scan[1:7, 2:6] = 255
     places = set()
     for seed in range(60):
-        image = draw(np.random.Generator(np.random.PCG64(seed)), scan, settings).astype(float)
+        image = draw_image(np.random.Generator(np.random.PCG64(seed)), scan, settings).astype(float)
         rows, columns = np.nonzero(abs(image - 127.5) > 30)
         height, width = (np.ptp(axis) + 1 for axis in (rows, columns))
         # six and four eighths of 24 to 32 pixels, turned by up to 15 degrees, with the soft rim of the strokes

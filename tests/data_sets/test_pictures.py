@@ -13,7 +13,7 @@ import pytest
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
-from repro.data.cells import find_root, open_cell
+from repro.data.cells import find_data_root, open_cell
 from repro.data.check.folders import check_folder
 from repro.data.check.run import Depth
 from repro.data.findings import RaiseFirst
@@ -585,7 +585,8 @@ def test_the_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     nest(tmp_path / "pets", "train", "val")
     assert (
-        find_root(Paths(tmp_path / "x"), Runtime(data_roots={"pets": "~/pets"}), "pets", "folder") == tmp_path / "pets"
+        find_data_root(Paths(tmp_path / "x"), Runtime(data_roots={"pets": "~/pets"}), "pets", "folder")
+        == tmp_path / "pets"
     )
     assert parse_own("folder:~/pets").path == tmp_path / "pets"
     with pytest.raises(UserError, match="nobody-of-this-name"):

@@ -11,7 +11,7 @@ from repro.core.errors import UserError
 from repro.data import pixels
 from repro.data.classification import read_rgb
 from repro.data.pixels import UNREADABLE, read_labels, read_pixels
-from repro.data.tree import Source
+from repro.data.tree import ImageBytes
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(256, size=(5, 7), dtype=np.uint8)
@@ -114,7 +114,7 @@ def test_flipped_bytes_are_read_or_are_one_line(tmp_path, suffix):
         content = np.frombuffer(other.getvalue(), dtype=np.uint8).copy()
         content[rng.integers(len(content), size=2)] = rng.integers(256, size=2)
         path.write_bytes(content.tobytes())
-        for read in (read_pixels, read_labels, lambda file: read_rgb(Source(str(file)))):
+        for read in (read_pixels, read_labels, lambda file: read_rgb(ImageBytes(str(file)))):
             try:
                 read(path)
             except UserError as error:

@@ -120,7 +120,7 @@ def test_calm_digits_lie_inside_and_hardly_on_one_another():
     scans, targets = load_scans()
     lost = 0
     for seed in range(40):
-        _, instances, _ = scenes.draw(np.random.default_rng(seed), scans, targets, CALM)
+        _, instances, _ = scenes.draw_image(np.random.default_rng(seed), scans, targets, CALM)
         corners = [(*np.argwhere(mask).min(axis=0), *np.argwhere(mask).max(axis=0) + 1) for _, mask in instances]
         for (top, left, bottom, right), (above, before, below, behind) in itertools.combinations(corners, 2):
             both = max(min(bottom, below) - max(top, above), 0) * max(min(right, behind) - max(left, before), 0)
@@ -133,7 +133,9 @@ def test_calm_digits_lie_inside_and_hardly_on_one_another():
 def test_what_shows_too_little_to_be_annotated_is_unlabelled():
     scans, targets = load_scans()
     for seed in range(60):  # small images, in which much is hidden
-        _, instances, labels = scenes.draw(np.random.default_rng(seed), scans, targets, ScenesSettings(image_size=128))
+        _, instances, labels = scenes.draw_image(
+            np.random.default_rng(seed), scans, targets, ScenesSettings(image_size=128)
+        )
         digits = np.zeros_like(labels)
         for digit, mask in instances:
             assert mask.sum() >= 20
@@ -153,13 +155,13 @@ def test_ids(root):
 
 def test_each_split_shows_the_digits_that_pretraining_has_there(tmp_path, monkeypatch):
     write_digits(tmp_path / "digits", DigitsSettings(image_size=8))  # as small as the scans
-    seen, draw = [], scenes.draw
+    seen, draw = [], scenes.draw_image
 
     def note(rng, scans, targets, settings):
         seen.append(sorted((int(digit), scan.tobytes()) for digit, scan in zip(targets, scans)))
         return draw(rng, scans, targets, settings)
 
-    monkeypatch.setattr(scenes, "draw", note)
+    monkeypatch.setattr(scenes, "draw_image", note)
     write_scenes(tmp_path / "scenes", ScenesSettings(train=1, tune=1, test=1, seed=7))
     for split, used in zip(("train", "tune", "test"), seen, strict=True):
         files = sorted((tmp_path / "digits" / split).rglob("*.png"))

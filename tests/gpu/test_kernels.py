@@ -13,7 +13,7 @@ from repro.bench.kernels import format_check
 def test_every_check_passes(device, name):
     """What `repro kernels check` does."""
     cases = OPERATORS[name]
-    rows = [check.run(cases, *each) for each in check.planned(cases, device)]
+    rows = [check.check_one(cases, *each) for each in check.planned(cases, device)]
     failed = [format_check(row) for row in rows if row["passed"] is False]
     assert rows and not failed, "\n".join(failed)
 

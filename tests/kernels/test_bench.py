@@ -13,7 +13,7 @@ from kernels.selective_scan import selective_scan
 from kernels.tools import bench, check, ms_deform_attn_cases, peers, selective_scan_cases, ttt_linear_cases
 from kernels.tools.bench import BOTH_PASSES, FORWARD, count_work
 from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
-from kernels.tools.cases import describe
+from kernels.tools.cases import describe_config
 from kernels.tools.operators import OPERATORS
 from repro.core.record import write_record
 
@@ -132,7 +132,10 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     )
     config = cases.configs(torch.bfloat16)[0][0]
     write_record(
-        tmp_path / "kernels.json", {"rows": [row, unavailable, copied, ours, {"config": describe(config)}]}, {}, 0.0
+        tmp_path / "kernels.json",
+        {"rows": [row, unavailable, copied, ours, {"config": describe_config(config)}]},
+        {},
+        0.0,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from kernels import dispatch, selected_backend
 from kernels.around import triton_fwd as around_fwd
 from kernels.selective_scan import triton_bwd as scan_bwd
-from kernels.tools.cases import DTYPES, describe
+from kernels.tools.cases import DTYPES, describe_config
 from kernels.tools.operators import OPERATORS
 from kernels.ttt_linear import triton_fwd
 from tests.kernels import compiled
@@ -161,7 +161,7 @@ SIZES |= {"ttt_linear": [{"chunk_size": chunk_size, "width": width} for chunk_si
 @pytest.mark.parametrize("name", OPERATORS)
 def test_configs_differ(name):
     for options, dtype, kernel in itertools.product(SIZES[name], DTYPES.values(), KERNELS[name].table):
-        candidates = list(map(describe, KERNELS[name].find_configs(kernel, dtype, **options)))
+        candidates = list(map(describe_config, KERNELS[name].find_configs(kernel, dtype, **options)))
         assert all(a != b for a, b in itertools.combinations(candidates, 2)), candidates
 
 

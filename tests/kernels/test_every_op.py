@@ -121,7 +121,7 @@ def test_output_and_every_gradient_against_fp64(cases, sizes):
         errors = check.relative_errors(got, want, cases.FLOOR)
         own = {name: 1e-9 if dtype == torch.float64 else cases.limit(name, torch.float32, sizes) for name in errors}
         limits = {name: own[name] + (ROUNDING[dtype] if got[name].dtype == dtype else 0.0) for name in errors}
-        assert check.judge(errors, limits)["passed"], (backend, dtype, errors, limits)
+        assert check.judge_errors(errors, limits)["passed"], (backend, dtype, errors, limits)
         out_dtype = compute_dtype(dtype) if getattr(sizes, "full_precision", False) else dtype
         assert [x.dtype for x in got.values()] == [out_dtype, *(x.dtype for x in given[:-1] if x is not None)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.bench.build import create
+from repro.bench.build import build_eval_model
 from repro.bench.flops import cost, counted_macs
 from repro.models.fast_weights import LADDER
 from repro.models.inner import LOSSES, MODELS
@@ -66,6 +66,6 @@ def test_closed_forms_add_up(family, options, sizes):
     """To the parameters of the model and to the products that a counter sees, on square and other grids."""
     for size in sizes:
         counted = cost(nano_name(family), options, size)
-        model = create(nano_name(family), options, size, fused=False, device="meta")
+        model = build_eval_model(nano_name(family), options, size, fused=False, device="meta")
         assert counted.method == "analytic" and counted.num_params == count(model)
         assert counted_macs(model, size) == counted.macs

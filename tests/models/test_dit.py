@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from repro.bench.build import create
+from repro.bench.build import build_eval_model
 from repro.bench.flops import OperatorCounter, cost
 from repro.core.errors import UserError
 from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, official_state_dict
@@ -94,7 +94,7 @@ COUNTS = {
 def test_counts_of_the_sizes(name):
     """On latents of 32x32, 1,000 classes; the releases leave out one of two products of the inner convolution."""
     total, macs_g = COUNTS[name]
-    found, model = cost(name, {}, (32, 32)), create(name, {}, (32, 32), device="meta")
+    found, model = cost(name, {}, (32, 32)), build_eval_model(name, {}, (32, 32), device="meta")
     tokens = (32 // model.patch_size) ** 2
     assert found.num_params + tokens * model.embed_dim == total
     gradient_of_the_convolution = found.mac_terms.get("inner_conv", 0) // 2
@@ -103,7 +103,7 @@ def test_counts_of_the_sizes(name):
 
 @pytest.mark.parametrize("name", ["dit_small_patch8", "dit3_small_patch8", "dit5_small_patch8"])
 def test_the_closed_form_is_what_the_counter_counts(name):
-    model = create(name, {"depth": 2}, (32, 32), fused=False, device="meta")
+    model = build_eval_model(name, {"depth": 2}, (32, 32), fused=False, device="meta")
     numbers = (torch.zeros(1, dtype=torch.long, device="meta") for _ in range(2))
     inputs = (torch.empty(1, 4, 32, 32, device="meta"), *numbers)
     with torch.no_grad(), OperatorCounter() as counter:

@@ -186,7 +186,7 @@ def test_gradients_of_a_block_are_copied_nowhere_but_around_the_scan(no_launches
         move(block)
         tokens = torch.empty(64, 6400, block.mixer.dim, dtype=torch.bfloat16)
         weights = fused_block.read_weights(block, 6400)
-        known = fused_launches.lay_taps(fused_launches.arrange(weights))
+        known = fused_launches.arrange_taps(fused_launches.arrange(weights))
         _, kept = fused_training.run_forward(tokens, known, 80, eps, None, True)
         with Copies() as copies:
             fused_training.run_backward(torch.empty_like(tokens), tokens, weights, known, 80, eps, None, kept)

@@ -16,13 +16,13 @@ from repro.core.record import read_json, write_json, write_record, write_run
 from repro.papers import load_papers, load_primary
 from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
-from repro.report.markdown import place
+from repro.report.markdown import place_on_page
 from repro.report.pages import build_document, build_runs
 from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import Verdict
 from stages import stage_names, verb_of
-from stages.report import load_scores, run
+from stages.report import load_scores, report_on_papers
 from tests.conftest import ROOT
 
 SCORES = load_scores()
@@ -166,11 +166,11 @@ class Checkout:
 
     def page(self) -> str:
         """tables.md."""
-        return place(build_document(self.report()), self.paper.page)
+        return place_on_page(build_document(self.report()), self.paper.page)
 
     def runs(self) -> str:
         """The page of the runs on other data."""
-        return place(build_runs(self.report()), self.paper.runs_page)
+        return place_on_page(build_runs(self.report()), self.paper.runs_page)
 
     def write(self, path: str, text: str) -> Path:
         file = self.paths.root / path
@@ -193,7 +193,7 @@ class Checkout:
 
     def run_stage(self, **options: bool) -> None:
         """`repro report`."""
-        run(self.paths, **options)
+        report_on_papers(self.paths, **options)
 
 
 @pytest.fixture

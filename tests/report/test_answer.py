@@ -12,7 +12,7 @@ from repro.core.runtime import RUN_BEGAN
 from repro.core.speeds import COMMAND, HOST, UNKNOWN
 from repro.report.answer import answer_blocks, judge_question, measure_deviations, readme_blocks, verdict_blocks
 from repro.report.gallery import find_speeds
-from repro.report.markdown import place
+from repro.report.markdown import place_on_page
 from repro.report.pages import build_passages
 from repro.report.verdicts import Status
 from tests.conftest import ROOT
@@ -196,7 +196,7 @@ def test_every_block_that_code_writes_is_what_the_committed_records_give(committ
     blocks = [("README.md", name, block) for name, block in readme_blocks(committed).items()]
     for file, marker, text in (*blocks, *(each for report in committed for each in build_passages(report))):
         _, _, rest = (ROOT / file).read_text(encoding="utf-8").partition(f"<!-- {marker} -->\n")
-        assert rest.partition(f"\n<!-- /{marker} -->")[0] == place(text, file), (file, marker)
+        assert rest.partition(f"\n<!-- /{marker} -->")[0] == place_on_page(text, file), (file, marker)
 
 
 def verdict(status, ours=1.0, **more):

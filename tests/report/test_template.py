@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 from repro.report.dense import compare_without_learning
-from repro.report.markdown import cross, number, picture, place, table
+from repro.report.markdown import cross, number, picture, place_on_page, table
 from repro.report.measured import list_spreads
 from repro.report.pages import build_passages, write_report
 from repro.report.paper import list_functions
@@ -152,7 +152,7 @@ def test_a_column_of_numbers_is_aligned_to_the_right(cell, right):
     ],
 )
 def test_links_lead_from_their_page_and_nothing_opens_a_tag(text, page, placed):
-    assert place(text, page) == placed
+    assert place_on_page(text, page) == placed
 
 
 def test_the_first_with_the_most_seeds_is_kept_of_each_name():
@@ -197,7 +197,7 @@ def test_pictures_of_a_passage_are_found_from_its_page(checkout):
     shown = {"docs/deep/x.md": {"y": lambda report: picture("figures/a b.png", "a")}}
     checkout.paper = dataclasses.replace(checkout.paper, passages=shown)
     ((file, _, text),) = build_passages(checkout.report())
-    assert place(text, file) == "![a](../../results/figures/a%20b.png)"
+    assert place_on_page(text, file) == "![a](../../results/figures/a%20b.png)"
 
 
 def test_a_run_is_ahead_or_behind_by_its_interval_and_one_seed_by_its_sign(checkout):

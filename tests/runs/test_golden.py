@@ -25,7 +25,7 @@ def scratch():
 @pytest.mark.parametrize("family", CASES["families"])
 def test_values_hold(family):
     ((_, found),) = golden.run_families(PATHS, [family])
-    assert golden.compare(family, found, read_json(golden.folder_of(PATHS) / f"{family}.json")) == []
+    assert golden.compare_lines(family, found, read_json(golden.folder_of(PATHS) / f"{family}.json")) == []
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_torch_backend_agrees(scratch, family, line):
     task, section = golden.list_lines(CASES, family)[line]
     found = golden.train_line(scratch, line, task, section, lambda job: job.task.model.set_backend("torch"))
     kept = read_json(golden.folder_of(PATHS) / f"{family}.json")[line]
-    assert golden.compare(family, {line: found}, {line: kept}) == []
+    assert golden.compare_lines(family, {line: found}, {line: kept}) == []
 
 
 def list_turned():
@@ -82,8 +82,8 @@ def test_an_update_keeps_what_holds_and_writes_what_does_not(tmp_path, monkeypat
     old = {"loss": [1.0, 2.0], "grad_norm": [1.0, 1.0], "scores": {"top1_percent": 50.0}}
     near = {**old, "loss": [1.0, 2.0 + 1e-6]}
     far = {**old, "grad_norm": [1.0, 1.1]}
-    assert golden.compare("deit", {"base": near}, {"base": old}) == []
-    assert len(golden.compare("deit", {"base": far}, {"base": old})) == 1
+    assert golden.compare_lines("deit", {"base": near}, {"base": old}) == []
+    assert len(golden.compare_lines("deit", {"base": far}, {"base": old})) == 1
     monkeypatch.setattr(golden, "folder_of", lambda paths: tmp_path)
     monkeypatch.setattr(golden, "run_families", lambda paths, families: iter([("deit", {"base": found})]))
     texts = []

@@ -39,7 +39,7 @@ def check_rows(monkeypatch):
 
     def give(rows):
         monkeypatch.setattr(check, "planned", lambda cases, device: [(row,) for row in rows])
-        monkeypatch.setattr(check, "run", lambda cases, row: row)
+        monkeypatch.setattr(check, "check_one", lambda cases, row: row)
         monkeypatch.setattr(dispatch, "triton_obstacle", lambda *asked: None)
 
     return give
@@ -63,7 +63,7 @@ def test_a_failed_check_is_recorded_and_fails(bare_checkout, check_rows, capsys)
     rows = [{"operator": "ttt_linear", **row} for row in rows]
     check_rows(rows)
     with pytest.raises(RunError, match="2 of 4 checks failed, see .*results/speed/checks/"):
-        kernels.run_check(find_root(), "ttt_linear")
+        kernels.check_kernels(find_root(), "ttt_linear")
     (line,) = read_lines(bare_checkout)
     assert (line["operator"], line["checks"], line["failed"], line["not_run"]) == ("ttt_linear", 4, 2, 1)
     assert line["failures"] == "default config; a config"
@@ -93,7 +93,7 @@ def read_lines(root):
 def test_the_lines_of_other_operators_stay(bare_checkout, check_rows):
     for name in ("bi_wkv", "ttt_linear", "bi_wkv"):
         check_rows([{"operator": name, "check": "default config", **PASSED}])
-        assert kernels.run_check(find_root(), name)
+        assert kernels.check_kernels(find_root(), name)
     assert [line["operator"] for line in read_lines(bare_checkout)] == ["ttt_linear", "bi_wkv"]
 
 
@@ -102,13 +102,13 @@ def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_row
     check_rows([{"operator": "bi_wkv", "check": f"number {i}", **PASSED} for i in range(3)])
     left = iter([60, 60, 0, 60, *[60] * 3])
     monkeypatch.setattr(kernels, "_left", lambda deadline: next(left))
-    assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is False
+    assert kernels.check_kernels(find_root(), "bi_wkv", minutes=1) is False
     assert not list(bare_checkout.glob("results/speed/checks/*.csv"))
-    assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True
+    assert kernels.check_kernels(find_root(), "bi_wkv", minutes=1) is True
     assert read_lines(bare_checkout)[0]["checks"] == 3
     made = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ok: ")]
     assert len(made) == 3
-    assert kernels.run_check(find_root(), "bi_wkv", minutes=1) is True  # it was complete, and is made anew
+    assert kernels.check_kernels(find_root(), "bi_wkv", minutes=1) is True  # it was complete, and is made anew
     assert capsys.readouterr().out.count("ok: ") == 3
 
 
@@ -116,7 +116,7 @@ def test_what_a_campaign_checked_is_not_checked_again(bare_checkout, check_rows,
     check_rows([{"operator": "bi_wkv", "check": "default config", **PASSED}])
     began = read_clock()
     for _ in range(2):
-        assert kernels.run_check(find_root(), "bi_wkv", began=began)
+        assert kernels.check_kernels(find_root(), "bi_wkv", began=began)
     assert capsys.readouterr().out.count("ok: ") == 1
 
 

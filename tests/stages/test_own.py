@@ -16,7 +16,7 @@ from repro.data.ade20k import AdePairs
 from repro.data.coco import read_instances
 from repro.data.own import parse_own, split_own
 from repro.data.prepare import prepare_own
-from repro.runs.own import SMALL, Start, choose_detector, choose_recipe, choose_segmenter
+from repro.runs.own import SMALL, OwnTraining, choose_detector, choose_recipe, choose_segmenter
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
 from tests.data_sets.made import annotation
@@ -107,7 +107,7 @@ def test_a_bad_csv_is_refused(tmp_path, text):
 @pytest.mark.parametrize("images", [100, 1_000, SMALL - 1, SMALL, 1_000_000])
 @pytest.mark.parametrize("model", ["vittt_nano_patch16_144", "vittt_tiny_patch16_224"])
 def test_a_recipe_has_enough_steps_for_any_number_of_pictures(images, model):
-    params = choose_recipe(Start(data="folder:x", model=model), images, 144)
+    params = choose_recipe(OwnTraining(data="folder:x", model=model), images, 144)
     steps = params.epochs * (images // params.batch_size)
     assert params.batch_size <= images and params.optim.warmup_epochs < params.epochs
     assert steps >= 900 and params.epochs <= 300
@@ -183,7 +183,7 @@ def test_a_recipe_fits_any_number_of_scenes(tmp_path, monkeypatch, count, given)
     monkeypatch.setattr(AdePairs, "__len__", lambda self: count)
     monkeypatch.setattr("repro.data.ade20k.survey", lambda pairs: (np.array([[64, 64]]), np.array([10, 10, 1000])))
     for choose, found in ((choose_detector, instances), (choose_segmenter, pairs)):
-        params = choose(Start(data="x", model="vim_nano_patch16_144", init=given), found)
+        params = choose(OwnTraining(data="x", model="vim_nano_patch16_144", init=given), found)
         steps = params.epochs * (count // params.batch_size)
         assert params.batch_size <= count and params.optim.warmup_steps < steps and not params.optim.milestones
         assert steps >= min(300 * (count // params.batch_size), 400 if given else 1100)
@@ -199,7 +199,7 @@ def test_the_median_picture_and_object_set_the_sizes(tmp_path, side, short):
     sizes = np.array([[side, 2 * side]] * 4 + [[40, 9000]])
     boxes = instances.boxes * side / SIDE
     found = dataclasses.replace(instances, sizes=sizes, boxes=boxes)
-    params = choose_detector(Start(data="x", model="vim_nano_patch16_144", flip=True, epochs=3), found)
+    params = choose_detector(OwnTraining(data="x", model="vim_nano_patch16_144", flip=True, epochs=3), found)
     assert (params.transform.min_size, params.transform.max_size) == ((short,), 2 * short)
     assert 16 * params.mask_rcnn.anchor_scale == pytest.approx(min(128, 24 * short / SIDE), rel=0.02)
     assert params.transform.hflip == 0.5 and params.epochs == 3

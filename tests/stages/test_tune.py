@@ -12,7 +12,7 @@ from repro.core.paths import Paths
 from repro.core.record import read_json
 from repro.papers.vision_ttt.paper import PAPER
 from repro.runs import tune
-from repro.runs.tune import TuneParams, choose, read_searches, run_search, widen
+from repro.runs.tune import TuneParams, choose_trial, read_searches, run_search, widen
 from repro.tasks.classification.spec import SPEC
 from tests.conftest import ROOT
 from tests.stages.helpers import accept_data, add_params, edit, read_metrics, use_profile
@@ -41,8 +41,10 @@ def test_the_rule_by_hand():
     """The highest score; among equals the lower rate, then the shorter warm-up; one that diverged never."""
     best = trial(90.0, 1e-3, 1)
     others = [trial(89.0, 5e-4, 1), trial(90.0, 2e-3, 1), trial(90.0, 1e-3, 2), trial(None, 5e-4, 1, diverged=True)]
-    assert choose([*others, best], "top1_percent") is best and choose([best, *others], "top1_percent") is best
-    assert choose(others[-1:], "top1_percent") is None
+    assert (
+        choose_trial([*others, best], "top1_percent") is best and choose_trial([best, *others], "top1_percent") is best
+    )
+    assert choose_trial(others[-1:], "top1_percent") is None
 
 
 RATES = (1e-3, 2e-3, 4e-3)

@@ -20,7 +20,7 @@ from repro.tasks.generation import scores as measures
 from repro.tasks.generation.diffusion import Diffusion, guide, make_generator
 from repro.tasks.generation.params import InputSettings, LatentSettings, SamplingParams
 from repro.tasks.generation.reference import KNOWN, ReferenceBatch
-from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare, precision_recall
+from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare_tallies, precision_recall
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
 from tests.models.helpers import read_data, relative, save_model
 from tests.tasks.backbones import Batches
@@ -222,7 +222,7 @@ def test_the_inception_score_of_known_distributions():
 
 @pytest.mark.parametrize("rows", [4, 512])
 def test_precision_and_recall_by_all_distances(monkeypatch, rows):
-    monkeypatch.setattr("repro.tasks.generation.scores.ROWS", rows)
+    monkeypatch.setattr("repro.tasks.generation.scores._ROWS", rows)
     torch.manual_seed(0)
     real, drawn = torch.randn(30, 3), 0.7 * torch.randn(26, 3) + 1.5
 
@@ -286,7 +286,7 @@ def test_features_are_those_of_the_file(inception):
     ramp = (2 * torch.arange(100.0)).expand(1, 3, 60, 100).to(torch.uint8)
     shown = (2 * torch.arange(299) * (100 / 299)).clamp(max=198).expand(1, 3, 299, 299)
     torch.testing.assert_close(found.spatial(ramp), convolve(shown), rtol=1e-4, atol=1e-3)
-    scores = compare(tally(found, pictures), tally(found, 255 - pictures))
+    scores = compare_tallies(tally(found, pictures), tally(found, 255 - pictures))
     assert scores["fid"] > 0 and scores["sfid"] > 0
     assert scores["judged_percent"] is None and scores["judged_percent_reason"] == "no judge"
     logits = pictures.float().mean(dim=(2, 3)) @ module.output.weight.T  # its bias is left out
@@ -297,7 +297,7 @@ def test_features_are_those_of_the_file(inception):
 def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
     judge, _ = inception("other")
     drawn, real = torch.randint(0, 256, (2, 3, 1, 8, 8), dtype=torch.uint8)
-    scores = compare(tally(judge, drawn), tally(judge, real))
+    scores = compare_tallies(tally(judge, drawn), tally(judge, real))
     assert scores["fid"] >= 0 and scores["sfid"] is None and "no layer mixed_6" in scores["sfid_reason"]
     for wanted in (None, "0123456789abcdef", judge.hash[:8]):
         with pytest.raises(UserError, match=f"has SHA-256 {judge.hash}"):
@@ -322,7 +322,7 @@ def test_scores_against_a_reference_batch(inception, tmp_path):
     batch = ReferenceBatch.open(tmp_path / "batch.npz", 8)
     pictures = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
     drawn = tally(judge, pictures)
-    found = compare(drawn, batch.read(judge))
+    found = compare_tallies(drawn, batch.read(judge))
     assert batch.known is None and found["real_judged_percent"] is None
     whole = measures.Gaussian(torch.from_numpy(arrays["mu"]), torch.from_numpy(arrays["sigma"]))
     pooled = moments(torch.cat(drawn.pooled))
@@ -333,7 +333,7 @@ def test_scores_against_a_reference_batch(inception, tmp_path):
     expected = ((spatial.mean(0) - arrays["mu_s"]) ** 2).sum() + ((1 - roots) ** 2).sum() + 2023 - len(roots)
     assert found["sfid"] == pytest.approx(expected, rel=1e-6)
     # precision and recall are of the pictures, which a data set could hold as well
-    same = compare(drawn, tally(judge, torch.from_numpy(arrays["arr_0"]).permute(0, 3, 1, 2)))
+    same = compare_tallies(drawn, tally(judge, torch.from_numpy(arrays["arr_0"]).permute(0, 3, 1, 2)))
     assert (found["precision"], found["recall"]) == (same["precision"], same["recall"]) and same["fid"] != found["fid"]
 
 

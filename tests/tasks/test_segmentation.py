@@ -14,7 +14,7 @@ from repro.tasks.segmentation.data import IGNORED, AdeSegmentation
 from repro.tasks.segmentation.draw import draw, predict
 from repro.tasks.segmentation.params import SegmentationTransformSettings
 from repro.tasks.segmentation.spec import Segment
-from repro.tasks.segmentation.task import Segmentation, measure
+from repro.tasks.segmentation.task import Segmentation, score_areas
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.conftest import ROOT, run_python
 from tests.tasks.backbones import NARROW, Pyramid, fit
@@ -31,7 +31,7 @@ def test_areas_are_added_up_over_images_before_any_quotient():
     predicted[1, :, :8] = 2
     labels[:, 0] = IGNORED
     batches = zip(predicted[:, None], labels[:, None])
-    metrics, iou, confusion = measure(lambda image, size: image[0], batches, 4)
+    metrics, iou, confusion = score_areas(lambda image, size: image[0], batches, 4)
     # in columns: class 0 meets 16 of 20; class 1 meets 12 + 24 of 16 + 24 predicted and 12 + 32 labelled; class 2 has
     # no label
     assert iou[:3] == pytest.approx([100 * 16 / 20, 100 * 36 / 48, 0]) and iou[3] is None

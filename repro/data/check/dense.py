@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ade20k import CLASSES, FOLDERS, RELEASE, AdePairs, find_base, read_pair
+from ..ade20k import CLASSES_FILE, FOLDERS, RELEASE, AdePairs, find_base, read_pair
 from ..coco import Instances, compare_categories, read_image, read_instances
-from ..findings import BadData, Finding, Report, compare_counts
+from ..findings import BadData, Finding, Reporter, compare_counts
 from ..kinds import KINDS
 from ..pixels import read_labels
 from ..settings import ExpectedCounts
@@ -39,7 +39,7 @@ ADE20K = KINDS["ade20k"].official[1]
 
 def check_coco(
     root: Path,
-    report: Report,
+    report: Reporter,
     depth: Depth,
     *,
     splits: Sequence[str] = KINDS["coco"].splits,
@@ -70,7 +70,7 @@ def check_coco(
         report.ok(root, f"images decode and have the annotations' sizes, {describe_extent(len(chosen), total, depth)}")
 
 
-def check_boxes(root: Path, report: Report, depth: Depth) -> None:
+def check_boxes(root: Path, report: Reporter, depth: Depth) -> None:
     """Check a set of one's own in COCO's layout whose masks are boxes; errors as `check_coco`."""
     kind = KINDS["boxes"]
     check_coco(root, report, depth, splits=kind.splits, expected=None, boxes_as_masks=kind.boxes_as_masks)
@@ -78,7 +78,7 @@ def check_boxes(root: Path, report: Report, depth: Depth) -> None:
 
 def check_ade20k(
     root: Path,
-    report: Report,
+    report: Reporter,
     depth: Depth,
     *,
     splits: Sequence[str] = KINDS["ade20k"].splits,
@@ -123,14 +123,18 @@ def check_ade20k(
         report.ok(base, f"pixels: {_list_shares(['0 (unlabelled)', *names], shares)}")
         # of a release, and of scenes that the project draws, the labels are known to be right
         of_class = shares[1 : len(names) + 1]
-        if names and (base / CLASSES).is_file() and shares[0] > min(_VOID, np.median(of_class)) * (of_class[-1] > 0):
+        if (
+            names
+            and (base / CLASSES_FILE).is_file()
+            and shares[0] > min(_VOID, np.median(of_class)) * (of_class[-1] > 0)
+        ):
             problem = f"0, of which nothing is learned, has {shares[0]:.1%} of the pixels, as much as a class"
             if not of_class[-1]:
                 problem = f"no pixel has {len(names)}, the last class {names[-1]}, and {shares[0]:.1%} have 0"
             report.warning(base, problem, f"if 0 is {names[0]}, add 1 to every label, and make void 0")
 
 
-def check_scenes(root: Path, report: Report, depth: Depth) -> None:
+def check_scenes(root: Path, report: Reporter, depth: Depth) -> None:
     """Check both parts of the embedded scenes; errors as `check_coco`. Their counts are settings."""
     splits = KINDS["scenes"].splits
     check_coco(root / "coco", report, depth, splits=splits, expected=None)
@@ -149,7 +153,7 @@ def _is_own(classes: Sequence[str], expected: CocoCounts) -> bool:
     return 2 * len(shared) < max(len(classes), len(expected.category_ids))
 
 
-def _compare_with_release(instances: Instances, split: str, report: Report, expected: CocoCounts | None) -> None:
+def _compare_with_release(instances: Instances, split: str, report: Reporter, expected: CocoCounts | None) -> None:
     """Compare the counts of one annotation file with those of the release."""
     file, advice = instances.file, "take the instances_ file of COCO 2017 as it is"
     found = frozenset(instances.category_ids)

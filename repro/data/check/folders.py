@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..classification import read_rgb
-from ..findings import Finding, Report, compare_counts, count
+from ..findings import Finding, Reporter, compare_counts, count
 from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
 from ..latents import read_latents
 from ..pictures import describe_splits
 from ..pixels import UNREADABLE, judge_error
 from ..settings import ExpectedCounts
-from ..tree import Source, Tree, scan_tree, show_few
+from ..tree import ImageBytes, Tree, scan_tree, show_few
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
 CIFAR_IMAGES = 60_000
@@ -33,7 +33,7 @@ _AGREEMENT = 0.75
 
 def check_tree(
     root: Path,
-    report: Report,
+    report: Reporter,
     depth: Depth,
     *,
     kind: str,
@@ -91,7 +91,7 @@ check_imagenet = partial(
 )
 
 
-def _check_val_mapping(tree: Tree, report: Report) -> None:
+def _check_val_mapping(tree: Tree, report: Reporter) -> None:
     """Compare the folders of the validation images with the ReaL labels, which timm carries."""
     place = tree.root / "val"
     # class indices of the validation images, by number
@@ -118,7 +118,7 @@ def _check_val_mapping(tree: Tree, report: Report) -> None:
         )
 
 
-def _make_reader(tree: Tree, depth: Depth) -> Callable[[Source], Any]:
+def _make_reader(tree: Tree, depth: Depth) -> Callable[[ImageBytes], Any]:
     """What the loaders do with a file; latents must have the shape of the first ones."""
     if tree.kind.name != "latents":
         return partial(read_rgb, upright=tree.kind.upright, max_pixels=depth.max_pixels)
@@ -129,7 +129,7 @@ def _make_reader(tree: Tree, depth: Depth) -> Callable[[Source], Any]:
     return partial(read_latents, shape=shape)
 
 
-def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
+def _check_files(tree: Tree, report: Reporter, depth: Depth, advice: str) -> None:
     """Report empty files, and those of the sample that the loaders cannot read."""
     what = "latents" if tree.kind.suffixes else "image"
     judge = partial(_judge_file, read=_make_reader(tree, depth), advice=advice, what=what)
@@ -152,7 +152,9 @@ def _check_files(tree: Tree, report: Report, depth: Depth, advice: str) -> None:
             report.warning(tree.folder(split), problem, "expect more; --full finds them all")
 
 
-def _judge_file(item: tuple[Path, Source], read: Callable[[Source], Any], advice: str, what: str) -> Finding | None:
+def _judge_file(
+    item: tuple[Path, ImageBytes], read: Callable[[ImageBytes], Any], advice: str, what: str
+) -> Finding | None:
     """What is wrong with a file; None where it can be read."""
     path, source = item
     try:

@@ -30,10 +30,10 @@ def write_digits_wild(root: Path, settings: WildDigitsSettings) -> None:
                 rng = np.random.Generator(np.random.PCG64((settings.seed, number, copy)))
                 file = tree / split_of[number] / settings.CLASSES[digit] / f"scan_{number:04d}_{copy}.png"
                 # stored uncompressed, like those of `digits`
-                Image.fromarray(draw(rng, scan, settings)).save(file, compress_level=0)
+                Image.fromarray(draw_image(rng, scan, settings)).save(file, compress_level=0)
 
 
-def draw(rng: np.random.Generator, scan: np.ndarray, settings: WildDigitsSettings) -> np.ndarray:
+def draw_image(rng: np.random.Generator, scan: np.ndarray, settings: WildDigitsSettings) -> np.ndarray:
     """One image (size, size), uint8, with a scan (8, 8), uint8, wholly inside."""
     canvas, _ = draw_ground(rng, settings.image_size, settings)
     side = rng.integers(*settings.side_px, endpoint=True)

@@ -57,7 +57,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 image_id = first_id + number
                 # one generator per image, so that more images leave the first ones as they are
                 rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
-                pixels, instances, labels = draw(rng, scans[members], targets[members], settings)
+                pixels, instances, labels = draw_image(rng, scans[members], targets[members], settings)
                 file, stem = f"{image_id:012d}.png", f"ADE_{split}_{number + 1:08d}"
                 # stored uncompressed, like those of `digits`
                 Image.fromarray(pixels).save(photos / file, compress_level=0)
@@ -90,7 +90,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
         )
 
 
-def draw(
+def draw_image(
     rng: np.random.Generator, scans: np.ndarray, targets: np.ndarray, settings: ScenesSettings
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]], np.ndarray]:
     """One image of `settings.image_size` pixels S a side, with some of the `scans` (N, 8, 8), uint8, which show the

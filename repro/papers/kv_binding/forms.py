@@ -14,9 +14,9 @@ from ...report.records import Source, describe_origin, group_by
 from ...report.results import Missing
 
 PICTURE = "kv_binding_forms.png"
-STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of the ladder
+_STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of the ladder
 NAMES = {
-    **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in STEPS},
+    **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in _STEPS},
     "vittt_own": "Vittt, unchanged (LayerNorm)",
     "vittt_plain": "Vittt, plain",
     "vittt_dot": "Vittt, dot",
@@ -219,7 +219,7 @@ def compare_setting(report: Report) -> str:
         rows = {(row["learner"], row["form"]): row for row in source.metrics["rows"] if row["setting"] == "paper"}
         ratios = {row["learner"]: row["ratio"] for row in source.metrics["ratios"] if row["setting"] == "paper"}
         body: list[list[str]] = []
-        for step in STEPS:
+        for step in _STEPS:
             row, learner = "baseline" if step == "own" else step, f"lact_{step}"
             theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in FORMS]
             printed = [entry and float(entry.printed) for entry in theirs]

@@ -14,11 +14,11 @@ from ...report.results import Missing
 from ...report.variants import TOP1, Group, describe_elsewhere, find_groups
 from .forms import find_backbones, find_side
 
-ROUNDING = 1e-12
+_ROUNDING = 1e-12
 CHUNKS = (16, 32, 64, 256)
 # equal bit for bit, on every processor
 EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))
-NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
+_NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
 # the step of a variant -> what it changes, in words
 CHANGES = {
     "own": "the unchanged model",
@@ -86,7 +86,7 @@ def _find_errors(calls: Sequence[Call]) -> list[Call]:
 def _show_error(report: Report, call: Call, *, named: bool) -> str:
     """Two digits, or `< 1e-12`, as processors round differently; an equality bit for bit is 0."""
     value = report.paper.formulas()[call.name](*call.args)
-    shown = f"{value:.1e}" if value >= ROUNDING else "0" if value == 0 and call in EXACT else f"< {ROUNDING:.0e}"
+    shown = f"{value:.1e}" if value >= _ROUNDING else "0" if value == 0 and call in EXACT else f"< {_ROUNDING:.0e}"
     return f"{call.args[0]} {shown}" if named else shown
 
 
@@ -107,7 +107,7 @@ def list_changes(report: Report) -> str:
         header = ["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""]
         sources, m = group.variants.values(), group.common
         power = describe_power(list(pairs.values()), f"{describe_seeds(sources)} and {m['held_out_images']} images")
-        blocks += [f"### {NAMES[model]}: {group.title}", power and strong(power), warn_of_seeds(sources)]
+        blocks += [f"### {_NAMES[model]}: {group.title}", power and strong(power), warn_of_seeds(sources)]
         blocks += [table(header, rows), _count_learners(group), describe_elsewhere(group, group.variants)]
         origin = describe_origin(list(group.variants.values()))
         blocks.append(f"{group.common['held_out_images']} held-out images; {origin}.")
@@ -136,15 +136,15 @@ def weigh_learners(report: Report) -> str:
     return table(["learner", *points, f"faster form at {side}²", "its share of the time", ""], rows)
 
 
-def _find_groups(report: Report, models: Sequence[str] = tuple(NAMES)) -> list[Group]:
-    """Groups of the unchanged model and another variant, in the order of `NAMES`; those with more seeds."""
+def _find_groups(report: Report, models: Sequence[str] = tuple(_NAMES)) -> list[Group]:
+    """Groups of the unchanged model and another variant, in the order of `_NAMES`; those with more seeds."""
     groups = find_groups(report.results, report.paper)
     own = (group for group in groups if _find_model(group) in models and len(group.variants) > 1)
     found = [group for group in own if f"{_find_model(group)}_own" in group.variants]
     if not found:
         raise Missing("no variant is trained yet", report.paper.train_command)
     best = keep_best(found, lambda group: (_find_model(group), group.common["data"]))
-    return sorted(best, key=lambda group: (list(NAMES).index(_find_model(group)), group.common["data"] != "digits"))
+    return sorted(best, key=lambda group: (list(_NAMES).index(_find_model(group)), group.common["data"] != "digits"))
 
 
 def _find_model(group: Group) -> str:

@@ -24,7 +24,7 @@ GRID = (1, TOKENS)
 _RATE = 1 / (3 * TOKENS)  # s/N of ViT³'s heads
 
 
-def draw() -> tuple:
+def draw_operands() -> tuple:
     """q, k, v (T, d), then three square weights with a variance of 1 over their inputs."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randn(3, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
@@ -35,7 +35,7 @@ def draw() -> tuple:
 def draw_lact(step: str, **changes: Any) -> tuple:
     """A loop of the ladder, its start, (q, k, v), rates and momentum: one image, one head, chunks of `CHUNK` tokens."""
     loop = InnerLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
-    q, k, v, first, last, second = draw()
+    q, k, v, first, last, second = draw_operands()
     generator = torch.Generator().manual_seed(1)
     rates = momentum = None
     if loop.rate == "per_weight":
@@ -58,12 +58,12 @@ def _negated_loss() -> tuple:
 
 def _zero_start() -> tuple:
     loop, weights, tokens, _, _ = draw_lact("v6", chunk_size=1, order="after")
-    q, k, v, *_ = draw()
+    q, k, v, *_ = draw_operands()
     return learn(loop, [0 * weights[0]], *tokens, GRID)[0, 0], (q @ k.mT).tril() @ v
 
 
 def _delta_rule() -> tuple:
-    q, k, v, W, *_ = draw()
+    q, k, v, W, *_ = draw_operands()
     k = k / k.norm(dim=-1, keepdim=True)
     ones = torch.ones(1, TOKENS, 1, dtype=q.dtype), torch.ones(1, dtype=q.dtype)
     found = ttt_linear_plain(*(x[None, :, None] for x in (q, k, v)), *ones, W[None], chunk_size=1)[0, :, 0]
@@ -76,7 +76,7 @@ def _delta_rule() -> tuple:
 
 def _gated_unit(rate: float, damping: bool = False) -> tuple:
     """Our gated unit after its step; and by the text, with φ_{t+1} from a gradient by autograd."""
-    q, k, v, gate, linear, _ = draw()
+    q, k, v, gate, linear, _ = draw_operands()
     loop = InnerLoop(model="glu", scale=1 / 3, damping=damping)
     found = learn(loop, [linear[None], gate[None]], *(x[None, None] for x in (q, k, v)), (3, 4))[0, 0]
     moving = gate.clone().requires_grad_()
@@ -90,7 +90,7 @@ def _gated_unit(rate: float, damping: bool = False) -> tuple:
 
 
 def _convolution() -> tuple:
-    q, k, v, *_ = draw()
+    q, k, v, *_ = draw_operands()
     grid = (3, 4)
     kernel = torch.randn(WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     loop = InnerLoop(model="dwconv", scale=1 / 3)
@@ -106,7 +106,7 @@ def _convolution() -> tuple:
 
 
 def _norm_of_static() -> tuple:
-    *_, W = draw()
+    *_, W = draw_operands()
     norms = W.norm(dim=-1, keepdim=True)
     return W / (norms + NORM_EPS) * norms, W
 
@@ -120,13 +120,13 @@ def _rate_in_value() -> tuple:
 
 def _v6_of_lact() -> tuple:
     loop, weights, tokens, _, _ = draw_lact("v6")
-    q, k, v, W, *_ = draw()
+    q, k, v, W, *_ = draw_operands()
     return learn(loop, weights, *tokens, GRID)[0, 0], q @ (W.mT + k.mT @ v)
 
 
 def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple:
     """The heads of a step against q(W + factor · Σ kᵀ values(k, v, W))."""
-    q, k, v, W, *_ = draw()
+    q, k, v, W, *_ = draw_operands()
     training = InnerTraining(WIDTH, 1, step).double()
     with torch.no_grad():
         training.w1.copy_(W.view_as(training.w1))
@@ -136,7 +136,7 @@ def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tens
 
 def unroll_mlp(tokens: int, momentum: bool) -> tuple:
     """The outputs of x -> SiLU(x Θ) W whose weights learn by autograd on each token; and by the theorem, (T, d)."""
-    q, k, v, first, last, _ = draw()
+    q, k, v, first, last, _ = draw_operands()
     rate = 0.1
     decay = torch.zeros(tokens)
     if momentum:
@@ -164,7 +164,7 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
 def _recur_lact(muon: bool, rates: bool = True) -> tuple:
     """LaCT's recurrence by the paper's definitions, one matrix learned: the outputs, and what the derivations need."""
-    q, k, v, start, _, _ = draw()
+    q, k, v, start, _, _ = draw_operands()
     generator = torch.Generator().manual_seed(1)
     eta, alpha = torch.rand(2, TOKENS, generator=generator, dtype=q.dtype)
     eta = eta if rates else torch.ones_like(eta)

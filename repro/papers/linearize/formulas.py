@@ -15,7 +15,7 @@ from ...models.registry import build_model
 from ..identities import choose, find_error
 from .recipe import RELEASED
 
-WIDTH, DEPTH, TOKENS = 192, 12, 196  # of T5-T at 224²
+_WIDTH, _DEPTH, _TOKENS = 192, 12, 196  # of T5-T at 224²
 
 
 def recipe_setting(key: str) -> Any:
@@ -25,7 +25,7 @@ def recipe_setting(key: str) -> Any:
 
 def neighbours_macs_g(window: int) -> Fraction:
     """Multiply-adds of neighbourhood attention in T5-T at 224², in units of 1e9: scores and sums over window² keys."""
-    return Fraction(DEPTH * 2 * TOKENS * window**2 * WIDTH, 10**9)
+    return Fraction(_DEPTH * 2 * _TOKENS * window**2 * _WIDTH, 10**9)
 
 
 def in_tenths(value: float) -> Fraction:

@@ -20,7 +20,7 @@ from ...report.records import (
 )
 
 UNTRAINED = "untrained_top1_percent"
-COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
+_COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
 SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5e_5s"
 STATES = ("teacher", "before", "after")
 
@@ -114,7 +114,7 @@ def _find_layers(report: Report) -> list[tuple[Source, int]]:
     found = report.results.require(
         lambda source: source.metrics.get("by_layer") and source.metrics.get("teacher_hash"),
         "no attention is measured yet",
-        COMMAND,
+        _COMMAND,
     )
     found.sort(key=lambda each: (each.metrics["model"], name_student(each.metrics), each.metrics["weights_hash"]))
     return [(each, layer) for each in found for layer in range(len(each.metrics["by_layer"]["after"]["peak_percent"]))]

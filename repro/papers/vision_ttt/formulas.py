@@ -5,11 +5,11 @@ from math import ceil
 
 from ..identities import choose
 
-LAYERS, HEAD_DIM, CHUNK, PATCH = 12, 64, 16, 16
+_LAYERS, _HEAD_DIM, _CHUNK, _PATCH = 12, 64, 16, 16
 VIM_LAYERS, VIM_STATE = 24, 16
 TABLE3_WIDTH, TABLE3_TOKENS = 192, 196  # Vittt-T at 224x224
 # designs of Table 3: D x D projections, directions of the scan, Conv1d of a direction, whether DWConv
-DESIGNS = {
+PRINTED_DESIGNS = {
     "ttt_layer": (4, 1, 0, False),
     "share_qk": (3, 1, 0, False),
     "gating": (4, 1, 1, False),
@@ -20,7 +20,7 @@ DESIGNS = {
 
 
 # what the paper says of the built models in its text; a test holds them equal to the models
-_CONSTANTS = {"layers": LAYERS, "head_dim": HEAD_DIM, "chunk_size": CHUNK, "vim_state": VIM_STATE}
+_CONSTANTS = {"layers": _LAYERS, "head_dim": _HEAD_DIM, "chunk_size": _CHUNK, "vim_state": VIM_STATE}
 
 
 def model_constant(name: str) -> int:
@@ -31,7 +31,7 @@ def model_constant(name: str) -> int:
 def vit_g(width: int, tokens: int) -> Fraction:
     """A 12-layer ViT: Eq. 13, 4TD² + 2T²D per layer, with MLP (8TD²), patch convolution and head."""
     layer = 12 * tokens * width**2 + 2 * tokens**2 * width
-    return Fraction(LAYERS * layer + _ends(width, tokens - 1), 10**9)
+    return Fraction(_LAYERS * layer + _ends(width, tokens - 1), 10**9)
 
 
 def vim_blocks_g(width: int, tokens: int, scan: int) -> Fraction:
@@ -52,7 +52,7 @@ def vim_trivial_g(width: int, tokens: int) -> Fraction:
 
 def vittt_g(width: int, tokens: int) -> Fraction:
     """A 12-layer Vittt: Eq. 13, 6TD² + 6TDd + 4bTD with d = 64, b = 16; SwiGLU (3TD·⌊8D/3⌋), convolution, head."""
-    return Fraction(_vittt_layers("conv2d", width, tokens, CHUNK * tokens) + _ends(width, tokens), 10**9)
+    return Fraction(_vittt_layers("conv2d", width, tokens, _CHUNK * tokens) + _ends(width, tokens), 10**9)
 
 
 def vittt_design_g(design: str, class_tokens: int = 0) -> Fraction:
@@ -64,19 +64,21 @@ def vittt_design_g(design: str, class_tokens: int = 0) -> Fraction:
     unknown design.
     """
     tokens = TABLE3_TOKENS + class_tokens
-    squares = tokens // CHUNK * CHUNK**2 + (tokens % CHUNK) ** 2
+    squares = tokens // _CHUNK * _CHUNK**2 + (tokens % _CHUNK) ** 2
     return Fraction(_vittt_layers(design, TABLE3_WIDTH, tokens, squares) + _ends(TABLE3_WIDTH, TABLE3_TOKENS), 10**9)
 
 
 def vittt_trivial_g(width: int, tokens: int) -> Fraction:
     """What Eq. 13 leaves out of a Vittt: Conv1d 2·8D, DWConv 9D and the learning rates D·D/64, per token and layer."""
-    return Fraction(LAYERS * tokens * (25 * width + width * width // HEAD_DIM), 10**9)
+    return Fraction(_LAYERS * tokens * (25 * width + width * width // _HEAD_DIM), 10**9)
 
 
 def table3_weights(design: str) -> int:
     """The weights, without biases, of a design of Table 3 that meet every token: projections, Conv1d and DWConv."""
-    projections, directions, conv1d, dwconv = choose(DESIGNS, design, "design of Table 3")
-    return LAYERS * (projections * TABLE3_WIDTH**2 + directions * conv1d * 4 * TABLE3_WIDTH + dwconv * 9 * TABLE3_WIDTH)
+    projections, directions, conv1d, dwconv = choose(PRINTED_DESIGNS, design, "design of Table 3")
+    return _LAYERS * (
+        projections * TABLE3_WIDTH**2 + directions * conv1d * 4 * TABLE3_WIDTH + dwconv * 9 * TABLE3_WIDTH
+    )
 
 
 def table3_step_g(design: str) -> Fraction:
@@ -84,10 +86,10 @@ def table3_step_g(design: str) -> Fraction:
 
     `design` is where the step leads; a ValueError names one that is unknown or has no predecessor.
     """
-    if design == next(iter(DESIGNS)):
+    if design == next(iter(PRINTED_DESIGNS)):
         raise ValueError(f"{design} is the first design of Table 3; no step leads to it")
     weights = table3_weights(design)
-    before = list(DESIGNS)[list(DESIGNS).index(design) - 1]
+    before = list(PRINTED_DESIGNS)[list(PRINTED_DESIGNS).index(design) - 1]
     return Fraction((weights - table3_weights(before)) * TABLE3_TOKENS, 10**9)
 
 
@@ -98,16 +100,16 @@ def score_tensors_gb(heads: int, tokens: int, tensors: int = 1, batch: int = 64)
 
 def padded_tokens(width: int, height: int) -> int:
     """Patches of 16×16 of an image that is padded to multiples of 32, as detectors do: 4200 of 1333×800."""
-    return ceil(width / 32) * ceil(height / 32) * (32 // PATCH) ** 2
+    return ceil(width / 32) * ceil(height / 32) * (32 // _PATCH) ** 2
 
 
 def _vittt_layers(design: str, width: int, tokens: int, squares: int) -> int:
     """`squares` is Σn² over the chunks of the scan."""
-    projections, directions, _, _ = choose(DESIGNS, design, "design of Table 3")
-    learner = directions * (3 * tokens * width * HEAD_DIM + 2 * squares * width)
-    return LAYERS * (tokens * projections * width**2 + learner + 3 * tokens * width * (8 * width // 3))
+    projections, directions, _, _ = choose(PRINTED_DESIGNS, design, "design of Table 3")
+    learner = directions * (3 * tokens * width * _HEAD_DIM + 2 * squares * width)
+    return _LAYERS * (tokens * projections * width**2 + learner + 3 * tokens * width * (8 * width // 3))
 
 
 def _ends(width: int, patches: int) -> int:
     """The convolution of 16×16 patches of RGB images, and the head of 1000 classes."""
-    return patches * 3 * PATCH**2 * width + 1000 * width
+    return patches * 3 * _PATCH**2 * width + 1000 * width

@@ -28,7 +28,7 @@ TIE = 1.2  # points on tune that 5,000 images cannot tell apart
 POINT = 1.0  # the margin of equality
 DRAWS = 2000  # of the bootstrap
 # model of cifar10.yaml -> the row of the paper with its accuracy on ImageNet-1K; the controls have none
-ROWS = {
+_ROWS = {
     **{name: f"table1.{name}_t" for name in ("vittt", "deit", "vrwkv", "vim", "vit3")},
     **{name: f"table3.{name}" for name in ("ttt_layer", "share_qk", "gating", "conv1d", "dual")},
 }
@@ -120,7 +120,7 @@ def is_finished(question: Mapping[str, Any], models: Mapping[str, Model], seeds:
     return all(set(models[name].seeds) >= set(seeds) for pair in list_pairs(question) for name in pair)
 
 
-def judge_question(question: Mapping[str, Any], models: Mapping[str, Model]) -> list[Judged]:
+def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> list[Judged]:
     """Judge the pairs of a finished question as cifar10.yaml says."""
     asked, not_worse, shown = (
         [(first, second) for first, second in question.get(kind, ())] for kind in ("pairs", "not_worse", "shown")
@@ -209,9 +209,9 @@ def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None
 
     Vittt is the last row of Table 3, too.
     """
-    if first not in ROWS or second not in ROWS:
+    if first not in _ROWS or second not in _ROWS:
         return None
-    values = [float(ledger.entries[f"{ROWS[name]}.{TOP1}"].printed or "") for name in (first, second)]
+    values = [float(ledger.entries[f"{_ROWS[name]}.{TOP1}"].printed or "") for name in (first, second)]
     return values[0] - values[1]
 
 
@@ -226,7 +226,7 @@ def list_photographs(report: Report) -> str:
     for name, question in questions["questions"].items():
         if is_finished(question, models, questions["seeds"]):
             blocks.append(f"### {name}. {question['asks']}")
-            blocks += _list_judged(question, judge_question(question, models), report.paper.ledger)
+            blocks += _list_judged(question, judge_pairs(question, models), report.paper.ledger)
         else:
             own = {each for pair in list_pairs(question) for each in pair}
             done = sum(len(models[each].seeds) for each in own)
@@ -319,5 +319,5 @@ def plan_photographs(report: Report) -> dict[str, Any]:
     questions = load_photographs()
     models = find_models(report.results.paths, questions)
     asked = [each for each in questions["questions"].values() if is_finished(each, models, questions["seeds"])]
-    judged = [pair for question in asked for pair in judge_question(question, models)]
+    judged = [pair for question in asked for pair in judge_pairs(question, models)]
     return {FIGURE: ([], lambda path: draw_pairs(path, judged, report.paper.ledger))} if judged else {}

@@ -63,7 +63,7 @@ def list_alternatives() -> list[str]:
     return [text for choice in load_choices() for text in choice.alternatives]
 
 
-def list_pairs(texts: Iterable[str]) -> list[str]:
+def pair_readings(texts: Iterable[str]) -> list[str]:
     """The texts of readings that take two of some alternatives, of two switches."""
     pairs = itertools.combinations(texts, 2)
     return [f"{a},{b}" for a, b in pairs if a.partition("=")[0] != b.partition("=")[0]]
@@ -112,7 +112,7 @@ def fit_readings(ledger: Ledger) -> dict[str, Any]:
     found = {text: _fit(Reading.of(text), ledger) for text in ("", *alternatives)}
     ours = count_reading(Reading())
     changing = [text for text in alternatives if count_reading(Reading.of(text)) != ours]
-    pairs = {text: _fit(Reading.of(text), ledger) for text in list_pairs(changing)}
+    pairs = {text: _fit(Reading.of(text), ledger) for text in pair_readings(changing)}
     counted = {f"{kind.partition('_')[0]}_entries": len(counts) for kind, counts in ours.items()}
     return {"readings": found, "pairs": pairs, **counted}
 

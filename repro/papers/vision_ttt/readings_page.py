@@ -18,7 +18,7 @@ from .readings import Choice, list_trained, load_choices
 FIXED_FILE = Path(__file__).with_name("fixed_choices.yaml")
 # the choices that were decided by which value fits the paper's printed parameters, as their `because` says
 BY_COUNTS = ("conv1d_arrival", "dwconv_bias", "learning_rate", "swiglu_bias")
-Trained = Mapping[str, Source]  # text of a reading -> the record of its training
+_Trained = Mapping[str, Source]  # text of a reading -> the record of its training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def _find_fits(report: Report) -> Mapping[str, Any]:
     return report.results.require(lambda source: source.stage == "readings", *asked)[0].metrics
 
 
-def find_trained(report: Report) -> Trained:
+def find_trained(report: Report) -> _Trained:
     """Text of a reading -> the record of the cell `reading_<name>_digits_3s`, those that were trained as ours was; empty
     without that of ours. Of two records of a cell the pipeline's counts.
     """
@@ -165,7 +165,7 @@ def find_trained(report: Report) -> Trained:
     return {text: source for text, source in trained.items() if source.metrics["recipe_hash"] == recipe}
 
 
-def _compare_trained(trained: Trained) -> dict[str, Pair]:
+def _compare_trained(trained: _Trained) -> dict[str, Pair]:
     """Text of a reading -> how much better it is than ours, over the seeds that all have; empty without two seeds."""
     others = [(text, "") for text in trained if text]
     found = compare_trainings(trained, others) if others else ()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..recipe import BF16, CHOICES, NO_REPEATS, PAPER, Printed
+from ..recipe import BF16, NO_REPEATS, OWN_CHOICES, PAPER_HAS, Printed
 
 # Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is
 # Swin's.
@@ -15,7 +15,7 @@ BESIDE = "Swin's default is {} in effect (RandAugment switches it off), which th
 VIT3_B = "ViT3-B's is {}, which the paper does not state"
 
 SAID: dict[str, dict[str, Any]] = {
-    PAPER: {  # Appendix D
+    PAPER_HAS: {  # Appendix D
         "epochs": 300,
         "batch_size": 1024,
         "optim.optimizer": "adamw",
@@ -65,15 +65,19 @@ SAID: dict[str, dict[str, Any]] = {
     RANDOM: {"init": None},
     BESIDE: {"transform.color_jitter": None},
 }
-BASE = "vittt_base_patch16_224"
+_VITTT_B = "vittt_base_patch16_224"
 DROP_PATH_BASE = 0.4  # ViT3-B's; this project's choice, as profiles/paper.yaml says
 
 PRINTED = Printed(
-    models={"vittt_tiny_patch16_224": {}, "vittt_small_patch16_224": {}, BASE: {VIT3_B: {"drop_path": DROP_PATH_BASE}}},
+    models={
+        "vittt_tiny_patch16_224": {},
+        "vittt_small_patch16_224": {},
+        _VITTT_B: {VIT3_B: {"drop_path": DROP_PATH_BASE}},
+    },
     said=SAID,
     choices={
         NO_REPEATS: {},
-        "drop path 0.4: ViT3-B's; Swin's default is 0.1": {"model": BASE, "drop_path": DROP_PATH_BASE},
-        BF16: CHOICES[BF16],
+        "drop path 0.4: ViT3-B's; Swin's default is 0.1": {"model": _VITTT_B, "drop_path": DROP_PATH_BASE},
+        BF16: OWN_CHOICES[BF16],
     },
 )

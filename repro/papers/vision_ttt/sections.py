@@ -22,7 +22,7 @@ from ...report.power import detectable_difference
 from ...report.records import Source, describe_origin
 from ...report.results import Missing
 from ...report.variants import Group
-from ..recipe import PAPER, TRAIN_IMAGES
+from ..recipe import PAPER_HAS, TRAIN_IMAGES
 from .recipe import SAID
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
@@ -35,7 +35,7 @@ TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
 NOT_SEEN = "not seen in this small model"
 # what the paper says, our numbers, whether they agree: None where nothing can be said, and `NOT_SEEN` where the small
 # model may show what the paper says, and cannot refute it
-Finding = tuple[str, str, bool | str | None]
+_Finding = tuple[str, str, bool | str | None]
 
 
 _WORDS = {True: "for the paper", False: "against the paper", None: "open"}
@@ -64,7 +64,7 @@ def estimate_gpu_hours(report: Report) -> str:
     read in time.
     """
     macs_g = sum(float(report.verdicts[f"table1.vittt_{size}.macs_g"].ours or 0) for size in "tsb")
-    operations = 3 * 2e9 * macs_g * SAID[PAPER]["epochs"] * TRAIN_IMAGES
+    operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * TRAIN_IMAGES
     return f"{operations / (1e12 * PEAK_TFLOPS['H100'] * UTILISATION) / 3600:.0f}"
 
 
@@ -83,7 +83,7 @@ def list_findings(report: Report) -> str:
     return join([f"Of {len(rows)} findings: {summary}.", table(["", "the paper says", "ours", ""], rows)])
 
 
-def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
+def _of_gradients(m: Mapping[str, Any]) -> list[_Finding]:
     before, after = m["gradient_magnitude"]["before"], m["gradient_magnitude"]["after"]
     shares = [each["top30_share_percent"] for each in (before, after)]
     ink = [each["ink"]["later_top30_percent"] for each in (before, after)]
@@ -100,7 +100,7 @@ def _of_gradients(m: Mapping[str, Any]) -> list[Finding]:
     ]
 
 
-def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[Finding]:
+def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[_Finding]:
     fields = m["receptive_fields"]
     known = {name for name, field in fields.items() if field.get("radius_90_px") is not None}
     if not known.issuperset(_DESIGNS):
@@ -126,7 +126,7 @@ def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[Findin
     ]
 
 
-def _of_losses(m: Mapping[str, Any]) -> list[Finding]:
+def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
     epochs = sorted(m["reconstruction_loss"].items(), key=lambda item: int(item[0].removeprefix("epoch_")))
     means = [sum(found["mean_by_layer"]) / len(found["mean_by_layer"]) for _, found in epochs]
     names = [name.removeprefix("epoch_") for name, _ in epochs]

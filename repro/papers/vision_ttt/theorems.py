@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ExampleSizes:
     """What the equivalences are measured on.
 
     Args:
@@ -33,7 +33,7 @@ class Sizes:
     chunk_size: int = 16
 
 
-def measure_theorems(sizes: Sizes) -> dict[str, float]:
+def measure_theorems(sizes: ExampleSizes) -> dict[str, float]:
     """The largest error of each equivalence over all sequences, as a share of the largest value of its right-hand side.
 
     c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2. c2_adapted_value_view_any_w0: the
@@ -50,7 +50,7 @@ def measure_theorems(sizes: Sizes) -> dict[str, float]:
     return {**largest, "a2_printed_smallest": min(printed), "a2_printed_largest": max(printed)}
 
 
-def attend_linearly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Eq. 3 of Appendix C, causal linear attention: z_t = Σ_{s≤t} (q_t·k_s) v_s."""
     return torch.stack([sum((q[t] @ k[s]) * v[s] for s in range(t + 1)) for t in range(len(q))])
 
@@ -117,7 +117,7 @@ def reconstruct(x: Tensor, W0: Tensor, lr: float, *, as_printed: bool) -> Tensor
     return x @ W0 - lr * torch.tril(weights) @ error
 
 
-def _draw(sizes: Sizes) -> Iterator[dict[str, Tensor]]:
+def _draw(sizes: ExampleSizes) -> Iterator[dict[str, Tensor]]:
     """Sequences in fp64; keys have length 1, so that the delta rule neither grows nor forgets at once."""
     for tokens, width in sizes.shapes:
         for seed in range(sizes.seeds):
@@ -155,7 +155,7 @@ def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
     primal = {inner: learn_by_primal_form(*general, *state, chunk_size, inner) for inner in ("plain", "ln")}
     reconstructed = plain(x, x, x, W0, T)
     return {
-        "c1_linear_attention": _compare(plain(q, k, v, zero, T), attend_linearly(q, k, v)),
+        "c1_linear_attention": _compare(plain(q, k, v, zero, T), attend_causally(q, k, v)),
         "c2_delta_rule": _compare(plain(q, k, v, zero, 1), apply_delta_rule(q, k, v, zero)),
         "c2_adapted_value_view": _compare(plain(q, k, v, zero, 1), attend_to_adapted_values(q, k, v, zero)),
         "c2_adapted_value_view_any_w0": _compare(plain(q, k, v, W0, 1), attend_to_adapted_values(q, k, v, W0)),

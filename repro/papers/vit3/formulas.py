@@ -7,7 +7,7 @@ import torch
 from ...bench.flops import cost
 from ...models.inner import MODELS, InnerLoop, learn, read_out
 from ..identities import find_error
-from ..recipe import PAPER
+from ..recipe import PAPER_HAS
 from .recipe import PRINTED
 
 # widths of the four stages of H-ViT³, ConvNeXt, VMamba and Swin
@@ -17,12 +17,12 @@ STAGES = {
     **dict.fromkeys(("convnext_t", "convnext_s", "focalnet_t", "vmamba_t", "vmamba_s"), (96, 192, 384, 768)),
     **dict.fromkeys(("convnext_b", "swin_b", "vmamba_b"), (128, 256, 512, 1024)),
 }
-CLASSES = 1000
+_CLASSES = 1000
 
 
 def recipe_setting(key: str) -> float:
     """A value of the recipe of Section 5.1 as this project's recipe has it: `epochs`, `optim.lr`."""
-    return PRINTED.said[PAPER][key]
+    return PRINTED.said[PAPER_HAS][key]
 
 
 def upernet_params_m(row: str) -> Fraction:
@@ -38,7 +38,7 @@ def upernet_params_m(row: str) -> Fraction:
 
     head = 4 * conv(widths[3], C, 1) + conv(widths[3] + 4 * C, C, 9)  # pyramid pooling
     head += sum(conv(width, C, 1) for width in widths[:3]) + 3 * conv(C, C, 9) + conv(4 * C, C, 9) + (C + 1) * 150
-    return Fraction(head + 2 * sum(widths) - (widths[3] + 1) * CLASSES - 2 * widths[3], 10**6)
+    return Fraction(head + 2 * sum(widths) - (widths[3] + 1) * _CLASSES - 2 * widths[3], 10**6)
 
 
 def upernet_aux_params_m(row: str) -> Fraction:
@@ -56,7 +56,7 @@ def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
     macs += sum(grids[:3]) * 9 * C * C + grids[0] * 9 * 4 * C * C + grids[0] * C * 150
     normed = C * (pooled + grids[3] + 2 * sum(grids[:3]) + grids[0])
     interpolated = C * (4 * grids[3] + sum(grids[:3]) + 3 * grids[0])
-    return Fraction(macs + 2 * normed + 4 * interpolated + _norms(widths, grids) - widths[3] * CLASSES, 10**9)
+    return Fraction(macs + 2 * normed + 4 * interpolated + _norms(widths, grids) - widths[3] * _CLASSES, 10**9)
 
 
 def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
@@ -72,7 +72,7 @@ def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
     rpn = (sum(grids) + coarsest) * (9 * C * C + C * 3 + C * 12)
     box = 1000 * (7 * 7 * C * 1024 + 1024 * 1024 + 1024 * (81 + 320))
     mask = 100 * (4 * 14 * 14 * 9 * C * C + 28 * 28 * (C * C + C * 80))
-    return Fraction(fpn + rpn + box + mask + _norms(widths, grids) - widths[3] * CLASSES, 10**9)
+    return Fraction(fpn + rpn + box + mask + _norms(widths, grids) - widths[3] * _CLASSES, 10**9)
 
 
 def vit3_params_m(width: int, heads: int) -> Fraction:
@@ -80,7 +80,7 @@ def vit3_params_m(width: int, heads: int) -> Fraction:
     d = width // heads
     block = 4 * width * (width + 1) + (heads - 1) * 2 * d * d + 9 * d  # q, k, v and the projection; inner weights
     block += 10 * width + 4 * width + 8 * width**2 + 5 * width  # CPE, LayerNorms, MLP
-    return Fraction(12 * block + 769 * width + 2 * width + (width + 1) * CLASSES, 10**6)
+    return Fraction(12 * block + 769 * width + 2 * width + (width + 1) * _CLASSES, 10**6)
 
 
 def vmamba_s2l5(what: str) -> Fraction:

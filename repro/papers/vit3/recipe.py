@@ -1,13 +1,13 @@
 """How Sections 4 and 5.1 of the paper train a classifier; beyond that the protocol is Swin's, which is not compared."""
 
-from ..recipe import PAPER, Printed
+from ..recipe import PAPER_HAS, Printed
 
 PRINTED = Printed(
     # DeiT-S with inner learners, and what Section 5 builds from the study
     models={"study_small_patch16_224": {}}
     | {name.format(size): {} for name in ("vit3_{}_patch16_224", "hvit3_{}_224") for size in ("tiny", "small", "base")},
     said={
-        PAPER: {
+        PAPER_HAS: {
             "epochs": 300,
             "batch_size": 4096,
             "optim.lr": 4e-3,

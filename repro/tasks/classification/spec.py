@@ -10,7 +10,7 @@ from ..spec import Datasets, Predictor, Sight, TaskSpec
 from .params import ClassifierParams
 
 TOP = 5  # classes that are shown of a picture
-BATCH = 32  # pictures that a classifier takes at once
+_BATCH = 32  # pictures that a classifier takes at once
 
 
 class Classify(TaskSpec):
@@ -100,7 +100,7 @@ class Classify(TaskSpec):
             return seen
 
         return Predictor(
-            prepare=lambda picture: transform(to_pil_image(picture)), look=look, batch_size=BATCH, draws=False
+            prepare=lambda picture: transform(to_pil_image(picture)), look=look, batch_size=_BATCH, draws=False
         )
 
     @staticmethod

@@ -29,9 +29,9 @@ from .params import MaskRcnnParams
 STRIDES = (4, 8, 16, 32, 64)  # of P2 to P6
 RATIOS = (0.5, 1.0, 2.0)  # height to width
 BOX_SIDE, MASK_SIDE = 7, 14
-Target = Mapping[str, Tensor]
+_Target = Mapping[str, Tensor]
 Detections = dict[str, Tensor]  # of one image
-Sizes = list[tuple[int, int]]  # height and width of each image
+_Sizes = list[tuple[int, int]]  # height and width of each image
 
 
 class MaskRcnn(DenseModel, nn.Module):
@@ -54,7 +54,7 @@ class MaskRcnn(DenseModel, nn.Module):
         self.register_buffer("pixel_mean", 255 * torch.tensor(IMAGENET_DEFAULT_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", 255 * torch.tensor(IMAGENET_DEFAULT_STD).view(3, 1, 1), persistent=False)
 
-    def forward(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
+    def forward(self, images: Sequence[Tensor], targets: Sequence[_Target]) -> dict[str, Tensor]:
         """The five losses of a model in training mode.
 
         Args:
@@ -190,7 +190,7 @@ class PyramidRoiAlign(nn.Module):
         super().__init__()
         self.side, self.level_of = side, LevelMapper(2, 5)
 
-    def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: Sizes) -> Tensor:
+    def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: _Sizes) -> Tensor:
         """Maps (B, channels, ., .) by level, and boxes by image -> (K, channels, side, side), fp32."""
         levels = self.level_of(boxes)
         levels_by_image = levels.split([len(of_image) for of_image in boxes])
@@ -242,8 +242,8 @@ class Heads(RoIHeads):
         self,
         features: dict[str, Tensor],
         proposals: list[Tensor],
-        image_shapes: Sizes,
-        targets: Sequence[Target] | None = None,
+        image_shapes: _Sizes,
+        targets: Sequence[_Target] | None = None,
     ) -> tuple[list[Detections], dict[str, Tensor]]:
         """The losses in training mode, otherwise detections with `masks` (K, S, S), probabilities within the box."""
         if self.training:
@@ -274,7 +274,7 @@ class Heads(RoIHeads):
         return [], {"loss_cls": loss_cls, "loss_box": loss_box, "loss_mask": loss_mask}
 
     def _masks(
-        self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: Sizes
+        self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: _Sizes
     ) -> Tensor:
         """Mask logits (K, S, S), fp32, each for the class of its box."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))

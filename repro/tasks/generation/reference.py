@@ -16,10 +16,10 @@ from .scores import Gaussian, Inception, Tally
 # SHA-256 -> the file of guided-diffusion's release; several projects that took it from there state the same hash
 KNOWN = {"b32732719497e42660a9affb4a966068cba0855ac449b82015e34ec376d20758": "VIRTUAL_imagenet256_labeled.npz"}
 SUFFIX = ".npz"
-PICTURES = "arr_0"
+_PICTURES = "arr_0"
 # features -> the keys of their mean (D,) and covariance (D, D); as in ADM, spatial ones are in the order h, w, channel
 STATISTICS = {"fid": ("mu", "sigma"), "sfid": ("mu_s", "sigma_s")}
-BATCH = 64  # pictures that are looked at at once
+_BATCH = 64  # pictures that are looked at at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class ReferenceBatch:
         if wanted := next((sha256 for sha256, name in KNOWN.items() if name == path.name and sha256 != found), None):
             advice = "get it again, or give another batch another name"
             raise UserError(f"{path}: has SHA-256 {found[:16]}..., expected {wanted[:16]}...; {advice}")
-        keys = (*(key for pair in STATISTICS.values() for key in pair), PICTURES)
+        keys = (*(key for pair in STATISTICS.values() for key in pair), _PICTURES)
         try:
             with np.load(path) as file:
                 arrays = {key: file[key] for key in keys if key in file.files}
@@ -63,7 +63,7 @@ class ReferenceBatch:
             width = arrays[mean].size
             _require(path, mean, arrays[mean], (width,), np.floating)
             _require(path, covariance, arrays[covariance], (width, width), np.floating)
-        _require(path, PICTURES, arrays[PICTURES], (*arrays[PICTURES].shape[:1], side, side, 3), np.uint8)
+        _require(path, _PICTURES, arrays[_PICTURES], (*arrays[_PICTURES].shape[:1], side, side, 3), np.uint8)
         statistics = {
             name: Gaussian(*(torch.from_numpy(arrays[key]).double() for key in pair))
             for name, pair in STATISTICS.items()
@@ -78,8 +78,8 @@ class ReferenceBatch:
         """
         tally = Tally(None, inception)
         with np.load(self.path) as file:
-            pictures = torch.from_numpy(file[PICTURES])
-        for part in pictures.split(BATCH):
+            pictures = torch.from_numpy(file[_PICTURES])
+        for part in pictures.split(_BATCH):
             tally.add(part.permute(0, 3, 1, 2), torch.zeros(len(part)))
         for name, moments in tally.moments.items():
             if len(moments.mean) != len(self.statistics[name].mean):

@@ -29,7 +29,7 @@ OUTPUT_LAYER = "output"
 SCORE_PART = 5000  # samples over which a marginal distribution is taken
 NEIGHBOURS = 3
 MOST_REAL = 10_000  # real pictures in precision and recall
-ROWS = 512  # of a block of distances
+_ROWS = 512  # of a block of distances
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,9 +136,9 @@ def precision_recall(real: Tensor, drawn: Tensor) -> tuple[float, float]:
 
 def _share_within(points: Tensor, centres: Tensor) -> float:
     """The share of points (N, D) that lie in the ball of any centre (M, D); a centre is its own nearest neighbour."""
-    nearest = [torch.cdist(rows, centres).topk(NEIGHBOURS + 1, largest=False).values for rows in centres.split(ROWS)]
+    nearest = [torch.cdist(rows, centres).topk(NEIGHBOURS + 1, largest=False).values for rows in centres.split(_ROWS)]
     radii = torch.cat(nearest)[:, -1]
-    inside = [(torch.cdist(rows, centres) <= radii).any(1) for rows in points.split(ROWS)]
+    inside = [(torch.cdist(rows, centres) <= radii).any(1) for rows in points.split(_ROWS)]
     return float(torch.cat(inside).double().mean())
 
 
@@ -222,7 +222,7 @@ class Tally:
         return 100 * self.right / self.seen
 
 
-def compare(drawn: Tally, real: Tally | None) -> dict[str, Any]:
+def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
     """`judged_percent` and `inception_score` of the drawn pictures, `real_judged_percent`, and between the two `fid`,
     `sfid`, and the shares `precision` and `recall`, in which 10,000 evenly spaced real pictures count; null with a
     reason without.

@@ -54,7 +54,7 @@ class Segment(DenseSpec):
         import torch
 
         from .data import IGNORED
-        from .task import measure
+        from .task import score_areas
 
         train, judged = (loader.dataset.pairs for loader in (task.train, task.held_out[task.reported_split]))
         objects = len(instances.classes)
@@ -68,7 +68,7 @@ class Segment(DenseSpec):
             for pixels, values in map(judged.read, range(len(judged))):
                 yield torch.from_numpy(pixels).permute(2, 0, 1)[None], torch.from_numpy(values - np.uint8(1))[None]
 
-        return measure(label_map, batches(), len(task.classes))[0]
+        return score_areas(label_map, batches(), len(task.classes))[0]
 
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
         return dataset.name(index).rpartition(".")[0]

@@ -21,7 +21,7 @@ class Segmentation(Task):
     """A model of `build_upernet`; held-out images come one at a time.
 
     `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no
-    prediction; `confusion` counts its pixels, see `measure`.
+    prediction; `confusion` counts its pixels, see `score_areas`.
 
     Args:
         model, train, held_out, shared: see `Task`.
@@ -77,7 +77,7 @@ class Segmentation(Task):
         def predict(image: Tensor, size: tuple[int, int]) -> Tensor:
             return label_map(model, self.to_input(image), size)
 
-        metrics, iou, self.confusion = measure(predict, self.held_out[split], len(self.classes), self.ranks)
+        metrics, iou, self.confusion = score_areas(predict, self.held_out[split], len(self.classes), self.ranks)
         self.class_iou_percent = dict(zip(self.classes, iou, strict=True))
         return metrics
 
@@ -96,7 +96,7 @@ def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[in
     return model.predict(inputs, [sample])[0].pred_sem_seg.data[0]
 
 
-def measure(
+def score_areas(
     predict: Callable[[Tensor, tuple[int, int]], Tensor],
     batches: Iterable[Batch],
     num_classes: int,

@@ -12,7 +12,7 @@ from kernels import triton_launch
 from kernels.selective_scan import selective_scan
 from kernels.tools import check
 from kernels.tools.bi_wkv_cases import Sizes as WKVSizes
-from kernels.tools.cases import DTYPES, describe
+from kernels.tools.cases import DTYPES, describe_config
 from kernels.tools.ms_deform_attn_cases import Sizes as AttentionSizes
 from kernels.tools.operators import OPERATORS
 from kernels.tools.selective_scan_cases import CASES as selective_scan_cases
@@ -55,7 +55,7 @@ def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
     for key, which in (("config", 0), ("backward_config", 1)):
         for dtype, given_dtype in DTYPES.items():
             found = [asked[key] for given, asked in compared if given[3] == dtype and key in asked]
-            assert list(map(describe, found)) == list(map(describe, cases.configs(given_dtype)[which]))
+            assert list(map(describe_config, found)) == list(map(describe_config, cases.configs(given_dtype)[which]))
     configured = [asked for _, asked in compared if {"config", "backward_config"} & set(asked)]
     assert sum(check_ is check.repeat for _, check_, _, _ in plan) == 1 + len(configured)
     assert sum(check_ is check.compile_op for _, check_, _, _ in plan) == 1
@@ -85,7 +85,7 @@ def test_a_check_that_breaks_is_a_row(monkeypatch):
         raise RuntimeError("out of\nresources")
 
     monkeypatch.setattr(selective_scan_cases, "kernels", broken)
-    rows = [check.run(selective_scan_cases, *each) for each in check.planned(selective_scan_cases, "cpu")]
+    rows = [check.check_one(selective_scan_cases, *each) for each in check.planned(selective_scan_cases, "cpu")]
     assert all(row["passed"] is False and row["reason"] == "RuntimeError: out of resources" for row in rows)
     assert {row["operator"] for row in rows} == {"selective_scan"}
 

@@ -191,7 +191,7 @@ def test_the_operator_is_what_it_says(frozen):
     """Its schema, its fake and its way through a compiler; it has no derivative, as gradients see the launches."""
     block = make_small().blocks[0]
     known = fused_block.make_constants(block, 6)
-    constants = [x.detach() for x in (fused_block.lay_taps(known) if frozen else known)]
+    constants = [x.detach() for x in (fused_block.arrange_taps(known) if frozen else known)]
     given = torch.randn(2, 6, 32), constants, 2, [1e-6, 1e-5, 1e-4, 1e-3]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(fused_launches.OPERATOR, given, test_utils=tests)

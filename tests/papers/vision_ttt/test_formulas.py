@@ -12,7 +12,7 @@ from repro.models.ttt_mixer import TTTMixer
 from repro.papers import load_primary
 from repro.papers.vision_ttt import formulas
 from repro.papers.vision_ttt.formulas import (
-    DESIGNS,
+    PRINTED_DESIGNS,
     model_constant,
     padded_tokens,
     score_tensors_gb,
@@ -33,10 +33,10 @@ def test_eq_13_of_class_tokens_is_the_number_of_an_audit(class_tokens, audited):
     assert agreement(vittt_design_g("conv2d", class_tokens), audited)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("design", PRINTED_DESIGNS)
 def test_the_terms_that_it_leaves_out_are_the_rest_of_our_count(design):
     """Conv1d, DWConv and the learning rates."""
-    convolutions = table3_weights(design) - 12 * DESIGNS[design][0] * 192**2
+    convolutions = table3_weights(design) - 12 * PRINTED_DESIGNS[design][0] * 192**2
     rest = Fraction(196 * (convolutions + 12 * 192 * 3), 10**9)
     counted = cost("vittt_tiny_patch16_224", {"design": design}, (224, 224))
     assert counted.macs_g == pytest.approx(float(vittt_design_g(design) + rest), rel=1e-12)
@@ -86,7 +86,7 @@ def test_the_constants_are_those_of_the_built_models(size):
 
 
 def test_the_ledger_may_call_them_and_the_first_design_has_no_step():
-    assert tuple(DESIGNS) == BUILT
+    assert tuple(PRINTED_DESIGNS) == BUILT
     own = {name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens"))}
     assert own <= set(load_primary().formulas())
     with pytest.raises(ValueError, match="ttt_layer is the first design"):

@@ -8,7 +8,7 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.record import pack_hits, write_json
 from repro.papers.vision_ttt import photographs
-from repro.papers.vision_ttt.photographs import Model, bootstrap, bound_below, find_models, is_equal, judge_question
+from repro.papers.vision_ttt.photographs import Model, bootstrap, bound_below, find_models, is_equal, judge_pairs
 
 IMAGES = 10_000
 SEEDS = range(5)
@@ -33,7 +33,7 @@ def model(name: str, percents: list[float], cpu: str = "A") -> Model:
 
 def judge(first: list[float], second: list[float], cpu: str = "A", **question) -> str:
     models = {"a": model("a", first), "b": model("b", second, cpu)}
-    (judged,) = judge_question(question or {"pairs": [["a", "b"]]}, models)
+    (judged,) = judge_pairs(question or {"pairs": [["a", "b"]]}, models)
     return judged.word
 
 
@@ -71,7 +71,7 @@ def test_holm_divides_among_the_pairs_of_a_question():
     second = model("b", BASE)
     others = {name: model(name, [b + s for b, s in zip(BASE, shifts, strict=True)]) for name in "acd"}
     for count, p in ((1, 0.02), (2, 0.04), (3, 0.06)):
-        judged = judge_question({"pairs": [[name, "b"] for name in "acd"[:count]]}, {"b": second, **others})
+        judged = judge_pairs({"pairs": [[name, "b"] for name in "acd"[:count]]}, {"b": second, **others})
         assert [each.p for each in judged] == pytest.approx([p] * count, rel=0.02)
         assert {each.word for each in judged} == {"seen" if p < 0.05 else "undecided"}
 
@@ -166,7 +166,7 @@ def ledger_of_paper():
 
 def test_the_forest_plot_has_a_row_for_each_pair(tmp_path, ledger_of_paper):
     models = {name: model(name, [value + shift for value in BASE]) for name, shift in (("vittt", 2.0), ("dot", 0.0))}
-    judged = judge_question({"pairs": [["vittt", "dot"]], "shown": [["dot", "vittt"]]}, models)
+    judged = judge_pairs({"pairs": [["vittt", "dot"]], "shown": [["dot", "vittt"]]}, models)
     assert [each.word for each in judged] == ["seen", "no verdict asked"] and judged[1].p is None
     file = photographs.draw_pairs(tmp_path / "pairs.png", judged, ledger_of_paper)
     assert file.read_bytes().startswith(b"\x89PNG")

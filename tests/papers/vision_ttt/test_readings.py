@@ -15,9 +15,9 @@ from repro.papers.vision_ttt.readings import (
     count_reading,
     fit_readings,
     list_alternatives,
-    list_pairs,
     list_trained,
     load_choices,
+    pair_readings,
 )
 from repro.papers.vision_ttt.readings_page import describe_choices, load_fixed_choices
 from repro.report.arithmetic import agreement
@@ -80,7 +80,7 @@ def test_ours_fits_all_and_what_arrives_together_does_not(fits):
 
 
 def test_pairs_are_of_two_switches(fits):
-    assert list_pairs(["a=1", "a=2", "b=1"]) == ["a=1,b=1", "a=2,b=1"]
+    assert pair_readings(["a=1", "a=2", "b=1"]) == ["a=1,b=1", "a=2,b=1"]
     assert "gate_bias=true,post_norm=none" in fits["pairs"]
     assert not any("gate_activation" in text for text in fits["pairs"])  # it changes no count
 

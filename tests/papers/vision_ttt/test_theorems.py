@@ -2,7 +2,7 @@
 
 import torch
 
-from repro.papers.vision_ttt.theorems import Sizes, measure_theorems, reconstruct
+from repro.papers.vision_ttt.theorems import ExampleSizes, measure_theorems, reconstruct
 
 
 def test_the_printed_line_of_a2_by_hand():
@@ -13,7 +13,7 @@ def test_the_printed_line_of_a2_by_hand():
 
 
 def test_every_equivalence_holds_in_fp64_but_the_printed_line():
-    errors = measure_theorems(Sizes(shapes=((2, 4), (21, 8), (40, 16)), seeds=2))
+    errors = measure_theorems(ExampleSizes(shapes=((2, 4), (21, 8), (40, 16)), seeds=2))
     assert 0.05 < errors.pop("a2_printed_smallest") < errors.pop("a2_printed_largest")
     exact = (
         "c1_linear_attention c2_delta_rule c2_adapted_value_view c2_adapted_value_view_any_w0 primal_plain primal_ln"
