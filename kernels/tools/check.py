@@ -183,6 +183,8 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
     def repetition(dtype: str, *configs: triton.Config | None) -> Check:
         return f"two runs, {dtype}", repeat, (cases, cases.TYPICAL, dtype, device, *configs), {}
 
+    if not interpreted:  # first of all what models run
+        yield comparison("tuned", cases.TYPICAL, "bf16", poisoned=False)
     for case in cases.CASES:
         for dtype in case.dtypes if not (interpreted and case.on_gpu_alone) else ():
             # in some dtypes not every size fits every GPU
@@ -197,7 +199,8 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
                 what = f"a config of the {'forward' if key == 'config' else 'backward'} kernel"
                 yield comparison(what, cases.TYPICAL, dtype, **{key: config})
                 yield repetition(dtype, *((config, None) if key == "config" else (None, config)))
-        yield comparison("tuned", cases.TYPICAL, dtype, poisoned=False)
+        if dtype != "bf16":
+            yield comparison("tuned", cases.TYPICAL, dtype, poisoned=False)
     yield "torch.compile(fullgraph=True)", compile_op, (cases, cases.TYPICAL, device), {}
     for name in cases.PEERS.checks if cases.PEERS else ():
         yield name, compare_peer, (cases, name, device), {}

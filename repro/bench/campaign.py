@@ -133,6 +133,7 @@ def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: A
 _compare = partial(run_bench, compared=True)
 # the paper's claims on speed, at both ends of the range of image sizes
 _CLAIMED = {"families": PAIR}
+_COMPILED: dict[str, Any] = {"families": ("deit_fused",), "compile": True}  # the baseline at its best
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "Vittt-T and DeiT-T, fused and unfused", {}),
     (", graphs", "the same through CUDA graphs, which is the GPU's time", {"compile": "graphs"}),
@@ -147,10 +148,20 @@ CAMPAIGN = (
     CampaignStep(
         "check of TTT-Linear", "its kernels against the fp64 reference", partial(check_kernels, op="ttt_linear"), 1.5
     ),
+    CampaignStep(
+        "first checks",
+        "each other operator as models run it, and its first cases",
+        partial(check_kernels, first=4),
+        1.5,
+    ),
     *(
         _plan_sweep(f"{side}², batch {batch}{how}", about, "T", batch, image_sizes=(side,), **_CLAIMED, **options)
         for side, batch in ((1280, 64), (1280, 1), (224, 64), (224, 1))
         for how, about, options in _WAYS
+    ),
+    *(
+        _plan_sweep(f"{side}², batch 64, compiled", "DeiT-T, compiled", "T", 64, image_sizes=(side,), **_COMPILED)
+        for side in (1280, 224)
     ),
     CampaignStep("TTT-Linear", "its speed at the shapes that the goals are about", partial(_compare, op="ttt_linear")),
     CampaignStep("check", "the kernels against the fp64 reference", check_kernels),

@@ -44,7 +44,12 @@ BENCH_TYPES = dict.fromkeys(BENCH_NUMBERS, float) | {"samples": int, "bytes": in
 
 
 def check_kernels(
-    paths: Paths, op: str | None = None, minutes: float | None = None, *, began: str | None = None
+    paths: Paths,
+    op: str | None = None,
+    minutes: float | None = None,
+    *,
+    began: str | None = None,
+    first: int | None = None,
 ) -> bool:
     """Check the kernels of one operator, or of all; write a line for each to results/speed/checks/<device>.csv.
 
@@ -53,9 +58,10 @@ def check_kernels(
         minutes: begin no check after this time.
         began: operators that were checked since (`read_clock`) are not checked again; None: since the unfinished check
             of before began, if there is one.
+        first: make so many checks of each operator alone; the next call goes on with the others.
 
     Returns:
-        Whether every operator is checked.
+        Whether every operator is checked, so far as it was asked.
 
     Raises:
         UserError: no such operator, or kernels that cannot run here. RunError: a check failed.
@@ -79,7 +85,12 @@ def check_kernels(
     for cases in chosen:
         if _is_since(lines.get(cases.NAME), since):
             continue
-        rows = _check_operator(cases, device, state, deadline)
+        rows = _check_operator(cases, device, state, deadline, first)
+        made = state.kept[cases.NAME].values()
+        if first is not None and (failures := [row for row in made if row["passed"] is False]):
+            raise RunError(f"kernels check: {format_check(failures[0])}")
+        if rows is None and first is not None and len(made) >= first:
+            continue
         if rows is None:
             unfinished.append(cases.NAME)
             continue
@@ -93,6 +104,8 @@ def check_kernels(
     if unfinished:
         print(f"time is up: the next call continues with {', '.join(unfinished)}")
         return False
+    if first is not None:
+        return True
     state.finish()
     failed, made = (sum(lines[cases.NAME][key] for cases in chosen) for key in ("failed", "checks"))
     if failed:
@@ -101,12 +114,12 @@ def check_kernels(
     return True
 
 
-def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float) -> list[Row] | None:
+def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float, first: int | None) -> list[Row] | None:
     """The rows of an operator, those of earlier calls first; None where the time ends before they are complete."""
     from kernels.tools import check
 
     planned, rows = list(check.planned(cases, device)), state.kept.setdefault(cases.NAME, {})
-    todo = [number for number in range(len(planned)) if str(number) not in rows]
+    todo = [number for number in range(len(planned))[:first] if str(number) not in rows]
     if device.type == "cuda":
         made = _check_in_lanes(deadline, cases.NAME, todo)
     else:

@@ -83,11 +83,20 @@ def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
 
 
 def test_the_first_steps_answer_what_the_paper_claims():
-    """After a probe TTT-Linear is checked, and Vittt and DeiT are raced, eagerly and by graphs, before all else."""
+    """After a probe and checks, Vittt and DeiT are raced, eagerly and by graphs, and DeiT is compiled, before all else."""
     names = [each.name for each in CAMPAIGN]
-    assert names[:5] == ["environment", "probe", "check of TTT-Linear", "1280², batch 64", "1280², batch 64, graphs"]
-    assert len(names) == len(set(names))
-    for place, each in enumerate(CAMPAIGN[3:11]):
+    assert names[:4] == ["environment", "probe", "check of TTT-Linear", "first checks"]
+    assert names[4:6] == ["1280², batch 64", "1280², batch 64, graphs"] and len(names) == len(set(names))
+    for each, side in zip(CAMPAIGN[12:14], (1280, 224), strict=True):
+        params = SweepParams(**each.run.keywords).with_defaults("cuda")
+        ((row,),) = params.plan("cuda")
+        assert (row.model, row.attention, row.compile, row.image_size[0]) == (
+            "deit_tiny_patch16_224",
+            "fused",
+            True,
+            side,
+        )
+    for place, each in enumerate(CAMPAIGN[4:12]):
         params = SweepParams(**each.run.keywords).with_defaults("cuda")
         rows = {(row.model, row.attention, row.compile) for block in params.plan("cuda") for row in block}
         vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"

@@ -112,6 +112,19 @@ def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_row
     assert capsys.readouterr().out.count("ok: ") == 3
 
 
+def test_the_first_checks_of_each_operator_are_kept_for_the_others(bare_checkout, check_rows, capsys):
+    rows = [{"operator": "bi_wkv", "check": f"number {i}", **PASSED} for i in range(3)]
+    check_rows(rows)
+    assert kernels.check_kernels(find_root(), "bi_wkv", first=2) and not list(
+        bare_checkout.glob("results/speed/checks/*")
+    )
+    assert kernels.check_kernels(find_root(), "bi_wkv") and read_lines(bare_checkout)[0]["checks"] == 3
+    assert capsys.readouterr().out.count("ok: ") == 3
+    check_rows([rows[0], {**rows[1], "passed": False, "errors": {"out": 1.0}}, rows[2]])
+    with pytest.raises(RunError, match="number 1"):
+        kernels.check_kernels(find_root(), "bi_wkv", first=2)
+
+
 def test_what_a_campaign_checked_is_not_checked_again(bare_checkout, check_rows, capsys):
     check_rows([{"operator": "bi_wkv", "check": "default config", **PASSED}])
     began = read_clock()
