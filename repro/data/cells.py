@@ -33,6 +33,11 @@ class DataCell:
     max_pixels: int = Runtime.max_pixels  # of an image that is read
     source: Path | None = None  # of the published files, where a missing set is written from them
 
+    def records(self, paths: Paths, device: str) -> Path:
+        """The folder of what was measured on this data outside the pipeline; of a set of one's own, no page reports it."""
+        home = self.manifest_path.parents[1]  # results/own/<set>, or results/prepare_data
+        return home / device if home.parent == paths.results / "own" else paths.replications(device)
+
     @property
     def kind(self) -> str:
         """The kind of the data set, e.g. `imagenet`."""

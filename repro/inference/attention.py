@@ -255,7 +255,7 @@ def measure_on_data(
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     name = f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
-    file = paths.replications(device_slug(device)) / "attention" / f"{name}.json"
+    file = cell.records(paths, device_slug(device)) / "attention" / f"{name}.json"
     write_record(file, about | {"by_layer": numbers}, identity, time.monotonic() - started)
     print(
         f"{output}: {min(_SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"

@@ -43,8 +43,8 @@ def evaluate(
 ) -> None:
     """Evaluate each model at each size, print a line for each, and write the records.
 
-    They are results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json; the name ends in a limit,
-    and in a dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several
+    They are results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json, for a set of one's own in
+    results/own/<set>/<device>/evaluate/; the name ends in a limit, and in a dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several
     models fails, a line on stderr says so and the others are evaluated.
 
     `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and
@@ -145,7 +145,7 @@ class _Evaluation:
         parts = [checkpoint.name, self.cell.name, *([str(size)] if size else []), checkpoint.hash[:8]]
         parts += [f"limit{self.request.limit}"] if self.request.limit else []
         parts += [self.request.dtype] if self.request.dtype != "fp32" else []
-        return self.paths.replications(device_slug(self.device)) / "evaluate" / f"{'_'.join(parts)}.json"
+        return self.cell.records(self.paths, device_slug(self.device)) / "evaluate" / f"{'_'.join(parts)}.json"
 
     def _evaluate(self, classifier: Classifier) -> dict[str, Any]:
         """Measure, record and print the accuracy of a model at one size; the record's metrics."""

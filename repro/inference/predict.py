@@ -46,9 +46,13 @@ def predict_pictures(
     own_task = (checkpoint.task or {"name": "classify"})["name"]
     if task not in (None, own_task):
         raise UserError(f"{weights}: holds a model that can {own_task}, not {task}")
-    output = output or Path("predictions", own_task)
+    output, tasks = output or Path("predictions", own_task), load_tasks()
+    if own_task not in tasks:
+        raise UserError(
+            f"{weights}: holds a model for the task {own_task!r}, which is none of {', '.join(sorted(tasks))}"
+        )
     try:
-        predictor = load_tasks()[own_task].open_predictor(checkpoint, device, min_score)
+        predictor = tasks[own_task].open_predictor(checkpoint, device, min_score)
     except ValueError as error:
         raise UserError(f"{weights}: {error}") from None
     files = find_pictures(given, unique_names=predictor.draws)

@@ -285,7 +285,7 @@ def record_probe(
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
-    file = paths.replications(device_slug(device)) / "probes" / name / f"{params.probe.replace('=', '')}.json"
+    file = cell.records(paths, device_slug(device)) / "probes" / name / f"{params.probe.replace('=', '')}.json"
     write_record(file, metrics, identity, time.monotonic() - started)
 
 

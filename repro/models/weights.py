@@ -34,7 +34,8 @@ State = Mapping[str, Tensor]
 # the only metadata key: safetensors would write several in an order that varies from run to run
 METADATA_KEY = "vision_ttt_repro"
 # what the metadata have, and what they may have besides; an unknown key is a damaged one, or of a later version
-_NEEDED, _FURTHER = {"model", "options", "preprocessing", "classes"}, {"checksum", "reading", "task"}
+_NEEDED = {"model": str, "options": dict, "preprocessing": dict, "classes": list}
+_FURTHER = {"checksum": str, "reading": (dict, str), "task": dict}
 # in the header, where the metadata are JSON in a string of JSON
 _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"([0-9a-f]{64})\\"')
 # what a tensor of weights may be; whether an integer is one in the model, too, is compared when it is loaded
@@ -301,10 +302,26 @@ def _find_checksum(path: Path) -> tuple[int, str] | None:
     return found and (found.start(1), found[1].decode())
 
 
+class _Stated(dict):
+    """What a file states, of which every use of a part that it lacks is the same UserError."""
+
+    def __init__(self, content: dict[str, Any], path: Path) -> None:
+        super().__init__(content)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(
+            f"{self.path}: damaged, or of another version: its metadata lack {key!r}; train or get it again"
+        )
+
+
 def _parse_metadata(text: str, path: Path, *, verified: bool) -> dict[str, Any]:
+    kinds = _NEEDED | _FURTHER
     try:
-        found = json.loads(text)
-        known = _NEEDED <= found.keys() <= _NEEDED | _FURTHER
+        found = json.loads(text, object_hook=lambda content: _Stated(content, path))
+        known = _NEEDED.keys() <= found.keys() <= kinds.keys()
+        known = known and all(isinstance(value, kinds[key]) for key, value in found.items())
+        known = known and all(isinstance(name, str) for name in found["classes"])
     except (ValueError, AttributeError):
         known = False
     # a checksum that is not where `_CHECKSUM` looks for it was not compared

@@ -14,6 +14,7 @@ from repro.core.hashing import require_hash
 from repro.models import weights
 from repro.models.checkpoints import open_own, open_weights
 from repro.models.weights import METADATA_KEY, open_file, save_weights
+from repro.tasks import load_tasks
 from repro.tasks.generation.data import open_denoiser
 from tests.models.helpers import PREPROCESSING, rewrite_description
 
@@ -95,6 +96,42 @@ def test_metadata_that_are_none_are_one_line(tmp_path, metadata):
     save_file({"x": torch.zeros(1)}, tmp_path / "w.safetensors", metadata={METADATA_KEY: metadata})
     with pytest.raises(UserError, match=r"w\.safetensors: damaged"):
         open_file(tmp_path / "w.safetensors")
+
+
+WRONG = {
+    "model": [3, None],
+    "options": [[], "x"],
+    "preprocessing": [None, []],
+    "classes": ["ab", [1, 2]],
+    "task": ["detect"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_metadata_of_another_kind_are_one_line(saved, key, value):
+    rewrite_description(saved[0], lambda described: described.update({key: value}))
+    with pytest.raises(UserError, match=r"weights\.safetensors: damaged"):
+        open_file(saved[0])
+
+
+LACKING = {
+    "detect": ["transform", "mask_rcnn"],
+    "segment": ["transform", "upernet"],
+    "classify": ["input_size", "interpolation", "crop_pct", "mean", "std"],
+}
+
+
+@pytest.mark.parametrize(("task", "part"), [(task, part) for task, parts in LACKING.items() for part in parts])
+def test_a_part_that_the_metadata_lack_is_named_with_the_file(tmp_path, task, part):
+    spec, path, options = load_tasks()[task], tmp_path / "weights.safetensors", {"depth": 1, "num_classes": 2}
+    stated = {} if task == "classify" else {"name": task, "transform": {}, spec.head: {}}
+    described = {"options": options, "preprocessing": dict(PREPROCESSING), "classes": ["a", "b"], "task": stated}
+    del (stated or described["preprocessing"])[part]
+    save_weights(path, timm.create_model(NAME, **options), name=NAME, **described)
+    checkpoint = open_own(path)
+    with pytest.raises(UserError, match=rf"weights\.safetensors: .*lack '{part}'") as caught:
+        spec.open_predictor(checkpoint, torch.device("cpu"), 0.3)
+    assert "\n" not in str(caught.value)
 
 
 NONFINITE = [torch.tensor([1.0, value]) for value in (float("nan"), float("inf"), float("-inf"))]

@@ -20,7 +20,7 @@ from repro.runs.own import SMALL, OwnTraining, choose_detector, choose_recipe, c
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
 from tests.data_sets.made import annotation
-from tests.stages.helpers import find_record, read_metrics, save_model
+from tests.stages.helpers import read_metrics, save_model
 
 
 def draw(folder: Path, counts: dict[str, int]) -> Path:
@@ -295,7 +295,8 @@ def test_a_set_has_one_record_however_its_path_is_written_and_none_tells_the_pat
     repro_cli.run("prepare-data", "--cell", "folder:../pets")
     for place in PLACES.format(tmp_path).split():
         repro_cli.run("evaluate", f"--data=folder:{place}", "--weights", weights)
-        record = find_record("evaluate/*")
+        assert not list(Path("results/replications").rglob("*own_*"))  # pages report what lies there
+        (record,) = Path("results/own/pets").glob("*/evaluate/*_own_*[!n].json")
         assert "_own_pets_32_" in record.name and read_metrics(record)["data"] == "own_pets"
         text = record.read_text()
         assert not [word for word in (str(tmp_path), tmp_path.name, "..", "~") if word in text.replace(".../", "")]

@@ -48,6 +48,8 @@ def lab(prepared, tmp_path_factory) -> Path:
     described = {"options": options, "preprocessing": {"input_size": [3, 32, 32]}, "classes": DIGITS}
     unknown = root / "unknown.safetensors"
     save_weights(unknown, build_model(NANO, **options), name="vittt_nanno_patch16_144", **described)
+    helpers.save_denoiser(root / "lacking.safetensors", "dit3_nano_patch4", task={"name": "generate"})
+    helpers.save_denoiser(root / "foreign.safetensors", "dit3_nano_patch4", task={"name": "sort"})
     Image.new("RGB", (20, 20)).save(root / "picture.png")
     (root / "text.png").write_text("no picture")
     (root / "there.pt2").write_text("somebody's")
@@ -134,6 +136,7 @@ COMMANDS = {
     "generate --weights own.safetensors -o out --inception-sha256 0000000000000000": "--inception-sha256 --inception",
     "generate --weights vittt.safetensors -o out": "vittt.safetensors classify generate",
     "generate --weights absent.safetensors -o out": "absent.safetensors",
+    "generate --weights lacking.safetensors -o out": "lacking.safetensors 'transform'",
     "generate --weights params.yaml -o out": "params.yaml checkpoint",
     "generate --weights vit3.pth -o out": "vit3.pth --model",
     "generate --weights params.yaml -o out --model dit3_xl": "--model dit3_xl",
@@ -152,6 +155,7 @@ COMMANDS = {
     "plan --gpu K80": "K80",
     "plan --profile papr": "papr 'paper'",
     "predict picture.png --weights picture.png": "picture.png",
+    "predict picture.png --weights foreign.safetensors": "foreign.safetensors 'sort' segment",
     "predict picture.png --weights unknown.safetensors": f"'{NANO}'",
     "predict picture.png --weights vittt.safetensors --task detect": "vittt.safetensors classify detect",
     "predict picture.png --weights own.safetensors": "own.safetensors generate",
