@@ -154,7 +154,7 @@ def two_commits(bare_checkout, monkeypatch):
     """A repository whose first commit times its kernels as it says there, and a bench here that finds others."""
     monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
     for name in ("repro", "kernels", "stages"):
-        (bare_checkout / name).unlink()  # links to this code
+        (bare_checkout / name).unlink()  # a link to this code, which the next lines would write over
     (bare_checkout / "repro").mkdir()
     (bare_checkout / "repro/__main__.py").write_text(
         "import shutil, sys; print(sys.argv[1:]); shutil.copytree('kept', 'results')"
