@@ -1,4 +1,4 @@
-"""The opening of a page, shown in README in part: the verdict in sentences, pictures, and the facts."""
+"""The opening of a page, shown in README in part: the questions with their verdicts, the speed, and a picture."""
 
 import datetime
 import os
@@ -14,7 +14,7 @@ from ..core.runtime import RUN_BEGAN
 from ..core.speeds import COMMAND, HOST, describe_time
 from .claims import Report
 from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
-from .markdown import bullets, join, picture, strong, table
+from .markdown import join, picture, strong, table
 from .paper import ATTENTIONS, Contest, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by
 from .results import Results
@@ -35,17 +35,17 @@ _OUTCOMES = {
     Status.NOT_MEASURED: "were not tested",
     Status.OUT_OF_SCOPE: "are out of scope",
 }
-Fact = tuple[str, str, str]  # quantity, ours, and its origin
+Row = tuple[str, str, str, str]  # question, verdict, ours and its origin
 
 
 def lead_blocks(report: Report) -> str:
-    """The opening of a paper's page: its claim, our verdict in sentences, a picture, and our answer in numbers."""
+    """The opening of a paper's page: its claim, our verdicts, the speed against the baseline, and a picture."""
     paper, about = report.paper, report.paper.ledger.paper
     drawings = paper.drawings(report).items()
     drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
     claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
     shown = _contest_picture(report) or join(drawn)
-    return join([claim, list_unlike_machines(report), verdict_blocks(report), shown, answer_blocks(report)])
+    return join([claim, list_unlike_machines(report), verdict_blocks(report), speed_blocks(report), shown])
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
@@ -71,26 +71,19 @@ def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
 
 
 def verdict_blocks(report: Report) -> str:
-    """A sentence for each question: it reproduces, does not, or was not tested; and a table of the model's speed."""
-    lines = []
-    for question, verb, detail in _judge_questions(report):
-        why = f": {question.why}" if question.why and verb != REPRODUCE else ""
-        but = f", after {report.paper.parts[question.but](report)}" if question.but else ""
-        said = f"{question.says[0].upper()}{question.says[1:]}{verb}"
-        lines.append(f"{strong(said)} ({detail}){but}{why}.")
-    return join([bullets(lines), speed_blocks(report)])
+    """A row for each question, with its verdict, our numbers and what they were measured on; and the count of statuses."""
+    rows = [*(_answer(question, report) for question in report.paper.questions), *_orderings(report)]
+    counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
+    return join([table(["question", "verdict", "ours", "measured on"], rows), counts])
 
 
 def speed_blocks(report: Report) -> str:
-    """The model's speed and memory against the baseline's; empty without measurements."""
+    """The model's speed and memory against the baseline's; empty where the paper has no baseline."""
     contest = report.paper.contest
+    if contest is None:
+        return ""
     measured = find_all_speeds(contest, report.results)
-    return _compare_speeds(contest, measured) if measured else ""
-
-
-def _judge_questions(report: Report) -> list[tuple[Question, str, str]]:
-    """The questions that the verdict speaks of, each with its verb and its numbers."""
-    return [(each, *judge_question(_find_own(each, report))) for each in report.paper.questions if each.says]
+    return _compare_speeds(contest, measured) if measured else f"{contest.title}: not measured, `repro efficiency`."
 
 
 def _find_own(question: Question, report: Report) -> list[Verdict]:
@@ -139,33 +132,38 @@ def measure_deviations(own: Sequence[Verdict]) -> list[float]:
 
 
 def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> str:
-    """A table of speedups and memory against the baseline, a row per device and batch size."""
-    places = [(size, attention) for size in sorted(contest.sizes, reverse=True) for attention in ATTENTIONS]
-    head = f"{contest.ours[1]}'s speed over {contest.theirs[1]}'s, and its memory"
+    """A row for each device, batch and image size: time and memory of the model, and of the baseline with the ratios."""
+    (our_model, ours), (their_model, theirs) = contest.ours, contest.theirs
     rows, notes = [], []
     for speeds in measured:
-        name = f"{str(speeds.group).partition(': ')[2]}, commit {speeds.source.commit}"
+        name = f"{str(speeds.group).partition(': ')[2]}, commit {speeds.source.commit}{speeds.group.caveat}"
         ratios, memory = speeds.find_ratios(contest), speeds.find_memory(contest)
-        found = [[each[attention].get(size) for each in (ratios, memory)] for size, attention in places]
-        rows.append([name + speeds.group.caveat, *("; ".join(filter(None, cell)) or "–" for cell in found)])
+        for size in sorted(contest.sizes, reverse=True):
+            row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
+            for attention in ATTENTIONS:
+                against = ", ".join(filter(None, (each[attention].get(size) for each in (ratios, memory))))
+                shown = _format_row(speeds.rows.get((their_model, attention, size)))
+                row.append(f"{shown}: {against}" if against else shown)
+            rows.append(row)
         notes.append(speeds.describe_sides(contest))
-    said = (
-        "In parentheses: the ratios of the ends of both rows' ranges over processes. "
-        + "; ".join(dict.fromkeys(notes))
-        + "."
-    )
+    head = [f"{theirs}, {attention} attention: {ours}'s speed and memory against it" for attention in ATTENTIONS]
+    said = "In parentheses: the ratios of the ends of both rows' ranges over processes. "
+    said += f"{'; '.join(dict.fromkeys(notes))}."
     if any(HOST in cell for row in rows for cell in row):
         grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
         said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
-    return join([table([head, *(f"{size}², {attention} attention" for size, attention in places)], rows), said])
+    if not any(speeds.is_gpu for speeds in measured):
+        said += " No GPU was measured."
+    return join([table(["measured on", "image", ours, *head], rows), said])
 
 
 def _papers_table(reports: Sequence[Report]) -> str:
     """A row for each paper: the verdict in a few words, and its page."""
     rows = []
     for report in reports:
-        said = group_by(_judge_questions(report), lambda asked: asked[1])
-        words = "; ".join(f"{' and '.join(each.says for each, *_ in own)}{verb}" for verb, own in said.items())
+        asked = [each for each in report.paper.questions if each.says]
+        said = group_by(asked, lambda question: judge_question(_find_own(question, report))[0])
+        words = "; ".join(f"{' and '.join(each.says for each in own)}{verb}" for verb, own in said.items())
         file, source = report.paper.page, report.paper.read_from
         name = f"{report.paper.name}, read from {source}" if source else report.paper.name
         rows.append([name, words, f"[{file.rpartition('/')[2]}]({file})"])
@@ -213,65 +211,40 @@ def note_pipeline(results: Results) -> None:
     write_json(file, {"seconds": round(seconds), "jobs": int(jobs), "commits": commits, "stages": stages})
 
 
-def answer_blocks(report: Report) -> str:
-    """A table of facts, each with what it was measured on, and how many entries have each status."""
-    paper, results = report.paper, report.results
-    facts = [*(_answer(question, report) for question in paper.questions), *_orderings(report)]
-    if paper.contest:
-        facts += _contest_facts(paper.contest, results)
-    if not any(source.device.startswith("cuda") for source in results.sources):
-        facts.append(("anything on a GPU", strong("not measured"), "–"))
-    counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
-    return join([table(["", "ours", "measured on"], facts), counts])
-
-
-def _answer(question: Question, report: Report) -> Fact:
-    """The answer to a question: its numbers, then the count of matches."""
+def _answer(question: Question, report: Report) -> Row:
+    """The answer to a question: its verdict, our numbers next to the paper's, and their origin."""
     own = _find_own(question, report)
+    verb, text = judge_question(own)
+    why = f": {question.why}" if question.why and verb != REPRODUCE else ""
+    but = f", after {report.paper.parts[question.but](report)}" if question.but else ""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
-    if all(verdict.ours is None for verdict in own):
-        text, origin = f"not measured ({len(own)})", next((each.reason for each in own if each.reason), "–")
-    else:
-        truncated = count_statuses(own)[Status.TRUNCATED]
-        by_truncation = f", {truncated} of them by truncation" if truncated else ""
-        text, origin = _count_matches(own, by_truncation), "computed from the equations"
     if sources:
         origin = describe_origin(sources)
+    elif all(verdict.ours is None for verdict in own):
+        origin = next((each.reason for each in own if each.reason), "–")
+    else:
+        origin = "computed from the equations"
     shown = [report.verdicts[name] for name in question.shown]
     if shown and all(verdict.ours is not None for verdict in shown):
         ours = " / ".join(map(format_ours, shown))
         theirs = " / ".join(verdict.entry.printed or "" for verdict in shown)
         text = f"{question.shown_label} {ours} {shown[0].entry.unit} (paper: {theirs}); {text}"
-    return question.label, text, origin
+    verdict = strong(verb.lstrip(" :").removeprefix("were "))
+    return question.label, f"{verdict}{but}{why}", text, origin
 
 
-def _orderings(report: Report) -> list[Fact]:
+def _orderings(report: Report) -> list[Row]:
     """Counts of the paper's ordered pairs that are seen, by data set and choice of rates; the most seeds of each."""
-    facts: list[Fact] = []
+    rows: list[Row] = []
     judged = judge_variants(report)
     for (data, rates), alike in group_by(judged, lambda each: (each[0].common["data"], each[0].rates)).items():
         best = {place: of[0] for place, of in group_by(alike, lambda each: each[1].place).items()}
         words = "; ".join(f"{place}: {found.counted}" for place, (_, _, found) in best.items())
         sources = [source for group, where, _ in best.values() for source in group.at(where).values()]
         scope = f"{describe_origin(sources)}; {describe_seeds(sources)}"
-        facts.append((f"pairs that the paper orders, seen on embedded {data}, {rates}", words, scope))
-    return facts
-
-
-def _contest_facts(contest: Contest, results: Results) -> list[Fact]:
-    facts = []
-    for speeds in find_all_speeds(contest, results):
-        how = "a stage of the pipeline" if speeds.source.stage else OUTSIDE
-        for size in contest.sizes:
-            shown = [f"{contest.ours[1]}: {_format_row(speeds.rows.get((contest.ours[0], None, size)))}"]
-            for attention in reversed(ATTENTIONS):
-                row = speeds.rows.get((contest.theirs[0], attention, size))
-                times = speeds.find_ratios(contest)[attention].get(size)
-                ratio = f" ({contest.ours[1]} {times} as fast)" if times and times != HOST else ""
-                shown.append(f"{contest.theirs[1]}, {attention}: {_format_row(row)}{ratio}")
-            facts.append((f"{contest.title} at {size}²", "; ".join(shown), f"{speeds.scope}; {how}"))
-    return facts or [(contest.title, "not measured", "no record has rows of both: `repro efficiency`")]
+        rows.append((f"pairs that the paper orders, seen on embedded {data}, {rates}", "–", words, scope))
+    return rows
 
 
 def _contest_picture(report: Report) -> str:

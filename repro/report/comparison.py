@@ -13,6 +13,7 @@ from .verdicts import (
     KIND_MEANINGS,
     LEGEND,
     STATUSES,
+    Elsewhere,
     Status,
     Verdict,
     count_statuses,
@@ -23,6 +24,7 @@ from .verdicts import (
 
 CONTRADICTIONS = "Where the paper contradicts itself"
 DIFFERENCES = "Why ours differs"
+ELSEWHERE = "On other devices than the paper's"
 _EVIDENCE = ["where", "it prints", "but"]
 # function of a ledger -> how it counts a model as it is classified, with its head
 _COUNTED = {
@@ -218,20 +220,10 @@ def _is_headline(claim: Claim, report: Report) -> bool:
 
 def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> str:
     """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
-    told: dict[str, Claim] = {}
 
     def show(claim: Claim) -> tuple[str, str, str, str]:
         own = [report.verdicts[entry.id] for entry in claim.entries]
-        elsewhere = []
-        for each in own:
-            measured = ", ".join(map(str, each.elsewhere))
-            if measured:
-                # a measurement of a row above is not repeated
-                first = told.setdefault(measured, claim)
-                elsewhere.append(
-                    _key(claim, each) + (measured if first.says == claim.says else f"as for {first.place}")
-                )
-        notes = [f"elsewhere: {', '.join(elsewhere)}"] if elsewhere else []
+        notes = [f"[elsewhere](#{make_anchor(ELSEWHERE)})"] if any(each.elsewhere for each in own) else []
         if with_reasons:
             notes += [each.reason for each in own if each.status == Status.NOT_MEASURED and each.reason]
             if any(each.status == Status.INCONSISTENT for each in own):
@@ -245,6 +237,23 @@ def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool 
     places = {row: dict.fromkeys(claim.place for claim in alike) for row, alike in group_by(claims, show).items()}
     rows = [[", ".join(of_row), *row] for row, of_row in places.items()]
     return table(["where", "the paper says", "ours", "status", "note"], rows)
+
+
+def list_elsewhere(report: Report) -> str:
+    """A row for each statement and device other than the paper's; statements with the same measurements share them."""
+    told: dict[tuple[Elsewhere, ...], str] = {}
+    for claim in report.paper.ledger.claims:
+        for verdict in (report.verdicts[entry.id] for entry in claim.entries):
+            if verdict.elsewhere:
+                told.setdefault(verdict.elsewhere, f"{claim.place}: {_key(claim, verdict)}{claim.says}")
+    rows = [
+        [says, f"{each.group}{each.group.caveat}", each.found, each.found_fused]
+        for measured, says in told.items()
+        for each in measured
+    ]
+    baseline = report.paper.baseline
+    header = ["the paper says", "measured on", f"against unfused {baseline}", f"against fused {baseline}"]
+    return table(header, rows) if rows else ""
 
 
 def _merge(texts: Sequence[str]) -> str:

@@ -99,9 +99,12 @@ class Elsewhere:
         interval = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
 
+    @property
+    def found_fused(self) -> str:
+        return "" if self.fused is None else self._format(self.fused, self.fused_ends)
+
     def __str__(self) -> str:
-        found = "" if self.fused is None else self._format(self.fused, self.fused_ends)
-        fused = f"; against fused {self.baseline} {found}" if found else ""
+        fused = f"; against fused {self.baseline} {self.found_fused}" if self.found_fused else ""
         return f"{self.found} ({self.group}{fused}{self.group.caveat})"
 
 

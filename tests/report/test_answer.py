@@ -10,7 +10,7 @@ import pytest
 from repro.core.record import read_json
 from repro.core.runtime import RUN_BEGAN
 from repro.core.speeds import COMMAND, HOST, UNKNOWN
-from repro.report.answer import answer_blocks, judge_question, measure_deviations, readme_blocks, verdict_blocks
+from repro.report.answer import judge_question, measure_deviations, readme_blocks, speed_blocks, verdict_blocks
 from repro.report.gallery import find_speeds
 from repro.report.markdown import place_on_page
 from repro.report.pages import build_passages
@@ -40,49 +40,40 @@ def speeds(checkout, device=None, path="cpu", rows=ROWS, **more):
     checkout.speed(*rows, device=device or checkout.CPU, path=path)
 
 
-def facts(checkout) -> dict[str, list[str]]:
-    """What -> [ours, measured on] of the table on top of the page."""
-    lines = answer_blocks(checkout.report()).splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
-    return {row[0]: row[1:] for row in rows}
+def read_rows(blocks: str) -> list[list[str]]:
+    """The cells of the rows of the first table."""
+    table = blocks.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 
 
 def test_counts_of_the_papers_own_model_say_how_many_match(checkout):
     counts = {f"v{size}": (f"vittt_{size}_patch16_224", {}, 224) for size in ("tiny", "small", "base")}
     numbers = {"vtiny": (6_983_116, 1.4575), "vsmall": (26_365_000, 5.345), "vbase": (104_000_000, 20.41)}
     checkout.count(**{name: (*about, *numbers[name]) for name, about in counts.items()})
-    ours, scope = facts(checkout)["parameters of the paper's own model"]
+    found = {question: row for question, *row in read_rows(verdict_blocks(checkout.report()))}
+    _, ours, scope = found["parameters of the paper's own model"]
     # T's are in Table 1, Table 3's last row and Table 4's last; S's in Table 1. B has 104 M here, and the paper 102
-    assert ours == "Vittt-T/S/B 6.983 / 26.36 / 104 M (paper: 7 / 26 / 102); 4 of 24 match"
+    assert ours.startswith("Vittt-T/S/B 6.983 / 26.36 / 104 M (paper: 7 / 26 / 102); ")
     assert scope.startswith(checkout.CPU)
-    ours, _ = facts(checkout)["multiply-adds (FLOPs) of the paper's own model"]
+    verdict, ours, _ = found["multiply-adds (FLOPs) of the paper's own model"]
     # 1.4575 is cut to 1.4, 5.345 rounds to 5.3
-    assert ours.endswith("(paper: 1.4 / 5.3 / 20.3); 2 of 25 match, 1 of them by truncation")
+    assert "(paper: 1.4 / 5.3 / 20.3); " in ours and "2 of 25" in verdict
 
 
 def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     speeds(checkout, ends=None)  # one process each, and so no range
-    found = facts(checkout)
-    ours, scope = found["Vittt-T against DeiT-T at 224²"]
-    assert "Vittt-T: 40.0 ms, 60.0 MiB; DeiT-T, fused: 10.0 ms, 50.0 MiB (Vittt-T 0.250× (one process) as fast)" in ours
-    assert scope.startswith(f"{checkout.CPU}, batch 1, fp32, infer")
-    ours, scope = found["Vittt-T against DeiT-T at 1280²"]
-    assert "2500 ms, 190 MiB (Vittt-T 2.50× (one process) as fast); DeiT-T, unfused: oom" in ours and scope.startswith(
-        checkout.CPU
-    )
-    assert found["anything on a GPU"][0] == "**not measured**"
-    shown = verdict_blocks(checkout.report())
-    one = "× (one process)"
-    cells = f"– | 2.50{one}; 5 % more memory | 0.500{one}; 20 % more memory | 0.250{one}; 20 % more memory |"
-    assert (
-        f"| some processor, 2 threads, batch 1, fp32, commit 0123456789ab | {cells}\n" in shown
-        and "DeiT-T is neither" in shown
-    )
+    shown, one = speed_blocks(checkout.report()), "× (one process)"
+    name = "some processor, 2 threads, batch 1, fp32, commit 0123456789ab"
+    fused = f"10.0 ms, 50.0 MiB: 0.250{one}, 20 % more memory"
+    assert read_rows(shown) == [
+        [name, "1280²", "1000 ms, 200 MiB", "oom", f"2500 ms, 190 MiB: 2.50{one}, 5 % more memory"],
+        [name, "224²", "40.0 ms, 60.0 MiB", f"20.0 ms, 50.0 MiB: 0.500{one}, 20 % more memory", fused],
+    ]
+    assert "DeiT-T is neither" in shown and "No GPU" in shown
     # the ranges of both rows are one of the ratio, however wide it is: 0.25 · 0.5 / 1.5 and 0.25 · 1.5 / 0.5
     speeds(checkout, rows=[row for row in ROWS if row[2] == 224], ends=(0.5, 1.5))
-    ours, _ = facts(checkout)["Vittt-T against DeiT-T at 224²"]
-    assert "(Vittt-T 0.250× (0.0833 to 0.750) as fast)" in ours
-    assert "0.500× (0.167 to 1.50); 20 %" in verdict_blocks(checkout.report())
+    (_, row) = read_rows(speed_blocks(checkout.report()))
+    assert "0.500× (0.167 to 1.50), 20 %" in row[3] and "0.250× (0.0833 to 0.750)" in row[4]
 
 
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
@@ -94,7 +85,7 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
     speeds(checkout, device=checkout.H200, path="a_gpu")
     assert find_speeds(contest, checkout.results()).group.device == checkout.H200
-    assert "anything on a GPU" not in facts(checkout)
+    assert "No GPU" not in speed_blocks(checkout.report())
     speeds(checkout, device=checkout.H200, path="a_gpu", mode="train")
     assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
 
@@ -144,12 +135,12 @@ def test_the_memory_has_its_own_crossing(checkout):
 
 
 def test_nothing_measured_is_said_in_one_row_each(checkout):
-    found = facts(checkout)
-    assert len(found) <= 10 and found["Vittt-T against DeiT-T"][0] == "not measured"
-    numbers = {"parameters": 24, "multiply-adds": 25, "accuracies": 65, "speeds": 16}
-    for word, number in numbers.items():
-        (row,) = [row for label, row in found.items() if word in label]
-        assert row[0] == f"not measured ({number})" and row[1] not in ("", "–")
+    report = checkout.report()
+    rows = read_rows(verdict_blocks(report))
+    for word, number in {"parameters": 24, "multiply-adds": 25, "accuracies": 65, "speeds": 16}.items():
+        ((_, verdict, ours, why),) = [row for row in rows if word in row[0]]
+        assert "not tested" in verdict and ours == f"{number} numbers" and why not in ("", "–")
+    assert "not measured" in speed_blocks(report)
     assert "picture" not in readme_blocks([checkout.report()])
 
 
@@ -244,13 +235,11 @@ def test_a_time_of_the_host_gives_no_ratio_and_its_memory_all_the_same(checkout)
     """Both models take as long at 1280² as at 224², whose work is 33 times smaller."""
     rows = [(*row[:3], {VITTT: 11.0, DEIT: 3.0}[row[0]], 60.0 if row[0] == VITTT else 50.0) for row in ROWS]
     speeds(checkout, device=checkout.H200, rows=rows)
-    found = facts(checkout)
-    assert all("as fast" not in found[f"Vittt-T against DeiT-T at {size}²"][0] for size in (224, 1280))
-    text = verdict_blocks(checkout.report())
-    (row,) = [line for line in text.splitlines() if line.startswith("| NVIDIA H200")]
-    assert row.count(HOST) == row.count("20 % more memory") == 4 and "×" not in row and COMMAND in text
+    text = speed_blocks(checkout.report())
+    ratios = [cell for row in read_rows(text) for cell in row[3:] if ":" in cell]
+    assert all(HOST in cell and "20 % more memory" in cell and "×" not in cell for cell in ratios)
+    assert len(ratios) == 4 and COMMAND in text
     slow = [(*row[:3], row[3] * (row[2] // 224) ** 2, row[4]) for row in rows]
     speeds(checkout, device=checkout.H200, rows=slow)
-    text = verdict_blocks(checkout.report())
-    (row,) = [line for line in text.splitlines() if line.startswith("| NVIDIA H200")]
-    assert row.count("×") == 4 and UNKNOWN in row and COMMAND not in text
+    text = speed_blocks(checkout.report())
+    assert all("×" in cell for row in read_rows(text) for cell in row[3:]) and UNKNOWN in text and COMMAND not in text

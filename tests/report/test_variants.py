@@ -6,7 +6,7 @@ import pytest
 
 from repro.bench.flops import cost
 from repro.papers import load_primary
-from repro.report.answer import answer_blocks
+from repro.report.answer import verdict_blocks
 from repro.report.results import Missing
 from repro.report.variants import find_ends, find_groups, find_shown, list_ablations, plan_figures
 
@@ -182,14 +182,14 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
         train(checkout, name, [50.0, 50.1, 50.2], cells="ablate/{}_connect_7s", data="connect", classes=2)
     for name, cell, top1 in (("chunk64", "ablate/{}_imagenet", 60.0), ("conv2d", "pretrain/vittt_tiny_imagenet", 50.0)):
         train(checkout, name, [top1, top1 + 1, top1 + 2], cells=cell, data="other")
-    page = answer_blocks(checkout.report())
+    page = verdict_blocks(checkout.report())
     scope = f"{checkout.CPU}; outside the pipeline; 3 seeds"
     for data, counts in (
         ("connect", "Table 3: insufficient budget"),
         ("digits", "Table 3: 15 of 15; Table 4: 10 of 10; Fig. 7(a): 5 of 5; Fig. 7(b): 3 of 3"),
         ("other", "Fig. 7(a): 0 of 1, 1 contradicted"),
     ):
-        assert f"| pairs that the paper orders, seen on embedded {data}, one rate | {counts} | {scope} |" in page
+        assert f"| pairs that the paper orders, seen on embedded {data}, one rate | – | {counts} | {scope} |" in page
 
 
 def train_on(checkout, machine, **top1):
@@ -251,6 +251,6 @@ def test_a_row_names_the_search_of_its_rate_with_its_trials_and_both_sets_are_in
     assert "rates by own searches" in text and "| pool mid, rate 0.032 | 6 trials on cpu: other |" in text
     for name, top1 in (("conv2d", 70), ("head", 77)):
         train(checkout, name, [top1, top1 + 1, top1 + 2])
-    page = answer_blocks(checkout.report())
-    assert "embedded digits, rates by own searches | Table 4: 3 of 3 |" in page
-    assert "embedded digits, one rate | Table 4: 0 of 1, 1 contradicted |" in page
+    page = verdict_blocks(checkout.report())
+    assert "embedded digits, rates by own searches | – | Table 4: 3 of 3 |" in page
+    assert "embedded digits, one rate | – | Table 4: 0 of 1, 1 contradicted |" in page
