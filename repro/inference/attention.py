@@ -53,7 +53,7 @@ class Look:
 
 
 def choose_tokens(grid: Grid) -> list[int]:
-    """The tokens that look: a lattice of at most 5x5 places over the whole grid (h, w), in row-major order."""
+    """Return the tokens that look: a lattice of at most 5x5 places over the whole grid (h, w), in row-major order."""
     rows, columns = (torch.linspace(0, side - 1, min(SIDE, side)).round().long().tolist() for side in grid)
     return [row * grid[1] + column for row in rows for column in columns]
 
@@ -84,7 +84,7 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
 
 
 def find_grid(model: nn.Module, images: Tensor) -> Grid:
-    """The grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
+    """Return the grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
     size = tuple(images.shape[-2:])
     return model.grid_of(*size) if isinstance(model, T5) else model.patch_embed.dynamic_feat_size(size)
 
@@ -102,7 +102,7 @@ def measure_implicit_attention(
     num_heads: int,
     tokens: Sequence[int],
 ) -> Tensor:
-    """A(i, j) of the tokens i: (B, h, n, N), by autograd.
+    """Return a(i, j) of the tokens i: (B, h, n, N), by autograd.
 
     `mix` maps q, k and v (B, N, C) to outputs (B, N, C). Outputs depend on no other image, nor on other heads' v.
     """
@@ -167,7 +167,7 @@ def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> l
 
 
 def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens: Sequence[int]) -> Tensor:
-    """(B, h, n, N) of one layer, not normalised."""
+    """Return (B, h, n, N) of one layer, not normalised."""
     if isinstance(layer, InnerMixer):
         return measure_implicit_attention(lambda *qkv: layer.mix(*qkv, grid), q, k, v, layer.num_heads, tokens).detach()
     heads_q, heads_k = (each.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for each in (q[:, tokens], k))
@@ -175,7 +175,7 @@ def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens:
 
 
 def _distances(grid: Grid, like: Tensor) -> Tensor:
-    """(n, N) in patches, between the tokens of `choose_tokens` and all patches."""
+    """Return (n, N) in patches, between the tokens of `choose_tokens` and all patches."""
     places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).to(like)
     return torch.cdist(places[choose_tokens(grid)], places)
 
@@ -263,7 +263,7 @@ def measure_on_data(
 
 
 def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
-    """The teacher, and the student before its training."""
+    """Return the teacher, and the student before its training."""
     student, checkpoint = classifier.model, open_weights(teacher).require_classifier()
     if not isinstance(student, T5) or student.inner == "softmax":
         raise UserError(

@@ -34,7 +34,7 @@ class Classifier:
         return self.checkpoint.name
 
     def read_images(self, tree: Tree) -> Tensor:
-        """The images of a tree's reported split as the model sees them: uint8 (N, 3, S, S)."""
+        """Return the images of a tree's reported split as the model sees them: uint8 (N, 3, S, S)."""
         dataset = self._dataset(tree)
         return torch.stack([torch.as_tensor(dataset[(0, index)][0]) for index in range(len(dataset))])
 
@@ -81,7 +81,7 @@ def require_sizes(checkpoint: Checkpoint, device: torch.device, sizes: Sequence[
 
 @contextlib.contextmanager
 def one_line_errors(name: str, size: int) -> Iterator[None]:
-    """Around forward passes: a size that the model refuses is a UserError, too little GPU memory a RunError."""
+    """Yield around forward passes: a size that the model refuses is a UserError, too little GPU memory a RunError."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -49,7 +49,7 @@ def tell_apart(first: Tensor, second: Tensor) -> float:
 
 
 def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
-    """The log-likelihood, but for a constant, of the Gaussian of vectors (n,d)."""
+    """Return the log-likelihood, but for a constant, of the Gaussian of vectors (n,d)."""
     mean, covariance = vectors.mean(0), torch.cov(vectors.T)
     # directions without variance, such as those of normalised vectors, would have an infinite density
     covariance += 1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=covariance.dtype)

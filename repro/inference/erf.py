@@ -44,7 +44,7 @@ def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
-    """The pixel, as (row, column), at which the central position of a model's last feature map looks.
+    """Return the pixel, as (row, column), at which the central position of a model's last feature map looks.
 
     For a model with patches it is the middle of the patch; position i of padded convolutions looks at i·stride.
     """
@@ -69,7 +69,7 @@ def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor
 
 
 def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) -> FieldShape:
-    """The shape of a field (H,W) around a centre (row, column), for patches of `patch` x `patch` pixels.
+    """Return the shape of a field (H,W) around a centre (row, column), for patches of `patch` x `patch` pixels.
 
     Raises:
         ValueError: a field with no contribution at all, or with one that is not finite.

@@ -97,7 +97,7 @@ def check_limit(limit: int, images: int, split: str) -> None:
 def _find_subjects(
     request: EvaluateRequest, classes: Sequence[str], data: str, find_models: FindModels
 ) -> Iterator[tuple[Checkpoint, tuple[int, ...]]]:
-    """The checkpoints with their sizes, after a check that they fit the data; nothing is built or fetched."""
+    """Yield the checkpoints with their sizes, after a check that they fit the data; nothing is built or fetched."""
     if request.weights is not None:
         found = [
             (

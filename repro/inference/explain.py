@@ -23,7 +23,7 @@ Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 
 def find_snapshots(weights: Path) -> dict[int, Path]:
-    """The snapshots that a training left next to a weights file: epoch -> file, in the order of the epochs."""
+    """Return the snapshots that a training left next to a weights file: epoch -> file, in the order of the epochs."""
     found = {
         re.fullmatch(r"epoch_(\d+)", file.stem): file
         for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")
@@ -105,5 +105,5 @@ def _draw_inner_map(
 
 
 def _read_picture(classifier: Classifier, path: Path, max_pixels: int) -> Tensor:
-    """A picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
+    """Return a picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
     return torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path, max_pixels))))

@@ -120,7 +120,7 @@ def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callab
 
 
 def _trace(model: nn.Module, facts: dict[str, Any]) -> torch.export.ExportedProgram:
-    """The model's graph for any number of images, with this project's operators written as plain ones."""
+    """Return the model's graph for any number of images, with this project's operators written as plain ones."""
     size, step = facts["preprocessing"]["input_size"][-1], facts.get("sides_multiple_of")
     free, height, width = {0: torch.export.Dim("batch")}, size, size
     if step:

@@ -129,7 +129,7 @@ def draw_pictures(request: DrawRequest) -> None:
 
 
 def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
-    """The denoiser of a request.
+    """Return the denoiser of a request.
 
     Raises:
         UserError: weights that cannot be read, are of another task or do not fit; steps, guidance or a size out of
@@ -254,7 +254,7 @@ def _name_protocol(inception: Inception, reference: ReferenceBatch | None) -> di
 
 
 def _describe(about: Mapping[str, Any]) -> list[str]:
-    """The scores in words."""
+    """Return the scores in words."""
     judged, real = about.get("judged_percent"), about.get("real_judged_percent")
     words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
     words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]

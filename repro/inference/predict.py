@@ -89,7 +89,7 @@ def predict_pictures(
 
 
 def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
-    """The given files, and the pictures directly in the given folders; says how many other files are not read.
+    """Return the given files, and the pictures directly in the given folders; says how many other files are not read.
 
     `unique_names` refuses pictures whose names differ only by folder or suffix, for results in files of these names.
 

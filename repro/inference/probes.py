@@ -49,7 +49,7 @@ _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
 
 
 def parse_probe(name: str) -> tuple[str, int]:
-    """The kind of a probe, and its inner steps; a ValueError for an unknown name."""
+    """Return the kind of a probe, and its inner steps; a ValueError for an unknown name."""
     kind, _, count = name.partition("=")
     if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
         raise ValueError(f"probe {name}: no such probe; known: {_KNOWN}")
@@ -137,12 +137,12 @@ _PREFIXES = ("ladder_vit3_", "lact_")  # of registered names
 
 
 def has_ladder(model: str) -> bool:
-    """Whether a model of this registered name is probed here."""
+    """Return whether a model of this registered name is probed here."""
     return model.startswith(_PREFIXES)
 
 
 def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
-    """The options that build the model with the probe's inner loop.
+    """Return the options that build the model with the probe's inner loop.
 
     Raises:
         ValueError: an unknown probe, or one that would undo the step that the model was trained with.
@@ -292,7 +292,7 @@ def record_probe(
 def _run_operator(
     classifier: Classifier, tree: Tree, name: str, workers: int
 ) -> tuple[dict[str, float], tuple[float, float]]:
-    """The inner losses of Vittt, whose operator is observed."""
+    """Return the inner losses of Vittt, whose operator is observed."""
     probe = Probe("steps=1" if name == UNCHANGED else name)
     with OverrideTTTLinear(probe):
         scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)

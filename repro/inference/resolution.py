@@ -113,13 +113,13 @@ def _evaluate(
 
 
 def _classify(classifier: Classifier, images: Tensor) -> Tensor:
-    """The logits of uint8 images, on the CPU, where those of all images wait for their targets."""
+    """Return the logits of uint8 images, on the CPU, where those of all images wait for their targets."""
     with torch.inference_mode(), one_line_errors(classifier.name, classifier.transform.image_size):
         return classifier.model(classifier.to_inputs(images)).float().cpu()
 
 
 def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
-    """A row of speed: milliseconds of a forward pass for each image of a batch."""
+    """Return a row of speed: milliseconds of a forward pass for each image of a batch."""
     size, device = classifier.transform.image_size, classifier.device
     inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
     about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}

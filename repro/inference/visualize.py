@@ -113,7 +113,7 @@ def _compare_gradients(
 
 
 def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The patches of digits that are ink: images (N,3,H,W) -> mask (N,h,w)."""
+    """Return the patches of digits that are ink: images (N,3,H,W) -> mask (N,h,w)."""
     return F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, grid)[:, 0] >= _INK
 
 

@@ -29,7 +29,7 @@ class Datasets:
 
 
 def name_statistic(score: str, what: str) -> str:
-    """The key of a statistic of a score, with the score's unit last: (top1_percent, std) -> top1_std_percent."""
+    """Return the key of a statistic of a score, with the score's unit last: (top1_percent, std) -> top1_std_percent."""
     stem = score.removesuffix("_percent")
     return f"{stem}_{what}{score[len(stem) :]}"
 
@@ -90,7 +90,7 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def build_task(self, datasets: Datasets, params: Any, **parts: Any) -> Any:
-        """The task of the loop; `parts` are the arguments of `repro.training.loop.Task`."""
+        """Return the task of the loop; `parts` are the arguments of `repro.training.loop.Task`."""
 
     @abc.abstractmethod
     def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a finished training, from its last evaluation."""
+        """Return the metrics of a finished training, from its last evaluation."""
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
-        """The same scores of a method that learns nothing, on embedded data where there is one."""
+        """Return the same scores of a method that learns nothing, on embedded data where there is one."""
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
@@ -109,12 +109,12 @@ class TaskSpec(abc.ABC):
         return
 
     def count_flop_per_image(self, task: Any) -> float | None:
-        """The FLOP of a forward pass of one image; None where they are not counted."""
+        """Return the FLOP of a forward pass of one image; None where they are not counted."""
         return None
 
     @abc.abstractmethod
     def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
-        """A trained model for pictures; detections below `min_score` are not drawn.
+        """Return a trained model for pictures; detections below `min_score` are not drawn.
 
         Raises:
             UserError: weights that cannot be read or do not fit.

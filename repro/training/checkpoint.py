@@ -56,7 +56,7 @@ class Checkpointer:
             old.unlink()
 
     def restore(self) -> dict[str, Any] | None:
-        """The newest undamaged state; None where there is no state to continue from.
+        """Return the newest undamaged state; None where there is no state to continue from.
 
         Raises:
             UserError: all states are damaged.
@@ -79,7 +79,7 @@ class Checkpointer:
         return None
 
     def _files(self) -> list[tuple[int, Path]]:
-        """(step, file), newest first."""
+        """Return (step, file), newest first."""
         if not self.folder.is_dir():
             return []
         found = [(int(m[1]), self.folder / name) for name in os.listdir(self.folder) if (m := _NAME.match(name))]
@@ -87,7 +87,7 @@ class Checkpointer:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators, in types that `weights_only` loading allows."""
+    """Return the states of Python's, NumPy's and PyTorch's generators, in types that `weights_only` loading allows."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -100,7 +100,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """The inverse of `rng_state`."""
+    """Return the inverse of `rng_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -61,20 +61,20 @@ class Task(abc.ABC):
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of an epoch from number `start` on, the same ones in the same order every time."""
+        """Return the batches of an epoch from number `start` on, the same ones in the same order every time."""
         return self.train.batches(epoch, start)
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
-        """A batch, which is a tuple of tensors or lists, in equal parts."""
+        """Return a batch, which is a tuple of tensors or lists, in equal parts."""
         size = len(batch[0]) // parts
         return [tuple(column[start : start + size] for column in batch) for start in range(0, size * parts, size)]
 
     def describe(self, epoch: int, number: int) -> list[str]:
-        """The files of a batch."""
+        """Return the files of a batch."""
         return self.train.files(epoch, number)
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
-        """The optimiser of the model."""
+        """Return the optimiser of the model."""
         return build_optimizer(self.model, params, self.batch_size)
 
     @abc.abstractmethod
@@ -243,7 +243,7 @@ class TrainingState:
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; raises PyTorch's own error where the state belongs to another model."""
+        """Return the inverse of `state_dict`; raises PyTorch's own error where the state belongs to another model."""
         for name, part in self._parts().items():
             part.load_state_dict(saved[name])
 

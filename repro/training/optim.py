@@ -78,7 +78,7 @@ def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: flo
 def build_schedule(
     optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int
 ) -> Scheduler:
-    """The rate as a function of the step; call `step_update(step)` with the number of finished steps."""
+    """Return the rate as a function of the step; call `step_update(step)` with the number of finished steps."""
     scale = batch_size / params.lr_batch_size
     if params.schedule == "cosine":
         warmup_steps = params.warmup_steps or min(params.warmup_epochs, epochs) * steps_per_epoch

@@ -140,24 +140,24 @@ class TrainParams:
         return None
 
     def resolve_precision(self, device: Any) -> str:
-        """The precision on a device: `fp32`, `bf16` or `fp16`."""
+        """Return the precision on a device: `fp32`, `bf16` or `fp16`."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if device.type == "cuda" else "fp32"
 
     def autocast(self, device: Any) -> Any:
-        """A context manager for a forward pass in the precision of a device."""
+        """Return a context manager for a forward pass in the precision of a device."""
         import torch
 
         precision = self.resolve_precision(device)
         return torch.autocast(device.type, torch_dtype(precision), enabled=precision != "fp32")
 
     def with_seed(self, seed: int) -> Self:
-        """The same training with one seed."""
+        """Return the same training with one seed."""
         return dataclasses.replace(self, seeds=(seed,))
 
     def with_epochs(self, epochs: int) -> Self:
-        """The same training over another number of epochs; milestones and a cosine's steps of warm-up move in
+        """Return the same training over another number of epochs; milestones and a cosine's steps of warm-up move in
         proportion, and later snapshots are left out.
         """
         milestones = tuple(max(1, round(milestone * epochs / self.epochs)) for milestone in self.optim.milestones)

@@ -102,7 +102,7 @@ class Watch:
                     stream.close()
 
     def time_waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the wait for each belongs to the step that follows."""
+        """Yield the batches; the wait for each belongs to the step that follows."""
         while True:
             start = self.clock()
             batch = next(batches, None)
@@ -192,7 +192,7 @@ class Watch:
         return means
 
     def _rates(self, counts: Counter) -> dict[str, float]:
-        """The rates that are defined: without elapsed time there is no speed, and without steps no skip rate."""
+        """Return the rates that are defined: without elapsed time there is no speed, and without steps no skip rate."""
         found = {"skip_rate_percent": 100 * counts["skipped"] / counts["steps"]} if counts["steps"] else {}
         if (seconds := counts["seconds"]) > 0:
             found |= {"img_per_s": counts["images"] / seconds, "data_wait_percent": 100 * counts["waited"] / seconds}
@@ -203,7 +203,7 @@ class Watch:
 
 
 def format_window(window: dict[str, float]) -> str:
-    """The means of a window, see `Watch.step`, as a line of progress."""
+    """Return the means of a window, see `Watch.step`, as a line of progress."""
     parts = [f"loss {window['loss']:.4f}" if "loss" in window else "no finite loss"]
     parts.append(f"{window['img_per_s']:.0f} img/s, waited {window['data_wait_percent']:.0f} % for data")
     if window["skip_rate_percent"]:

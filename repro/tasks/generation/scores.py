@@ -55,7 +55,7 @@ class Judge:
 
     @torch.inference_mode()
     def count_right(self, pictures: Tensor, labels: Tensor, batch_size: int = 64) -> int:
-        """How many of the uint8 pictures (N, 1 or 3, H, W) it takes for their labels (N,)."""
+        """Return how many of the uint8 pictures (N, 1 or 3, H, W) it takes for their labels (N,)."""
         resize, to_input = eval_transform(self.transform), ToInput(self.transform, self.device)
         right = 0
         for part, truth in zip(pictures.split(batch_size), labels.split(batch_size), strict=True):
@@ -75,7 +75,7 @@ class Moments:
     products: Tensor | float = 0.0  # (D, D)
 
     def add(self, features: Tensor) -> None:
-        """Add features (B, D)."""
+        """Return add features (B, D)."""
         features = features.double().cpu()
         self.count += len(features)
         self.total = self.total + features.sum(0)
@@ -165,12 +165,12 @@ class Inception:
 
     @torch.inference_mode()
     def pooled(self, pictures: Tensor) -> Tensor:
-        """(B, 2048)."""
+        """Return (B, 2048)."""
         return self.module(pictures.to(self.device), return_features=True)
 
     @torch.inference_mode()
     def spatial(self, pictures: Tensor) -> Tensor | None:
-        """(B, 17·17·7), with the channel last as in TensorFlow; None for a file without the layer."""
+        """Return (B, 17·17·7), with the channel last as in TensorFlow; None for a file without the layer."""
         layers = dict(getattr(self.module, "layers", nn.Module()).named_children())
         if SPATIAL_LAYER not in layers:
             return None
@@ -204,7 +204,7 @@ class Tally:
         self.right = self.seen = 0
 
     def add(self, pictures: Tensor, labels: Tensor) -> None:
-        """Add uint8 pictures (B, 1 or 3, H, W) of the classes `labels` (B,)."""
+        """Return add uint8 pictures (B, 1 or 3, H, W) of the classes `labels` (B,)."""
         self.seen += len(labels)
         if self.judge is not None:
             self.right += self.judge.count_right(pictures, labels)
@@ -266,7 +266,7 @@ def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
 
 
 def load_script(path: Path, device: torch.device) -> Any:
-    """The module of a TorchScript file, in eval mode; raises UserError where it is none."""
+    """Return the module of a TorchScript file, in eval mode; raises UserError where it is none."""
     try:
         # scripting is deprecated, and the files remain
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
@@ -276,7 +276,7 @@ def load_script(path: Path, device: torch.device) -> Any:
 
 
 def load_exported(path: Path, device: torch.device) -> Any:
-    """The module of a file of torch.export; raises UserError where it is none."""
+    """Return the module of a file of torch.export; raises UserError where it is none."""
     log = logging.getLogger("torch.export")
     level = log.level
     log.setLevel(logging.CRITICAL)  # it would write the traceback too

@@ -77,7 +77,7 @@ class Generation(Task):
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """The losses over a split, with the true classes, at a step and noise of each image that never change.
+        """Return the losses over a split, with the true classes, at a step and noise of each image that never change.
 
         The reported split also has `judged_percent`, the share of samples that the judge takes for the class they were
         asked to be, and `real_judged_percent`, that share of the split's own images, which the judge sees at the size
@@ -120,7 +120,7 @@ class Generation(Task):
         )
 
     def _draw_fixed(self, index: int) -> tuple[int, Tensor]:
-        """The step and the noise of a held-out image, whatever its batch and rank are."""
+        """Return the step and the noise of a held-out image, whatever its batch and rank are."""
         generator = make_generator(_HELD_OUT, index)
         return int(torch.randint(TIMESTEPS, (), generator=generator)), torch.randn(
             self.transform.shape, generator=generator

@@ -57,7 +57,7 @@ class Linearize(Classify):
         return Linearization(start=start, **rates, **shared, **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step."""
+        """Return the metrics of a classifier, and `untrained_top1_percent` of the student before its first step."""
         untrained = task.evaluate(task.start.to(task.device).eval(), task.reported_split)
         return super().summarise(task, last) | {"untrained_top1_percent": untrained["top1_percent"]}
 

@@ -36,7 +36,7 @@ class AdeSegmentation(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """(image, label map), uint8: in training (3, S, S) and (S, S) with S the crop's side.
+        """Return (image, label map), uint8: in training (3, S, S) and (S, S) with S the crop's side.
 
         In evaluation the image is (3, H, W) with H and W multiples of 32, the label map (h, w) as its file.
         """
@@ -59,7 +59,7 @@ class AdeSegmentation(Dataset):
         return tuple(default_collate(samples))
 
     def name(self, index: int) -> str:
-        """An image's file name."""
+        """Return an image's file name."""
         return self.pairs.name(index)
 
     def require_readable(self) -> None:
@@ -99,7 +99,7 @@ def _training_steps(settings: SegmentationTransformSettings) -> list:
 
 
 def _turned(image: np.ndarray) -> np.ndarray:
-    """(H, W, 3), red first, to OpenCV's blue first, or back."""
+    """Return (H, W, 3), red first, to OpenCV's blue first, or back."""
     return np.ascontiguousarray(image[..., ::-1])
 
 

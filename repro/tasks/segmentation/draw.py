@@ -30,7 +30,7 @@ def predict(model: mmseg.models.EncoderDecoder, image: Tensor, settings: Segment
 
 
 def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float = 0.002) -> Image.Image:
-    """A picture under the colours of its classes, enlarged where it is small, and a legend at its right side.
+    """Return a picture under the colours of its classes, enlarged where it is small, and a legend at its right side.
 
     Args:
         image: uint8 (3, h, w).

@@ -59,7 +59,7 @@ class Segmentation(Task):
         }
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """A batch in equal parts.
+        """Return a batch in equal parts.
 
         Raises:
             UserError: parts of one image on one process, since pyramid pooling leaves batch norm a single value of one
