@@ -43,7 +43,7 @@ class Entries(NamedTuple):
 
 
 def is_left_out(name: str) -> bool:
-    """Return whether a path is not part of a data set, by any of its names: hidden, or a file of a system (macOS, NAS)."""
+    """Return whether a path is not part of a data set: one of its names is hidden, or of a system (macOS, NAS)."""
     return any(part.startswith(".") or part.casefold() in _OF_SYSTEMS for part in name.split("/"))
 
 

@@ -116,7 +116,7 @@ def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tu
 def _open(
     content: bytes, name: object, max_pixels: int, *, upright: bool = True
 ) -> tuple[Image.Image, str | None, int]:
-    """Return the image of `open_image`, its format, and its EXIF orientation: 1 where it was not rotated, else 2 to 8."""
+    """Return the image of `open_image`, its format, and its EXIF orientation: 1 if it was not rotated, else 2 to 8."""
     try:
         # Pillow warns about EXIF data that are odd but readable
         with warnings.catch_warnings(action="ignore"), lift_limit():

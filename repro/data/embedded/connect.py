@@ -71,10 +71,10 @@ def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray
 
 
 def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Place all pairs of curves of an image, the one with the markers first: arms (4, P) and possible bends (4, Q) of each.
+    """Place all pairs of curves of an image: arms (4, P) and possible bends (4, Q) of each pair.
 
-    Points are complex numbers x + iy in pixels, two for each pixel of length. Arms run outwards, and bend k joins arms
-    k and k + 1.
+    The pair with the markers comes first. Points are complex numbers x + iy in pixels, two for each pixel of length.
+    Arms run outwards, and bend k joins arms k and k + 1.
 
     Raises:
         UserError: they do not fit into an image.

@@ -1,1 +1,1 @@
-"""The common part of detection and segmentation: parameters, the pretrained backbone, and a baseline without learning."""
+"""Common parts of detection and segmentation: parameters, the pretrained backbone, and a baseline without learning."""

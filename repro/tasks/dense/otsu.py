@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...data.masks import decode_mask
 
-_BLUR = 1.0  # pixels
+_BLUR = 1.0  # standard deviation of the Gaussian blur, in pixels
 _FAINTEST = 8.0  # least grey levels above the darkest pixel; less is noise
 _SMALLEST = 40  # smallest area of an object in pixels
 _SIDE = 8  # cells along a side of the grid on which shapes are compared

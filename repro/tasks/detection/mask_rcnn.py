@@ -182,9 +182,10 @@ class ProposalNetwork(RegionProposalNetwork):
 
 
 class PyramidRoiAlign(nn.Module):
-    """RoIAlign with half-pixel centres and adaptive sampling, on level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped.
+    """RoIAlign with half-pixel centres and adaptive sampling.
 
-    torchvision's `MultiScaleRoIAlign` has neither, and keeps the strides that it infers from the first images.
+    A box is pooled from level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped. torchvision's `MultiScaleRoIAlign` has
+    neither of the two, and keeps the strides that it infers from the first images.
     """
 
     def __init__(self, side: int):

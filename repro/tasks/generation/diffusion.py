@@ -182,10 +182,10 @@ class Diffusion:
 
 
 def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
-    """Apply classifier-free guidance: ε = ε_null + scale · (ε_class - ε_null) in the first `channels`, ε_class in others.
+    """Apply classifier-free guidance to the first `channels`: ε = ε_null + scale · (ε_class - ε_null).
 
-    DiT guides three of a latent's four channels, and neither the fourth nor the variances. A scale of 1 is no guidance,
-    and runs the model once instead of twice; 0 ignores the class.
+    Other channels are ε_class: DiT guides three of a latent's four channels, and neither the fourth nor the variances.
+    A scale of 1 is no guidance, and runs the model once instead of twice; 0 ignores the class.
     """
 
     def denoise(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
@@ -205,7 +205,10 @@ def make_generator(*key: int) -> torch.Generator:
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """Compute log P of 8-bit values in [-1, 1]: the normal's mass within half a level, or beyond the first and last level."""
+    """Compute log P of 8-bit values in [-1, 1]: the normal's mass within half a level of each.
+
+    The first and the last level also get the mass beyond them.
+    """
     centred, inverse = x - mean, torch.exp(-log_deviation)
     above, below = (_cumulate(inverse * (centred + sign * LEVEL / 2)) for sign in (1, -1))
     mass = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
