@@ -31,6 +31,7 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
                 if member.issym():
                     files[name] = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
                 elif member.islnk():
+                    # a hard link keeps the bytes of the earlier member, even where a later one replaces that name
                     files[name] = files.get(_clean(member.linkname), member.linkname)
                 elif member.isfile() and not _has_holes(member):
                     files[name] = member.offset_data, member.size

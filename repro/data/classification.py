@@ -82,7 +82,8 @@ class ToInput:
         )
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        # move first, then convert: a single `to` would convert on the CPU and send four times the bytes
+        # move first, then convert: a single `to` would convert on the CPU and send four times the bytes. copy=True
+        # since the normalisation is in place, and an fp32 input would be returned as it is
         inputs = images.to(self.device, non_blocking=True).to(
             torch.float32, copy=True, memory_format=torch.contiguous_format
         )

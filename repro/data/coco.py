@@ -148,6 +148,7 @@ def read_instances(
             found.append((values, corners, marshal.dumps(segmentation)))
     for sort, (severity, advice) in _FAULTS.items():
         report.add([Finding(severity, file, problem, advice) for problem in faults[sort]])
+    # stable: an image's annotations keep the file's order
     found.sort(key=lambda each: each[0][0])
     table = np.array([each[0] for each in found], dtype=ANNOTATION)
     rows = np.flatnonzero(table["target"])

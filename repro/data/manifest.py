@@ -111,7 +111,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
 
 
 def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:
-    """Make a folder's record from the (name, bytes) of its files, and from the hashes of their contents if these count."""
+    """Make a folder's record from the (name, bytes) of its files, and the hashes of their contents if these count."""
     rows = [b"%s\0%d" % pair for pair in files]
     if hashes is not None:
         rows = [row + b"\0" + content.encode() for row, content in zip(rows, hashes, strict=True)]

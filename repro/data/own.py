@@ -110,6 +110,7 @@ def split_own(paths: Paths, own: OwnData) -> None:
         raise UserError(f"{root}: is in the way; move it, or rename {own.path.name}")
     links, rows = {}, []
     for label, files in classes.items():
+        # every class needs a picture on both sides
         held_out = {file for file in files if _is_held_out(file)} or {max(files, key=_draw)}
         if len(held_out) == len(files):
             held_out.remove(min(files, key=_draw))

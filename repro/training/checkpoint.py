@@ -39,6 +39,7 @@ class Checkpointer:
         Raises:
             RunError: the state cannot be written; earlier states are untouched.
         """
+        # in memory, since the file's name has the hash of its content
         buffer = io.BytesIO()
         torch.save(state, buffer)
         content = buffer.getbuffer()

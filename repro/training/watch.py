@@ -116,7 +116,7 @@ class Watch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude work that is not training (evaluation, snapshots, saving) from the time of steps and from the speed."""
+        """Exclude work that is not training (evaluation, snapshots, saving) from the times of steps and the speed."""
         if self.device.type == "cuda":  # queued kernels belong to the steps before the pause
             torch.cuda.synchronize(self.device)
         start = self.clock()
@@ -219,7 +219,7 @@ def format_window(window: dict[str, float]) -> str:
 
 
 def _reopen(path: Path, step: int) -> BinaryIO:
-    """Open the file for appending, after dropping lines about steps after `step` and a last line that a crash cut short."""
+    """Open the file for appending; drop lines about steps after `step`, and a last line that a crash cut short."""
     lines, kept = path.read_bytes().splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         try:

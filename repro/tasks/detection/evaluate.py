@@ -120,6 +120,7 @@ def _open_truth(instances: Instances) -> COCO:
     image_ids, sizes = instances.image_ids.tolist(), instances.sizes.tolist()
     annotations = [
         {
+            # from 1: pycocotools takes a match with id 0 for no match
             "id": row + 1,
             "image_id": image_ids[place],
             "category_id": instances.category_ids[label - 1],

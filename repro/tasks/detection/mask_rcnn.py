@@ -97,6 +97,7 @@ class MaskRcnn(DenseModel, nn.Module):
         height, width = (math.ceil(max(side) / 32) * 32 for side in zip(*sizes, strict=True))
         batch = self.pixel_mean.new_zeros(len(images), 3, height, width)
         for slot, image, (h, w) in zip(batch, images, sizes, strict=True):
+            # normalised before padding: the padding is 0, the mean colour
             slot[:, :h, :w] = (image.to(batch.device, non_blocking=True) - self.pixel_mean) / self.pixel_std
         return ImageList(batch, sizes), self.fpn(dict(zip("0123", self.backbone(batch), strict=True)))
 
@@ -275,6 +276,7 @@ class Heads(RoIHeads):
             mask_targets(target["masks"], own, index, masks.shape[-1])
             for target, own, index in zip(targets, boxes, matched, strict=True)
         ]
+        # without a positive box the loss is 0 instead of NaN
         loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(
             1, masks.numel()
         )

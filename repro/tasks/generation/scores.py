@@ -192,9 +192,9 @@ class Inception:
 
     @torch.inference_mode()
     def logits(self, pooled: Tensor) -> Tensor | None:
-        """Compute logits (B, 1008) from pooled features (B, 2048) by the file's last layer, without its bias, as ADM does.
+        """Compute logits (B, 1008) from pooled features (B, 2048); None for a file without the last layer.
 
-        Returns None for a file without such a layer.
+        As in ADM, the layer's bias is left out.
         """
         weight = getattr(getattr(self.module, OUTPUT_LAYER, None), "weight", None)
         if not isinstance(weight, Tensor) or weight.shape[1:] != pooled.shape[1:]:

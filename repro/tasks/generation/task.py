@@ -1,4 +1,4 @@
-"""The training task of class-conditional generation: a denoiser's loss, at random steps in training and fixed ones held out."""
+"""The training task of class-conditional generation: a denoiser's loss at random steps; held out, at fixed ones."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,10 @@ class Generation(Task):
         return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Compute the `mse` of the noise at a random step of each image, with label dropout, and `vb` for a learned variance."""
+        """Compute the `mse` of the noise at a random step of each image, and `vb` for a learned variance.
+
+        Each class is dropped with the probability `label_dropout`.
+        """
         x_start, labels = to_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
         labels = torch.where(torch.rand(len(labels), device=self.device) < self.label_dropout, self.num_classes, labels)
         step, noise = torch.randint(TIMESTEPS, (len(labels),), device=self.device), torch.randn_like(x_start)

@@ -12,7 +12,7 @@ class LinearizeParams(ClassifierParams):
 
     Args:
         teacher: registered name of the ViT in `init`, where its file does not name it; null for a file of this project.
-        freeze: train only the new parameters.
+        freeze: train only the parameters that are not inherited.
         new_lr_factor: learning rate of new parameters, as a multiple of that of inherited ones.
         decay_all: apply weight decay to every parameter, including biases, norms and position embeddings.
     """

@@ -45,7 +45,10 @@ class Segmentation(Task):
         self.confusion: list[list[int]] = []
 
     def loss(self, network: mmseg.models.EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
-        """Compute both heads' cross-entropies, the auxiliary one weighted, their sum, and UperNet's pixel accuracy in percent."""
+        """Compute both heads' cross-entropies, the auxiliary one weighted, and their sum.
+
+        `accuracy_percent` is UperNet's pixel accuracy.
+        """
         labels = batch[1].to(self.device, non_blocking=True).long()
         samples = [
             mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None]))
