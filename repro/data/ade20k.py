@@ -3,7 +3,7 @@
     <root>/images/{training,validation}/<stem>.jpg      <root>/annotations/{training,validation}/<stem>.png
     <root>/objectInfo150.txt: a heading and then a line for each class, with its name in the last column
 
-A set of one's own may list its classes in classes.txt instead, one name a line.
+A user's own set may list its classes in classes.txt instead, one name a line.
 
 A label map is an 8-bit image: 0 where nothing is labelled, and 1..K for the classes.
 """
@@ -21,7 +21,7 @@ from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark, or correct your own files (docs/data.md)"
-CLASSES_FILE = "classes.txt"  # in a set of one's own, instead of objectInfo<K>.txt
+CLASSES_FILE = "classes.txt"  # in a user's own set, instead of objectInfo<K>.txt
 _SURVEYED = 500  # pairs, enough for the share of each class
 
 

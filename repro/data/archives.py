@@ -75,7 +75,7 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
 
 
 def _read_label(place: tuple[int, int], path: Path, name: str, report: Reporter, kind: Kind) -> str:
-    """Read the class index in a .cls file. Return its wnid, or in a set of one's own the index as four digits."""
+    """Read the class index in a .cls file. Return its wnid, or in a user's own set the index as four digits."""
     with open(path, "rb") as stream:
         stream.seek(place[0])
         text = stream.read(place[1])

@@ -34,7 +34,7 @@ class DataCell:
     source: Path | None = None  # the published files, needed where the data set is missing and written from them
 
     def records(self, paths: Paths, device: str) -> Path:
-        """Return the folder for measurements outside the pipeline. No page reports those of a set of one's own."""
+        """Return the folder for measurements outside the pipeline. No page reports those of a user's own set."""
         home = self.manifest_path.parents[1]  # results/own/<set>, or results/prepare_data
         return home / device if home.parent == paths.results / "own" else paths.replications(device)
 

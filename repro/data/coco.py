@@ -2,7 +2,7 @@
 
 <root>/<split>2017/<image>      <root>/annotations/instances_<split>2017.json
 
-A set of one's own may omit 2017 from the names of folders and files.
+A user's own set may omit 2017 from the names of folders and files.
 """
 
 import dataclasses
@@ -50,9 +50,7 @@ Faults = dict[str, list[str]]  # key of `_FAULTS` -> descriptions
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """One annotation file of K categories, N images and M annotations, A of which are training targets.
-
-    Sorted by image.
+    """One annotation file of K categories, N images, M annotations and A training targets; sorted by image.
 
     Arrays and bytes instead of objects: the reference counts of a million objects would make every forked worker copy
     the memory pages.

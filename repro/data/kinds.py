@@ -20,7 +20,7 @@ from .settings import (
 )
 
 Format = Literal["folders", "coco", "ade20k"]
-OWN_KINDS = ("folder", "coco", "boxes", "ade20k")  # sets of one's own, which a command may name by path
+OWN_KINDS = ("folder", "coco", "boxes", "ade20k")  # users' own sets, which a command may name by path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Kind:
     """A kind of data set; `check` and `writer` name functions of this package, see `load_function`."""
 
     name: str  # its key in params.yaml and in manifests
-    layout: str  # what the root holds, for messages
+    layout: str  # content of the root, for messages
     check: str  # `repro data check` calls it with (root, report, depth)
     # the first is for training; curves and the choice of recipes use the second; scores are reported on the last
     splits: tuple[str, ...] = ("train", "val")
@@ -251,7 +251,7 @@ class PrepareData:
     """
 
     kind: Literal[tuple(KINDS)]
-    expected: ExpectedCounts | None = None  # counts that the data set must have; optional for sets of one's own
+    expected: ExpectedCounts | None = None  # counts that the data set must have; optional for users' own sets
     generate: DigitsSettings | None = None  # how `digits` is written; only there
     wild: WildDigitsSettings | None = None  # how `digits_wild` is written; only there
     draw: ScenesSettings | None = None  # how `scenes` is written; only there

@@ -114,6 +114,7 @@ class TrainOrder:
             yield [(number_of_pass, index) for index in order[first : first + self.batch_size].tolist()]
 
     def _order(self, number_of_pass: int) -> np.ndarray:
+        # the first number separates the generators of orders (0) from those of samples (1)
         sequence = np.random.SeedSequence((0, self.seed, number_of_pass))
         order = np.random.Generator(np.random.PCG64(sequence)).permutation(self.size)
         return order if self.groups is None else _pair_up(order, self.groups)
@@ -125,6 +126,7 @@ def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
     Unpaired samples come last.
     """
     pairs, alone = [], []
+    # a stable sort keeps the order of the permutation within each group
     in_order = groups[order]
     by_group = in_order.argsort(kind="stable")
     for places in np.split(by_group, np.flatnonzero(np.diff(in_order[by_group])) + 1):

@@ -151,6 +151,7 @@ def _shorten(name: str, most_bytes: int) -> str:
     if len(os.fsencode(name)) <= most_bytes:
         return name
     end = f"__{_draw(name).hex()[:16]}{os.path.splitext(name)[1][:16]}"
+    # drops a character that the cut splits
     return os.fsencode(name)[: most_bytes - len(os.fsencode(end))].decode("utf-8", "ignore") + end
 
 

@@ -125,7 +125,7 @@ def list_classes(root: Path, report: Reporter) -> dict[str, list[str]]:
 
 
 def find_splits(root: Path) -> dict[str, str]:
-    """Map each split to its folder in a set of one's own; empty where the folders of `root` are classes.
+    """Map each split to its folder in a user's own set; empty where the folders of `root` are classes.
 
     Split folders are recognised by name, in any letter case and by common synonyms. If several folders name one split,
     the one of its exact name is taken.

@@ -102,6 +102,7 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
     Raises:
         UserError: no category, a split without targets, or a sampled picture that cannot be read.
     """
+    # train is the last, and its counts are returned
     for split in reversed(kind.splits):
         instances = coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
         if not len(instances.labels):
@@ -123,6 +124,7 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
 
 def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
     """Count the pixels of each class in a sample of `train`; raises UserError where no segmenter could learn."""
+    # train is the last, and its counts are returned
     for split in reversed(KINDS["ade20k"].splits):
         pairs = ade20k.AdePairs(root, split, max_pixels=max_pixels)
         if len(pairs.classes) < 2:

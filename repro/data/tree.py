@@ -3,8 +3,8 @@
 For storage that is slow with small files, a split may also be tar archives: root/<split>/*.tar. The class of an image
 is then the first of these that exists:
 
-- a member `<key>.cls` with an index among the sorted wnids of ImageNet-1K, or with the number of a class of one's own
-(WebDataset shards, whose keys end at the first dot);
+- a member `<key>.cls` of WebDataset shards, whose keys end at the first dot: an index among the sorted wnids of
+  ImageNet-1K, or the number of a class in a user's own set;
 - the image's folder in the archive;
 - the archive's name (`n01440764.tar`, as in ILSVRC2012_img_train.tar).
 

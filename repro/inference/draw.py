@@ -42,7 +42,9 @@ def draw_gradients(
     side = (_WIDTH - 0.9) / columns
     figure, axes = _figure(rows, columns, rows * side + 1.0)
     relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
+    # relative to the mean over a picture's tokens: all layers then share one scale
     relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
+    # a few tokens exceed the rest by far, and would leave it dark
     top = max(2.0, float(np.percentile(np.concatenate([m.ravel() for m in relative.values()]), 99)))
     for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in maps):
         picture = pictures[n] / 255

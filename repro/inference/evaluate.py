@@ -43,13 +43,14 @@ def evaluate(
 ) -> None:
     """Evaluate each model at each size, print a line for each, and write the records.
 
-    A record is results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json; for a set of one's own the
+    A record is results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json; for a user's own set the
     folder is results/own/<set>/<device>/evaluate/. A limit, and a dtype other than fp32, are appended to the name.
     Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several models fails, a line on stderr
     reports it and the others are evaluated.
 
     Args:
         data: a cell of `prepare_data`.
+        request: models or weights, sizes, batch size, limit and dtype.
         find_models: returns the models of the paper's table, for `request.table1`.
         find_printed: returns the accuracy that the paper prints for a model, which is shown next to a full score.
 

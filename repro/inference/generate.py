@@ -259,7 +259,6 @@ def _name_protocol(inception: Inception, reference: ReferenceBatch | None) -> di
 
 
 def _describe(about: Mapping[str, Any]) -> list[str]:
-    """Describe the scores in words."""
     judged, real = about.get("judged_percent"), about.get("real_judged_percent")
     words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
     words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
@@ -293,7 +292,7 @@ def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progre
 
 
 def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tally) -> Tally:
-    """Add to a tally the real pictures of the requested classes in a data set's reported split, at the samples' side."""
+    """Add to a tally the real pictures of the requested classes in the reported split, at the samples' size."""
     tree = cell.open_tree()
     if tuple(tree.classes) != drawer.classes or cell.kind == "latents":
         raise UserError(f"generate: --data {cell.name}: holds no pictures of the classes that the denoiser knows")

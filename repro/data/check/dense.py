@@ -71,7 +71,7 @@ def check_coco(
 
 
 def check_boxes(root: Path, report: Reporter, depth: Depth) -> None:
-    """Check a set of one's own in COCO's layout that uses boxes as masks; errors as `check_coco`."""
+    """Check a user's own set in COCO's layout that uses boxes as masks; errors as `check_coco`."""
     kind = KINDS["boxes"]
     check_coco(root, report, depth, splits=kind.splits, expected=None, boxes_as_masks=kind.boxes_as_masks)
 
@@ -121,7 +121,7 @@ def check_ade20k(
         names = pairs["train"].classes
         shares = pixels / pixels.sum()
         report.ok(base, f"pixels: {_list_shares(['0 (unlabelled)', *names], shares)}")
-        # only for one's own sets: the labels of a release and of drawn scenes are known to be right
+        # only for users' own sets: the labels of a release and of drawn scenes are known to be right
         of_class = shares[1 : len(names) + 1]
         if (
             names

@@ -107,6 +107,7 @@ def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -
     """
     period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
     along = np.arange(_SAMPLES_PER_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_PER_PX
+    # hat functions: the curvature is linear between knots that are one dash and gap apart
     knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
     curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
     steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_PER_PX) / _SAMPLES_PER_PX
@@ -131,10 +132,12 @@ def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: Conn
     points = arms.reshape(count, 4 * arms.shape[2])
     number = np.arange(points.shape[1])
     along = number % arms.shape[2] * (_COARSE / _SAMPLES_PER_PX)
+    # neighbouring points of one arm are close by construction
     near = (np.abs(along[:, None] - along) < 2 * clearance) & (
         number[:, None] // arms.shape[2] == number // arms.shape[2]
     )
     fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
+    # the bends lie in a disc around the centre, which the beginnings of the arms touch
     fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
     points = np.concatenate([points, bends.reshape(count, 4 * bends.shape[2])], axis=1)
     fitting &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))

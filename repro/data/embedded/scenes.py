@@ -103,6 +103,7 @@ def draw_image(
     """
     size = settings.image_size
     canvas, labels = draw_ground(rng, size, settings)
+    # the textures are the last classes
     labels += len(CLASSES) - len(TEXTURES) + 1
     owner = np.full((size, size), -1)  # index in `digits` of the topmost stroke at a pixel
     digits, boxes = [], []
@@ -125,6 +126,7 @@ def draw_image(
         window = np.s_[max(top, 0) : max(top, 0) + ink.shape[0], max(left, 0) : max(left, 0) + ink.shape[1]]
         covered = cover(ink)
         canvas[window] += covered * (level - canvas[window])
+        # the soft rim stays unlabelled; strokes get their class below, when it is known which of them remain visible
         labels[window][covered > 0] = 0
         owner[window][ink > INK] = len(digits) - 1
     instances = []

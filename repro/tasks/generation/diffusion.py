@@ -50,7 +50,7 @@ class Diffusion:
         variance = betas * (1 - self.alphas_bar_before) / rest
         # the second step's variance replaces that 0, which has no logarithm
         self._least_log_variance = torch.cat((variance[1:2], variance[1:])).log()
-        # variance where the denoiser predicts none
+        # variance where the denoiser predicts none: β, and at the first step the same as the lower bound
         self._fixed_log_variance = torch.cat((variance[1:2], betas[1:])).log()
 
     @classmethod

@@ -112,6 +112,7 @@ def frechet_distance(ours: Moments | Gaussian, theirs: Moments | Gaussian) -> fl
     values, vectors = torch.linalg.eigh(ours_cov)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.mT
     middle = root @ theirs_cov @ root
+    # rounding leaves the matrix slightly asymmetric, and eigenvalues slightly negative
     shared = torch.linalg.eigvalsh((middle + middle.mT) / 2).clamp(min=0).sqrt().sum()
     return float((ours.mean - theirs.mean).square().sum() + ours_cov.trace() + theirs_cov.trace() - 2 * shared)
 

@@ -62,6 +62,7 @@ class Segment(DenseSpec):
         background = int(counts[objects + 1 :].argmax()) + objects  # the objects are the first classes
 
         def label_map(image: Any, size: tuple[int, int]) -> Any:
+            # the baseline's labels begin at 1, and those of a label map at 0
             return baseline.label_map(image[0], background + 1) - 1
 
         def batches() -> Iterator[Any]:
