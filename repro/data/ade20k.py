@@ -126,7 +126,7 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
 def _read_names(base: Path, report: Reporter) -> tuple[str, ...]:
     """Read the names of classes 1..K from objectInfo<K>.txt or classes.txt.
 
-    () after an error that `report` lets pass.
+    Returns () after an error that `report` lets pass.
     """
     files = sorted(base.glob("objectInfo*.txt"))
     if not files and (base / CLASSES_FILE).is_file():

@@ -22,8 +22,7 @@ class DataCell:
     """A cell of `prepare_data:` whose manifest was written.
 
     Each `open_*` first compares the data set with the manifest, and writes an embedded data set that is missing.
-    Readers of dense formats are loaded by name. This keeps them out of the code hash of a classifier's training; a task
-    that uses one imports it.
+    Readers of dense formats are loaded by name: a classifier's training then imports none of them.
     """
 
     name: str

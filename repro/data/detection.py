@@ -108,7 +108,8 @@ class CocoDetection(Dataset):
     def _read(self, place: int) -> list[tv_tensors.TVTensor]:
         """Read image, boxes and masks at the file's size.
 
-        Raises UserError where the file contradicts its annotations.
+        Raises:
+            UserError: the file contradicts its annotations.
         """
         path = self.instances.path(place)
         size = tuple(self.instances.sizes[place].tolist())

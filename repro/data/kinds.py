@@ -237,7 +237,7 @@ KINDS = {
 def load_function(name: str) -> Callable[..., Any]:
     """Import a function of this package by module and name, e.g. `embedded.digits.write_digits`.
 
-    Modules that are named and not imported stay out of the code hash of every training.
+    The table can thus name functions without importing their modules.
     """
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), function)

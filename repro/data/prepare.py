@@ -23,7 +23,7 @@ from .settings import ExpectedCounts
 from .tree import scan_tree
 
 _LOOKED_AT = 500  # pictures per split that are decoded before a training on dense labels
-_IMBALANCE = 10  # ratio of the largest class to the smallest from which a user is told
+_IMBALANCE = 10  # ratio of the largest class to the smallest from which a warning is printed
 
 
 def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:

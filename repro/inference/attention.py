@@ -1,6 +1,6 @@
 """Attention maps: the softmax of a ViT, or the implicit attention of a linearised ViT.
 
-For `repro explain --map attention`.
+They are the work of `repro explain --map attention`.
 
 The implicit attention is A(i, j) = ‖∂o_i/∂v_j‖_F / √d of a head with values v_j and outputs o_i of d dimensions, before
 the output projection. For softmax attention, o_i = Σ_j a_ij v_j, it equals the weight a_ij; it is also defined for

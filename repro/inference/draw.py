@@ -27,9 +27,9 @@ def draw_gradients(
     tops: Mapping[str, Mapping[str, ArrayLike]],
     caption: str,
 ) -> None:
-    """Draw Fig.
+    """Draw Fig. 3, 9 and 10: a row per picture and state of the weights.
 
-    3, 9 and 10: a row per picture and state of the weights, with the layers' maps, their mean, marked tokens.
+    A row has the layers' maps, their mean, and the marked tokens.
 
     Args:
         pictures: (H,W,3) uint8, resized and cropped for the model.
@@ -44,7 +44,7 @@ def draw_gradients(
     relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
     # relative to the mean over a picture's tokens: all layers then share one scale
     relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
-    # a few tokens exceed the rest by far, and would leave it dark
+    # the 99th percentile instead of the maximum, which a single token can set
     top = max(2.0, float(np.percentile(np.concatenate([m.ravel() for m in relative.values()]), 99)))
     for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in maps):
         picture = pictures[n] / 255

@@ -211,7 +211,8 @@ def open_decoder(
 def find_labels(text: str, classes: Sequence[str]) -> list[int]:
     """Return the labels for `all`, the name of a class, or its number.
 
-    Raises UserError where there is no such class.
+    Raises:
+        UserError: there is no such class.
     """
     if text == "all":
         return list(range(len(classes)))

@@ -101,10 +101,7 @@ def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
 
 
 def select_top_tokens(maps: Tensor, among: Tensor) -> Tensor:
-    """Mask the largest 30 %, rounded, of the tokens in `among` (h,w), for maps (..., h, w).
-
-    Returns masks of that shape.
-    """
+    """Mask the largest 30 %, rounded, of the tokens in `among` (h,w) of maps (..., h, w), as bool of that shape."""
     values = maps.masked_fill(~among.to(maps.device), -torch.inf).flatten(-2)
     chosen = values.topk(round(TOP_SHARE * int(among.sum())), dim=-1).indices
     return torch.zeros_like(values, dtype=torch.bool).scatter(-1, chosen, True).view_as(maps)

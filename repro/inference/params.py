@@ -102,10 +102,7 @@ class DrawnParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A model of Fig.
-
-    8: a file of this project, an official one with `model`, or `model` alone for timm's own weights.
-    """
+    """A model of Fig. 8: a file of this project, an official file with `model`, or `model` for timm's own weights."""
 
     weights: str | None = None
     model: str | None = None

@@ -87,7 +87,8 @@ class Probe:
     def inner_losses(self) -> tuple[float, float]:
         """Return the mean loss of a chunk's tokens before and after its inner steps, over all calls.
 
-        ValueError without any.
+        Raises:
+            ValueError: there was no call.
         """
         if not self._count:
             raise ValueError("the model has no inner learner of Vision-TTT")

@@ -111,7 +111,7 @@ class TaskSpec(abc.ABC):
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
         """Draw predictions of a trained model in eval mode for images of the reported split, as PNGs.
 
-        Nothing by default.
+        The default draws nothing.
         """
         return
 

@@ -55,7 +55,8 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
 def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
     """Draw (2, S, S) uint8 with bright ink, one image of `apart` and one of `joined`.
 
-    Raises UserError as `place_curves`.
+    Raises:
+        UserError: as `place_curves`.
     """
     (arms, bends), *others = place_curves(rng, settings)
     shared = np.zeros((settings.image_size, settings.image_size))

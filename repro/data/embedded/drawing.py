@@ -1,7 +1,7 @@
 """Drawing of digits on textures, for `scenes` and `digits_wild`.
 
-An image is square and grey. A straight line divides the ground in two, and each side has one of three textures. The
-ground is covered by the strokes of enlarged and rotated scans of scikit-learn's digits.
+An image is square and grey. A straight line divides the ground in two, and each side has one of three textures.
+Enlarged and rotated scans of scikit-learn's digits are drawn over it; their strokes are opaque.
 """
 
 import numpy as np

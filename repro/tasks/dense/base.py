@@ -50,9 +50,9 @@ def list_colours() -> list[tuple[int, int, int]]:
 
 
 def describe_confusion(classes: Sequence[str], counts: Sequence[Sequence[int]], of: str) -> dict[str, Any]:
-    """Make the record of a confusion matrix: counts of `of`, e.g.
+    """Make the record of a confusion matrix: counts by true (row) and predicted class (column).
 
-    `pixels`, by true (row) and predicted class (column).
+    `of` names what is counted, e.g. `pixels`. With more than 20 classes the matrix is None, with a reason.
     """
     if len(classes) > _MOST_CONFUSED:
         return {"confusion": None, "confusion_reason": f"{len(classes)} classes, of which a table cannot be read"}
@@ -140,7 +140,7 @@ class DenseSpec(TaskSpec):
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
         """Score Otsu's threshold with the class of the most similar training example.
 
-        None for a set that is not embedded.
+        Returns None for a set that is not embedded.
         """
         if data.manifest.generated is None:
             return None

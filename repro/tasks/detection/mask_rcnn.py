@@ -186,7 +186,7 @@ class PyramidRoiAlign(nn.Module):
     """RoIAlign with half-pixel centres and adaptive sampling.
 
     A box is pooled from level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped. torchvision's `MultiScaleRoIAlign` has
-    neither of the two, and keeps the strides that it infers from the first images.
+    neither aligned centres nor adaptive sampling, and keeps the strides that it infers from the first images.
     """
 
     def __init__(self, side: int):

@@ -46,7 +46,8 @@ class Judge:
     def open(cls, path: Path, classes: Sequence[str], device: torch.device) -> Self:
         """Open the judge in a weights file.
 
-        Raises UserError where it is unreadable, no classifier, or of other classes.
+        Raises:
+            UserError: the file is unreadable, holds no classifier, or one of other classes.
         """
         checkpoint = open_own(path, "take a classifier that it trained as the judge").require_classifier()
         if checkpoint.classes != tuple(classes):
@@ -79,7 +80,7 @@ class Moments:
     products: Tensor | float = 0.0  # (D, D)
 
     def add(self, features: Tensor) -> None:
-        """Return add features (B, D)."""
+        """Add features (B, D)."""
         features = features.double().cpu()
         self.count += len(features)
         self.total = self.total + features.sum(0)
@@ -130,12 +131,11 @@ def inception_score(logits: Tensor) -> float:
 
 
 def precision_recall(real: Tensor, drawn: Tensor) -> tuple[float, float]:
-    """Compute improved precision and recall (Kynkäänniemi et al.
+    """Compute improved precision and recall of features (N, D) and (M, D), at least four of each.
 
-    2019) of features (N, D) and (M, D), at least four each.
-
-    Precision is the share of the drawn features inside a ball around any real one, whose radius is the distance to that
-    one's third neighbour. Recall swaps the roles. Distances are fp64, in blocks; ADM rounds squares to fp16.
+    They are those of Kynkäänniemi et al. (2019). Precision is the share of the drawn features inside a ball around any
+    real one, whose radius is the distance to that one's third neighbour. Recall swaps the roles. Distances are fp64, in
+    blocks; ADM rounds squares to fp16.
     """
     real, drawn = real.double(), drawn.double()
     return _share_within(drawn, real), _share_within(real, drawn)
@@ -179,7 +179,7 @@ class Inception:
     def spatial(self, pictures: Tensor) -> Tensor | None:
         """Compute the spatial features (B, 17·17·7), channel last as in TensorFlow.
 
-        None for a file without the layer.
+        Returns None for a file without the layer.
         """
         layers = dict(getattr(self.module, "layers", nn.Module()).named_children())
         if SPATIAL_LAYER not in layers:
@@ -216,7 +216,7 @@ class Tally:
         self.right = self.seen = 0
 
     def add(self, pictures: Tensor, labels: Tensor) -> None:
-        """Return add uint8 pictures (B, 1 or 3, H, W) of the classes `labels` (B,)."""
+        """Add uint8 pictures (B, 1 or 3, H, W) of the classes `labels` (B,)."""
         self.seen += len(labels)
         if self.judge is not None:
             self.right += self.judge.count_right(pictures, labels)
